@@ -1,0 +1,64 @@
+"""Text corpora: files, a split that never changes, and packed examples."""
+
+import hashlib
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from spsjax.tokenizer import Tokenizer
+
+# Tests repeat themselves, and the two big folders are tables that a program wrote.
+_NOT_PROSE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+def stdlib() -> dict[str, str]:
+    """The running interpreter's standard library: path in the library -> text, tests left out."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    texts = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not _NOT_PROSE & set(name.parts):
+            texts[name.as_posix()] = path.read_text(encoding="utf-8", errors="replace")
+    return texts
+
+
+def is_held_out(name: str) -> bool:
+    """One file in 20, chosen by the hash of its name alone, so that no run ever trains on it."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+
+
+def split(texts: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """(training texts, held-out texts)."""
+    held_out = {name: text for name, text in texts.items() if is_held_out(name)}
+    return {name: text for name, text in texts.items() if name not in held_out}, held_out
+
+
+def pack(texts: Iterable[str], tokenizer: Tokenizer, length: int) -> np.ndarray:
+    """[N, length + 1] int32 windows over the texts one after another, each begun and ended.
+
+    Neighbouring windows share one token, so that every token is a label once. The last, partial
+    window is dropped.
+    """
+    stream = []
+    for text in texts:
+        stream += tokenizer.encode(text)
+        stream.append(tokenizer.eos_id)
+    count = (len(stream) - 1) // length
+    tokens = np.asarray(stream, np.int32)
+    starts = np.arange(count)[:, None] * length
+    return tokens[starts + np.arange(length + 1)]
+
+
+def batches(examples: np.ndarray, batch: int, seed: int, start: int = 0) -> Iterator[np.ndarray]:
+    """[batch, length + 1] for ever, each epoch in an order of its own; `start` batches skipped."""
+    per_epoch = len(examples) // batch
+    if not per_epoch:
+        raise ValueError(f"examples: expected at least {batch}, found {len(examples)}")
+    epoch, offset = divmod(start, per_epoch)
+    while True:
+        order = np.random.default_rng((seed, epoch)).permutation(len(examples))
+        for index in range(offset, per_epoch):
+            yield examples[order[index * batch : (index + 1) * batch]]
+        epoch, offset = epoch + 1, 0

@@ -1,0 +1,69 @@
+"""A small language model drafts for a large one (Chen et al. 2023; Leviathan et al. 2022)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax import cache as kv
+from spsjax import sampling
+from spsjax.drafters import base
+from spsjax.models import transformer
+from spsjax.types import Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Drafter):
+    """Samples K tokens from a draft model, one after another. Lossless.
+
+    `params["drafter"]` are the draft's parameters; the state is its cache.
+    """
+
+    config: transformer.Config
+    num_speculative_tokens: int = 4
+
+    def init(self, params, tokens_BS, lengths_B):
+        B, S = tokens_BS.shape
+        cache = transformer.empty_cache(self.config, params["drafter"], B, S)
+        positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+        cache = self._apply(params, tokens_BS, positions, cache).cache
+        return cache.at(lengths_B - 1)
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, self.num_speculative_tokens)
+
+        def pick(logits_BV, uniform_B):
+            probs = sampling.warp(logits_BV, rows)
+            return sampling.draw(probs, uniform_B), probs
+
+        # The first step feeds the last two tokens: if all K drafts were accepted, the last of them
+        # was never fed; if not, its slot is written again with the same values. A prompt of one
+        # token has no second last: slot 1 is then filled with a stranger, masked and overwritten.
+        start = jnp.maximum(lengths_B - 2, 0)
+        positions = start[:, None] + jnp.arange(2)
+        pair = jnp.take_along_axis(tokens_BS, positions, axis=1)
+        output = self._apply(params, pair, positions, state.at(start))
+        newest = (lengths_B - 1 - start)[:, None, None]
+        logits = jnp.take_along_axis(output.logits, newest, axis=1)[:, 0]
+        first, first_probs = pick(logits, uniforms[:, 0])
+
+        def step(carry, uniform_B):
+            token, cache = carry
+            output = self._apply(params, token[:, None], cache.lengths[:, None], cache)
+            token, probs = pick(output.logits[:, 0], uniform_B)
+            return (token, output.cache), (token, probs)
+
+        carry = first, output.cache.at(lengths_B)
+        (_, cache), (tokens, probs) = lax.scan(step, carry, uniforms[:, 1:].T)
+        tokens = jnp.concatenate([first[:, None], tokens.T], axis=1)
+        probs = jnp.concatenate([first_probs[:, None], jnp.moveaxis(probs, 0, 1)], axis=1)
+        return Proposal(tokens, probs), cache
+
+    def commit(self, params, state, lengths_B):
+        return state.at(lengths_B - 1)
+
+    def _apply(self, params, tokens_BT, positions_BT, cache):
+        mask = kv.causal_mask(positions_BT, cache.num_slots)
+        return transformer.apply(
+            self.config, params["drafter"], tokens_BT, positions_BT, mask, cache
+        )

@@ -1,0 +1,57 @@
+"""Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from spsjax.drafters import base
+from spsjax.errors import InputError
+from spsjax.types import Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Drafter):
+    """Copies the continuation of the longest, then latest, earlier occurrence of the last tokens.
+
+    Lossless: a copied token is a point mass. A row where nothing matches proposes nothing.
+
+    Attributes:
+        num_speculative_tokens: tokens copied. A match close to the end is continued with its own
+            period, so that a repeating text is proposed for as long as it repeats.
+        max_ngram: longest suffix that is looked up.
+        min_ngram: shortest suffix that counts as a match.
+    """
+
+    num_speculative_tokens: int = 4
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self):
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise InputError(
+                "min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, "
+                f"found {self.min_ngram}, {self.max_ngram}"
+            )
+
+    def init(self, params, tokens_BS, lengths_B):
+        return ()
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        slots = jnp.arange(tokens_BS.shape[1])
+        last = lengths_B[:, None] - 1
+        # matched[b, i]: how many tokens up to and including slot i equal the last ones.
+        matched, run = jnp.zeros_like(tokens_BS), slots < last
+        for back in range(self.max_ngram):
+            suffix = jnp.take_along_axis(tokens_BS, jnp.maximum(last - back, 0), axis=1)
+            run = run & (slots >= back) & (jnp.roll(tokens_BS, back, axis=1) == suffix)
+            matched = matched + run
+        found = jnp.argmax(matched * len(slots) + slots, axis=1)[:, None]
+        enough = jnp.take_along_axis(matched, found, axis=1) >= self.min_ngram
+        period = jnp.maximum(last - found, 1)
+        source = found + 1 + jnp.arange(self.num_speculative_tokens) % period
+        source = jnp.minimum(source, tokens_BS.shape[1] - 1)
+        copied = jnp.take_along_axis(tokens_BS, source, axis=1)
+        return Proposal(jnp.where(enough, copied, -1), None), state
+
+    def commit(self, params, state, lengths_B):
+        return state

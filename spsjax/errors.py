@@ -1,0 +1,9 @@
+"""The errors that a user can cause, each with one line that names the thing."""
+
+
+class InputError(ValueError):
+    """Something given to spsjax is not usable: what it is, what was expected, what was found."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A model gave a NaN or an infinity, so that no distribution can be formed."""

@@ -1,0 +1,367 @@
+"""What people call: `generate` and `stream`."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from spsjax import decode, sampling, sharding, verify
+from spsjax.drafters import base, draft_model, none
+from spsjax.errors import InputError, NonFiniteError
+from spsjax.loading import Model
+from spsjax.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a call did, over all its rows.
+
+    Attributes:
+        target_calls: passes of the target after the prompt.
+        acceptance_rate: accepted / proposed draft tokens; 0 if none was proposed.
+        block_efficiency: new tokens a row and target call; K + 1 at the most, 1 without a drafter.
+        accepted_histogram: [K+1], how many rounds of a row accepted 0, 1, .. K draft tokens,
+            before an end of sequence or a full budget cut the block off.
+        seconds: run time, prompt included.
+        compile_seconds: time to compile, once for each new bucket of lengths.
+    """
+
+    target_calls: int
+    acceptance_rate: float
+    block_efficiency: float
+    accepted_histogram: list[int]
+    seconds: float
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """`tokens`: the new tokens of each row, an end of sequence included; `texts`: the same, read."""
+
+    tokens: list[np.ndarray]
+    texts: list[str] | None
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of one row: `accepted` draft tokens, then one of the target's own."""
+
+    tokens: np.ndarray
+    accepted: int
+    proposed: int
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    drafter: Model | base.Drafter | None = None,
+    num_speculative_tokens: int | None = None,
+    sampling: SamplingParams = SamplingParams(),
+    max_new_tokens: int | Sequence[int] = 128,
+    seed: int = 0,
+    *,
+    lenience: float = 1.0,
+    stop_at_eos: bool = True,
+) -> Generation:
+    """Continues each prompt with samples of the target, by speculative sampling.
+
+    Args:
+        model: the target.
+        prompts: texts, or lists of token ids.
+        drafter: None (autoregressive sampling); a loaded model, which drafts; or a
+            `spsjax.drafters.*.Drafter`.
+        num_speculative_tokens: K, draft tokens a round. None: the drafter's own, 4 for a model.
+        sampling: of the target, and of a draft model just so.
+        max_new_tokens: one budget, or one a row.
+        seed: row b of any call with this seed draws the same random numbers.
+        lenience: below 1, accepts more drafts and is **lossy** (`verify.lenience_bias`).
+        stop_at_eos: False goes on to the budget.
+
+    Raises:
+        InputError: an argument that cannot be used; the message names it.
+        NonFiniteError: a model gave a NaN or an infinity; the message names row and position.
+    """
+    job = _Job(
+        model, prompts, drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
+        lenience, stop_at_eos,
+    )  # fmt: skip
+    return job.run()
+
+
+def stream(
+    model: Model,
+    prompt: str | Sequence[int],
+    drafter: Model | base.Drafter | None = None,
+    num_speculative_tokens: int | None = None,
+    **options,
+) -> Iterator[str]:
+    """Yields the text of one continuation as it grows; the pieces join to `generate`'s text.
+
+    Takes what `generate` takes, and raises what it raises. A character that spans tokens is held
+    back until it is whole.
+    """
+    if model.tokenizer is None:
+        raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
+    return _texts(model, *rounds(model, prompt, drafter, num_speculative_tokens, **options))
+
+
+def rounds(
+    model: Model,
+    prompt: str | Sequence[int],
+    drafter: Model | base.Drafter | None = None,
+    num_speculative_tokens: int | None = None,
+    sampling: SamplingParams = SamplingParams(),
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    *,
+    lenience: float = 1.0,
+    stop_at_eos: bool = True,
+) -> tuple[list[int], Iterator[Round]]:
+    """The prompt's token ids, and the rounds of one continuation as they happen."""
+    job = _Job(
+        model, [prompt], drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
+        lenience, stop_at_eos,
+    )  # fmt: skip
+    return job.prompts[0], job.rounds()
+
+
+def _texts(model: Model, prompt: list[int], steps: Iterator[Round]) -> Iterator[str]:
+    tokens, sent = [], 0
+    for step in steps:
+        tokens += step.tokens.tolist()
+        text = continuation(model.tokenizer, prompt, tokens)
+        whole = text.rstrip("\ufffd")
+        if len(whole) > sent:
+            yield whole[sent:]
+            sent = len(whole)
+    text = continuation(model.tokenizer, prompt, tokens)
+    if len(text) > sent:
+        yield text[sent:]
+
+
+def continuation(tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to the prompt's; some tokenizers read them otherwise alone."""
+    before = tokenizer.decode(prompt)
+    both = tokenizer.decode([*prompt, *tokens])
+    return both[len(before) :] if both.startswith(before) else tokenizer.decode(tokens)
+
+
+def bucket(length: int) -> int:
+    """The least of 32, 48, 64, 96, 128, 192, .. that is not below `length`.
+
+    Buffers have such sizes, so that a new length rarely needs a new program.
+    """
+    size = 32
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+class _Job:
+    """A checked call of `generate`: programs, parameters, and the arrays to start from."""
+
+    def __init__(
+        self, model, prompts, drafter, num_speculative_tokens, params, max_new_tokens, seed,
+        lenience, stop_at_eos,
+    ):  # fmt: skip
+        verify.check_lenience(lenience)
+        if not isinstance(model, Model):
+            raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"sampling: expected SamplingParams, found {type(params).__name__}")
+        drafter, weights = _resolve(model, drafter, num_speculative_tokens)
+        self.model = model
+        self.prompts = _encode(model, prompts)
+        budgets = _budgets(max_new_tokens, len(self.prompts))
+        for row, (prompt, budget) in enumerate(zip(self.prompts, budgets)):
+            _check_length(f"prompts[{row}]", len(prompt), budget, model)
+        eos_ids = model.config.eos_ids if stop_at_eos else ()
+        self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
+        self.params = {"target": model.params, "drafter": weights}
+        # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
+        extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
+        lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)
+        limits = lengths + np.asarray([*budgets, *[0] * extra], np.int32)
+        width = bucket(int(lengths.max()))
+        self.slots = max(width, bucket(int(limits.max()) + drafter.num_speculative_tokens + 1))
+        tokens = np.zeros((len(lengths), width), np.int32)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+        rows = params.rows(len(self.prompts))
+        rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
+        self.mesh = (
+            contextlib.nullcontext if model.mesh is None else (lambda: jax.set_mesh(model.mesh))
+        )
+        place = sharding.rows(model.mesh)
+        with self.mesh():
+            keys = jax.device_put(sampling.row_keys(jax.random.key(seed), len(lengths)), place)
+            self.inputs = (*jax.device_put((tokens, lengths, limits), place), keys)
+            self.rows = jax.device_put(rows, place)
+        self.lengths = lengths
+
+    def run(self) -> Generation:
+        """The whole of it in one jitted loop."""
+        start = time.perf_counter()
+        with self.mesh():
+            state, first = decode.compiled(decode.prefill, self.program, self.slots)(
+                self.params, *self.inputs
+            )
+            loop = decode.compiled(decode.run, self.program, donate=2)
+            state, second = loop(self.params, self.rows, state)
+            result = jax.device_get(_small(state))
+        seconds = time.perf_counter() - start - first - second
+        self._check(result)
+        count = len(self.prompts)
+        tokens = [
+            result["tokens"][row, self.lengths[row] : result["lengths"][row]]
+            for row in range(count)
+        ]
+        histogram = result["accepted"][:count].sum(axis=0)
+        proposed = int(result["proposed"][:count].sum())
+        calls = result["rounds"][:count]
+        stats = Stats(
+            target_calls=int(calls.max()),
+            acceptance_rate=float(histogram @ np.arange(len(histogram)) / max(proposed, 1)),
+            block_efficiency=float(sum(map(len, tokens)) / max(calls.sum(), 1)),
+            accepted_histogram=histogram.tolist(),
+            seconds=seconds,
+            compile_seconds=first + second,
+        )
+        texts = None
+        if self.model.tokenizer is not None:
+            pairs = zip(self.prompts, tokens)
+            texts = [continuation(self.model.tokenizer, prompt, new) for prompt, new in pairs]
+        return Generation(tokens, texts, stats)
+
+    def rounds(self) -> Iterator[Round]:
+        """The same step, called from here, one row."""
+        with self.mesh():
+            state, _ = decode.compiled(decode.prefill, self.program, self.slots)(
+                self.params, *self.inputs
+            )
+        before = jax.device_get(_small(state))
+        step = decode.compiled(decode.step, self.program, donate=2)
+        while not before["done"].all():
+            with self.mesh():
+                state, _ = step(self.params, self.rows, state)
+            after = jax.device_get(_small(state))
+            self._check(after)
+            yield Round(
+                tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],
+                accepted=int(np.argmax(after["accepted"][0] - before["accepted"][0])),
+                proposed=int(after["proposed"][0] - before["proposed"][0]),
+            )
+            before = after
+
+    def _check(self, result) -> None:
+        for row in np.flatnonzero(result["failed"]):
+            raise NonFiniteError(
+                f"row {row}, position {result['lengths'][row]}: expected finite logits, "
+                "found a NaN or an infinity"
+            )
+
+
+def _small(state: decode.DecodeState) -> dict[str, jax.Array]:
+    """What the host wants to see of a state: everything but caches and keys."""
+    fields = ("tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted")
+    return {field: getattr(state, field) for field in fields}
+
+
+def _resolve(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter, object]:
+    """The drafter as the loop takes it, and its parameters."""
+    count = num_speculative_tokens
+    if count is not None and (not isinstance(count, (int, np.integer)) or count < 0):
+        raise InputError(f"num_speculative_tokens: expected an integer >= 0, found {count!r}")
+    weights = {}
+    if drafter is None:
+        if count:
+            raise InputError(
+                f"num_speculative_tokens: expected 0 or None without a drafter, found {count}"
+            )
+        return none.Drafter(), weights
+    if isinstance(drafter, Model):
+        _check_pair(model, drafter)
+        weights = drafter.params
+        drafter = draft_model.Drafter(drafter.config)
+    if not isinstance(drafter, base.Drafter):
+        raise InputError(
+            f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
+        )
+    if count is not None:
+        drafter = dataclasses.replace(drafter, num_speculative_tokens=int(count))
+    if drafter.num_speculative_tokens == 0:
+        return none.Drafter(), {}
+    return drafter, weights
+
+
+def _check_pair(target: Model, draft: Model) -> None:
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise InputError(
+            f"drafter {draft.name}: expected the target's vocabulary of "
+            f"{target.config.vocab_size}, found {draft.config.vocab_size}"
+        )
+    if target.tokenizer and draft.tokenizer and target.tokenizer != draft.tokenizer:
+        raise InputError(
+            f"drafter {draft.name}: expected the target's tokenizer, found another one"
+        )
+    if target.mesh != draft.mesh:
+        raise InputError(f"drafter {draft.name}: expected the target's mesh, found another one")
+
+
+def _encode(model: Model, prompts) -> list[list[int]]:
+    """Token ids of each prompt, checked."""
+    if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
+        raise InputError(
+            f"prompts: expected a list of texts or of token-id lists, found {type(prompts).__name__}"
+        )
+    if not len(prompts):
+        raise InputError("prompts: expected at least one, found none")
+    return [_encode_one(model, f"prompts[{row}]", prompt) for row, prompt in enumerate(prompts)]
+
+
+def _encode_one(model: Model, name: str, prompt) -> list[int]:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InputError(f"{name}: expected a text, found an empty one")
+        if model.tokenizer is None:
+            raise InputError(
+                f"{name}: expected token ids ({model.name} has no tokenizer), found text"
+            )
+        return model.tokenizer.encode(prompt)
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise InputError(
+            f"{name}: expected a text or a list of integers, found {type(prompt).__name__}"
+        )
+    if not ids.size:
+        raise InputError(f"{name}: expected at least one token, found none")
+    wrong = ids[(ids < 0) | (ids >= model.config.vocab_size)]
+    if wrong.size:
+        raise InputError(
+            f"{name}: expected token ids in [0, {model.config.vocab_size}), found {wrong[0]}"
+        )
+    return ids.tolist()
+
+
+def _budgets(max_new_tokens, batch: int) -> list[int]:
+    budgets = np.asarray(max_new_tokens)
+    if not np.issubdtype(budgets.dtype, np.integer) or (budgets < 0).any():
+        raise InputError(f"max_new_tokens: expected integers >= 0, found {max_new_tokens!r}")
+    if budgets.ndim and budgets.shape != (batch,):
+        raise InputError(
+            f"max_new_tokens: expected one value or {batch} (one a row), found {budgets.size}"
+        )
+    return np.broadcast_to(budgets, (batch,)).tolist()
+
+
+def _check_length(name: str, length: int, budget: int, model: Model) -> None:
+    context = model.config.max_positions
+    if length + budget > context:
+        raise InputError(
+            f"{name}: expected prompt and new tokens within the context of {context}, "
+            f"found {length} + {budget}"
+        )

@@ -1,0 +1,219 @@
+"""From logits to the distribution that is really sampled, and from it to a token.
+
+`warp` is the only place where temperature, top-k, top-p and min-p are applied, in that order, for
+target and draft alike; `draw` is the only place where a token is drawn. A ratio of probabilities is
+therefore always between the very arrays that were drawn from.
+
+The vocabulary is never sorted: a threshold is found by bisection, which only counts and sums.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spsjax.errors import InputError
+from spsjax.types import Array, pytree_dataclass
+
+# What a random number decides. Folded into a row's key, so that no two uses share a number.
+DRAFT, ACCEPT, NEXT = range(3)
+
+
+@pytree_dataclass
+class RowParams:
+    """`SamplingParams` as arrays, one value a row."""
+
+    temperature: Array  # [B] float32; 0: greedy
+    top_k: Array  # [B] int32; 0: off
+    top_p: Array  # [B] float32
+    min_p: Array  # [B] float32
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are sampled; each field is one value, or a sequence with one value a row.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the most probable token, and the filters
+            below then do nothing.
+        top_k: keeps the k most probable tokens; 0 keeps all.
+        top_p: keeps the smallest set of most probable tokens whose mass reaches top_p
+            (Holtzman et al. 2019, arXiv 1904.09751).
+        min_p: keeps tokens at least min_p times as probable as the most probable one.
+
+    Each filter sees what the one before it left, renormalised. Among equally probable tokens the
+    lower id goes first, and at least one token is always kept.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    temperature: float | Sequence[float] = 1.0
+    top_k: int | Sequence[int] = 0
+    top_p: float | Sequence[float] = 1.0
+    min_p: float | Sequence[float] = 0.0
+
+    def __post_init__(self):
+        ranges = {
+            "temperature": (lambda x: (x >= 0) & (x < np.inf), "a finite number >= 0"),
+            "top_k": (lambda x: (x >= 0) & (x == np.floor(x)), "an integer >= 0"),
+            "top_p": (lambda x: (x > 0) & (x <= 1), "a number in (0, 1]"),
+            "min_p": (lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]"),
+        }
+        for field, (in_range, expected) in ranges.items():
+            value = getattr(self, field)
+            try:
+                numbers = np.asarray(value, np.float64)
+            except (TypeError, ValueError):
+                numbers = np.asarray(np.nan)
+            if numbers.ndim > 1 or not np.all(in_range(numbers)):
+                raise InputError(f"{field}: expected {expected}, found {value!r}")
+
+    def rows(self, batch: int) -> RowParams:
+        """One value a row as NumPy arrays; raises InputError if a sequence has another length."""
+        columns = {}
+        for field, dtype in (
+            ("temperature", np.float32),
+            ("top_k", np.int32),
+            ("top_p", np.float32),
+            ("min_p", np.float32),
+        ):
+            value = np.asarray(getattr(self, field))
+            if value.ndim and value.shape != (batch,):
+                raise InputError(
+                    f"{field}: expected one value or {batch} (one a row), found {value.size}"
+                )
+            columns[field] = np.broadcast_to(value, (batch,)).astype(dtype)
+        return RowParams(**columns)
+
+
+def row_keys(key: Array, rows: Array | int) -> Array:
+    """[B] keys, one a row, each a function of `key` and the row's number alone."""
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+
+
+def uniforms(keys_B: Array, role: int, count: int) -> Array:
+    """[B, count] float32 in [0, 1) for one role; the i-th does not depend on `count`."""
+
+    def row(key):
+        return jax.random.uniform(jax.random.fold_in(key, role), (count,), jnp.float32)
+
+    return jax.vmap(row)(keys_B)
+
+
+def warp(logits: Array, rows: RowParams) -> Array:
+    """The distribution that is sampled: [B, ..., V] logits -> [B, ..., V] probabilities, float32.
+
+    Where a logit is not finite, all V probabilities are NaN, which no verifier lets through.
+    float64 logits stay float64.
+    """
+    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    columns = jax.tree.map(lambda leaf: leaf.reshape(-1, *[1] * (logits.ndim - 1)), rows)
+    greedy = columns.temperature == 0
+    finite = jnp.all(jnp.isfinite(logits), axis=-1, keepdims=True)
+    logits = jnp.where(finite, logits, 0).astype(dtype)
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    # Dividing after the maximum is taken off keeps a tiny temperature from overflowing.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(greedy, 1, columns.temperature).astype(dtype)
+    weights = jnp.exp(scaled)
+
+    def top_k(weights):
+        off = greedy | (columns.top_k <= 0) | (columns.top_k >= logits.shape[-1])
+        keep = _heaviest(logits, jnp.ones_like(weights), columns.top_k.astype(dtype))
+        return jnp.where(off | keep, weights, 0)
+
+    def top_p(weights):
+        off = greedy | (columns.top_p >= 1)
+        mass = columns.top_p.astype(dtype) * jnp.sum(weights, axis=-1, keepdims=True)
+        return jnp.where(off | _heaviest(logits, weights, mass), weights, 0)
+
+    # A filter that no row asks for costs nothing.
+    weights = lax.cond(jnp.any(~greedy & (columns.top_k > 0)), top_k, lambda x: x, weights)
+    weights = lax.cond(jnp.any(~greedy & (columns.top_p < 1)), top_p, lambda x: x, weights)
+    weights = jnp.where(weights >= columns.min_p.astype(dtype), weights, 0)  # the largest is 1
+    probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    probs = jnp.where(greedy, jnp.arange(logits.shape[-1]) == best, probs)
+    return jnp.where(finite, probs, jnp.nan)
+
+
+def _heaviest(logits: Array, weights: Array, needed: Array) -> Array:
+    """Keeps the fewest tokens of highest logit whose weights add up to `needed`: bool [..., V].
+
+    Ties go to the lower id. `needed` is [..., 1], and at most the sum of the weights. Bisects the
+    bit pattern of the threshold logit: floats are ordered as their bits are, and a masked sum in a
+    fixed order never decreases as the mask grows, so the answer is exact.
+    """
+    order = _as_ordered_integers(logits)
+    bits = order.dtype.itemsize * 8
+
+    def reaches(threshold):
+        mass = jnp.sum(jnp.where(order >= threshold, weights, 0), axis=-1, keepdims=True)
+        return mass >= needed
+
+    def halve(_, bounds):
+        low, high = bounds  # reaches(low); not reaches(high), or high above every logit
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
+        enough = reaches(middle)
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low = jnp.min(order, axis=-1, keepdims=True)
+    high = jnp.max(order, axis=-1, keepdims=True) + 1
+    threshold, _ = lax.fori_loop(0, bits, halve, (low, high))
+    above, ties = order > threshold, order == threshold
+    missing = needed - jnp.sum(jnp.where(above, weights, 0), axis=-1, keepdims=True)
+    tied_weight = jnp.max(jnp.where(ties, weights, 0), axis=-1, keepdims=True)
+    wanted = jnp.maximum(
+        jnp.ceil(missing / jnp.maximum(tied_weight, jnp.finfo(weights.dtype).tiny)), 1
+    )
+
+    def first_ties():
+        return ties & (jnp.cumsum(ties, axis=-1) <= wanted)
+
+    surplus = jnp.sum(ties, axis=-1, keepdims=True) > wanted
+    return above | lax.cond(jnp.any(surplus), first_ties, lambda: ties)
+
+
+def _as_ordered_integers(x: Array) -> Array:
+    """Signed integers in the order of the floats; -0.0 and 0.0 become one."""
+    integer = jnp.int64 if x.dtype == jnp.float64 else jnp.int32
+    bits = lax.bitcast_convert_type(x + 0.0, integer)
+    return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
+
+
+def draw(weights: Array, uniform: Array) -> Array:
+    """Draws from unnormalised weights by inverting their cumulative sum: [..., V], [...] -> [...].
+
+    One uniform a draw. The sum is taken in two levels, blocks and then the tokens of one block, so
+    that it costs one pass over the vocabulary. Prefix sums are monotone, so a token of weight zero
+    is never drawn unless all are zero.
+    """
+    vocab = weights.shape[-1]
+    width = min(128, vocab)
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % width)]
+    blocks = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, width)
+    block_sums = jnp.sum(blocks, axis=-1)
+    ends = _prefix_sums(block_sums)
+    level = uniform.astype(weights.dtype)[..., None] * ends[..., -1:]
+    block = _first_above(ends, level, block_sums)[..., None]
+    start = jnp.take_along_axis(ends - block_sums, block, axis=-1)
+    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
+    token = _first_above(_prefix_sums(inside), level - start, inside)
+    return (block[..., 0] * width + token).astype(jnp.int32)
+
+
+def _prefix_sums(x: Array) -> Array:
+    """Inclusive cumulative sums of a short last axis, each the same masked sum, hence monotone."""
+    size = x.shape[-1]
+    lower = jnp.arange(size)[:, None] >= jnp.arange(size)
+    return jnp.sum(jnp.where(lower, x[..., None, :], 0), axis=-1)
+
+
+def _first_above(ends: Array, level: Array, weights: Array) -> Array:
+    """First index whose prefix sum exceeds `level`; the last of positive weight if none does."""
+    positions = jnp.arange(ends.shape[-1])
+    last = jnp.max(jnp.where(weights > 0, positions, 0), axis=-1)
+    return jnp.minimum(jnp.sum(ends <= level, axis=-1), last)

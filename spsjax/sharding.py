@@ -1,0 +1,74 @@
+"""One mesh, and Megatron's rules on it (Shoeybi et al. 2019, arXiv 1909.08053).
+
+Axes: `data` splits the rows of a batch, `model` splits the weights. Column-parallel query, key,
+value, gate and up; row-parallel out and down, each followed by the one all-reduce that the compiler
+puts there: two a layer. Embedding and head are split by vocabulary.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spsjax.errors import InputError
+from spsjax.types import Array
+
+# Parameter -> how its axes are split. What is not named here (norms) is on every device.
+_RULES = {
+    "embed": P("model", None),  # embedding [V_model, D]
+    "head": P(None, "model"),  # [D, V_model]
+    "query": P(None, "model"),  # [D, HC_model]
+    "key": P(None, "model"),  # [D, GC_model]
+    "value": P(None, "model"),
+    "out": P("model", None),  # [HC_model, D]
+    "gate": P(None, "model"),  # [D, F_model]
+    "up": P(None, "model"),
+    "down": P("model", None),  # [F_model, D]
+}
+
+
+def mesh(data: int = 1, model: int = 1) -> Mesh:
+    """A mesh of `data * model` devices; raises InputError if there are fewer."""
+    devices = jax.devices()
+    if data < 1 or model < 1 or data * model > len(devices):
+        raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")
+    grid = np.asarray(devices[: data * model]).reshape(data, model)
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def check(mesh: Mesh, config) -> None:
+    """Raises InputError where the mesh does not divide the model."""
+    size = mesh.shape["model"]
+    for field in ("num_heads", "d_ff", "vocab_size"):
+        if getattr(config, field) % size:
+            raise InputError(
+                f"{field}: expected a multiple of the mesh's model axis, {size}, "
+                f"found {getattr(config, field)}"
+            )
+
+
+def spec(path: tuple, mesh: Mesh, config) -> P:
+    """How the parameter at `path` is split. Fewer key-value heads than devices: every device has all."""
+    owner = path[-2]
+    if owner in ("key", "value") and config.num_kv_heads % mesh.shape["model"]:
+        return P()
+    return _RULES.get(owner, P())
+
+
+def placer(mesh: Mesh, config, replicate: bool) -> Callable[[tuple, Array], Array]:
+    """`(path, array) -> array` on the mesh, each device holding its slice; or all of it."""
+    if not replicate:
+        check(mesh, config)
+
+    def place(path, array):
+        how = P() if replicate else spec(path, mesh, config)
+        return jax.device_put(array, NamedSharding(mesh, how))
+
+    return place
+
+
+def rows(mesh: Mesh | None) -> NamedSharding | jax.Device:
+    """Where arrays with a leading batch axis go."""
+    return jax.devices()[0] if mesh is None else NamedSharding(mesh, P("data"))

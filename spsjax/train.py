@@ -1,0 +1,161 @@
+"""Training of a target on text, and distillation of a draft from a target.
+
+One loop for both: what differs is the loss, a function of parameters and a batch. Weights and
+optimiser state are float32; a run is resumed from its newest checkpoint, and the schedule is
+constant until its last fifth, so that a run can be made longer up to then.
+"""
+
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from tqdm import tqdm
+
+from spsjax import cache as kv
+from spsjax import data, losses
+from spsjax.models import transformer
+from spsjax.types import Array, PyTree
+
+
+def schedule(peak: float, steps: int, warmup: int) -> optax.Schedule:
+    """Linear warm-up, a plateau, and a linear decay to zero over the last fifth."""
+    decay = steps // 5
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, decay),
+        ],
+        [warmup, steps - decay],
+    )
+
+
+def optimizer(config) -> optax.GradientTransformation:
+    """AdamW after clipping by the global norm; norms and embeddings are not decayed."""
+    rate = schedule(config.learning_rate, config.steps, config.warmup)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            rate,
+            b2=0.95,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree_util.tree_map_with_path(
+                lambda path, _: path[-1].key == "kernel", params
+            ),
+        ),
+    )
+
+
+def forward(config: transformer.Config, params: PyTree, tokens_BT: Array) -> Array:
+    """Logits [B, T, V] of whole sequences."""
+    length = tokens_BT.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
+    mask = kv.causal_mask(positions[:1], length)
+    return transformer.apply(config, params, tokens_BT, positions, mask).logits
+
+
+def language_model_loss(config: transformer.Config) -> Callable:
+    """Mean cross entropy of the next token: `(params, batch [B, T+1]) -> (loss, metrics)`."""
+
+    def loss(params, batch):
+        logits = forward(config, params, batch[:, :-1])
+        value = losses.cross_entropy(logits, batch[:, 1:]).mean()
+        return value, {"loss": value}
+
+    return loss
+
+
+def distillation_loss(
+    config: transformer.Config, target_config: transformer.Config, target: PyTree, objective: str
+) -> Callable:
+    """Mean divergence of the draft from a frozen target, on the same positions."""
+    divergence = getattr(losses, objective)
+
+    def loss(params, batch):
+        target_logits = jax.lax.stop_gradient(forward(target_config, target, batch[:, :-1]))
+        logits = forward(config, params, batch[:, :-1])
+        agree = jnp.argmax(logits, -1) == jnp.argmax(target_logits, -1)
+        value = divergence(target_logits, logits).mean()
+        return value, {
+            "loss": value,
+            "acceptance": losses.acceptance(target_logits, logits).mean(),
+            "greedy_agreement": agree.mean(),
+            "cross_entropy": losses.cross_entropy(logits, batch[:, 1:]).mean(),
+        }
+
+    return loss
+
+
+def evaluate(loss: Callable, params: PyTree, examples: np.ndarray, batch: int) -> dict[str, float]:
+    """Mean of each metric over the examples, a partial last batch left out."""
+    step = jax.jit(lambda params, rows: loss(params, rows)[1])
+    starts = range(0, len(examples) - batch + 1, batch)
+    metrics = [jax.device_get(step(params, examples[start : start + batch])) for start in starts]
+    return {name: float(np.mean([each[name] for each in metrics])) for name in metrics[0]}
+
+
+def fit(
+    config,
+    params: PyTree,
+    loss: Callable,
+    examples: np.ndarray,
+    held_out: np.ndarray,
+    workdir: str | pathlib.Path,
+) -> tuple[PyTree, dict[str, float]]:
+    """Minimises `loss`; returns the parameters and the held-out metrics at the end.
+
+    Args:
+        config: `steps`, `batch`, `learning_rate`, `warmup`, `weight_decay`, `seed`,
+            `checkpoint_every`, `eval_every`.
+        params: initial parameters.
+        loss: `(params, batch [B, T+1]) -> (scalar, metrics)`.
+        examples: [N, T+1] int32 training examples.
+        held_out: [M, T+1] int32 examples of other documents.
+        workdir: checkpoints and `log.jsonl` go here; a run found here is resumed.
+    """
+    workdir = pathlib.Path(workdir).absolute()
+    workdir.mkdir(parents=True, exist_ok=True)
+    update = optimizer(config)
+    state = {"params": params, "optimizer": update.init(params)}
+
+    def train_step(state, batch):
+        (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(state["params"], batch)
+        change, optimizer_state = update.update(gradient, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], change)
+        return {"params": params, "optimizer": optimizer_state}, metrics
+
+    train_step = jax.jit(train_step, donate_argnums=0)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(workdir / "checkpoints", options=options) as manager:
+        start = manager.latest_step() or 0
+        if start:
+            state = manager.restore(start, args=ocp.args.StandardRestore(state))
+        batches = data.batches(examples, config.batch, config.seed, start)
+        tokens = config.batch * (examples.shape[1] - 1)
+        bar = tqdm(range(start, config.steps), initial=start, total=config.steps, unit="step")
+        clock = time.perf_counter()
+        for step in bar:
+            state, metrics = train_step(state, next(batches))
+            if (step + 1) % 10 == 0:
+                seconds, clock = time.perf_counter() - clock, time.perf_counter()
+                values = {name: float(value) for name, value in metrics.items()}
+                bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
+                _log(workdir, step=step + 1, tokens_per_second=10 * tokens / seconds, **values)
+            if (step + 1) % config.eval_every == 0:
+                result = evaluate(loss, state["params"], held_out[: 8 * config.batch], config.batch)
+                _log(workdir, step=step + 1, held_out=result)
+                clock = time.perf_counter()
+            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+                manager.save(step + 1, args=ocp.args.StandardSave(state))
+    return state["params"], evaluate(loss, state["params"], held_out, config.batch)
+
+
+def _log(workdir: pathlib.Path, **record) -> None:
+    with open(workdir / "log.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")

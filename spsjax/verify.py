@@ -1,0 +1,165 @@
+"""Verifiers: which draft tokens stand, and what token follows them.
+
+Acceptance belongs to this file alone. A verifier is a pure function of distributions first
+(`ratio`, `residual`) and draws after, so that the exactness tests enumerate the very code that runs.
+
+Modified rejection sampling is **lossless** at `lenience=1`: the emitted tokens follow the target's
+law exactly, whatever the draft (Chen et al. 2023, arXiv 2302.01318, Algorithm 2 and Theorem 1;
+Leviathan et al. 2022, arXiv 2211.17192, appendix A.1). With one-hot distributions it is greedy
+verification: a draft token stands if it is the target's choice.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from spsjax import sampling
+from spsjax.errors import InputError
+from spsjax.types import Array, Proposal, Verdict
+
+
+def ratio(
+    draft_tokens: Array, draft_probs: Array, target_probs: Array, lenience: float = 1.0
+) -> tuple[Array, Array]:
+    """Numerator and denominator of the acceptance probability min(1, target / (lenience draft)).
+
+    Both at the drafted tokens, for tokens [...] and distributions [..., V] -> [...], [...]. A token
+    is accepted if `u * denominator < numerator`: nothing is divided, and u = 0 never accepts a
+    token that the target gives no probability.
+    """
+    index = jnp.maximum(draft_tokens, 0)[..., None]
+    target_at = jnp.take_along_axis(target_probs, index, axis=-1)[..., 0]
+    draft_at = jnp.take_along_axis(draft_probs, index, axis=-1)[..., 0]
+    return jnp.where(draft_tokens >= 0, target_at, 0), lenience * draft_at
+
+
+def residual(draft_probs: Array, target_probs: Array, lenience: float = 1.0) -> Array:
+    """Unnormalised max(target - lenience draft, 0): [..., V], [..., V] -> [..., V].
+
+    Where nothing is left (the two agree to rounding) it is the target itself; a rejection there has
+    a probability of the order of the rounding. NaN in either argument gives NaN.
+    """
+    left = jnp.maximum(target_probs - lenience * draft_probs, 0)
+    empty = jnp.sum(left, axis=-1, keepdims=True) == 0
+    return jnp.where(empty, target_probs, left)
+
+
+def rejection(
+    keys_B: Array, proposal: Proposal, target_probs: Array, lenience: float = 1.0
+) -> Verdict:
+    """Chen's modified rejection sampling. Lossless at `lenience=1`; lossy below it.
+
+    Args:
+        keys_B: one key a row and round.
+        proposal: K draft tokens a row.
+        target_probs: [B, K+1, V], the distribution that should have been sampled at each node.
+        lenience: in (0, 1]; `lenience_bias` gives its cost.
+    """
+    B, nodes, V = target_probs.shape
+    K = nodes - 1
+    tokens = proposal.tokens
+    draft_probs = jax.nn.one_hot(tokens, V) if proposal.probs is None else proposal.probs
+    draft_probs = jnp.where(tokens[..., None] >= 0, draft_probs, 0)
+    numerator, denominator = ratio(tokens, draft_probs, target_probs[:, :K], lenience)
+    accepted = sampling.uniforms(keys_B, sampling.ACCEPT, K) * denominator < numerator
+    count = jnp.sum(jnp.cumprod(accepted, axis=1, dtype=jnp.int32), axis=1)
+    # After the last draft token nothing was drafted: a draft of zeros makes the bonus a residual.
+    draft_probs = jnp.concatenate([draft_probs, jnp.zeros((B, 1, V), draft_probs.dtype)], axis=1)
+    node = count[:, None, None]
+    left = residual(
+        jnp.take_along_axis(draft_probs, node, axis=1)[:, 0],
+        jnp.take_along_axis(target_probs, node, axis=1)[:, 0],
+        lenience,
+    )
+    following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 1)[:, 0])
+    valid = jnp.isfinite(jnp.sum(left, axis=-1))
+    index = jnp.arange(K + 1)
+    padded = jnp.concatenate([tokens, jnp.full((B, 1), -1, jnp.int32)], axis=1)
+    emitted = jnp.where(index < count[:, None], padded, -1)
+    emitted = jnp.where(index == count[:, None], following[:, None], emitted)
+    return Verdict(
+        tokens=jnp.where(valid[:, None], emitted, -1),
+        num_tokens=jnp.where(valid, count + 1, 0),
+        valid=valid,
+    )
+
+
+def rejection_sample(
+    key: Array, draft_tokens: Array, draft_probs: Array, target_probs: Array, lenience: float = 1.0
+) -> tuple[Array, Array]:
+    """Modified rejection sampling on given distributions (Chen et al. 2023, Algorithm 2).
+
+    Lossless at `lenience=1`, if `draft_tokens[:, k]` was drawn from `draft_probs[:, k]`.
+
+    Args:
+        key: one key; row b uses `fold_in(key, b)`.
+        draft_tokens: [B, K] int; -1 proposes nothing at that position and after it.
+        draft_probs: [B, K, V] float, each summing to 1.
+        target_probs: [B, K+1, V] float, each summing to 1.
+        lenience: in (0, 1]: accepts with probability min(1, target / (lenience draft)).
+
+    Returns:
+        [B, K+1] int32 tokens padded with -1, and [B] int32 how many there are: 1..K+1, or 0 for a
+        row with a probability that is not finite.
+
+    Raises:
+        InputError: shapes that do not fit together, or a lenience outside (0, 1].
+    """
+    check_lenience(lenience)
+    draft_tokens, draft_probs, target_probs = map(
+        jnp.asarray, (draft_tokens, draft_probs, target_probs)
+    )
+    if draft_tokens.ndim != 2 or not jnp.issubdtype(draft_tokens.dtype, jnp.integer):
+        raise InputError(
+            f"draft_tokens: expected integers [B, K], found {draft_tokens.dtype} "
+            f"{list(draft_tokens.shape)}"
+        )
+    (B, K), V = draft_tokens.shape, target_probs.shape[-1] if target_probs.ndim else 0
+    for name, array, shape in (
+        ("draft_probs", draft_probs, (B, K, V)),
+        ("target_probs", target_probs, (B, K + 1, V)),
+    ):
+        if array.shape != shape:
+            raise InputError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
+    proposal = Proposal(draft_tokens.astype(jnp.int32), draft_probs)
+    verdict = rejection(sampling.row_keys(key, B), proposal, target_probs, lenience)
+    return verdict.tokens, verdict.num_tokens
+
+
+def relax_greedy(
+    target_probs: Array, logits: Array, draft_tokens: Array, greedy: Array, lenience: float
+) -> Array:
+    """Lenience for greedy rows, whose one-hot target knows no "nearly". Lossy.
+
+    Gives probability 1 to a draft token whose own probability is at least `lenience` times the
+    best one's, before standardising (Leviathan et al. 2022, appendix A.5). [B, K+1, V] -> same.
+    """
+    index = jnp.maximum(draft_tokens, 0)[..., None]
+    drafted = jnp.take_along_axis(logits[:, :-1], index, axis=-1)
+    close = drafted >= jnp.max(logits[:, :-1], axis=-1, keepdims=True) + jnp.log(lenience)
+    chosen = jnp.arange(logits.shape[-1]) == index
+    relaxed = jnp.where(chosen & close & greedy[:, None, None], 1.0, target_probs[:, :-1])
+    return jnp.concatenate([relaxed, target_probs[:, -1:]], axis=1)
+
+
+def lenient_law(draft_probs: Array, target_probs: Array, lenience: float) -> Array:
+    """The law of one token emitted with lenience: [..., V], [..., V] -> [..., V]. Exact."""
+    check_lenience(lenience)
+    kept = jnp.minimum(draft_probs, target_probs / lenience)
+    left = residual(draft_probs, target_probs, lenience)
+    rejected = 1 - jnp.sum(kept, axis=-1, keepdims=True)
+    return kept + rejected * left / jnp.sum(left, axis=-1, keepdims=True)
+
+
+def lenience_bias(draft_probs: Array, target_probs: Array, lenience: float) -> Array:
+    """Total variation between a leniently emitted token and the target: [..., V] x2 -> [...].
+
+    0 at `lenience=1`. Exact, since the law of the emitted token is known in closed form.
+    """
+    law = lenient_law(draft_probs, target_probs, lenience)
+    return 0.5 * jnp.sum(jnp.abs(law - target_probs), axis=-1)
+
+
+def check_lenience(lenience: float) -> None:
+    """Raises InputError unless 0 < lenience <= 1."""
+    if not 0 < lenience <= 1:
+        raise InputError(f"lenience: expected a number in (0, 1], found {lenience!r}")
