@@ -16,13 +16,13 @@ class KVCache:
     (`dynamic_update_slice` would silently move a write that does not fit).
     """
 
-    keys: tuple[Array, ...]  # one [B, S, G, C] a layer
-    values: tuple[Array, ...]  # one [B, S, G, C] a layer
+    keys: tuple[Array, ...]  # one [B, G, S, C] a layer
+    values: tuple[Array, ...]  # one [B, G, S, C] a layer
     lengths: Array  # [B] int32, valid slots a row
 
     @property
     def num_slots(self) -> int:
-        return self.keys[0].shape[1]
+        return self.keys[0].shape[2]
 
     def at(self, lengths: Array) -> "KVCache":
         """The same buffers with other lengths: a rollback, or an advance over written slots."""
@@ -33,16 +33,16 @@ def empty(
     num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype
 ) -> KVCache:
     """A cache of `slots` slots with nothing in it."""
-    shape = (batch, slots, num_kv_heads, head_dim)
+    shape = (batch, num_kv_heads, slots, head_dim)
     buffers = tuple(jnp.zeros(shape, dtype) for _ in range(2 * num_layers))
     return KVCache(buffers[:num_layers], buffers[num_layers:], jnp.zeros(batch, jnp.int32))
 
 
-def write(buffer_BSGC: Array, update_BTGC: Array, starts_B: Array) -> Array:
+def write(buffer_BGSC: Array, update_BGTC: Array, starts_B: Array) -> Array:
     """Writes T entries of each row at the row's own start."""
     return jax.vmap(
-        lambda buffer, update, start: lax.dynamic_update_slice(buffer, update, (start, 0, 0))
-    )(buffer_BSGC, update_BTGC, starts_B)
+        lambda buffer, update, start: lax.dynamic_update_slice(buffer, update, (0, start, 0))
+    )(buffer_BGSC, update_BGTC, starts_B)
 
 
 def causal_mask(positions_BT: Array, slots: int) -> Array:

@@ -51,6 +51,12 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, length: int) -> np.ndarray:
     return tokens[starts + np.arange(length + 1)]
 
 
+def stdlib_examples(tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out examples of the standard library, each [N, length + 1] int32."""
+    training, held_out = split(stdlib())
+    return pack(training.values(), tokenizer, length), pack(held_out.values(), tokenizer, length)
+
+
 def batches(examples: np.ndarray, batch: int, seed: int, start: int = 0) -> Iterator[np.ndarray]:
     """[batch, length + 1] for ever, each epoch in an order of its own; `start` batches skipped."""
     per_epoch = len(examples) // batch

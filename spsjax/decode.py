@@ -6,8 +6,8 @@ nothing leaves the device before the loop ends.
 
 Between rounds, with n = `lengths[b]` committed tokens of row b:
   * `tokens[b, :n]` are the prompt and what was emitted; what lies beyond is stale;
-  * the target's cache holds the first n - 1: token n - 1, the root, is fed with the next proposal;
-  * `tokens` and the caches have at least K + 1 slots beyond `limits[b]`, so that no write is cut off.
+  * the target's cache holds the first n - 1: the last, the root, is fed with the next proposal;
+  * `tokens` and the caches have at least K + 1 slots beyond `limits[b]`: no write is cut off.
 """
 
 import dataclasses

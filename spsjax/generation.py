@@ -39,7 +39,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """`tokens`: the new tokens of each row, an end of sequence included; `texts`: the same, read."""
+    """`tokens`: the new tokens of each row, an end of sequence included; `texts`: their text."""
 
     tokens: list[np.ndarray]
     texts: list[str] | None
@@ -316,7 +316,7 @@ def _encode(model: Model, prompts) -> list[list[int]]:
     """Token ids of each prompt, checked."""
     if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise InputError(
-            f"prompts: expected a list of texts or of token-id lists, found {type(prompts).__name__}"
+            f"prompts: expected a list of texts or token-id lists, found {type(prompts).__name__}"
         )
     if not len(prompts):
         raise InputError("prompts: expected at least one, found none")

@@ -50,3 +50,11 @@ def lk_hybrid(target_logits: Array, draft_logits: Array) -> Array:
     weight = lax.stop_gradient(jnp.exp(-3.0 * overlap))
     kl = forward_kl(target_logits, draft_logits)
     return weight * kl + (1.0 - weight) * (1.0 - overlap)
+
+
+# What a draft can be distilled with.
+DIVERGENCES = {
+    "forward_kl": forward_kl,
+    "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
+}

@@ -50,7 +50,7 @@ def check(mesh: Mesh, config) -> None:
 
 
 def spec(path: tuple, mesh: Mesh, config) -> P:
-    """How the parameter at `path` is split. Fewer key-value heads than devices: every device has all."""
+    """How the parameter at `path` is split; undivided key-value heads are on every device."""
     owner = path[-2]
     if owner in ("key", "value") and config.num_kv_heads % mesh.shape["model"]:
         return P()

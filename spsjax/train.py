@@ -75,7 +75,7 @@ def distillation_loss(
     config: transformer.Config, target_config: transformer.Config, target: PyTree, objective: str
 ) -> Callable:
     """Mean divergence of the draft from a frozen target, on the same positions."""
-    divergence = getattr(losses, objective)
+    divergence = losses.DIVERGENCES[objective]
 
     def loss(params, batch):
         target_logits = jax.lax.stop_gradient(forward(target_config, target, batch[:, :-1]))

@@ -1,7 +1,7 @@
 """Verifiers: which draft tokens stand, and what token follows them.
 
 Acceptance belongs to this file alone. A verifier is a pure function of distributions first
-(`ratio`, `residual`) and draws after, so that the exactness tests enumerate the very code that runs.
+(`ratio`, `residual`) and draws after, so that the exactness tests enumerate the code that runs.
 
 Modified rejection sampling is **lossless** at `lenience=1`: the emitted tokens follow the target's
 law exactly, whatever the draft (Chen et al. 2023, arXiv 2302.01318, Algorithm 2 and Theorem 1;

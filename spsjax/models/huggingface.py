@@ -6,7 +6,8 @@ there and [in, out] here.
 
 import json
 import pathlib
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, one_line
 from spsjax.models import transformer
 from spsjax.types import PyTree
 
@@ -48,53 +49,103 @@ def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
         yield tuple(entry.key for entry in path), leaf
 
 
+def _read_json(path: pathlib.Path) -> dict:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: expected JSON, found {one_line(error)}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+# What a field of config.json must be, in words and as a predicate; a bool is no int here.
+_COUNT = "an integer in [1, 2**31)", lambda x: type(x) is int and 1 <= x < 2**31
+_POSITIVE = "a positive number", lambda x: type(x) in (int, float) and 0 < x < 1e30
+_FLAG = "true or false", lambda x: type(x) is bool
+_TEXT = "a text", lambda x: type(x) is str
+_OBJECT = "an object", lambda x: type(x) is dict
+
+
+class _Fields:
+    """The fields of one JSON object, checked as they are read. A null is an absent field."""
+
+    def __init__(self, path: pathlib.Path, raw: dict):
+        self.path, self.raw = path, raw
+
+    def get(self, name: str, kind, *default):
+        """The value of a field, which must be of that kind; `default` if there is none."""
+        value, (expected, is_valid) = self.raw.get(name), kind
+        if value is None:
+            if not default:
+                raise InputError(f"{self.path}: {name}: expected {expected}, found none")
+            return default[0]
+        if not is_valid(value):
+            raise self.error(name, expected, value)
+        return value
+
+    def only(self, name: str, kind, supported) -> None:
+        """Refuses every value but the one supported, which is also the default."""
+        found = self.get(name, kind, supported)
+        if found != supported:
+            raise self.error(name, json.dumps(supported), found)
+
+    def error(self, name: str, expected: str, found) -> InputError:
+        return InputError(f"{self.path}: {name}: expected {expected}, found {reprlib.repr(found)}")
+
+
 def read_config(folder: pathlib.Path) -> transformer.Config:
     """The shape of the model in `folder`."""
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder}: expected a model folder with config.json, found none"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: expected JSON, found {error}") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    if raw.get("model_type") != "llama":
-        raise InputError(f"{path}: model_type: expected 'llama', found {raw.get('model_type')!r}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    unsupported = {
-        "rope_type": (kind, "default"),
-        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(raw.get("attention_bias")), False),
-        "mlp_bias": (bool(raw.get("mlp_bias")), False),
+    if not path.exists():
+        raise InputError(f"{folder}: expected a model folder with config.json, found none")
+    fields = _Fields(path, _read_json(path))
+    if fields.get("model_type", _TEXT) != "llama":
+        raise fields.error("model_type", '"llama"', fields.raw["model_type"])
+    if fields.raw.get("quantization_config") is not None:
+        raise InputError(f"{path}: quantization_config: expected none, found one")
+    fields.only("hidden_act", _TEXT, "silu")
+    fields.only("attention_bias", _FLAG, False)
+    fields.only("mlp_bias", _FLAG, False)
+    theta = fields.get("rope_theta", _POSITIVE, 10_000.0)
+    # Older versions of transformers write the first of these, newer ones the second.
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = _Fields(path, fields.get(name, _OBJECT, {}))
+        if any(isinstance(value, dict) for value in rope.raw.values()):
+            raise fields.error(name, "one set of parameters for all layers", rope.raw)
+        rope.only("rope_type", _TEXT, "default")
+        rope.only("type", _TEXT, "default")
+        rope.only("partial_rotary_factor", _POSITIVE, 1)
+        theta = rope.get("rope_theta", _POSITIVE, theta)
+    vocab_size, d_model = fields.get("vocab_size", _COUNT), fields.get("hidden_size", _COUNT)
+    heads = fields.get("num_attention_heads", _COUNT)
+    head_dim = fields.get("head_dim", _COUNT, None)
+    if head_dim is None and d_model % heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads={heads}", d_model)
+    token = f"a token id in [0, {vocab_size})", lambda x: type(x) is int and 0 <= x < vocab_size
+    tokens = (
+        f"one or more token ids in [0, {vocab_size})",
+        lambda x: all(map(token[1], x if type(x) is list else [x])),
+    )
+    eos = fields.get("eos_token_id", tokens, [])
+    shape = {
+        "vocab_size": vocab_size,
+        "d_model": d_model,
+        "d_ff": fields.get("intermediate_size", _COUNT),
+        "num_layers": fields.get("num_hidden_layers", _COUNT),
+        "num_heads": heads,
+        "num_kv_heads": fields.get("num_key_value_heads", _COUNT, heads),
+        "head_dim": head_dim or d_model // heads,
+        "max_positions": fields.get("max_position_embeddings", _COUNT),
+        "rope_theta": float(theta),
+        "norm_eps": float(fields.get("rms_norm_eps", _POSITIVE, 1e-6)),
+        "tie_embeddings": fields.get("tie_word_embeddings", _FLAG, False),
+        "bos_id": fields.get("bos_token_id", token, None),
+        "eos_ids": tuple(eos) if isinstance(eos, list) else (eos,),
     }
-    for field, (found, expected) in unsupported.items():
-        if found != expected:
-            raise InputError(f"{path}: {field}: expected {expected!r}, found {found!r}")
-    eos = raw.get("eos_token_id")
     try:
-        heads = raw["num_attention_heads"]
-        return transformer.Config(
-            vocab_size=raw["vocab_size"],
-            d_model=raw["hidden_size"],
-            d_ff=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            max_positions=raw["max_position_embeddings"],
-            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tie_embeddings=raw.get("tie_word_embeddings", False),
-            bos_id=raw.get("bos_token_id"),
-            eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        )
-    except KeyError as error:
-        raise InputError(f"{path}: expected a key {error}, found none") from None
-    except (TypeError, ValueError) as error:
+        return transformer.Config(**shape)
+    except ValueError as error:
         raise InputError(f"{path}: {error}") from None
 
 
@@ -123,35 +174,39 @@ def write_config(folder: pathlib.Path, config: transformer.Config, dtype: str) -
 
 
 def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tensor name -> the file that holds it."""
+    """Tensor name -> the file that holds it. A single file goes before shards, as elsewhere."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: folder / file for name, file in weight_map.items()}
-        except (
-            json.JSONDecodeError,
-            UnicodeDecodeError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            raise InputError(
-                f"{index}: expected an object with weight_map, found {error!r}"
-            ) from None
-    if not single.exists():
+    if single.exists():
+        return dict.fromkeys(_open(single).keys(), single)
+    if not index.exists():
         raise InputError(f"{folder}: expected model.safetensors or its index, found neither")
-    with _open(single) as file:
-        return dict.fromkeys(file.keys(), single)
+    weight_map = _Fields(index, _read_json(index)).get("weight_map", _OBJECT)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != pathlib.PurePath(file).name:
+            raise InputError(f"{index}: {name}: expected a file name, found {reprlib.repr(file)}")
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def _open(path: pathlib.Path):
     try:
+        if not path.is_file():
+            raise InputError(f"{path}: expected a safetensors file, found none")
         return safetensors.safe_open(path, framework="flax")
-    except FileNotFoundError:
-        raise InputError(f"{path}: expected a shard that the index names, found no file") from None
     except (safetensors.SafetensorError, OSError) as error:
-        raise InputError(f"{path}: expected a whole safetensors file, found {error}") from None
+        raise InputError(
+            f"{path}: expected a whole safetensors file, found {one_line(error)}"
+        ) from None
+
+
+def _check_names(folder: pathlib.Path, found: Iterable[str], expected: Iterable[str]) -> None:
+    """Raises InputError at a tensor that is missing, or that would silently be left out."""
+    found, expected = set(found), set(expected)
+    for name in sorted(expected - found):
+        raise InputError(f"{folder}: expected a tensor {name}, found none")
+    for name in sorted(found - expected):
+        # A tied head is sometimes stored; old files hold the rotary frequencies, which are fixed.
+        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq"):
+            raise InputError(f"{folder}: expected no tensor {name} (config.json), found one")
 
 
 def read_params(folder: pathlib.Path, config: transformer.Config, dtype, place=None) -> PyTree:
@@ -164,29 +219,36 @@ def read_params(folder: pathlib.Path, config: transformer.Config, dtype, place=N
         place: `(path, array) -> array` puts one parameter where it belongs; None leaves it on the
             default device.
     """
-    shards, files = _shards(folder), {}
+    shards = _shards(folder)
+    if config.num_layers > len(shards):
+        raise InputError(
+            f"{folder}: expected tensors of {config.num_layers} layers (config.json), "
+            f"found {len(shards)} tensors in all"
+        )
     shapes = transformer.param_shapes(config, dtype)
+    _check_names(folder, shards, (tensor_name(path) for path, _ in _leaves(shapes)))
+    files = {path: _open(path) for path in set(shards.values())}
+    names = {path: set(file.keys()) for path, file in files.items()}
 
     def read(path, shape):
         path = tuple(entry.key for entry in path)
         name = tensor_name(path)
-        if name not in shards:
-            raise InputError(f"{folder}: expected a tensor {name}, found none")
-        file = files.setdefault(shards[name], None) or _open(shards[name])
-        files[shards[name]] = file
-        if name not in file.keys():
-            raise InputError(f"{shards[name]}: expected a tensor {name}, found none")
-        tensor = file.get_tensor(name)
-        tensor = tensor.T if path[-1] == "kernel" else tensor
-        if tensor.shape != shape.shape:
+        shard, file = shards[name], files[shards[name]]
+        if name not in names[shard]:
+            raise InputError(f"{shard}: expected a tensor {name}, found none")
+        expected = shape.shape[::-1] if path[-1] == "kernel" else shape.shape
+        stored = file.get_slice(name)
+        if tuple(stored.get_shape()) != expected:
             raise InputError(
-                f"{shards[name]}: {name}: expected shape "
-                f"{shape.shape[::-1] if path[-1] == 'kernel' else shape.shape}, found "
-                f"{tensor.shape[::-1] if path[-1] == 'kernel' else tensor.shape}"
+                f"{shard}: {name}: expected shape {list(expected)}, found {stored.get_shape()}"
             )
-        if not jnp.issubdtype(tensor.dtype, jnp.floating):
-            raise InputError(f"{name}: expected floating-point weights, found {tensor.dtype}")
-        tensor = tensor.astype(dtype)
+        if stored.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+            raise InputError(
+                f"{shard}: {name}: expected floating-point weights of 16 bits or more, "
+                f"found {stored.get_dtype()}"
+            )
+        tensor = file.get_tensor(name).astype(dtype)
+        tensor = tensor.T if path[-1] == "kernel" else tensor
         return tensor if place is None else place(path, tensor)
 
     return jax.tree_util.tree_map_with_path(read, shapes)

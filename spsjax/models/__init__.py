@@ -1,0 +1,1 @@
+"""The decoder, and its weights in and out of model folders."""
