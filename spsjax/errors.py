@@ -7,3 +7,9 @@ class InputError(ValueError):
 
 class NonFiniteError(ArithmeticError):
     """A model gave a NaN or an infinity, so that no distribution can be formed."""
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, or its type where it says nothing, on one line."""
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split()) or type(error).__name__

@@ -173,6 +173,8 @@ class _Job:
             raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling: expected SamplingParams, found {type(params).__name__}")
+        if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**32:
+            raise InputError(f"seed: expected an integer in [0, 2**32), found {seed!r}")
         drafter, weights = _resolve(model, drafter, num_speculative_tokens)
         self.model = model
         self.prompts = _encode(model, prompts)
@@ -293,6 +295,11 @@ def _resolve(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafte
         )
     if count is not None:
         drafter = dataclasses.replace(drafter, num_speculative_tokens=int(count))
+    if drafter.num_speculative_tokens < 0:
+        raise InputError(
+            "num_speculative_tokens: expected an integer >= 0, "
+            f"found {drafter.num_speculative_tokens}"
+        )
     if drafter.num_speculative_tokens == 0:
         return none.Drafter(), {}
     return drafter, weights

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import sharding
-from spsjax.errors import InputError
+from spsjax.errors import InputError, one_line
 from spsjax.models import huggingface, transformer
 from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
@@ -58,43 +58,80 @@ def load(
     Raises:
         InputError: no such name or folder, or files that are not what they should be.
     """
-    folder = pathlib.Path(name)
-    shipped = _SHIPPED / str(name)
-    if not folder.is_dir():
-        if not (shipped / "config.json").is_file():
-            names = sorted(
-                path.parent.relative_to(_SHIPPED).as_posix()
-                for path in _SHIPPED.rglob("config.json")
-            )
-            raise InputError(
-                f"{name}: expected a model folder or one of {', '.join(names)}, found neither"
-            )
-        folder = shipped
-    try:
-        dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        raise InputError(f"dtype: expected a floating-point type, found {dtype!r}") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise InputError(f"dtype: expected a floating-point type, found {dtype}")
+    folder, dtype = _folder(name), _compute_type(dtype)
+    _check_mesh(mesh)
     config = huggingface.read_config(folder)
+    tokenizer = _tokenizer(folder, config)
     place = None if mesh is None else sharding.placer(mesh, config, replicate)
     params = huggingface.read_params(folder, config, dtype, place)
-    tokenizer = folder / "tokenizer.model"
-    return Model(
-        name=str(name),
-        config=config,
-        params=params,
-        tokenizer=Tokenizer(tokenizer) if tokenizer.exists() else None,
-        mesh=mesh,
-    )
+    return Model(str(name), config, params, tokenizer, mesh)
 
 
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
     """A model of random weights and no tokenizer, for timing and for tests."""
-    params = transformer.init(config, jax.random.key(seed), dtype or default_dtype())
+    _check_mesh(mesh)
+    params = transformer.init(config, jax.random.key(seed), _compute_type(dtype))
     if mesh is not None:
         place = sharding.placer(mesh, config, replicate=False)
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: place(tuple(entry.key for entry in path), leaf), params
         )
     return Model("random", config, params, mesh=mesh)
+
+
+def _folder(name: str | pathlib.Path) -> pathlib.Path:
+    """The folder of that name, or the shipped model's."""
+    if not isinstance(name, (str, pathlib.Path)):
+        raise InputError(f"name: expected a text or a path, found {type(name).__name__}")
+    names = sorted(
+        path.parent.relative_to(_SHIPPED).as_posix() for path in _SHIPPED.rglob("config.json")
+    )
+    try:
+        if pathlib.Path(name).is_dir():
+            return pathlib.Path(name)
+        found = "a file" if pathlib.Path(name).exists() else "neither"
+    except (OSError, ValueError) as error:  # too long, not to be read, or not a name at all
+        found = one_line(error)
+    if pathlib.Path(name).as_posix() in names:
+        return _SHIPPED / name
+    shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
+    raise InputError(f"{str(name)[:200]!r}: expected a model folder or {shipped}, found {found}")
+
+
+def _compute_type(dtype) -> jnp.dtype:
+    if dtype is None:
+        return default_dtype()
+    expected = "dtype: expected a floating-point type of 16 bits or more"
+    try:
+        dtype = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise InputError(f"{expected}, found {dtype!r}") from None
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise InputError(f"{expected}, found {dtype}")
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise InputError(f"{expected} and at most 32 (jax_enable_x64 is off), found {dtype}")
+    return dtype
+
+
+def _check_mesh(mesh) -> None:
+    if mesh is None:
+        return
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise InputError(f"mesh: expected None or a mesh, found {type(mesh).__name__}")
+    if set(mesh.axis_names) != {"data", "model"}:
+        raise InputError(f"mesh: expected axes data and model, found {', '.join(mesh.axis_names)}")
+    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        raise InputError("mesh: expected axes of type Auto (sharding.mesh), found other ones")
+
+
+def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | None:
+    path = folder / "tokenizer.model"
+    if not path.exists():
+        return None
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{path}: expected at most the model's {config.vocab_size} pieces, "
+            f"found {tokenizer.vocab_size}"
+        )
+    return tokenizer

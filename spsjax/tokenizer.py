@@ -6,20 +6,27 @@ from collections.abc import Iterable
 
 import sentencepiece
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, one_line
 
 _SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
 
 
 class Tokenizer:
-    """A SentencePiece model. `encode` starts a text with the begin-of-sequence id, if there is one."""
+    """A SentencePiece model. `encode` begins with the begin-of-sequence id, if there is one."""
 
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
+        self._model = sentencepiece.SentencePieceProcessor()
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
-            raise InputError(f"{path}: expected a SentencePiece model, found {error}") from None
+            self._model.LoadFromSerializedProto(self.path.read_bytes())
+        except OSError as error:
+            raise InputError(
+                f"{path}: expected a SentencePiece model, found {one_line(error)}"
+            ) from None
+        except RuntimeError:
+            raise InputError(
+                f"{path}: expected a SentencePiece model, found another or a damaged file"
+            ) from None
         self.vocab_size = self._model.vocab_size()
         self.bos_id = self._model.bos_id() if self._model.bos_id() >= 0 else None
         self.eos_id = self._model.eos_id() if self._model.eos_id() >= 0 else None
@@ -33,13 +40,20 @@ class Tokenizer:
         return [self._model.id_to_piece(index) for index in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ids = self._model.encode(text)
+        """Token ids of a text; raises InputError if it is not valid Unicode."""
+        try:
+            ids = self._model.encode(text)
+        except UnicodeEncodeError as error:
+            raise InputError(f"text: expected valid Unicode, found {error}") from None
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; control ids (begin, end) leave nothing behind."""
-        return self._model.decode([int(index) for index in ids])
+        """Text of token ids.
+
+        Control ids (begin, end) leave nothing behind, nor do ids beyond the tokenizer's: a model's
+        vocabulary is sometimes padded.
+        """
+        return self._model.decode([int(index) for index in ids if index < self.vocab_size])
 
 
 def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> Tokenizer:

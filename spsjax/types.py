@@ -45,5 +45,5 @@ class Verdict:
     """What a verifier decided about one proposal."""
 
     tokens: Array  # [B, K+1] int32: accepted drafts, then the residual or bonus token, then -1
-    num_tokens: Array  # [B] int32, 1..K+1
-    valid: Array  # [B] bool; False: a distribution that decided the row was not finite
+    num_tokens: Array  # [B] int32, 1..K+1; without the last one where the row is not valid
+    valid: Array  # [B] bool; False: what the token after `num_tokens` is drawn from is not finite

@@ -75,12 +75,8 @@ def rejection(
     index = jnp.arange(K + 1)
     padded = jnp.concatenate([tokens, jnp.full((B, 1), -1, jnp.int32)], axis=1)
     emitted = jnp.where(index < count[:, None], padded, -1)
-    emitted = jnp.where(index == count[:, None], following[:, None], emitted)
-    return Verdict(
-        tokens=jnp.where(valid[:, None], emitted, -1),
-        num_tokens=jnp.where(valid, count + 1, 0),
-        valid=valid,
-    )
+    emitted = jnp.where((index == count[:, None]) & valid[:, None], following[:, None], emitted)
+    return Verdict(tokens=emitted, num_tokens=count + valid, valid=valid)
 
 
 def rejection_sample(
@@ -122,7 +118,8 @@ def rejection_sample(
             raise InputError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
     proposal = Proposal(draft_tokens.astype(jnp.int32), draft_probs)
     verdict = rejection(sampling.row_keys(key, B), proposal, target_probs, lenience)
-    return verdict.tokens, verdict.num_tokens
+    tokens = jnp.where(verdict.valid[:, None], verdict.tokens, -1)
+    return tokens, jnp.where(verdict.valid, verdict.num_tokens, 0)
 
 
 def relax_greedy(
@@ -136,7 +133,7 @@ def relax_greedy(
     index = jnp.maximum(draft_tokens, 0)[..., None]
     drafted = jnp.take_along_axis(logits[:, :-1], index, axis=-1)
     close = drafted >= jnp.max(logits[:, :-1], axis=-1, keepdims=True) + jnp.log(lenience)
-    chosen = jnp.arange(logits.shape[-1]) == index
+    chosen = jnp.arange(logits.shape[-1]) == draft_tokens[..., None]
     relaxed = jnp.where(chosen & close & greedy[:, None, None], 1.0, target_probs[:, :-1])
     return jnp.concatenate([relaxed, target_probs[:, -1:]], axis=1)
 

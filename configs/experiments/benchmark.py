@@ -1,0 +1,41 @@
+"""Autoregressive against speculative sampling on held-out code, over K.
+
+python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
+python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick
+python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5 --config.prompts=4
+python scripts/benchmark.py --random=90M
+
+Hardware: any; made for a laptop's CPU with nothing else running. Takes TODO min on two cores.
+Expected on two cores of TODO: speed-up TODO (sampled, K = TODO) and TODO (greedy, K = TODO).
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """What is measured, and how often."""
+    return ml_collections.ConfigDict(
+        {
+            "target": "pystdlib/target",
+            "draft": "pystdlib/draft",
+            "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "what": ("sampled", "greedy"),  # of the settings
+            "settings": {
+                "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
+                "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+            },
+            "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8),
+            "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
+            "parts": True,  # time draft step and scoring pass on their own, too
+            "prompts": 8,
+            "prompt_tokens": 100,
+            "max_new_tokens": 128,
+            "repetitions": 3,
+            "seed": 0,
+            "peer": {
+                "num_speculative_tokens": (2, 4, 6),  # of assisted generation
+                "dtypes": ("float32", "bfloat16"),
+            },
+        }
+    )

@@ -1,0 +1,32 @@
+"""Continues a text with the shipped pair: speculative sampling, K = 5.
+
+python scripts/generate.py --prompt="def read_json(path):" --show
+python scripts/generate.py --file=some.py --config.sampling.temperature=0
+python scripts/generate.py --prompt="import os" --config.drafter=ngram
+python scripts/generate.py --prompt="import os" --config.drafter=none --json
+
+Hardware: any; made for a laptop's CPU.
+Expected on two cores of TODO: compiles for TODO s, then takes TODO ms a token.
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The pair, the drafter, and how tokens are sampled."""
+    return ml_collections.ConfigDict(
+        {
+            "target": "pystdlib/target",
+            "draft": "pystdlib/draft",
+            "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "drafter": "model",  # none, model, or a module of spsjax.drafters
+            "num_speculative_tokens": 5,  # None: the drafter's own
+            "ngram": {"max_ngram": 3, "min_ngram": 1},
+            "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
+            "max_new_tokens": 128,
+            "stop_at_eos": True,
+            "lenience": 1.0,  # below 1: faster, and no longer the target's law
+            "seed": 0,
+        }
+    )

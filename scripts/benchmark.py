@@ -1,0 +1,77 @@
+"""Measures autoregressive against speculative sampling on held-out code, over a range of K.
+
+python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
+python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick
+python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5
+python scripts/benchmark.py --random=90M
+
+Every key of the config is a flag; configs/experiments/benchmark.py lists them.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+
+import display
+from absl import flags
+from ml_collections import config_flags
+
+from spsjax import benchmark, cli, loading, peers
+from spsjax.errors import InputError
+
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to measure.", lock_config=True)
+_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_RANDOM = flags.DEFINE_string("random", None, "Time ArS of a random model of this size, as 90M.")
+_PEER = flags.DEFINE_enum("peer", None, ["hf"], "Race Hugging Face generate, too.")
+_JSON = flags.DEFINE_string("json", None, "Write all figures to this file.")
+_PLOT = flags.DEFINE_string("plot", None, "Write a PNG to this file.")
+
+
+def main():
+    config = _CONFIG.value
+    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    cli.check_writable(_JSON.value)
+    cli.check_writable(_PLOT.value)
+    if _PEER.value:
+        peers.check_installed()
+    if _RANDOM.value:
+        shape = benchmark.config_of_size(parse_size(_RANDOM.value))
+        target, draft = loading.random(shape, dtype=config.dtype), None
+    else:
+        target = loading.load(config.target, dtype=config.dtype)
+        draft = loading.load(config.draft, dtype=config.dtype)
+    others = peers.contenders(config, target, draft) if _PEER.value else []
+    report = benchmark.compare(config, target, draft, others, display.progress("measuring"))
+    display.table(report.lines)
+    display.positions(report.lines)
+    display.summary(report)
+    if _PLOT.value:
+        display.plot(report.lines, _PLOT.value)
+    if _JSON.value:
+        figures = {"config": config.to_dict(), **dataclasses.asdict(report)}
+        text = json.dumps(rounded(figures), indent=2) + "\n"
+        pathlib.Path(_JSON.value).write_text(text, encoding="utf-8")
+
+
+def rounded(tree):
+    """Four significant digits: more would be noise."""
+    if isinstance(tree, dict):
+        return {key: rounded(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [rounded(value) for value in tree]
+    return float(f"{tree:.4g}") if isinstance(tree, float) else tree
+
+
+def parse_size(text: str) -> int:
+    """90M -> 90,000,000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", text, re.IGNORECASE)
+    if not match:
+        raise InputError(f"--random: expected a size as 90M or 0.5B, found {text!r}")
+    return int(float(match[1]) * {"M": 10**6, "B": 10**9}[match[2].upper()])
+
+
+if __name__ == "__main__":
+    cli.run(main, _CONFIGS / "benchmark.py")

@@ -1,0 +1,57 @@
+# Sourced by the other scripts: makes the virtual environment where there is none, installs the
+# package and its extras for tests and plots into it, goes to the repository's root, and sets VENV.
+# PYTHON chooses the interpreter (3.11 or later); one of another version than .venv's gets a folder
+# of its own, such as .venv-3.13. Nothing is installed again until setup.py changes.
+
+find_python() {
+  local python=${PYTHON:-python3} found
+  found=$("$python" -c '
+import sys
+print("%d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
+' 2>/dev/null) || { echo "PYTHON: expected a Python interpreter, found '$python'" >&2; return 1; }
+  PYTHON_VERSION=${found%% *} PYTHON_PATH=${found#* }
+  "$PYTHON_PATH" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "PYTHON: expected version 3.11 or later, found $PYTHON_VERSION ($PYTHON_PATH)" >&2
+    return 1
+  }
+}
+
+make_venv() {
+  "$PYTHON_PATH" -m venv --clear "$VENV" >/dev/null 2>&1 && return
+  # Some systems leave out the part of venv that brings pip; an installed pip can do its work.
+  "$PYTHON_PATH" -m venv --clear --without-pip "$VENV" &&
+    "$PYTHON_PATH" -m pip --python "$VENV/bin/python" install --quiet pip
+}
+
+venv_version() {
+  "$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+setup_venv() {
+  local stamp wanted start=$SECONDS
+  find_python || return
+  cd "$(dirname "${BASH_SOURCE[0]}")/.." || return
+  VENV=$PWD/.venv
+  if [ -e "$VENV" ] && [ "$(venv_version "$VENV")" != "$PYTHON_VERSION" ]; then
+    # An interpreter that is gone leaves a broken folder, which is made anew; a working one is kept.
+    [ -z "$(venv_version "$VENV")" ] || VENV=$PWD/.venv-$PYTHON_VERSION
+  fi
+  [ "$(venv_version "$VENV")" = "$PYTHON_VERSION" ] || {
+    echo "Making ${VENV##*/} with Python $PYTHON_VERSION"
+    make_venv || return
+  }
+  stamp=$VENV/spsjax-installed
+  wanted=$("$VENV/bin/python" -c '
+import hashlib, pathlib, sys
+print(sys.version, pathlib.Path.cwd(), hashlib.sha256(open("setup.py", "rb").read()).hexdigest())
+') || return
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "Installing into ${VENV##*/} (a minute or two)"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+      --editable '.[test,plots]' || return
+    printf '%s\n' "$wanted" >"$stamp"
+    echo "Installed in $((SECONDS - start)) s"
+  fi
+}
+
+setup_venv || exit

@@ -1,0 +1,45 @@
+"""The package's metadata; there is none elsewhere."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "spsjax" / "__init__.py").read_text("utf-8"), re.MULTILINE
+)[1]
+README = ROOT / "README.md"
+
+setup(
+    name="spsjax",
+    version=VERSION,
+    description="Lossless speculative sampling of language models in JAX",
+    long_description=README.read_text("utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["spsjax", "spsjax.*"]),
+    package_data={
+        "spsjax": [f"pretrained/**/*.{suffix}" for suffix in ("safetensors", "json", "model", "md")]
+    },
+    install_requires=[
+        "absl-py",
+        "flax",
+        "jax>=0.10,<0.13",
+        "ml-collections",
+        "numpy",
+        "optax",
+        "orbax-checkpoint",
+        "rich",
+        "safetensors",
+        "sentencepiece",
+        "tqdm",
+    ],
+    extras_require={
+        "test": ["pytest", "ruff", "scipy"],
+        "plots": ["matplotlib"],
+        # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
+        "parity": ["torch==2.13.0", "transformers"],
+    },
+)

@@ -1,0 +1,341 @@
+"""Measuring: contenders that continue the same prompts in turn, and the parts of one round.
+
+Everything that is compared is measured in one run, interleaved, so that a machine that slows down
+slows all down; each prompt is continued with the same seed every time, so that repetitions differ
+by noise alone and their median is a clean figure.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+
+from spsjax import data, generation, probes
+from spsjax.drafters import base, ngram
+from spsjax.errors import InputError
+from spsjax.loading import Model
+from spsjax.models import transformer
+from spsjax.sampling import SamplingParams
+from spsjax.tokenizer import Tokenizer
+
+BASELINE = "ArS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One continuation: run time, prompt included; `stats` where the contender is ours."""
+
+    seconds: float
+    tokens: int
+    stats: generation.Stats | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A way to continue a prompt; `call` takes token ids and a seed."""
+
+    name: str
+    setting: str
+    num_speculative_tokens: int
+    call: Callable[[list[int], int], Sample]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A contender's figures over all prompts.
+
+    Attributes:
+        ms_per_token: whole calls, prompts included, without compile time.
+        ms_per_round: of the loop alone; None unless its prefill was timed.
+        speedup: over `BASELINE` in the same setting.
+        block_efficiency: tokens a target call.
+        acceptance_rate: accepted / proposed draft tokens.
+        acceptance_by_position: P(the i-th draft token is accepted | it is reached), a round that
+            proposes nothing counting as one that accepts nothing; None where none was reached.
+        loop_over_parts: `ms_per_round` / (K draft steps + scoring K + 1 positions).
+        compile_seconds: of the first call.
+    """
+
+    name: str
+    setting: str
+    num_speculative_tokens: int
+    ms_per_token: float
+    speedup: float | None = None
+    block_efficiency: float | None = None
+    acceptance_rate: float | None = None
+    acceptance_by_position: list[float | None] | None = None
+    ms_per_round: float | None = None
+    loop_over_parts: float | None = None
+    parts: probes.Parts | None = None
+    compile_seconds: float | None = None
+
+
+def contender(
+    name: str,
+    setting: str,
+    target: Model,
+    drafter: Model | base.Drafter | None,
+    params: SamplingParams,
+    max_new_tokens: int,
+    num_speculative_tokens: int = 0,
+) -> Contender:
+    """`generate`, always to the full budget so that all do the same work."""
+
+    def call(prompt: list[int], seed: int) -> Sample:
+        out = generation.generate(
+            target,
+            [prompt],
+            drafter,
+            num_speculative_tokens,
+            params,
+            max_new_tokens,
+            seed,
+            stop_at_eos=False,
+        )
+        return Sample(out.stats.seconds, len(out.tokens[0]), out.stats)
+
+    return Contender(name, setting, num_speculative_tokens, call)
+
+
+def race(
+    contenders: Sequence[Contender],
+    prompts: Sequence[list[int]],
+    repetitions: int,
+    seed: int = 0,
+    parts_of: dict[tuple[str, str, int], Callable[[], probes.Parts]] | None = None,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> list[Line]:
+    """Every contender on every prompt, in turn, `repetitions` times after one warm-up.
+
+    `parts_of` times the parts of a contender's round, once a repetition, by (name, setting, K);
+    `progress` wraps the list of what is to be done.
+    """
+    if not prompts or repetitions < 1:
+        raise InputError(
+            "prompts, repetitions: expected at least one each, "
+            f"found {len(prompts)} and {repetitions}"
+        )
+    parts_of = parts_of or {}
+    samples: dict[tuple, list[Sample]] = {}
+    parts: dict[tuple, list[probes.Parts]] = {}
+    first: dict[tuple, Sample] = {}
+    turns = [(-1, 0)] + [(turn, row) for turn in range(repetitions) for row in range(len(prompts))]
+    for turn, row, each in progress([(*place, each) for place in turns for each in contenders]):
+        key = each.name, each.setting, each.num_speculative_tokens
+        sample = each.call(prompts[row], seed + row)
+        if turn < 0:  # compiles, and is not counted
+            first[key] = sample
+        else:
+            samples.setdefault((*key, row), []).append(sample)
+        if key in parts_of and row == 0:
+            measured = parts_of[key]()
+            if turn >= 0:
+                parts.setdefault(key, []).append(measured)
+    lines = []
+    for each in contenders:
+        key = each.name, each.setting, each.num_speculative_tokens
+        rows = [samples[*key, row] for row in range(len(prompts))]
+        lines.append(_line(each, rows, first[key], parts.get(key)))
+    base_ms = {line.setting: line.ms_per_token for line in lines if line.name == BASELINE}
+    return [
+        dataclasses.replace(line, speedup=base_ms[line.setting] / line.ms_per_token)
+        if line.setting in base_ms
+        else line
+        for line in lines
+    ]
+
+
+def _line(
+    each: Contender, rows: list[list[Sample]], first: Sample, parts: list[probes.Parts] | None
+) -> Line:
+    seconds = sum(statistics.median(sample.seconds for sample in row) for row in rows)
+    tokens = sum(row[0].tokens for row in rows)
+    K = each.num_speculative_tokens
+    line = Line(each.name, each.setting, K, 1e3 * seconds / tokens)
+    if first.stats is None:
+        return line
+    stats = [row[0].stats for row in rows]  # the same in every repetition
+    calls = sum(one.target_calls for one in stats)
+    histogram = np.sum([one.accepted_histogram for one in stats], axis=0)
+    accepted = [float(np.arange(K + 1) @ one.accepted_histogram) for one in stats]
+    # The rate is accepted / proposed; a drafter need not propose K tokens in every round.
+    proposed = sum(
+        count / one.acceptance_rate if count else K * one.target_calls
+        for count, one in zip(accepted, stats)
+    )
+    line = dataclasses.replace(
+        line,
+        block_efficiency=tokens / calls,
+        acceptance_rate=sum(accepted) / proposed if proposed else None,
+        acceptance_by_position=acceptance_by_position(histogram) if K else None,
+        compile_seconds=first.stats.compile_seconds,
+    )
+    if not parts:
+        return line
+    names = [field.name for field in dataclasses.fields(probes.Parts)]
+    median = probes.Parts(
+        *(statistics.median(getattr(one, name) for one in parts) for name in names)
+    )
+    a_round = (seconds - len(rows) * median.prefill) / calls
+    return dataclasses.replace(
+        line,
+        parts=median,
+        ms_per_round=1e3 * a_round,
+        loop_over_parts=a_round / (K * median.draft_step + median.scoring),
+    )
+
+
+def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
+    """[K+1] rounds by how many drafts they accepted -> [K] chances of one that is reached."""
+    reached = np.cumsum(np.asarray(histogram)[::-1])[::-1]
+    pairs = itertools.pairwise(reached)
+    return [float(after / before) if before else None for before, after in pairs]
+
+
+def held_out_prompts(tokenizer: Tokenizer, count: int, length: int) -> dict[str, list[int]]:
+    """First `length` tokens of held-out standard library files, by name: a fixed choice.
+
+    The first `count` in the order of their names' hashes that are twice as long.
+    """
+    _, texts = data.split(data.stdlib())
+    chosen = {}
+    for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        tokens = tokenizer.encode(texts[name])
+        if len(tokens) >= 2 * length:
+            chosen[name] = tokens[:length]
+        if len(chosen) >= count:
+            break
+    else:
+        raise InputError(
+            f"prompts: expected at most {len(chosen)} (held-out files of {2 * length} tokens), "
+            f"found {count}"
+        )
+    return chosen
+
+
+def random_prompts(vocab_size: int, count: int, length: int) -> dict[str, list[int]]:
+    """The same for a model without a tokenizer: random tokens."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (count, length))
+    return {f"random {row}": tokens[row].tolist() for row in range(count)}
+
+
+def config_of_size(num_params: int, max_positions: int = 1024) -> transformer.Config:
+    """12 layers, 32,000 tokens, and the narrowest that makes at least so many parameters."""
+    for heads in range(1, 257):
+        width = 64 * heads
+        config = transformer.Config(
+            vocab_size=32_000,
+            d_model=width,
+            d_ff=-(-8 * width // 3 // 128) * 128,
+            num_layers=12,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=64,
+            max_positions=max_positions,
+        )
+        shapes = transformer.param_shapes(config)
+        if sum(leaf.size for leaf in jax.tree.leaves(shapes)) >= num_params:
+            return config
+    raise InputError(f"random: expected at most some billions of parameters, found {num_params:,}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `compare` found.
+
+    Attributes:
+        machine: device, its kind, cores, versions and compute type.
+        weights_bytes: of the target, read once a pass.
+        bandwidth: bytes a second, by `probes.memory_bandwidth`.
+        floor_ms: weights_bytes / the highest bandwidth: no ArS token can be cheaper.
+        ars_over_floor: by setting, a round of ArS over the floor (a token of a whole call where
+            the parts were not timed).
+        prompts: where the prompts come from.
+        lines: one a contender.
+    """
+
+    machine: dict[str, object]
+    weights_bytes: int
+    bandwidth: dict[str, float]
+    floor_ms: float
+    ars_over_floor: dict[str, float]
+    prompts: list[str]
+    lines: list[Line]
+
+
+def compare(
+    config,
+    target: Model,
+    draft: Model | None,
+    others: Sequence[Contender] = (),
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> Report:
+    """ArS, SpS over K, prompt lookup and `others`, as configs/experiments/benchmark.py says."""
+    for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
+        if config[field] < 1:
+            raise InputError(f"{field}: expected at least 1, found {config[field]}")
+    counts = config.num_speculative_tokens if draft else ()
+    for count in counts:
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
+    choose = functools.partial(
+        held_out_prompts if target.tokenizer else random_prompts,
+        target.tokenizer or target.config.vocab_size,
+    )
+    prompts = choose(config.prompts, config.prompt_tokens)
+    contenders, parts_of = [], {}
+    for setting, params in settings(config).items():
+        entries = [(BASELINE, None, 0), *(("SpS", draft, count) for count in counts)]
+        if draft and config.ngram.num_speculative_tokens:
+            lookup = ngram.Drafter(**config.ngram)
+            entries.append(("n-gram", lookup, lookup.num_speculative_tokens))
+        for name, drafter, count in entries:
+            contenders.append(
+                contender(name, setting, target, drafter, params, config.max_new_tokens, count)
+            )
+            if config.parts and name != "n-gram":
+                parts_of[name, setting, count] = probes.probe(
+                    target, drafter, count, params, config.prompt_tokens, config.max_new_tokens
+                )
+        contenders += [each for each in others if each.setting == setting]
+    bandwidth = probes.memory_bandwidth()
+    floor_ms = 1e3 * target.num_bytes / max(bandwidth.values())
+    lines = race(
+        contenders, list(prompts.values()), config.repetitions, config.seed, parts_of, progress
+    )
+    device = jax.devices()[0]
+    return Report(
+        machine={
+            "device": device.device_kind,
+            "cores": probes.num_cores(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "dtype": str(target.params["norm"]["scale"].dtype),
+        },
+        weights_bytes=target.num_bytes,
+        bandwidth=bandwidth,
+        floor_ms=floor_ms,
+        ars_over_floor={
+            line.setting: (line.ms_per_round or line.ms_per_token) / floor_ms
+            for line in lines
+            if line.name == BASELINE
+        },
+        prompts=list(prompts),
+        lines=lines,
+    )
+
+
+def settings(config, names: Sequence[str] | None = None) -> dict[str, SamplingParams]:
+    """The settings of these names; None: those that `config.what` names."""
+    names = config.what if names is None else names
+    unknown = [name for name in names if name not in config.settings]
+    if unknown or not names:
+        known, found = ", ".join(config.settings), ", ".join(unknown) or "none"
+        raise InputError(f"settings: expected some of {known}, found {found}")
+    return {name: SamplingParams(**config.settings[name]) for name in names}

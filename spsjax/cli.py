@@ -1,0 +1,100 @@
+"""What the scripts share: flags into objects, and a user's mistake into one line."""
+
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from spsjax import drafters, loading
+from spsjax.drafters import base
+from spsjax.errors import InputError, NonFiniteError, one_line
+
+
+def run(main: Callable[[], None], default_config: str | pathlib.Path | None = None) -> NoReturn:
+    """Runs a script's `main`; what the user got wrong becomes one line on stderr and exit code 1.
+
+    `default_config` stands in where the command line has no `--config`. (As the flag's own default
+    it would be read first, and refuse every override that only the user's file knows.)
+    """
+    argv = list(sys.argv)
+    if default_config is not None and not any(map(_config_file, argv[1:])):
+        argv.insert(1, f"--config={default_config}")
+
+    def guarded(argv):
+        if len(argv) > 1:
+            fail(InputError(f"command line: expected flags only, found {argv[1]!r}"))
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # libraries tell a lot about themselves
+        try:
+            main()
+        except (InputError, NonFiniteError, OSError) as error:
+            fail(error)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    app.run(guarded, argv=argv, flags_parser=_parse)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Ends the script with one line."""
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _config_file(argument: str) -> bool:
+    return argument.lstrip("-") == "config" or argument.lstrip("-").startswith("config=")
+
+
+def _parse(argv: list[str]) -> list[str]:
+    for argument, following in zip(argv[1:], [*argv[2:], ""]):
+        if _config_file(argument):
+            _, equals, name = argument.partition("=")
+            path = pathlib.Path((name if equals else following).partition(":")[0])
+            if not path.is_file():
+                fail(InputError(f"--config: expected a config file, found none at {path}"))
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        fail(error)
+    except (AttributeError, KeyError) as error:  # how ml_collections names an unknown key
+        found = one_line(error).strip("\"'")
+        fail(InputError(f"--config: expected a key that the config has, found {found}"))
+
+
+def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
+    """What `generate` takes as a drafter.
+
+    Args:
+        name: "none"; "model", which loads `draft`; or a module of `spsjax.drafters`.
+        draft: name or folder of the draft model.
+        options: under the module's name, what its `Drafter` takes.
+        dtype: of the draft model.
+
+    Raises:
+        InputError: no such drafter, or one that needs more than these options.
+    """
+    if name == "none":
+        return None
+    if name in ("model", "draft_model"):
+        return loading.load(draft, dtype=dtype)
+    module = f"{drafters.__name__}.{name}"
+    drafter = name.isidentifier() and importlib.util.find_spec(module)
+    drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
+    if not drafter or drafter is base.Drafter:
+        raise InputError(
+            f"drafter: expected 'none', 'model' or a module of spsjax.drafters, found {name!r}"
+        )
+    try:
+        return drafter(**options.get(name, {}))
+    except TypeError as error:
+        raise InputError(f"drafter {name}: {error}") from None
+
+
+def check_writable(path: str | None) -> None:
+    """Raises InputError now rather than after the measurement."""
+    if path and not pathlib.Path(path).absolute().parent.is_dir():
+        raise InputError(f"{path}: expected a file in a folder that exists, found no such folder")

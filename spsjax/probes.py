@@ -1,0 +1,135 @@
+"""Probes of the hardware: the parts of one round, each alone, and the memory's bandwidth."""
+
+import concurrent.futures
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spsjax import cache as kv
+from spsjax import decode, generation, sampling
+from spsjax.drafters import draft_model, none
+from spsjax.loading import Model
+from spsjax.models import transformer
+from spsjax.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What one round is made of, each timed on its own, in seconds."""
+
+    prefill: float
+    draft_step: float
+    scoring: float
+
+
+def probe(
+    target: Model,
+    draft: Model | None,
+    num_speculative_tokens: int,
+    params: SamplingParams,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    repeats: int = 16,
+) -> Callable[[], Parts]:
+    """Times the parts of a round alone, in the caches and types that `generate` would use."""
+    K = num_speculative_tokens
+    drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
+    program = decode.Program(target.config, drafter)
+    weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
+    width = generation.bucket(prompt_tokens)
+    slots = max(width, generation.bucket(prompt_tokens + max_new_tokens + K + 1))
+    place = jax.devices()[0]
+    lengths = np.asarray([prompt_tokens], np.int32)
+    arrays = np.zeros((1, width), np.int32), lengths, lengths + np.int32(max_new_tokens)
+    keys = jax.device_put(sampling.row_keys(jax.random.key(0), 1), place)
+    inputs = (*jax.device_put(arrays, place), keys)
+    rows = jax.device_put(params.rows(1), place)
+    middle = jax.device_put(np.asarray([slots // 2], np.int32), place)
+    block = jax.device_put(np.zeros((1, K + 1), np.int32), place)
+
+    def measure() -> Parts:
+        prefill = _seconds(decode.compiled(decode.prefill, program, slots), weights, *inputs)
+        cache = transformer.empty_cache(target.config, weights["target"], 1, slots).at(middle)
+        many = decode.compiled(_score_often, program, repeats)
+        scoring = _seconds(many, weights, rows, cache, block) / repeats
+        step = 0.0
+        if K and draft:
+            cache = transformer.empty_cache(draft.config, weights["drafter"], 1, slots).at(middle)
+            often = decode.compiled(_draft_often, draft.config, repeats)
+            step = _seconds(often, weights["drafter"], rows, cache, inputs[-1]) / repeats
+        return Parts(prefill, step, scoring)
+
+    return measure
+
+
+def _seconds(call: Callable, *args) -> float:
+    start = time.perf_counter()
+    result, compiling = call(*args)
+    jax.block_until_ready(result)
+    return time.perf_counter() - start - compiling
+
+
+def _score_often(program, repeats, params, rows, cache, block):
+    """Scoring passes one after another, each waiting for all of the one before."""
+
+    def once(_, carry):
+        block, cache, _ = carry
+        output = decode.score(program, params, block, cache)
+        probs = sampling.warp(output.logits, rows)
+        return block + (probs[..., 0] > 2), output.cache.at(cache.lengths), probs
+
+    probs = jnp.zeros((*block.shape, program.target.vocab_size), jnp.float32)
+    return lax.fori_loop(0, repeats, once, (block, cache, probs))
+
+
+def _draft_often(config, repeats, params, rows, cache, keys):
+    """Draft steps one after another: a pass over one token, its distribution, a draw."""
+    uniforms = sampling.uniforms(keys, sampling.DRAFT, repeats)
+
+    def once(index, carry):
+        token, cache, _ = carry
+        positions = cache.lengths[:, None]
+        mask = kv.causal_mask(positions, cache.num_slots)
+        output = transformer.apply(config, params, token[:, None], positions, mask, cache)
+        probs = sampling.warp(output.logits[:, 0], rows)
+        token = sampling.draw(probs, uniforms[:, index])
+        return token, output.cache.at(cache.lengths), probs
+
+    probs = jnp.zeros((1, config.vocab_size), jnp.float32)
+    return lax.fori_loop(0, repeats, once, (jnp.zeros(1, jnp.int32), cache, probs))
+
+
+def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:
+    """Bytes a second that a sum over an array much larger than any cache reads; best of `times`."""
+    count = megabytes * 2**20 // 4
+    if jax.default_backend() != "cpu":
+        array = jax.block_until_ready(jnp.ones(4 * count, jnp.float32))
+        total = jax.jit(jnp.sum).lower(array).compile()
+        return {"device": _best_rate(lambda: total(array).block_until_ready(), array.nbytes, times)}
+    array = np.ones(count, np.float32)
+    rates = {"1 thread": _best_rate(array.sum, array.nbytes, times)}
+    halves = np.split(array, [count // 2])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        rates["2 threads"] = _best_rate(lambda: list(pool.map(np.sum, halves)), array.nbytes, times)
+    return rates
+
+
+def _best_rate(call: Callable, size: int, times: int) -> float:
+    best = float("inf")
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return size / best
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

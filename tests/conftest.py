@@ -1,0 +1,112 @@
+# ruff: noqa: E402 (the environment is set before JAX is imported)
+"""Eight CPU devices, a compilation cache, and tiny models whose next token depends on the context.
+
+This runs before any test module is imported, hence before JAX starts: device count and platform
+can be chosen only then.
+"""
+
+import os
+import pathlib
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_FLAG = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
+# Tests compile many small programs, each below the default thresholds of the cache.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spsjax import loading, sharding
+from spsjax.models import transformer
+
+
+def tiny_config(vocab_size: int, **changes) -> transformer.Config:
+    """One layer, and every axis that a mesh splits is a multiple of eight."""
+    fields = {
+        "vocab_size": vocab_size,
+        "d_model": 32,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "max_positions": 512,
+        "tie_embeddings": False,
+    }
+    return transformer.Config(**fields | changes)
+
+
+def spread_params(config: transformer.Config, seed: int, sharpness: float = 2.0):
+    """Random parameters with logits of standard deviation `sharpness`.
+
+    `transformer.init` starts so small that every context would get nearly the same, flat law.
+    """
+    params = transformer.init(config, jax.random.key(seed))
+
+    def grow(path, leaf):
+        names = [entry.key for entry in path]
+        if leaf.ndim < 2:
+            return leaf
+        if names[0] == "embed":
+            return leaf / 0.02
+        gain = sharpness if names[0] == "head" else 2.0
+        return leaf / 0.02 * gain / leaf.shape[0] ** 0.5
+
+    return jax.tree_util.tree_map_with_path(grow, params)
+
+
+def spread_model(vocab_size: int, seed: int = 0, mesh=None, sharpness: float = 2.0, **changes):
+    """A model of random weights whose logits are well spread and depend on the whole context."""
+    config = tiny_config(vocab_size, **changes)
+    return placed(config, spread_params(config, seed, sharpness), mesh)
+
+
+def nearby_model(model: loading.Model, seed: int = 1, distance: float = 0.2, mesh=None):
+    """A model near another, so that its drafts are sometimes accepted and sometimes not."""
+    leaves, structure = jax.tree.flatten(model.params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    leaves = [
+        leaf + distance * jnp.std(leaf) * jax.random.normal(key, leaf.shape, leaf.dtype)
+        for leaf, key in zip(leaves, keys)
+    ]
+    return placed(model.config, jax.tree.unflatten(structure, leaves), mesh)
+
+
+def placed(config: transformer.Config, params, mesh) -> loading.Model:
+    """A model of these parameters, on the mesh if there is one."""
+    if mesh is not None:
+        place = sharding.placer(mesh, config, replicate=False)
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: place(tuple(entry.key for entry in path), leaf), params
+        )
+    return loading.Model("tiny", config, params, mesh=mesh)
+
+
+@pytest.fixture(scope="session")
+def target() -> loading.Model:
+    """A target of 48 tokens."""
+    return spread_model(48)
+
+
+@pytest.fixture(scope="session")
+def draft(target) -> loading.Model:
+    """A draft of which the target accepts about half."""
+    return nearby_model(target)
+
+
+@pytest.fixture(scope="session")
+def small_target() -> loading.Model:
+    """A target of 4 tokens: few enough to write its joint law down."""
+    return spread_model(4, sharpness=1.0)
+
+
+@pytest.fixture(scope="session")
+def small_draft(small_target) -> loading.Model:
+    """A draft of 4 tokens that is often wrong."""
+    return nearby_model(small_target, distance=0.4)

@@ -1,0 +1,22 @@
+"""Every notebook runs from top to bottom."""
+
+import json
+import pathlib
+
+import pytest
+
+from spsjax import loading
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_SHIPPED = pathlib.Path(loading.__file__).parent / "pretrained/pystdlib/draft/model.safetensors"
+
+
+@pytest.mark.skipif(not _SHIPPED.exists(), reason="the shipped pair is not installed")
+@pytest.mark.parametrize("path", sorted((_ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name)
+def test_runs_from_top_to_bottom(path, capsys):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    names = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{path.name}[{number}]", "exec"), names)
+    assert capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""The oracle: Chen et al. 2023 (arXiv 2302.01318), Algorithms 1 and 2, in plain NumPy float64.
+
+One row, no cache, no batch, and nothing of spsjax. A model is a function from a sequence of tokens
+to the logits of the next one. Random numbers are an argument, `uniforms(role, length, index)`: with
+those of spsjax it must give spsjax's tokens, with others their law.
+"""
+
+import collections
+
+import numpy as np
+
+
+def warp(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Temperature, top-k, top-p, min-p, in that order: [V] logits -> [V] probabilities."""
+    logits = np.asarray(logits, np.float64)
+    # A stable sort of the negated logits: among equals the lower id goes first.
+    order = np.argsort(-logits, kind="stable")
+    probs = np.zeros(len(logits))
+    if temperature == 0:
+        probs[order[0]] = 1
+        return probs
+    kept = np.exp((logits[order] - logits[order[0]]) / temperature)
+    if 0 < top_k < len(kept):
+        kept[top_k:] = 0
+    kept /= kept.sum()
+    if top_p < 1:
+        # The smallest prefix whose mass reaches top_p; the first token whatever its mass.
+        kept[np.searchsorted(np.cumsum(kept), top_p) + 1 :] = 0
+        kept /= kept.sum()
+    kept[kept < min_p * kept[0]] = 0
+    probs[order] = kept / kept.sum()
+    return probs
+
+
+def draw(weights, uniform):
+    """The first token whose cumulative weight exceeds the uniform's share of the total."""
+    ends = np.cumsum(np.asarray(weights, np.float64))
+    last = np.flatnonzero(weights)[-1]
+    return int(min(np.searchsorted(ends, uniform * ends[-1], side="right"), last))
+
+
+def autoregressive(target, prompt, limit, uniforms, eos_ids=(), **params):
+    """Algorithm 1: the tokens after `prompt`, until `limit` tokens in all or an end of sequence."""
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(draw(warp(target(tokens), **params), uniforms("next", len(tokens), 0)))
+        if tokens[-1] in eos_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), **params):
+    """Algorithm 2. `draft` is a model; or a function that returns a list of K ids, -1 for none."""
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        n, drafted, draft_probs = len(tokens), [], []
+        for k in range(K):
+            proposed = draft([*tokens, *drafted])
+            if isinstance(proposed, list):  # certain of its tokens: a point mass on each
+                stop = [*proposed, -1].index(-1)
+                drafted = proposed[:stop]
+                draft_probs = list(np.eye(len(target(tokens)))[drafted])
+                break
+            draft_probs.append(warp(proposed, **params))
+            drafted.append(draw(draft_probs[-1], uniforms("draft", n, k)))
+        # K + 1 distributions of the target, the last one after all the drafts.
+        target_probs = [
+            warp(target([*tokens, *drafted[:k]]), **params) for k in range(len(drafted) + 1)
+        ]
+        block = []
+        for k, token in enumerate(drafted):
+            if uniforms("accept", n, k) * draft_probs[k][token] < target_probs[k][token]:
+                block.append(token)
+                continue
+            residual = np.maximum(target_probs[k] - draft_probs[k], 0)
+            residual = residual if residual.any() else target_probs[k]
+            block.append(draw(residual, uniforms("next", n, 0)))
+            break
+        else:
+            block.append(draw(target_probs[-1], uniforms("next", n, 0)))
+        for token in block[: limit - n]:
+            tokens.append(token)
+            if token in eos_ids:
+                return tokens[len(prompt) :]
+    return tokens[len(prompt) :]
+
+
+def joint_law(target, prompt, limit, eos_ids=(), **params):
+    """The law of `autoregressive`: every sequence of new tokens -> its probability."""
+    law, open_ = collections.Counter(), {(): 1.0}
+    while open_:
+        grown = {}
+        for new, mass in open_.items():
+            if len(prompt) + len(new) >= limit or (new and new[-1] in eos_ids):
+                law[new] += mass
+                continue
+            probs = warp(target([*prompt, *new]), **params)
+            for token in np.flatnonzero(probs):
+                grown[(*new, int(token))] = mass * probs[token]
+        open_ = grown
+    return law
