@@ -36,7 +36,9 @@ def main():
     cli.check_writable(_JSON.value)
     cli.check_writable(_PLOT.value)
     if _PEER.value:
-        peers.check_installed()
+        cli.check_installed("--peer", "torch", "transformers")
+    if _PLOT.value:
+        cli.check_installed("--plot", "matplotlib")
     if _RANDOM.value:
         shape = benchmark.config_of_size(parse_size(_RANDOM.value))
         target, draft = loading.random(shape, dtype=config.dtype), None

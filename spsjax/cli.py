@@ -98,3 +98,13 @@ def check_writable(path: str | None) -> None:
     """Raises InputError now rather than after the measurement."""
     if path and not pathlib.Path(path).absolute().parent.is_dir():
         raise InputError(f"{path}: expected a file in a folder that exists, found no such folder")
+
+
+def check_installed(flag: str, *modules: str) -> None:
+    """Raises InputError unless what a flag needs is there."""
+    missing = [name for name in modules if not importlib.util.find_spec(name)]
+    if missing:
+        raise InputError(
+            f"{flag}: expected {' and '.join(modules)} to be installed, "
+            f"found no {' and no '.join(missing)}"
+        )

@@ -1,6 +1,5 @@
 """Hugging Face `generate` as a contender: the same weights, prompts and numbers of new tokens."""
 
-import importlib.util
 import pathlib
 import tempfile
 import time
@@ -14,22 +13,16 @@ from spsjax.loading import Model
 from spsjax.models import huggingface
 from spsjax.sampling import SamplingParams
 
-
-def check_installed() -> None:
-    """Raises InputError unless torch and transformers are there."""
-    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        raise InputError(
-            f"peer hf: expected torch and transformers to be installed, found no "
-            f"{' and no '.join(missing)}"
-        )
+_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 class HuggingFace:
-    """A pair of our models in one dtype as Hugging Face models, on the same kind of device."""
+    """A pair of our models in one dtype as Hugging Face models, on the same kind of device.
+
+    Needs torch and transformers, which spsjax itself does not.
+    """
 
     def __init__(self, target: Model, draft: Model | None, dtype: str):
-        check_installed()
         import torch
         import transformers
 
@@ -98,7 +91,7 @@ class HuggingFace:
             return benchmark.Sample(time.perf_counter() - start, new)
 
         kind = "assisted" if num_speculative_tokens else "plain"
-        name = f"HF {kind} {self.dtype}"
+        name = f"HF {kind} {_DTYPES[self.dtype]}"
         return benchmark.Contender(name, setting, num_speculative_tokens, call)
 
 
@@ -106,8 +99,8 @@ def contenders(config, target: Model, draft: Model | None) -> list[benchmark.Con
     """Plain and assisted generation in every setting, as configs/experiments/benchmark.py says."""
     found = []
     for dtype in config.peer.dtypes:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise InputError(f"peer.dtypes: expected float32, bfloat16 or float16, found {dtype!r}")
+        if dtype not in _DTYPES:
+            raise InputError(f"peer.dtypes: expected some of {', '.join(_DTYPES)}, found {dtype!r}")
         pair = HuggingFace(target, draft, dtype)
         for setting, params in benchmark.settings(config).items():
             for count in (0, *(config.peer.num_speculative_tokens if draft else ())):

@@ -42,9 +42,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; raises InputError if it is not valid Unicode."""
         try:
-            ids = self._model.encode(text)
+            text.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"text: expected valid Unicode, found {error}") from None
+        ids = self._model.encode(text)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -61,23 +62,30 @@ def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> To
 
     Runs of 2, 4, 8, 12 and 16 spaces are pieces of their own, because indentation is what code
     is made of; nothing is normalised, so that decoding gives back the text that was encoded.
+    Raises InputError if the texts are too few, or too varied, for `vocab_size` pieces.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         prefix = pathlib.Path(folder) / "tokenizer"
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_prefix=str(prefix),
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            user_defined_symbols=["\n", *(_SPACE * run for run in (2, 4, 8, 12, 16))],
-            max_sentence_length=1 << 20,
-            minloglevel=2,
-        )
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_prefix=str(prefix),
+                model_type="bpe",
+                vocab_size=vocab_size,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                user_defined_symbols=["\n", *(_SPACE * run for run in (2, 4, 8, 12, 16))],
+                max_sentence_length=1 << 20,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            reason = one_line(error).rpartition("] ")[2]
+            raise InputError(
+                f"vocab_size: expected a size that fits the texts, found {vocab_size} ({reason})"
+            ) from None
         prefix.with_suffix(".model").replace(path)
     return Tokenizer(path)

@@ -5,6 +5,7 @@ This runs before any test module is imported, hence before JAX starts: device co
 can be chosen only then.
 """
 
+import functools
 import os
 import pathlib
 
@@ -20,8 +21,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from spsjax import cache as kv
 from spsjax import loading, sharding
 from spsjax.models import transformer
 
@@ -88,10 +91,30 @@ def placed(config: transformer.Config, params, mesh) -> loading.Model:
     return loading.Model("tiny", config, params, mesh=mesh)
 
 
+def logits_of(model: loading.Model):
+    """The model as the oracle's: tokens -> float64 logits of the next, by one pass and no cache."""
+    config, width = model.config, 64
+
+    @jax.jit
+    def logits(tokens, length):
+        positions = jnp.arange(width)[None]
+        mask = kv.causal_mask(positions, width)
+        output = transformer.apply(config, model.params, tokens[None], positions, mask)
+        return output.logits[0, length - 1]
+
+    @functools.cache
+    def cached(tokens):
+        padded = np.zeros(width, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(logits(padded, len(tokens)), np.float64)
+
+    return lambda tokens: cached(tuple(tokens))
+
+
 @pytest.fixture(scope="session")
 def target() -> loading.Model:
-    """A target of 48 tokens."""
-    return spread_model(48)
+    """A target of 48 tokens, of which one ends a sequence."""
+    return spread_model(48, eos_ids=(7,))
 
 
 @pytest.fixture(scope="session")

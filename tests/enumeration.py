@@ -8,6 +8,7 @@ next token grows with its number, so bisection gives the measure of each outcome
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,12 +16,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import mutants
 import numpy as np
 import reference
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import decode, sampling
+from spsjax import decode, sampling, verify
 from spsjax.drafters import draft_model
 from spsjax.models import transformer
 from spsjax.types import ModelOutput
@@ -56,7 +58,7 @@ def params_of(table: np.ndarray):
 
 
 def apply(config, params, tokens_BT, positions_BT, mask_BTS, cache, *, dtype=None):
-    """`transformer.apply` of a table: its cache holds tokens, and attention reads all it may see."""
+    """`transformer.apply` of a table: its cache holds tokens, and it reads all that it may see."""
     # With one head of two numbers every layout of a cache is [B, S, 2]. `kv.write` mixes int32 with
     # the int64 of 64-bit mode; this is the same write.
     held = cache.keys[0].reshape(len(tokens_BT), cache.num_slots, 2)
@@ -77,6 +79,40 @@ def apply(config, params, tokens_BT, positions_BT, mask_BTS, cache, *, dtype=Non
     return ModelOutput(logits, logits, kv.KVCache((keys,), (keys,), lengths))
 
 
+# Tables are arguments, so that loops of one shape share a compiled program.
+@functools.lru_cache
+def _prefill(program, slots):
+    def prefill(*args):
+        with mock.patch.object(transformer, "apply", apply):
+            return decode.prefill(program, slots, *args)
+
+    return jax.jit(prefill)
+
+
+@functools.lru_cache
+def _step(program, mutant):
+    propose = type(program.drafter).propose
+
+    def step(params, rows, state, uniforms, fault):
+        given, seen = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms)), []
+
+        def watched(*args):
+            seen.append(propose(*args))
+            return seen[-1]
+
+        with contextlib.ExitStack() as stack:
+            for owner, name, replacement in (
+                (sampling, "uniforms", lambda keys, role, count: given[role][:, :count]),
+                (transformer, "apply", apply),
+                (type(program.drafter), "propose", watched),
+                (verify, "rejection", mutants.verifier(fault) if mutant else verify.rejection),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            return decode.step(program, params, rows, state), seen[-1][0]
+
+    return jax.jit(step)
+
+
 @dataclasses.dataclass
 class Loop:
     """The loop with one drafter over tables; `law` enumerates what it emits."""
@@ -88,7 +124,7 @@ class Loop:
     eos_ids: tuple[int, ...] = ()
     prompt: tuple[int, ...] = (0,)
     lenience: float = 1.0
-    quick_to_compile: bool = False  # and slow to run: for a law or two
+    mutant: bool = False  # replaces the verifier by that of `mutants`
 
     def __post_init__(self):
         self.vocab, self.K = self.target.shape[1], self.drafter.num_speculative_tokens
@@ -96,10 +132,8 @@ class Loop:
             config(self.vocab), self.drafter, self.eos_ids, float(self.lenience)
         )
         self.params = {"target": params_of(self.target), "drafter": params_of(self.draft)}
-        options = {"xla_backend_optimization_level": 0} if self.quick_to_compile else {}
-        self._step = jax.jit(self._run, compiler_options=options)
 
-    def _prefill(self, rows):
+    def _start(self, rows):
         width = max(map(len, rows))
         tokens = np.zeros((len(rows), width), np.int32)
         for row, prefix in enumerate(rows):
@@ -108,22 +142,7 @@ class Loop:
         slots = max(self.limit + self.K + 1, width)
         limits = np.full(len(rows), self.limit, np.int32)
         keys = sampling.row_keys(jax.random.key(0), len(rows))
-        with mock.patch.object(transformer, "apply", apply):
-            prefill = jax.jit(functools.partial(decode.prefill, self.program, slots))
-            return prefill(self.params, tokens, lengths, limits, keys)
-
-    def _run(self, params, rows, state, uniforms):
-        given = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms))
-        replaced = mock.patch.object(sampling, "uniforms", lambda keys, role, n: given[role][:, :n])
-        propose, seen = type(self.drafter).propose, []
-
-        def watched(*args):
-            seen.append(propose(*args))
-            return seen[-1]
-
-        watch = mock.patch.object(type(self.drafter), "propose", watched)
-        with replaced, watch, mock.patch.object(transformer, "apply", apply):
-            return decode.step(self.program, params, rows, state), seen[-1][0]
+        return _prefill(self.program, slots)(self.params, tokens, lengths, limits, keys)
 
     def _paths(self, prefix, params):
         """Every draft path: its tokens, the numbers that draw it, its distributions and mass."""
@@ -140,7 +159,7 @@ class Loop:
             paths.append((path, middles, laws, mass))
         return paths
 
-    def law(self, **params) -> collections.Counter:
+    def law(self, fault=0, **params) -> collections.Counter:
         """Every sequence of new tokens -> its probability; asserts the loop's invariants too."""
         K, V = self.K, self.vocab
         ordinary = [token for token in range(V) if token not in self.eos_ids]
@@ -154,16 +173,17 @@ class Loop:
         a, z = (axis.reshape(-1) for axis in np.indices((len(paths), K + 1, V))[1:])
         owner = np.repeat(np.arange(len(paths)), (K + 1) * V)
         prefix_of = [paths[index][0] for index in owner]
-        state = self._prefill(prefix_of)
+        state = self._start(prefix_of)
         values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
         rows = sampling.RowParams(*(np.full(R, float(value)) for value in values.values()))
         middles = np.asarray([paths[index][2] for index in owner]).reshape(R, K)
         before = np.asarray(state.lengths)
 
+        step = _step(self.program, self.mutant)
+
         def run(accept, following):
-            output, proposal = self._step(
-                self.params, rows, state, (middles, accept, following[:, None])
-            )
+            uniforms = middles, accept, following[:, None]
+            output, proposal = step(self.params, rows, state, uniforms, fault)
             accepted = np.argmax(np.asarray(output.accepted), axis=1)
             drawn = np.asarray(output.tokens)[np.arange(R), before + accepted]
             return output, proposal, accepted, drawn

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from spsjax import sampling
 from spsjax.types import Verdict
 
-# Faults that change the law of a single round, and so are seen by enumeration.
-LAW = (
+FAULTS = (
+    "none",
+    # These change the law of a round, and so are seen by enumeration.
     "draft of another temperature in the ratio",
     "raw target in the ratio",
     "swapped target and draft",
@@ -22,65 +23,62 @@ LAW = (
     "no bonus",
     "accepts everything",
     "goes on after a rejection",
+    # This one shows only at a number that enumeration gives no measure.
+    "u = 0 accepts anything",
 )
 
 
-def verifier(fault: str | None):
-    """`verify.rejection` with one fault. For proposals with distributions, and no ids of -1."""
+def verifier(fault):
+    """`verify.rejection` with the fault of that index, which may be traced: one program for all.
+
+    For proposals with distributions, and no ids of -1.
+    """
 
     def rejection(keys_B, proposal, target_probs, lenience=1.0):
         tokens, draft_probs = proposal.tokens, proposal.probs
         B, K = tokens.shape
 
-        def at_tokens(probs):
-            return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
+        def given(name, broken, sound):
+            return jnp.where(fault == FAULTS.index(name), broken, sound)
 
-        target_at, draft_at = at_tokens(target_probs[:, :K]), at_tokens(draft_probs)
-        if fault == "draft of another temperature in the ratio":
-            cooled = draft_probs**1.1
-            draft_at = at_tokens(cooled / jnp.sum(cooled, axis=-1, keepdims=True))
-        if fault == "raw target in the ratio":
-            raw = jax.nn.softmax(target_probs[:, :K])
-            target_at = at_tokens(raw)
-        if fault == "swapped target and draft":
-            target_at, draft_at = draft_at, target_at
-        if fault == "epsilon in the ratio":
-            draft_at = draft_at + 1e-9
+        def at_tokens(probs):
+            return jnp.take_along_axis(probs[:, :K], tokens[..., None], axis=-1)[..., 0]
+
+        target_at, draft_at = at_tokens(target_probs), at_tokens(draft_probs)
+        cooled = draft_probs**1.1
+        cooled = at_tokens(cooled / jnp.sum(cooled, axis=-1, keepdims=True))
+        swap = "swapped target and draft"
+        target_at, draft_at = given(swap, draft_at, target_at), given(swap, target_at, draft_at)
+        draft_at = given("draft of another temperature in the ratio", cooled, draft_at)
+        draft_at = given("epsilon in the ratio", draft_at + 1e-9, draft_at)
+        target_at = given("raw target in the ratio", at_tokens(raw_probs(target_probs)), target_at)
         uniform = sampling.uniforms(keys_B, sampling.ACCEPT, K)
-        if fault == "u = 0 accepts anything":
-            accepted = uniform * draft_at <= target_at
-        else:
-            accepted = uniform * draft_at < target_at
-        if fault == "accepts everything":
-            accepted = jnp.ones_like(accepted)
-        if fault == "goes on after a rejection":
-            count = jnp.sum(accepted, axis=1)
-        else:
-            count = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1)
-        after = jnp.zeros_like(draft_probs[:, :1])
-        if fault == "bonus from the draft":
-            target_probs = target_probs.at[:, K].set(draft_probs[:, K - 1])
-        node = count
-        if fault == "residual of the next position":
-            node = jnp.where(count < K, count + 1, K)
-        padded = jnp.concatenate([draft_probs, after], axis=1)
-        left = jnp.maximum(target_probs - padded, 0)
-        if fault == "residual without the draft":
-            left = target_probs
-        if fault == "residual by softmax":
-            left = jnp.where(
-                jnp.any(padded > 0, axis=-1, keepdims=True), jax.nn.softmax(left), left
-            )
+        accepted = uniform * draft_at < target_at
+        accepted = given("u = 0 accepts anything", uniform * draft_at <= target_at, accepted)
+        accepted = given("accepts everything", True, accepted)
+        count = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1)
+        count = given("goes on after a rejection", jnp.sum(accepted, axis=1), count)
+        stolen = target_probs.at[:, K].set(draft_probs[:, K - 1])
+        target_probs = given("bonus from the draft", stolen, target_probs)
+        none = jnp.zeros_like(draft_probs[:, :1])
+        left = jnp.maximum(target_probs - jnp.concatenate([draft_probs, none], axis=1), 0)
+        left = left.at[:, :K].set(given("residual by softmax", jax.nn.softmax(left), left)[:, :K])
+        left = given("residual without the draft", target_probs, left)
         left = jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, target_probs)
+        node = given("residual of the next position", jnp.minimum(count + 1, K), count)
         left = jnp.take_along_axis(left, node[:, None, None], axis=1)[:, 0]
         following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 1)[:, 0])
         index = jnp.arange(K + 1)
         emitted = jnp.concatenate([tokens, -jnp.ones((B, 1), jnp.int32)], axis=1)
         emitted = jnp.where(index == count[:, None], following[:, None], emitted)
-        number = count + 1
-        if fault == "no bonus":
-            number = jnp.minimum(number, K)
-        emitted = jnp.where(index < number[:, None], emitted, -1)
+        number = given("no bonus", jnp.minimum(count + 1, K), count + 1)
+        emitted = jnp.where(index < number[:, None], emitted, -1).astype(jnp.int32)
         return Verdict(emitted, number.astype(jnp.int32), jnp.ones(B, bool))
 
     return rejection
+
+
+def raw_probs(probs):
+    """A law that forgot its temperature."""
+    roots = jnp.sqrt(probs)
+    return roots / jnp.sum(roots, axis=-1, keepdims=True)

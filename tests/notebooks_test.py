@@ -12,7 +12,9 @@ _SHIPPED = pathlib.Path(loading.__file__).parent / "pretrained/pystdlib/draft/mo
 
 
 @pytest.mark.skipif(not _SHIPPED.exists(), reason="the shipped pair is not installed")
-@pytest.mark.parametrize("path", sorted((_ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted((_ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name
+)
 def test_runs_from_top_to_bottom(path, capsys):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     names = {"__name__": "__main__"}

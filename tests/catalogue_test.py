@@ -1,0 +1,352 @@
+"""The bugs of other systems' speculative sampling (docs: peers), each a test that they would fail.
+
+Every docstring names who had the bug. What was one row of a large batch in `generate` is here seen
+inside one round of it: what was proposed, and between which distributions it was decided.
+"""
+
+import collections
+import dataclasses
+from unittest import mock
+
+import drafting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from conftest import logits_of, placed
+from jax.sharding import NamedSharding, PartitionSpec
+from statistical_test import SUSPICIOUS, g_test
+
+import spsjax
+from spsjax import NonFiniteError, SamplingParams, decode, sampling, sharding, verify
+from spsjax.types import Proposal
+
+K, ROWS, PROMPT = 2, 8192, [1, 2, 1]
+MIX = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3, "top_p": 0.9003}, {"top_p": 0.7})
+UNIFORM_MAX = 1 - 2.0**-23
+KEYS = sampling.row_keys(jax.random.key(0), 1)
+
+
+@dataclasses.dataclass
+class OneRound:
+    """What one round of many rows saw and did."""
+
+    tokens: np.ndarray
+    draft_probs: np.ndarray
+    target_probs: np.ndarray
+    emitted: np.ndarray
+    count: np.ndarray
+
+    def of(self, kind):
+        """The same of the rows that sample as MIX[kind]."""
+        fields = dataclasses.asdict(self).values()
+        return OneRound(*(field[kind :: len(MIX)] for field in fields))
+
+
+@pytest.fixture(scope="module")
+def one_round(small_target, small_draft) -> OneRound:
+    drafter, weights = drafting.build("draft_model", small_draft, K)
+    program = decode.Program(small_target.config, drafter)
+    params = {"target": small_target.params, "drafter": weights}
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    full = [SamplingParams(**MIX[row % len(MIX)]) for row in range(ROWS)]
+    rows = SamplingParams(**{name: [getattr(p, name) for p in full] for name in names}).rows(ROWS)
+
+    @jax.jit
+    def run(keys):
+        tokens = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (ROWS, 1))
+        lengths = jnp.full(ROWS, len(PROMPT))
+        state = decode.prefill(program, 8, params, tokens, lengths, lengths + 1, keys)
+        seen, rejection = [], verify.rejection
+
+        def watched(keys, proposal, target_probs, lenience):
+            verdict = rejection(keys, proposal, target_probs, lenience)
+            seen.extend((proposal.tokens, proposal.probs, target_probs, verdict.tokens))
+            seen.append(verdict.num_tokens - 1)
+            return verdict
+
+        with mock.patch.object(verify, "rejection", watched):
+            decode.step(program, params, rows, state)
+        return seen
+
+    return OneRound(*map(np.asarray, run(sampling.row_keys(jax.random.key(0), ROWS))))
+
+
+def test_draft_probs_are_those_sampled_from(one_round):
+    """transformers#32867, #47932: tokens drawn from one distribution, another one returned."""
+    for kind in range(len(MIX)):
+        rows = one_round.of(kind)
+        paths = collections.Counter(map(tuple, rows.tokens.tolist()))
+        # The law of the second token is that of any row with the same first.
+        given = dict(zip(rows.tokens[:, 0].tolist(), rows.draft_probs[:, 1]))
+        law = {
+            (first, second): float(rows.draft_probs[0, 0, first] * given[first][second])
+            for first in given
+            for second in range(4)
+        }
+        law = {path: mass for path, mass in law.items() if mass > 0}
+        assert abs(sum(law.values()) - 1) < 1e-3
+        assert g_test(paths, law) > SUSPICIOUS, MIX[kind]
+    # Under half the temperature it would not pass: the check sees such an error.
+    rows = one_round.of(0)
+    cooled = rows.draft_probs[0, 0].astype(float) ** 2
+    first = collections.Counter((token,) for token in rows.tokens[:, 0].tolist())
+    law = {(token,): mass / cooled.sum() for token, mass in enumerate(cooled)}
+    assert g_test(first, law) < SUSPICIOUS
+
+
+def test_target_and_draft_pass_the_same_filters(one_round, small_target, small_draft):
+    """vllm#9834, sglang PR#36173, sglang-jax, tpu-inference: filters on one side, or reordered."""
+    target, draft = logits_of(small_target), logits_of(small_draft)
+    for kind, params in enumerate(MIX):
+        rows = one_round.of(kind)
+        for row in range(8):
+            for node in range(K + 1):
+                context = [*PROMPT, *rows.tokens[row, :node].tolist()]
+                expected = reference.warp(target(context), **params)
+                np.testing.assert_allclose(rows.target_probs[row, node], expected, atol=1e-5)
+                if node < K:
+                    expected = reference.warp(draft(context), **params)
+                    np.testing.assert_allclose(rows.draft_probs[row, node], expected, atol=1e-5)
+
+
+def test_temperature_comes_before_top_p():
+    """tpu-inference: masks by top-p first, so that another set is kept at a high temperature."""
+    logits = np.asarray([[3.0, 2.0, 1.0, 0.0]], np.float32)
+    probs = sampling.warp(logits, SamplingParams(temperature=4.0, top_p=0.8).rows(1))
+    assert np.count_nonzero(probs) == 3
+    assert np.count_nonzero(sampling.warp(logits, SamplingParams(top_p=0.8).rows(1))) == 2
+
+
+def test_greedy_rows_of_a_mixed_batch_are_greedy(one_round, target, draft):
+    """tpu-inference (temperature -1 inverts the logits), vllm PR#27077 (the mirror image)."""
+    rows = one_round.of(1)
+    for probs in (rows.target_probs, rows.draft_probs):
+        assert (np.sort(probs, axis=-1) == [0, 0, 0, 1]).all()
+    assert len(np.unique(rows.emitted, axis=0)) == 1
+    prompts = [[3, 4], [9], [1, 2, 1, 2], [30, 31]]
+    mixed = SamplingParams(temperature=[1.0, 0.0, 0.7, 0.0])
+    out, greedy = (
+        spsjax.generate(target, prompts, draft, 3, params, 20)
+        for params in (mixed, SamplingParams(temperature=0.0))
+    )
+    for row in (1, 3):
+        np.testing.assert_array_equal(out.tokens[row], greedy.tokens[row])
+
+
+def test_acceptance_is_the_overlap_of_the_two_laws(one_round):
+    """vllm-ascend#13730 (u = 0 accepts all), transformers#47932 (0.728 inflated to 0.783)."""
+    for kind in range(len(MIX)):
+        rows = one_round.of(kind)
+        overlap = np.minimum(rows.target_probs[0, 0], rows.draft_probs[0, 0]).sum()
+        error = np.sqrt(overlap * (1 - overlap) / len(rows.count)) + 1e-6
+        assert abs((rows.count > 0).mean() - overlap) < 4 * error, MIX[kind]
+
+
+def test_u_of_zero_accepts_no_token_of_probability_zero():
+    """sglang#35771, sglang-jax, tpu-inference, HF: `u <= ratio` holds for 0 <= 0."""
+    rng = np.random.default_rng(0)
+    rows, V = 256, 6
+    laws = rng.dirichlet(np.ones(V), (2, rows, K + 1)) * (rng.random((2, rows, K + 1, V)) < 0.4)
+    laws += 1e-3 * (np.arange(V) == 3)
+    draft_probs, target_probs = (laws / laws.sum(axis=-1, keepdims=True)).astype(np.float32)
+    tokens = rng.integers(0, V, (rows, K)).astype(np.int32)
+    with mock.patch.object(sampling, "uniforms", lambda keys, role, n: jnp.zeros((rows, n))):
+        proposal = Proposal(jnp.asarray(tokens), jnp.asarray(draft_probs[:, :K]))
+        verdict = verify.rejection(None, proposal, jnp.asarray(target_probs))
+    emitted, number = np.asarray(verdict.tokens), np.asarray(verdict.num_tokens)
+    at_emitted = np.take_along_axis(target_probs, np.maximum(emitted, 0)[..., None], 2)[..., 0]
+    assert (at_emitted[emitted >= 0] > 0).all()
+    # u = 0 accepts all the others.
+    stands = np.take_along_axis(target_probs[:, :K], tokens[..., None], 2)[..., 0] > 0
+    np.testing.assert_array_equal(number - 1, np.cumprod(stands, axis=1).sum(axis=1))
+
+
+def test_nothing_is_added_to_the_ratio():
+    """tpu-inference (`q + 1e-9`): rare tokens biased, and p == q sometimes rejected."""
+    probs = jnp.asarray([[[0.75, 0.25 - 1e-7, 1e-7, 1e-12]]])
+    for token in range(4):
+        above, below = verify.ratio(jnp.asarray([[token]]), probs, probs)
+        assert float(above[0, 0]) == float(below[0, 0]) == float(probs[0, 0, token])
+    uniforms = mock.patch.object(
+        sampling, "uniforms", lambda keys, role, n: jnp.full((1, n), UNIFORM_MAX)
+    )
+    with uniforms:
+        for token in range(4):
+            proposal = Proposal(jnp.asarray([[token]]), probs)
+            verdict = verify.rejection(None, proposal, jnp.tile(probs, (1, 2, 1)))
+            assert int(verdict.num_tokens[0]) == 2
+
+
+def test_an_empty_residual_falls_back_to_the_target():
+    """HF, gpt-fast, toyllm, jaymody, feifeibear: 0 / 0 where the two laws agree."""
+    law = jnp.asarray([0.5, 0.25, 0.25, 0.0])
+    np.testing.assert_array_equal(verify.residual(law, law), law)
+    # Rejected through rounding alone: the token comes from the target, and is none of zero mass.
+    more = jnp.asarray([[[0.5, 0.25, 0.25, 1e-9]]])
+    with mock.patch.object(sampling, "uniforms", lambda keys, role, n: jnp.full((1, n), 0.999)):
+        proposal = Proposal(jnp.asarray([[3]]), more)
+        verdict = verify.rejection(None, proposal, jnp.tile(law, (1, 2, 1)))
+    assert verdict.tokens.tolist() == [[2, -1]] and bool(verdict.valid[0])
+
+
+def test_the_residual_is_normalised_not_softmaxed():
+    """transformers PR#28508: softmax gives tokens of no residual at all a chance."""
+    rows = 512
+    draft_probs = jnp.tile(jnp.asarray([0.5, 0.5, 0.0, 0.0]), (rows, 1, 1))
+    target_probs = jnp.tile(jnp.asarray([0.5, 0.0, 0.4, 0.1]), (rows, 2, 1))
+    tokens, number = spsjax.rejection_sample(
+        jax.random.key(0), jnp.ones((rows, 1), jnp.int32), draft_probs, target_probs
+    )
+    assert (number == 1).all() and set(np.asarray(tokens[:, 0]).tolist()) == {2, 3}
+    assert abs(np.mean(np.asarray(tokens[:, 0]) == 3) - 0.2) < 0.07
+
+
+def test_inputs_are_not_modified(target, draft):
+    """vllm-ascend PR#2881: the target's probabilities zeroed in place before they were copied."""
+    rng = np.random.default_rng(0)
+    draft_probs, target_probs = rng.dirichlet(np.ones(4), (3, 2)), rng.dirichlet(np.ones(4), (3, 3))
+    arrays = rng.integers(0, 4, (3, 2)), draft_probs, target_probs
+    arrays = [*arrays, *map(jnp.asarray, arrays)]
+    copies = [np.array(array) for array in arrays]
+    spsjax.rejection_sample(jax.random.key(0), *arrays[:3])
+    spsjax.rejection_sample(jax.random.key(0), *arrays[3:])
+    for array, copy in zip(arrays, copies):
+        np.testing.assert_array_equal(array, copy)
+    prompts, leaf = [[1, 2], [3], [4], [5]], jax.tree.leaves(target.params)[0]
+    before = np.array(leaf)
+    spsjax.generate(target, prompts, draft, 3, max_new_tokens=20)
+    assert prompts == [[1, 2], [3], [4], [5]]
+    np.testing.assert_array_equal(leaf, before)
+
+
+def poisoned(model, token, value):
+    """The model with one embedding that is not finite: contexts that hold `token` have no law."""
+    params = dict(model.params)
+    embedding = params["embed"]["embedding"].at[token].set(value)
+    return placed(model.config, params | {"embed": {"embedding": embedding}}, None)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("role", ("target", "draft", "target alone"))
+def test_a_nan_is_an_error_that_names_row_and_position(target, draft, role, temperature, value):
+    """vllm PR#21876, #53029, PR#50183, PR#41834: ids of 0, -1 or V, or a token emitted twice."""
+    pair = {"target": target, "draft": draft}
+    pair[role.split()[0]] = poisoned(pair[role.split()[0]], 40, value)
+    options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 20}
+    draft, count = (None, None) if role == "target alone" else (pair["draft"], 3)
+    with pytest.raises(NonFiniteError, match=r"^row 2, position 5: expected finite logits"):
+        spsjax.generate(pair["target"], [[1], [2], [3, 40, 4, 5, 6], [7]], draft, count, **options)
+
+
+def test_a_nan_row_of_rejection_sample_emits_nothing():
+    laws = np.full((3, 3, 4), 0.25, np.float32)
+    tokens = np.ones((3, 2), np.int32)
+    bad = laws.copy()
+    bad[1, 0] = np.nan
+    for draft_probs, target_probs in ((bad[:, :2], laws), (laws[:, :2], bad)):
+        out, number = spsjax.rejection_sample(jax.random.key(0), tokens, draft_probs, target_probs)
+        assert number.tolist() == [3, 0, 3] and out[1].tolist() == [-1, -1, -1]
+
+
+def test_seeds_differ_and_repeat(target):
+    """vllm#13196: the seed changes nothing."""
+    runs = [
+        [tokens.tolist() for tokens in spsjax.generate(target, [[1], [1]], seed=seed).tokens]
+        for seed in (0, 1, 0)
+    ]
+    assert runs[0] == runs[2] != runs[1]
+    assert runs[0][0] != runs[0][1]  # rows of one prompt differ too
+
+
+def test_no_random_number_serves_twice(target, draft):
+    """feifeibear (one seed inside the loop), vLLM (draft and residual sharing their noise)."""
+    seen = []
+    uniforms = sampling.uniforms
+
+    def watched(keys, role, count):
+        drawn = uniforms(keys, role, max(count, 4))  # four numbers tell two keys apart
+        jax.debug.callback(lambda numbers: seen.append(np.asarray(numbers)), drawn)
+        return drawn[:, :count]
+
+    drafter, weights = drafting.build("draft_model", draft, K)
+    program = decode.Program(target.config, drafter)
+    params = {"target": target.params, "drafter": weights}
+    lengths = jnp.asarray([1, 1, 2, 2])
+    state = decode.prefill(
+        program, 32, params, jnp.ones((4, 2), jnp.int32), lengths, lengths + 20,
+        sampling.row_keys(jax.random.key(0), 4),
+    )  # fmt: skip
+    rows = SamplingParams().rows(4)
+    with mock.patch.object(sampling, "uniforms", watched):
+        step = jax.jit(lambda state: decode.step(program, params, rows, state))
+        for _ in range(6):
+            state = step(state)
+    jax.effects_barrier()
+    assert len(seen) == 3 * 6  # draft, accept, next
+    numbers = np.concatenate(seen)
+    assert len(np.unique(numbers, axis=0)) == len(numbers)
+
+
+def test_a_large_vocabulary_overflows_no_index():
+    """vLLM's test of its kernels at V of 155 thousand: 32-bit indices of flattened rows."""
+    rows, V, count = 8, 155_136, 5
+    last = np.zeros(V, np.float32)
+    last[-1] = 1
+    draft_probs = np.broadcast_to(last, (rows, count, V)).copy()
+    target_probs = np.broadcast_to(last, (rows, count + 1, V)).copy()
+    target_probs[5, 3] = np.roll(last, -1)
+    tokens = np.full((rows, count), V - 1, np.int32)
+    out, number = spsjax.rejection_sample(jax.random.key(0), tokens, draft_probs, target_probs)
+    assert number.tolist() == [count + 1] * 5 + [4] + [count + 1] * 2
+    assert out[5].tolist() == [V - 1] * 3 + [V - 2, -1, -1]
+    assert (np.asarray(out)[[0, 7]] == V - 1).all()
+    logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
+    probs = np.asarray(sampling.warp(logits, SamplingParams(top_k=1000, top_p=0.9003).rows(2)))
+    expected = reference.warp(logits[1], top_k=1000, top_p=0.9003)
+    np.testing.assert_allclose(probs[1], expected, atol=1e-6)
+
+
+def test_devices_agree_on_every_token():
+    """SGLang broadcasts the tokens of one device, because each computes its own top-p."""
+    rng = np.random.default_rng(0)
+    rows, V, count = 16, 64, 3
+    logits = rng.normal(0, 2, (rows, count + 1, V)).astype(np.float32)
+    drafts = rng.normal(0, 2, (rows, count, V)).astype(np.float32)
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9003).rows(rows)
+    keys = sampling.row_keys(jax.random.key(0), rows)
+    tokens = rng.integers(0, V, (rows, count)).astype(np.int32)
+
+    @jax.jit
+    def decide(logits, drafts):
+        proposal = Proposal(tokens, sampling.warp(drafts, params))
+        return verify.rejection(keys, proposal, sampling.warp(logits, params)).tokens
+
+    split = NamedSharding(sharding.mesh(1, 8), PartitionSpec(None, None, "model"))
+    shards = decide(*jax.device_put((logits, drafts), split)).addressable_shards
+    assert len(shards) == 8
+    for shard in shards:
+        np.testing.assert_array_equal(shard.data, decide(logits, drafts))
+
+
+@pytest.mark.parametrize("name", drafting.NAMES)
+def test_ids_stay_in_the_vocabulary(target, draft, name):
+    """vLLM (id == vocab_size), GHSA-8wr5-jm2h-8r4f (padding wins): no id of V or -1 comes out."""
+    count = None if name == "none" else 3
+    prompts = [[0], [47], [47, 0, 47, 0], [5]]
+    out = spsjax.generate(
+        target, prompts, drafting.argument(name, draft, 3), count, max_new_tokens=20
+    )
+    assert all((tokens >= 0).all() and (tokens < 48).all() for tokens in out.tokens)
+
+
+@pytest.mark.xfail(strict=True, reason="relax_greedy: a draft of -1 relaxes token 0")
+def test_lenience_leaves_rows_without_a_proposal_alone():
+    """Not in the catalogue: found here. What was not proposed cannot be accepted leniently."""
+    logits = jnp.log(jnp.asarray([[[0.45, 0.55], [0.5, 0.5]]]))
+    greedy = sampling.warp(logits, SamplingParams(temperature=0.0).rows(1))
+    nothing = jnp.asarray([[-1]])
+    relaxed = verify.relax_greedy(greedy, logits, nothing, jnp.asarray([True]), 0.5)
+    np.testing.assert_array_equal(relaxed, greedy)

@@ -1,0 +1,255 @@
+"""The loop: its invariants, its oracle, and that nothing leaves the device before it ends."""
+
+import dataclasses
+import functools
+import re
+
+import drafting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from conftest import logits_of
+
+import spsjax
+from spsjax import SamplingParams, decode, drafters, generation, sampling
+
+K, NEW = 3, 20
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
+ROW_PARAMS = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.9003, "min_p": 0.0103},
+)
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+DEFAULTS = dataclasses.asdict(SamplingParams())
+MIXED = SamplingParams(**{f: [(DEFAULTS | row)[f] for row in ROW_PARAMS] for f in FIELDS})
+GREEDY = SamplingParams(temperature=0.0)
+ROLES = {"draft": sampling.DRAFT, "accept": sampling.ACCEPT, "next": sampling.NEXT}
+LEAVES = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
+
+
+def beginning(target, draft, name="draft_model"):
+    """Arguments of `decode.run`: program, parameters, sampling, and the state after the prompts."""
+    drafter, weights = drafting.build(name, draft, K)
+    program = decode.Program(target.config, drafter, target.config.eos_ids)
+    params = {"target": target.params, "drafter": weights}
+    tokens = np.zeros((4, 32), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
+    limits = lengths + jnp.asarray([NEW, 1, 7, 0])
+    keys = sampling.row_keys(jax.random.key(0), 4)
+    prefill = decode.compiled(decode.prefill, program, 32)
+    rows = jax.device_put(MIXED.rows(4))
+    return program, params, rows, prefill(params, jnp.asarray(tokens), lengths, limits, keys)[0]
+
+
+def numbers(seed):
+    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function."""
+
+    @jax.jit
+    def of_round(row, length, role):
+        key = jax.random.fold_in(sampling.row_keys(jax.random.key(seed), 4)[row], length)
+        return sampling.uniforms(key[None], role, K)[0]
+
+    @functools.cache
+    def cached(row, length, role):
+        return np.asarray(of_round(row, length, ROLES[role]), np.float64)
+
+    return lambda row: lambda role, length, index: cached(row, length, role)[index]
+
+
+def lookup(tokens):
+    """Prompt lookup in plain Python: the latest of the longest earlier occurrences, continued."""
+    last = len(tokens) - 1
+    for size in (3, 2, 1):
+        for end in range(last - 1, size - 2, -1):
+            if tokens[end - size + 1 : end + 1] == tokens[len(tokens) - size :]:
+                return [tokens[end + 1 + k % (last - end)] for k in range(K)]
+    return [-1] * K
+
+
+@pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
+def test_generate_is_the_oracle_with_the_same_numbers(target, draft, name):
+    """Token for token, with ends of sequences, a budget of its own a row, and mixed sampling."""
+    budgets, ended = [NEW, 13, 18, 2], 0
+    model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}
+    for seed in range(3):
+        out = spsjax.generate(
+            target,
+            PROMPTS,
+            drafting.argument(name, draft, K),
+            None if name == "none" else K,
+            MIXED,
+            budgets,
+            seed,
+        )
+        for row, prompt in enumerate(PROMPTS):
+            options = {"eos_ids": target.config.eos_ids} | ROW_PARAMS[row]
+            rest = len(prompt) + budgets[row], numbers(seed)(row)
+            if name == "none":
+                expected = reference.autoregressive(model, prompt, *rest, **options)
+            else:
+                expected = reference.speculative(model, other[name], prompt, K, *rest, **options)
+            assert out.tokens[row].tolist() == expected, (seed, row)
+            ended += len(expected) < budgets[row]
+    assert ended  # by an end of sequence
+
+
+def test_invariants_hold_after_every_round(target, draft):
+    program, params, rows, state = beginning(target, draft)
+    step = decode.compiled(decode.step, program)
+    limits = np.asarray(state.limits)
+    assert np.asarray(state.done).tolist() == [False, False, False, True]  # no budget: done
+    for _ in range(40):
+        before = jax.device_get(dataclasses.replace(state, keys=None))
+        state, _ = step(params, rows, state)
+        after = jax.device_get(dataclasses.replace(state, keys=None))
+        np.testing.assert_array_equal(after.cache.lengths, after.lengths - 1)
+        grown = after.lengths - before.lengths
+        assert (grown[before.done] == 0).all() and (grown[~before.done] >= 1).all()
+        assert (grown <= K + 1).all() and (after.lengths <= limits).all()
+        assert (after.done >= before.done).all()
+        for row in range(4):
+            size = before.lengths[row]
+            np.testing.assert_array_equal(after.tokens[row, :size], before.tokens[row, :size])
+            new = after.tokens[row, size : after.lengths[row]]
+            ends = np.isin(new, program.eos_ids)
+            assert not ends[:-1].any()
+            if not before.done[row]:
+                full = after.lengths[row] == limits[row]
+                assert after.done[row] == (full or ends[-1])
+        np.testing.assert_array_equal(after.accepted.sum(axis=1), after.rounds)
+        if after.done.all():
+            break
+    assert after.done.all() and not after.failed.any()
+
+
+def test_an_end_of_sequence_inside_a_block_cuts_it(target):
+    """With draft == target a round commits four tokens; each of them may be the end."""
+    free = spsjax.generate(
+        target, PROMPTS, target, K, GREEDY, max_new_tokens=NEW, stop_at_eos=False
+    ).tokens
+    # Row b ends at its token b, if not before it by the end of another row.
+    ends = {int(tokens[place]) for place, tokens in enumerate(free)}
+    config = dataclasses.replace(target.config, eos_ids=tuple(sorted(ends)))
+    model = dataclasses.replace(target, config=config)
+    out = spsjax.generate(model, PROMPTS, target, K, GREEDY, max_new_tokens=NEW)
+    places = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
+    for tokens, whole, place in zip(out.tokens, free, places):
+        np.testing.assert_array_equal(tokens, whole[: place + 1])
+    assert len(set(places)) > 2
+
+
+# Each of the two is compiled for four K; `drafter_contract_test` has K = 3.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(("draft_model", count) for count in (1, 2, 5, 8)),
+        *(("ngram", count) for count in (3, 4, 6, 7)),
+    ],
+)
+def test_greedy_speculation_is_greedy(target, draft, name, count):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 48, size).tolist() for size in range(1, 9) for _ in range(3)]
+    prompts += [[token] for token in range(8)]
+    options = {"sampling": GREEDY, "max_new_tokens": [16 + row % 5 for row in range(32)]}
+    out = spsjax.generate(target, prompts, drafting.argument(name, draft, count), count, **options)
+    expected = spsjax.generate(target, prompts, **options)
+    for tokens, others in zip(out.tokens, expected.tokens, strict=True):
+        np.testing.assert_array_equal(tokens, others)
+    assert 0 < out.stats.acceptance_rate < 1
+    lengths = np.asarray(list(map(len, expected.tokens)))
+    assert (lengths < options["max_new_tokens"]).any()  # some rows end by themselves
+    assert (lengths == options["max_new_tokens"]).any()
+
+
+def test_a_draft_that_is_the_target_is_always_accepted(target):
+    # 20 new tokens are five full rounds of K + 1.
+    for params in (MIXED, GREEDY):
+        out = spsjax.generate(
+            target, PROMPTS, target, K, params, max_new_tokens=NEW, stop_at_eos=False
+        )
+        assert out.stats.acceptance_rate == 1
+        assert out.stats.block_efficiency == K + 1
+        assert out.stats.target_calls == NEW // (K + 1)
+        assert out.stats.accepted_histogram == [0, 0, 0, len(PROMPTS) * NEW // (K + 1)]
+
+
+def test_without_a_drafter_a_call_gives_a_token(target):
+    out = spsjax.generate(target, PROMPTS, max_new_tokens=NEW, stop_at_eos=False)
+    assert out.stats.target_calls == NEW and out.stats.block_efficiency == 1
+    assert out.stats.acceptance_rate == 0
+
+
+class Letters:
+    """A tokenizer whose ids are bytes, some of them parts of a character."""
+
+    def __init__(self):
+        pieces = b"abcdefghijklmnopqrstuvwxyz .,!?\n"
+        self.pieces = pieces + bytes([0xC3, 0xE2, 0x82, 0xAC, 0xA9, 0xF0, 0x9F, 0x98]) * 2
+
+    def encode(self, text):
+        return [self.pieces.index(byte) for byte in text.encode()]
+
+    def decode(self, ids):
+        return bytes(self.pieces[index] for index in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_of_a_stream_join_to_the_text(target, draft, seed):
+    model = dataclasses.replace(target, tokenizer=Letters())
+    options = {"max_new_tokens": NEW, "seed": seed}
+    whole = spsjax.generate(model, ["hello "], draft, K, **options)
+    pieces = list(spsjax.stream(model, "hello ", draft, K, **options))
+    assert "".join(pieces) == whole.texts[0] and len(pieces) > 1
+    prompt, rounds = generation.rounds(model, "hello ", draft, K, **options)
+    rounds = list(rounds)
+    assert prompt == model.tokenizer.encode("hello ")
+    assert np.concatenate([r.tokens for r in rounds]).tolist() == whole.tokens[0].tolist()
+    assert sum(r.accepted for r in rounds) == np.dot(
+        whole.stats.accepted_histogram, np.arange(K + 1)
+    )
+    assert len(rounds) == whole.stats.target_calls
+
+
+def test_nothing_leaves_the_device_inside_the_loop(target, draft):
+    program, params, rows, state = beginning(target, draft)
+    lowered = jax.jit(functools.partial(decode.run, program)).lower(params, rows, state)
+    assert "stablehlo.while" in lowered.as_text() and not LEAVES.search(lowered.as_text())
+
+    def talks(x):
+        jax.debug.print("{}", x)
+        return x
+
+    assert LEAVES.search(jax.jit(talks).lower(1.0).as_text())
+    loop = decode.compiled(decode.run, program)
+    loop(params, rows, state)
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(Exception, match=r"[Dd]isallow"):
+            jnp.sin(np.ones(3)).block_until_ready()
+        state, seconds = loop(params, rows, state)
+        jax.block_until_ready(state)
+    assert seconds == 0 and state.done.all()
+
+
+def test_caches_are_donated(target, draft):
+    program, params, rows, state = beginning(target, draft)
+    caches = jax.tree.leaves((state.cache.keys, state.cache.values, state.drafter.keys))
+    size = sum(leaf.nbytes for leaf in caches)
+    loop = jax.jit(functools.partial(decode.run, program), donate_argnums=2)
+    memory = loop.lower(params, rows, state).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    decode.compiled(decode.run, program, donate=2)(params, rows, state)
+    assert all(leaf.is_deleted() for leaf in caches)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, rows)))
+
+
+def test_drafters_are_found_by_name():
+    for name in drafting.NAMES:
+        assert issubclass(getattr(drafters, name).Drafter, drafters.base.Drafter)
+    with pytest.raises(AttributeError, match="expected a drafter's module, found 'nothing'"):
+        drafters.nothing  # noqa: B018

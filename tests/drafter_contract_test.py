@@ -1,0 +1,176 @@
+"""What every drafter must do: `drafting.NAMES` are all that there are, whoever wrote them.
+
+The law of what is sampled with each is in `statistical_test`, and by enumeration in
+`exactness_test`; the rest of the contract is here.
+"""
+
+import dataclasses
+import functools
+
+import drafting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import nearby_model, placed
+
+import spsjax
+from spsjax import SamplingParams, decode, sampling, sharding
+from spsjax.types import Proposal
+
+K, NEW = 3, 20
+# Repetitive, so that n-grams match; of different lengths; one of a single token.
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
+MIXED = SamplingParams(
+    temperature=[1.0, 0.0, 0.7, 1.3], top_k=[0, 0, 5, 0], top_p=[1.0, 1.0, 1.0, 0.9003]
+)
+GREEDY = SamplingParams(temperature=0.0)
+
+pytestmark = pytest.mark.parametrize("name", drafting.NAMES)
+
+
+def speculate(name, target, draft, prompts=PROMPTS, **options):
+    options = {"sampling": MIXED, "max_new_tokens": NEW, **options}
+    count = None if name == "none" else K
+    return spsjax.generate(target, prompts, drafting.argument(name, draft, K), count, **options)
+
+
+def assert_same(some, others):
+    for row, (tokens, expected) in enumerate(zip(some, others, strict=True)):
+        np.testing.assert_array_equal(tokens, expected, err_msg=f"row {row}")
+
+
+def beginning(name, target, draft, lengths=(7, 1, 6, 2), seed=0):
+    """Arguments of `decode.step`: program, parameters, sampling, and a state with stale tokens."""
+    drafter, weights = drafting.build(name, draft, K)
+    program = decode.Program(target.config, drafter)
+    params = {"target": target.params, "drafter": weights}
+    tokens = np.random.default_rng(seed).integers(0, 48, (4, 32)).astype(np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.asarray(lengths, np.int32)
+    keys = sampling.row_keys(jax.random.key(seed), 4)
+    state = fresh(program, params, tokens, lengths, np.full(4, 28, np.int32), keys)
+    return program, params, jax.device_put(MIXED.rows(4)), state
+
+
+def fresh(program, params, tokens, lengths, limits, keys):
+    function = decode.compiled(decode.prefill, program, 32)
+    return function(params, *map(jnp.asarray, (tokens, lengths, limits)), keys)[0]
+
+
+def test_is_hashable_and_holds_no_arrays(draft, name):
+    drafter, _ = drafting.build(name, draft, K)
+    same, _ = drafting.build(name, draft, K)
+    assert drafter == same and hash(drafter) == hash(same)
+    assert not any(isinstance(leaf, jax.Array) for leaf in vars(drafter).values())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        drafter.num_speculative_tokens = 5
+
+
+def test_shapes_and_types(target, draft, name):
+    drafter, weights = drafting.build(name, draft, K)
+    params = {"target": target.params, "drafter": weights}
+    count = drafter.num_speculative_tokens
+    tokens, lengths = jnp.zeros((4, 32), jnp.int32), jnp.ones(4, jnp.int32)
+    keys = sampling.row_keys(jax.random.key(0), 4)
+
+    def round_(tokens, lengths, keys):
+        state = drafter.init(params, tokens, lengths)
+        proposal, later = drafter.propose(params, state, tokens, lengths, MIXED.rows(4), keys)
+        return state, proposal, drafter.commit(params, later, lengths + 1)
+
+    state, proposal, committed = jax.eval_shape(round_, tokens, lengths, keys)
+    assert isinstance(proposal, Proposal)
+    assert (proposal.tokens.shape, proposal.tokens.dtype) == ((4, count), jnp.int32)
+    if proposal.probs is not None:
+        assert (proposal.probs.shape, proposal.probs.dtype) == ((4, count, 48), jnp.float32)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), committed
+    )
+
+
+def test_greedy_is_autoregressive_greedy(target, draft, name):
+    out = speculate(name, target, draft, sampling=GREEDY)
+    expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=NEW)
+    assert_same(out.tokens, expected.tokens)
+    assert len({tuple(tokens) for tokens in out.tokens}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("same", (False, True))
+def test_state_after_commit_is_that_of_a_fresh_prefill(target, draft, name, same):
+    """Round after round, whatever was accepted; with draft == target all of it is, each time."""
+    draft = placed(draft.config, target.params, None) if same else draft
+    program, params, rows, state = beginning(name, target, draft)
+
+    @jax.jit
+    def future(state):
+        keys = state.keys
+        proposal, _ = program.drafter.propose(
+            params, state.drafter, state.tokens, state.lengths, rows, keys
+        )
+        block = jnp.concatenate([state.tokens[:, :1] * 0 + 11, proposal.tokens], axis=1)
+        return proposal, decode.score(program, params, block, state.cache).logits
+
+    step = decode.compiled(decode.step, program)
+    patterns = set()
+    for round_ in range(5):
+        state, _ = step(params, rows, state)
+        np.testing.assert_array_equal(state.cache.lengths, state.lengths - 1)
+        patterns.add(tuple(np.asarray(state.lengths).tolist()))
+        # What lies beyond the committed tokens is anything at all.
+        noise = np.random.default_rng(round_).integers(0, 48, state.tokens.shape)
+        valid = np.arange(noise.shape[1]) < np.asarray(state.lengths)[:, None]
+        tokens = np.where(valid, state.tokens, noise).astype(np.int32)
+        again = fresh(program, params, tokens, state.lengths, state.limits, state.keys)
+        (proposal, logits), (expected, expected_logits) = future(state), future(again)
+        np.testing.assert_array_equal(proposal.tokens, expected.tokens)
+        np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
+        if proposal.probs is not None:
+            np.testing.assert_allclose(proposal.probs, expected.probs, atol=1e-5)
+    accepted = np.asarray(state.accepted).sum(axis=0)
+    if name == "draft_model":
+        assert accepted[K] == accepted.sum() if same else np.count_nonzero(accepted) > 2
+
+
+def test_rows_do_not_depend_on_each_other(target, draft, name):
+    out = speculate(name, target, draft, seed=5)
+    assert not np.array_equal(out.tokens[0][:4], out.tokens[2][:4])
+    # Other mates, of other lengths, which accept otherwise; the same key, as the same row has.
+    mates = [PROMPTS[0], [40] * 8, [11, 12], [13, 14, 13]]
+    other = speculate(name, target, draft, mates, seed=5)
+    np.testing.assert_array_equal(other.tokens[0], out.tokens[0])
+    alone = speculate(name, target, draft, PROMPTS[:1], seed=5, sampling=SamplingParams())
+    np.testing.assert_array_equal(alone.tokens[0], out.tokens[0])
+
+
+def test_nothing_is_compiled_twice(target, draft, name):
+    speculate(name, target, draft)
+    out = speculate(
+        name,
+        target,
+        draft,
+        prompts=[[1], [2, 3, 4, 5], [6] * 8, [7, 7]],
+        sampling=SamplingParams(temperature=0.5, top_p=0.7, min_p=0.1),
+        max_new_tokens=[3, 20, 5, 11],
+        seed=3,
+    )
+    assert out.stats.compile_seconds == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
+def test_eight_devices_give_what_one_gives(target, draft, name, shape):
+    mesh = sharding.mesh(*shape)
+    on_mesh = functools.partial(placed, mesh=mesh)
+    many = [on_mesh(model.config, model.params) for model in (target, draft)]
+    out = speculate(name, *many, seed=1)
+    assert_same(out.tokens, speculate(name, target, draft, seed=1).tokens)
+    weights = many[0].params["layers"][0]["ffn"]["up"]["kernel"]
+    assert len(weights.sharding.device_set) == 8 and not weights.is_fully_replicated
+
+
+def test_a_drafter_may_be_as_bad_as_it_likes(target, draft, name):
+    """A draft of noise: slower, never wrong."""
+    noise = nearby_model(draft, seed=9, distance=30.0)
+    out = speculate(name, target, noise, sampling=GREEDY)
+    assert_same(out.tokens, speculate("none", target, noise, sampling=GREEDY).tokens)

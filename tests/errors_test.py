@@ -1,0 +1,206 @@
+"""Bad arguments get one clear line: the thing, what was expected, what was found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bad_input import one_line
+from conftest import nearby_model, placed, spread_model
+
+import spsjax
+from spsjax import SamplingParams, sharding, tokenizer
+from spsjax.drafters import ngram
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model with a context of 64 and no tokenizer."""
+    return spread_model(64, max_positions=64)
+
+
+def refused(model, *parts, prompts=((1, 2),), **arguments):
+    """Expects `generate` to refuse these arguments with those words."""
+    with one_line(*parts):
+        spsjax.generate(model, prompts, **{"max_new_tokens": 2} | arguments)
+
+
+@pytest.mark.parametrize("model", [None, "pystdlib/target", 3])
+def test_a_model_that_is_not_loaded(model):
+    refused(model, "model", type(model).__name__)
+
+
+# Prompts.
+
+
+@pytest.mark.parametrize("prompts", ["text", None, 3, {1: [2]}, {(1, 2)}, iter([[1]])])
+def test_prompts_that_are_no_list(model, prompts):
+    refused(model, "prompts", type(prompts).__name__, prompts=prompts)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [""], [[1], ""]])
+def test_a_prompt_that_is_empty(model, prompts):
+    refused(model, f"prompts[{len(prompts) - 1}]" if prompts else "prompts", prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, b"text", [1.0], [True], [1, None], [[1]], ["1"], {1, 2}, np.ones((2, 2))]
+)
+def test_a_prompt_that_is_neither_text_nor_token_ids(model, prompt):
+    refused(model, "prompts[1]", type(prompt).__name__, prompts=[[1], prompt])
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2**40])
+def test_a_token_id_out_of_range(model, token):
+    refused(model, "prompts[1]", "[0, 64)", str(token), prompts=[[1], [0, token]])
+
+
+def test_text_for_a_model_without_a_tokenizer(model):
+    refused(model, "prompts[0]", "tokenizer", prompts=["text"])
+    with one_line("tokenizer"):
+        spsjax.stream(model, "text")
+
+
+@pytest.mark.parametrize(("length", "budget"), [(65, 0), (63, 2), (1, 64), (1, 10**12)])
+def test_more_tokens_than_the_context(model, length, budget):
+    prompts = [[1], [1] * length]
+    refused(
+        model, "prompts[1]", "64", f"{length} + {budget}", prompts=prompts,
+        max_new_tokens=[1, budget],
+    )  # fmt: skip
+
+
+def test_the_context_can_be_filled(model):
+    assert len(spsjax.generate(model, [[1] * 60], max_new_tokens=4).tokens[0]) == 4
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "3", None, [], True, [2, -1]])
+def test_a_budget_that_is_no_count(model, budget):
+    refused(model, "max_new_tokens", repr(budget), max_new_tokens=budget)
+
+
+@pytest.mark.parametrize("budget", [[1, 2], [[1]]])
+def test_budgets_that_are_not_one_a_row(model, budget):
+    refused(model, "max_new_tokens", "one a row", max_new_tokens=budget)
+
+
+# Sampling.
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", value) for value in (-1, NAN, float("inf"), "x", None, [1, None], {})],
+        *[("top_p", value) for value in (0, -0.1, 1.1, NAN, "x", None, [0.5, 0])],
+        *[("top_k", value) for value in (-1, 1.5, NAN, None, [3, -1])],
+        *[("min_p", value) for value in (-0.1, 1.1, NAN, None, [0.1, 2])],
+    ],
+)
+def test_a_sampling_value_out_of_range(field, value):
+    with one_line(field, repr(value)):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
+def test_sampling_values_that_are_not_one_a_row(model, field):
+    refused(model, field, "one a row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
+
+
+@pytest.mark.parametrize("sampling", [{}, None, "greedy", 1.0])
+def test_sampling_of_another_type(model, sampling):
+    refused(model, "sampling", type(sampling).__name__, sampling=sampling)
+
+
+@pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN])
+def test_a_lenience_out_of_range(model, lenience):
+    refused(model, "lenience", "(0, 1]", repr(lenience), lenience=lenience)
+    with one_line("lenience", "(0, 1]"):
+        spsjax.lenience_bias(jnp.ones((1, 2)) / 2, jnp.ones((1, 2)) / 2, lenience)
+
+
+# Drafters.
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "2"])
+def test_a_number_of_drafts_that_is_no_count(model, count):
+    drafter = ngram.Drafter()
+    refused(
+        model, "num_speculative_tokens", repr(count), drafter=drafter, num_speculative_tokens=count
+    )
+
+
+def test_a_number_of_drafts_without_a_drafter(model):
+    refused(model, "num_speculative_tokens", "without a drafter", num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", 3, ngram, ngram.Drafter])
+def test_a_drafter_of_another_type(model, drafter):
+    refused(model, "drafter", type(drafter).__name__, drafter=drafter)
+
+
+def test_an_unknown_drafter():
+    with pytest.raises(AttributeError, match="no_such"):
+        spsjax.drafters.no_such  # noqa: B018
+
+
+@pytest.mark.parametrize("changes", [{"max_ngram": 0}, {"min_ngram": 0}, {"min_ngram": 4}])
+def test_ngram_lengths_that_match_nothing(changes):
+    with one_line("min_ngram", "max_ngram"):
+        ngram.Drafter(**changes)
+
+
+def test_a_draft_of_another_vocabulary(model):
+    refused(model, "drafter", "64", "32", drafter=spread_model(32, max_positions=64))
+
+
+def test_a_draft_with_another_tokenizer(tmp_path, model):
+    texts = {"target": "def f(x):\n    return x\n", "draft": "once upon a time there was a fox\n"}
+    target, draft = (
+        spsjax.Model(
+            name, model.config, model.params, tokenizer.train([text], tmp_path / name, 285)
+        )
+        for name, text in texts.items()
+    )
+    refused(target, "draft", "tokenizer", drafter=draft)
+    again = tokenizer.Tokenizer(tmp_path / "target")
+    same = spsjax.Model("same", model.config, model.params, again)
+    assert spsjax.generate(target, [[1, 2]], drafter=same, max_new_tokens=2).texts
+
+
+def test_a_draft_on_another_mesh(model):
+    target = placed(model.config, model.params, sharding.mesh(1, 8))
+    refused(target, "mesh", drafter=model)
+
+
+# Given distributions.
+
+
+def test_distributions_that_do_not_fit_the_drafts():
+    key, tokens = jax.random.key(0), np.zeros((2, 3), int)
+    draft, target = np.ones((2, 3, 5)) / 5, np.ones((2, 4, 5)) / 5
+    with one_line("target_probs", "[2, 4, 5]", "[2, 3, 5]"):
+        spsjax.rejection_sample(key, tokens, draft, target[:, :3])
+    with one_line("draft_probs", "[2, 3, 5]", "[2, 2, 5]"):
+        spsjax.rejection_sample(key, tokens, draft[:, :2], target)
+    with one_line("draft_tokens", "[B, K]", "[3]"):
+        spsjax.rejection_sample(key, tokens[0], draft, target)
+    with one_line("draft_tokens", "integers", "float32"):
+        spsjax.rejection_sample(key, tokens.astype(np.float32), draft, target)
+    with one_line("lenience", "(0, 1]", "2"):
+        spsjax.rejection_sample(key, tokens, draft, target, lenience=2)
+
+
+# Weights are not searched for NaN when they are loaded; the call that meets one says where.
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_a_logit_that_is_not_finite_is_named_by_row_and_position(model, part):
+    def bad(key, leaf):
+        return leaf * jnp.nan if key == part else leaf
+
+    target = placed(model.config, jax.tree.map(lambda x: bad("target", x), model.params), None)
+    near = nearby_model(model)
+    draft = placed(model.config, jax.tree.map(lambda x: bad("draft", x), near.params), None)
+    with pytest.raises(spsjax.NonFiniteError, match=r"^row 0, position 3: .*(NaN|infinity)$"):
+        spsjax.generate(target, [[1, 2, 3], [1]], drafter=draft, max_new_tokens=4)

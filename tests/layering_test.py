@@ -1,0 +1,85 @@
+"""A module imports only from lower floors; drafters never import each other."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
+# What is not named here stands on the top floor, where nothing of the package may import it.
+FLOORS = (
+    {"types", "errors"},
+    {"sharding", "cache", "sampling", "losses"},
+    {"verify", "models", "drafters.base"},
+    {"drafters"},
+    {"decode"},
+    {"data", "tokenizer", "loading", "generation"},
+    {"train", "probes"},
+    {"benchmark"},
+    {"peers"},
+)
+TOP = len(FLOORS)
+# Within a floor, who may use whom.
+BESIDE = {
+    ("models.huggingface", "models.transformer"),
+    ("data", "tokenizer"),
+    ("loading", "tokenizer"),
+    ("generation", "loading"),
+}
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in ROOT.rglob("*.py")
+    if path.name != "__init__.py" and "pretrained" not in path.parts
+)
+
+
+def floor(module: str) -> int:
+    for name in (module, module.split(".")[0]):
+        for level, names in enumerate(FLOORS):
+            if name in names:
+                return level
+    return TOP
+
+
+def imports(source: str) -> set[str]:
+    """Modules of spsjax that a source text imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "spsjax":
+                candidates = [".".join(parts[1:size]) for size in range(len(parts), 1, -1)]
+                found.add(next((name for name in candidates if name in MODULES), parts[1]))
+    return found
+
+
+def violations(module: str, source: str) -> list[str]:
+    return [
+        other
+        for other in sorted(imports(source))
+        if floor(other) >= floor(module) and (module, other) not in BESIDE and floor(module) != TOP
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module):
+    source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    assert not violations(module, source)
+
+
+def test_the_loop_knows_no_drafter():
+    concrete = {m for m in MODULES if m.startswith("drafters.")} - {"drafters.base"}
+    assert not imports((ROOT / "decode.py").read_text(encoding="utf-8")) & concrete
+
+
+def test_this_test_can_fail():
+    assert violations("sampling", "from spsjax import verify") == ["verify"]
+    assert violations("drafters.ngram", "from spsjax.drafters import none") == ["drafters.none"]
+    assert violations("verify", "def f():\n    import spsjax.decode") == ["decode"]
+    assert violations("decode", "from spsjax.drafters.base import Drafter") == []

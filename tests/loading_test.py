@@ -1,0 +1,308 @@
+"""A bad name or a damaged folder gets one clear line; each is damaged in one way at a time."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from bad_input import one_line
+from conftest import spread_params, tiny_config
+
+import spsjax
+from spsjax import loading, sharding, tokenizer
+from spsjax.models import huggingface
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder with a sound model of 64 tokens and two layers."""
+    folder = tmp_path_factory.mktemp("models") / "sound"
+    config = tiny_config(64, num_layers=2)
+    huggingface.save(folder, config, spread_params(config, 0), "float32")
+    return folder
+
+
+@pytest.fixture
+def folder(sound, tmp_path):
+    """A copy of the sound folder, to be damaged."""
+    shutil.copytree(sound, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A tokenizer of 300 pieces."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return tokenizer.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_undamaged_folder_loads(folder):
+    assert loading.load(folder).config.num_layers == 2
+
+
+# Names.
+
+
+@pytest.mark.parametrize("name", ["no/such/model", "", "../..", "/", "a\0b", "x" * 5000, "a/.."])
+def test_a_name_that_is_no_model(name, monkeypatch, tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    with one_line("expected a model folder"):
+        spsjax.load(name)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"x", ["a"]])
+def test_a_name_of_another_type(name):
+    with one_line("name", type(name).__name__):
+        spsjax.load(name)
+
+
+def test_an_empty_folder_and_a_file(tmp_path):
+    with one_line(str(tmp_path), "config.json"):
+        spsjax.load(tmp_path)
+    (tmp_path / "file").write_text("text")
+    with one_line("file", "found a file"):
+        spsjax.load(tmp_path / "file")
+
+
+# config.json.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 5000 + b"}"],
+    ids=["empty", "open", "list", "null", "not utf-8", "deep", "long number"],
+)
+def test_a_config_that_is_no_json_object(folder, text):
+    (folder / "config.json").write_bytes(text)
+    with one_line("config.json", "JSON"):
+        loading.load(folder)
+
+
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["8", -1, 0, 8.0, True, [8], {}, 10**12])
+@pytest.mark.parametrize("field", COUNTS)
+def test_a_size_that_is_no_positive_integer(folder, field, value):
+    edit(folder, **{field: value})
+    with one_line("config.json", field, "integer", repr(value)):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("value", ["8", -1, 0, True, [8], float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps"])
+def test_a_number_that_is_not_positive_and_finite(folder, field, value):
+    edit(folder, **{field: value})
+    with one_line("config.json", field, "positive number"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize(
+    "field", [name for name in COUNTS if name not in ("num_key_value_heads", "head_dim")]
+)
+def test_a_missing_size(folder, field):
+    edit(folder, **{field: None})
+    with one_line("config.json", field, "found none"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("model_type", "mistral", "'mistral'"),
+        ("model_type", None, "none"),
+        ("hidden_act", "gelu", "'gelu'"),
+        ("attention_bias", True, "True"),
+        ("mlp_bias", True, "True"),
+        ("attention_bias", "false", "'false'"),
+        ("tie_word_embeddings", 1, "1"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "'llama3'"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "'linear'"),
+        ("rope_scaling", [], "[]"),
+        ("rope_parameters", {"rope_type": "yarn"}, "'yarn'"),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}, "0.5"),
+        ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}, "{'full_attention'"),
+        ("quantization_config", {"quant_method": "fp8"}, "one"),
+        ("bos_token_id", 64, "64"),
+        ("eos_token_id", [2, 64], "[2, 64]"),
+        ("eos_token_id", -1, "-1"),
+        ("eos_token_id", True, "True"),
+        ("eos_token_id", "2", "'2'"),
+        ("num_attention_heads", 7, "7"),
+        ("num_key_value_heads", 3, "8"),
+        ("head_dim", 3, "3"),
+    ],
+)
+def test_a_model_that_this_code_does_not_know(folder, field, value, found):
+    edit(folder, **{field: value})
+    with one_line("config.json", f"found {found}"):
+        loading.load(folder)
+
+
+def test_heads_that_do_not_divide_the_width(folder):
+    edit(folder, head_dim=None, num_attention_heads=12)
+    with one_line("hidden_size", "num_attention_heads=12"):
+        loading.load(folder)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 50, 30_000, -1, +1])
+def test_weights_that_are_cut_off_or_too_long(folder, size):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" if size == 1 else whole[:size])
+    with one_line("model.safetensors", "whole safetensors file"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("text", [b"\xff" * 2000, b"\0" * 2000, b"version https://git-lfs"])
+def test_weights_that_are_something_else(folder, text):
+    (folder / "model.safetensors").write_bytes(text)
+    with one_line("model.safetensors", "whole safetensors file"):
+        loading.load(folder)
+
+
+def test_no_weights_at_all(folder):
+    (folder / "model.safetensors").unlink()
+    with one_line(str(folder), "model.safetensors", "neither"):
+        loading.load(folder)
+    (folder / "model.safetensors").mkdir()
+    with one_line("model.safetensors", "none"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "parts"),
+    [
+        (UP, None, [UP, "found none"]),
+        ("lm_head.weight", None, ["lm_head.weight", "found none"]),
+        (UP, np.zeros((32, 33), np.float32), [UP, "[32, 32]", "[32, 33]"]),
+        (UP, np.zeros(1024, np.float32), [UP, "[32, 32]", "[1024]"]),
+        (UP, np.zeros((), np.float32), [UP, "[32, 32]", "[]"]),
+        (UP, np.zeros((32, 32), np.int8), [UP, "floating-point", "I8"]),
+        ("model.layers.0.self_attn.q_proj.bias", np.zeros(32, np.float32), ["q_proj.bias"]),
+        ("model.layers.2.mlp.up_proj.weight", np.zeros((32, 32), np.float32), ["layers.2"]),
+    ],
+    ids=["missing", "no head", "wide", "flat", "scalar", "integers", "bias", "one layer more"],
+)
+def test_a_tensor_that_does_not_belong(folder, name, tensor, parts):
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    safetensors.numpy.save_file(tensors, path)
+    with one_line(str(folder), *parts):
+        loading.load(folder)
+
+
+def test_more_layers_than_are_stored(folder):
+    edit(folder, num_hidden_layers=3)
+    with one_line("model.layers.2.", "found none"):
+        loading.load(folder)
+    edit(folder, num_hidden_layers=1_000_000)  # at once, without building a million layers first
+    with one_line("1000000 layers"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [("gone.safetensors", "gone.safetensors"), (3, "3"), ("../x", "'../x'"), (".", "'.'")],
+)
+def test_a_shard_that_is_not_there(folder, file, part):
+    names = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
+    weight_map = dict.fromkeys(names, "first.safetensors") | {UP: file}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with one_line(part):
+        loading.load(folder)
+
+
+def test_an_index_and_a_shard_that_disagree(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    names = list(tensors)
+    (folder / "model.safetensors").unlink()
+    del tensors[UP]
+    safetensors.numpy.save_file(tensors, folder / "first.safetensors")
+    weight_map = dict.fromkeys(names, "first.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with one_line("first.safetensors", UP, "found none"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"weight_map": []}', b'{"weight_map": {}}'])
+def test_an_index_that_names_nothing(folder, text):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_bytes(text)
+    with one_line(str(folder)):
+        loading.load(folder)
+
+
+# Tokenizer.
+
+
+def test_a_damaged_tokenizer(folder, pieces):
+    whole = pieces.path.read_bytes()
+    for damaged in (b"", b"text", b"\0" * 99, whole[: len(whole) // 2], whole[:-3]):
+        (folder / "tokenizer.model").write_bytes(damaged)
+        with one_line("tokenizer.model", "SentencePiece"):
+            loading.load(folder)
+    (folder / "tokenizer.model").unlink()
+    (folder / "tokenizer.model").mkdir()
+    with one_line("tokenizer.model", "SentencePiece"):
+        loading.load(folder)
+
+
+def test_a_tokenizer_with_more_pieces_than_the_model(folder, pieces):
+    shutil.copy(pieces.path, folder / "tokenizer.model")
+    with one_line("tokenizer.model", "64", "300"):
+        loading.load(folder)
+
+
+def test_text_that_is_not_unicode(pieces):
+    with one_line("text", "Unicode"):
+        pieces.encode("lone \ud800")
+
+
+# Where the weights go, and as what.
+
+
+@pytest.mark.parametrize("dtype", ["foo", "int8", 3, [1], "float8_e4m3fn", "complex64", "float64"])
+def test_a_compute_type_that_cannot_be_used(folder, dtype):
+    with one_line("dtype", "floating-point"):
+        loading.load(folder, dtype=dtype)
+
+
+def test_a_mesh_that_does_not_divide_the_model(folder):
+    with one_line("num_heads", "5", "8"):
+        loading.load(folder, mesh=sharding.mesh(1, 5))
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (0, 1), (-1, 1)])
+def test_a_mesh_larger_than_the_machine(shape):
+    with one_line("mesh", f"{shape[0]} x {shape[1]}"):
+        sharding.mesh(*shape)
+
+
+def test_a_mesh_of_another_kind(folder):
+    with one_line("mesh", "str"):
+        loading.load(folder, mesh="2x4")
+    with one_line("mesh", "data and model", "rows"):
+        loading.load(folder, mesh=jax.make_mesh((8,), ("rows",)))

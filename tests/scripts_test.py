@@ -1,0 +1,266 @@
+"""The scripts as people run them: what comes out, and what a mistake is answered with."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from spsjax import benchmark, data, generation, probes, tokenizer
+from spsjax.models import huggingface, transformer
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[str]:
+    """Flags that name a tiny target and a draft, each with a tokenizer."""
+    folder = tmp_path_factory.mktemp("pair")
+    _, held_out = data.split(data.stdlib())
+    pieces = tokenizer.train(list(held_out.values())[:3], folder / "tokenizer.model", 400)
+    for seed, name in enumerate(("target", "draft")):
+        config = transformer.Config(
+            vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,
+            head_dim=8, max_positions=256, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,),
+        )  # fmt: skip
+        huggingface.save(folder / name, config, transformer.init(config, jax.random.key(seed)))
+        (folder / name / "tokenizer.model").write_bytes(pieces.path.read_bytes())
+    return [f"--target={folder / 'target'}", f"--draft={folder / 'draft'}"]
+
+
+def run(script: str, *flags: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / script, *flags],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+        cwd=path,
+        timeout=600,
+    )
+
+
+def succeeds(script: str, *flags: str) -> subprocess.CompletedProcess:
+    result = run(script, *flags)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+SHORT = ("--config.max_new_tokens=12", "--config.num_speculative_tokens=3")
+QUICK = (
+    "--config.num_speculative_tokens=1,2",
+    "--config.prompts=2",
+    "--config.prompt_tokens=10",
+    "--config.max_new_tokens=6",
+    "--config.repetitions=1",
+)
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "ngram"])
+def test_generate_json(pair, drafter):
+    flags = (*pair, *SHORT, "--prompt=def f(x):", "--json", f"--config.drafter={drafter}")
+    result = json.loads(succeeds("generate.py", *flags, "--config.stop_at_eos=false").stdout)
+    assert result["prompt"] == "def f(x):"
+    assert len(result["tokens"]) == 12
+    assert len(result["stats"]["accepted_histogram"]) == (1 if drafter == "none" else 4)
+    assert result["config"]["drafter"] == drafter
+    assert result["config"]["max_new_tokens"] == 12
+    assert result["config"]["target"] == pair[0].removeprefix("--target=")
+
+
+def test_generate_streams_what_json_holds_and_show_adds_a_legend(pair, tmp_path):
+    (tmp_path / "prompt.py").write_text("import os\n", encoding="utf-8")
+    flags = (*pair, *SHORT, f"--file={tmp_path / 'prompt.py'}")
+    whole = json.loads(succeeds("generate.py", *flags, "--json").stdout)
+    plain, shown = succeeds("generate.py", *flags), succeeds("generate.py", *flags, "--show")
+    assert plain.stdout == f"import os\n{whole['text']}\n"
+    assert "a token (compiling" in plain.stderr
+    assert "residual token" in shown.stdout and "residual token" not in plain.stdout
+
+
+def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
+    pytest.importorskip("matplotlib")
+    figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
+    result = succeeds("benchmark.py", *pair, *QUICK, f"--json={figures}", f"--plot={plot}")
+    assert "n-gram" in result.stdout and "GB/s" in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(figures.read_text())
+    lines = report["lines"]
+    names = [(line["name"], line["num_speculative_tokens"]) for line in lines]
+    assert names == 2 * [("ArS", 0), ("SpS", 1), ("SpS", 2), ("n-gram", 4)]
+    assert all(line["ms_per_token"] > 0 and line["speedup"] > 0 for line in lines)
+    for line in lines:
+        assert 1 <= line["block_efficiency"] <= line["num_speculative_tokens"] + 1
+        if line["name"] == "SpS":
+            assert len(line["acceptance_by_position"]) == line["num_speculative_tokens"]
+            assert line["parts"]["draft_step"] > 0 and line["parts"]["scoring"] > 0
+    assert report["config"]["prompts"] == 2 and len(report["prompts"]) == 2
+    assert set(report["ars_over_floor"]) == {"sampled", "greedy"}
+
+
+def test_benchmark_of_a_random_model(tmp_path):
+    flags = ("--random=1M", "--config.what=greedy", "--config.parts=false", *QUICK)
+    succeeds("benchmark.py", *flags, f"--json={tmp_path / 'figures.json'}")
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert [line["name"] for line in report["lines"]] == ["ArS"]
+    assert report["weights_bytes"] >= 4e6
+
+
+def test_quickstart(pair):
+    result = succeeds(
+        "quickstart.py", *pair, *QUICK, "--config.what=sampled", "--config.repetitions=2"
+    )
+    for piece in ("Autoregressive", "residual token", "SpS", "at its best K", "scripts/test.sh"):
+        assert piece in result.stdout
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="torch and transformers are not installed",
+)
+def test_benchmark_against_hugging_face(pair, tmp_path):
+    flags = ("--peer=hf", "--config.peer.num_speculative_tokens=2", "--config.parts=false")
+    flags += ("--config.what=greedy", f"--json={tmp_path / 'figures.json'}")
+    result = succeeds("benchmark.py", *pair, *QUICK, *flags)
+    assert "over HF plain f32" in result.stdout
+    lines = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    names = {line["name"] for line in lines}
+    assert {"HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"} <= names
+
+
+def fails_with_one_line(result: subprocess.CompletedProcess, *pieces: str):
+    assert result.returncode not in (0, None)
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
+    for piece in pieces:
+        assert piece in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "piece"),
+    [
+        ([], "--prompt"),
+        (["--prompt=x", "--file=y"], "--prompt"),
+        (["--prompt="], "--prompt: expected a text"),
+        (["--prompt=x", "stray"], "'stray'"),
+        (["--prompt=x", "--nosuch=1"], "nosuch"),
+        (["--prompt=x", "--config=nosuch.py"], "nosuch.py"),
+        (["--prompt=x", "--config.nosuch=1"], "nosuch"),
+        (["--prompt=x", "--config.sampling.nosuch=1"], "nosuch"),
+        (["--prompt=x", "--config.seed=abc"], "--config.seed=abc"),
+        (["--prompt=x", "--config.sampling.temperature=-1"], "temperature: expected"),
+        (["--prompt=x", "--config.drafter=nosuch"], "drafter: expected"),
+        (["--prompt=x", "--config.max_new_tokens=1000"], "context of 256"),
+        (["--prompt=x", "--target=nosuch"], "nosuch"),
+        (["--file=nosuch.txt"], "nosuch.txt"),
+        (["--file=latin1.txt"], "latin1.txt"),
+        (["--file=."], "directory"),
+    ],
+)
+def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
+    (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
+    fails_with_one_line(run("generate.py", *pair, *flags, path=tmp_path), piece)
+
+
+@pytest.mark.parametrize(
+    ("flags", "piece"),
+    [
+        (["--config.what=nosuch"], "nosuch"),
+        (["--config.num_speculative_tokens=2,x"], "num_speculative_tokens: expected"),
+        (["--config.repetitions=0"], "repetitions: expected"),
+        (["--config.prompts=100000"], "prompts: expected"),
+        (["--json=nosuch/figures.json"], "nosuch/figures.json"),
+        (["--random=90"], "--random: expected"),
+        (["--peer=nosuch"], "peer"),
+    ],
+)
+def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
+    fails_with_one_line(run("benchmark.py", *pair, *flags, path=tmp_path), piece)
+
+
+@pytest.mark.parametrize(("flag", "module"), [("peer=hf", "torch"), ("plot=p.png", "matplotlib")])
+def test_a_missing_package_is_one_line(pair, tmp_path, flag, module):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "real = util.find_spec\n"
+        f"util.find_spec = lambda name, *rest: None if name == {module!r} else real(name, *rest)\n"
+    )
+    result = run("benchmark.py", *pair, f"--{flag}", path=tmp_path)
+    fails_with_one_line(result, module, "installed")
+
+
+def test_training_answers_a_mistake_with_one_line(tmp_path):
+    fails_with_one_line(run("train_target.py", path=tmp_path), "--config")
+
+
+def test_acceptance_by_position():
+    # Of 10 rounds 4 accepted nothing, 3 one, 0 two, 3 three.
+    assert benchmark.acceptance_by_position([4, 3, 0, 3]) == [0.6, 0.5, 1.0]
+    assert benchmark.acceptance_by_position([5, 0, 0]) == [0.0, None]
+
+
+def test_colours_tell_drafts_from_residual_and_bonus_tokens():
+    spec = importlib.util.spec_from_file_location("display", ROOT / "scripts" / "display.py")
+    display = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(display)
+
+    class Letters:
+        def decode(self, ids):
+            return "".join(chr(index) for index in ids)
+
+    def a_round(text, accepted, proposed):
+        return generation.Round(np.array([ord(letter) for letter in text]), accepted, proposed)
+
+    rounds = [
+        a_round("abR", 2, 3),  # rejected after two
+        a_round("cdeB", 3, 3),  # all accepted
+        a_round("B", 0, 0),  # nothing proposed
+        a_round("f", 3, 3),  # cut off inside the drafts
+    ]
+    draft, residual, bonus = display._STYLES.values()
+    assert list(display.pieces(Letters(), [ord(">")], rounds)) == [
+        ("ab", draft), ("R", residual), ("cde", draft), ("B", bonus), ("B", bonus), ("f", draft)
+    ]  # fmt: skip
+
+
+def test_race_is_interleaved_and_takes_medians():
+    calls, clock = [], {"ArS": iter([9, 4, 8, 6]), "fast": iter([9, 2, 50, 3])}
+
+    def contender(name):
+        def call(prompt, seed):
+            calls.append(name)
+            return benchmark.Sample(next(clock[name]), 2)
+
+        return benchmark.Contender(name, "greedy", 0, call)
+
+    lines = benchmark.race([contender("ArS"), contender("fast")], [[1]], repetitions=3)
+    assert calls == ["ArS", "fast"] * 4  # the warm-up, and three
+    assert [line.ms_per_token for line in lines] == [3000, 1500]
+    assert [line.speedup for line in lines] == [1, 2]
+
+
+def test_parts_are_measured_in_order_of_size():
+    config = transformer.Config(
+        vocab_size=64, d_model=256, d_ff=1024, num_layers=2, num_heads=4, num_kv_heads=4,
+        head_dim=64, max_positions=256,
+    )  # fmt: skip
+    target = benchmark.Model("target", config, transformer.init(config, jax.random.key(0)))
+    small = dataclasses.replace(config, d_model=16, d_ff=16, num_layers=1)
+    draft = benchmark.Model("draft", small, transformer.init(small, jax.random.key(0)))
+    measure = probes.probe(target, draft, 4, benchmark.SamplingParams(), 20, 40)
+    parts = [measure() for _ in range(5)]
+    assert np.median([p.draft_step for p in parts]) < np.median([p.scoring for p in parts])
+
+
+def test_prompts_are_held_out_and_always_the_same(tmp_path):
+    pieces = tokenizer.train(data.stdlib().values(), tmp_path / "tokenizer.model", 400)
+    prompts = benchmark.held_out_prompts(pieces, 3, 50)
+    assert prompts == benchmark.held_out_prompts(pieces, 3, 50)
+    assert list(prompts) == list(benchmark.held_out_prompts(pieces, 5, 50))[:3]
+    assert all(data.is_held_out(name) and len(tokens) == 50 for name, tokens in prompts.items())

@@ -1,0 +1,155 @@
+"""Eight devices give what one gives, and talk to each other no more than Megatron's rules need."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from conftest import nearby_model, placed, spread_model
+
+import spsjax
+from spsjax import decode, generation, sharding
+
+MESHES = [(1, 8), (2, 4)]
+# Rows of different lengths, three of them so that they do not divide the mesh's data axis.
+PROMPTS = [[1, 2, 3, 1, 2], [7], list(range(40))]
+MIXED = spsjax.SamplingParams(
+    temperature=[0.0, 1.0, 0.7], top_k=[0, 0, 9], top_p=[1.0, 0.9, 1.0], min_p=[0.0, 0.0, 0.02]
+)
+K = 4
+
+
+def on(mesh, model, replicate=False):
+    """A copy of a model on the mesh."""
+    if not replicate:
+        return placed(model.config, model.params, mesh)
+    place = sharding.placer(mesh, model.config, replicate=True)
+    params = jax.tree.map(lambda leaf: place((), leaf), model.params)
+    return dataclasses.replace(model, params=params, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "num_kv_heads"),
+    [
+        ((1, 8), "none", 2),
+        ((1, 8), "sharded draft", 8),
+        ((2, 4), "sharded draft", 2),
+        ((2, 4), "replicated draft", 8),
+    ],
+)
+def test_a_mesh_gives_what_one_device_gives(shape, kind, num_kv_heads):
+    mesh = sharding.mesh(*shape)
+    target = spread_model(48, num_kv_heads=num_kv_heads)
+    draft = nearby_model(target)
+    one = many = None
+    if kind != "none":
+        one, many = draft, on(mesh, draft, replicate=kind == "replicated draft")
+    arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
+    expected = spsjax.generate(target, PROMPTS, one, **arguments)
+    found = spsjax.generate(on(mesh, target), PROMPTS, many, **arguments)
+    assert all(map(np.array_equal, found.tokens, expected.tokens))
+    assert found.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_each_device_holds_its_share_of_the_weights(shape):
+    mesh = sharding.mesh(*shape)
+    model = on(mesh, spread_model(48, num_kv_heads=8))
+    split = [
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model.params) if leaf.ndim > 1
+    ]
+    assert len(split) == 9
+    for leaf in split:
+        assert leaf.addressable_shards[0].data.size * shape[1] == leaf.size
+    fewer_heads = on(mesh, spread_model(48, num_kv_heads=2)).params["layers"][0]["attention"]
+    assert fewer_heads["key"]["kernel"].is_fully_replicated
+    assert not fewer_heads["query"]["kernel"].is_fully_replicated
+
+
+# Collectives of compiled programs.
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
+    """Operation -> the shapes it produces on one device, in the lines that mention `scope`."""
+    found = collections.defaultdict(list)
+    for line in text.splitlines():
+        match = _COLLECTIVE.search(line)
+        if match and scope in line:
+            for shape in re.findall(r"\w+\[([\d,]*)\]", match[1]):
+                found[match[2]].append(tuple(int(size) for size in shape.split(",") if size))
+    return found
+
+
+def programs(shape, num_kv_heads, tie, kind):
+    """(model, compiled scoring pass, compiled loop), each fed as `generate` feeds it."""
+    mesh = sharding.mesh(*shape)
+    target = spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
+    draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
+    target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")
+    job = generation._Job(
+        target, [[1, 2, 3]] * 4, None if kind == "none" else draft, None, spsjax.SamplingParams(),
+        8, 0, 1.0, True,
+    )  # fmt: skip
+    with jax.set_mesh(mesh):
+        state, _ = decode.compiled(decode.prefill, job.program, job.slots)(job.params, *job.inputs)
+        block = jax.device_put(np.zeros((4, K + 1), np.int32), sharding.rows(mesh))
+
+        def score(params, block, cache):
+            output = decode.score(job.program, params, block, cache)
+            return output.logits, output.cache
+
+        def run(params, rows, state):
+            return decode.run(job.program, params, rows, state)
+
+        scoring = jax.jit(score).lower(job.params, block, state.cache).compile()
+        loop = jax.jit(run, donate_argnums=2).lower(job.params, job.rows, state).compile()
+    return target, scoring.as_text(), loop.as_text()
+
+
+CASES = [
+    ((1, 8), 8, False, "none"),
+    ((1, 8), 2, True, "sharded draft"),
+    ((2, 4), 2, False, "replicated draft"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request):
+    """A case, its model, and its two compiled programs."""
+    return request.param, *programs(*request.param)
+
+
+def test_the_scoring_pass_reduces_twice_a_layer_and_once_for_the_embedding(case):
+    (shape, *_), model, scoring, _ = case
+    found = collectives(scoring)
+    block = (4 // shape[0], K + 1, model.config.d_model)
+    assert found.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
+    assert not found  # neither weights nor caches nor anything else moves
+
+
+def test_the_loop_gathers_logits_and_nothing_else(case):
+    (shape, _, _, kind), model, _, loop = case
+    rows, vocab = 4 // shape[0], model.config.vocab_size
+    found = collectives(loop)
+    gathered = {(rows, K + 1, vocab) if kind != "none" else (rows, vocab)}
+    if kind == "sharded draft":
+        gathered.add((rows, vocab))  # one drafted token at a time
+    gathers = {tuple(size for size in each if size > 1) for each in found.pop("all-gather")}
+    assert gathers == gathered
+    # Apart from the passes of the models, only flags: whether any row needs a filter, or goes on.
+    widths = {reduced[-1:] for reduced in found.pop("all-reduce")}
+    assert widths == {(model.config.d_model,), ()} if shape[0] > 1 else {(model.config.d_model,)}
+    assert not found
+
+
+def test_sampling_needs_no_collective_once_logits_are_gathered(case):
+    (shape, *_), _, _, loop = case
+    found = collectives(loop, "/verify/")
+    assert set(found) <= {"all-reduce"} and set(found["all-reduce"]) <= {()}
+    assert shape[0] > 1 or not found["all-reduce"]

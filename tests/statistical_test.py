@@ -1,0 +1,149 @@
+"""The compiled sampler against the exact joint law, by G-tests with fixed seeds.
+
+`exactness_test` proves the law of a round for ideal random numbers, in float64. Here are the real
+numbers, float32, the cache, and many rounds; and here a key that is used twice shows.
+"""
+
+import collections
+import dataclasses
+
+import drafting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import scipy.stats
+from conftest import logits_of
+
+import spsjax
+from spsjax import SamplingParams, sampling, verify
+
+# Far below any chance of 1 in 10 that some fixed seed is unlucky; a real fault goes far below it.
+SUSPICIOUS = 1e-4
+ROWS, SEEDS, NEW = 8192, 4, 3
+PROMPT = [1, 2, 1]
+# What row b asks for is MIX[b % 8]: greedy rows and others in one batch.
+MIX = (
+    *({},) * 5,
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 3},
+    {"temperature": 1.3, "top_p": 0.8003, "min_p": 0.1003},
+)
+
+
+def g_test(counts, law) -> float:
+    """The chance of counts this far from the law; 0 if something impossible was counted."""
+    if any(law.get(sequence, 0) == 0 for sequence in counts):
+        return 0.0
+    total = sum(counts.values())
+    cells = sorted((mass * total, counts.get(sequence, 0)) for sequence, mass in law.items())
+    expected, seen = np.asarray(cells).T
+    # Cells of few expected counts are no Gaussians: they are taken together.
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum() or 1e-9)
+    seen = np.append(seen[~rare], seen[rare].sum())
+    statistic = 2 * np.sum(seen * np.log(np.maximum(seen, 1e-9) / expected))
+    return float(scipy.stats.chi2.sf(statistic, max(len(seen) - 2, 1)))
+
+
+def perturbed(law):
+    """One hundredth of all mass moved from the most probable sequence to the median one."""
+    order = sorted(law, key=law.get)
+    first, median = order[-1], order[len(order) // 2]
+    return {**law, first: law[first] - 0.01, median: law[median] + 0.01}
+
+
+def params_of_rows(rows: int) -> SamplingParams:
+    full = [SamplingParams(**MIX[row % len(MIX)]) for row in range(rows)]
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: [getattr(p, name) for p in full] for name in names})
+
+
+def counts_of(model, drafter, K, seeds=SEEDS):
+    """Samples of every kind of MIX: index -> counts of sequences."""
+    counts = collections.defaultdict(collections.Counter)
+    for seed in range(seeds):
+        out = spsjax.generate(
+            model, [PROMPT] * ROWS, drafter, K, params_of_rows(ROWS), max_new_tokens=NEW, seed=seed
+        )
+        for row, tokens in enumerate(out.tokens):
+            kind = row % len(MIX)
+            counts[MIX.index(MIX[kind])][tuple(tokens.tolist())] += 1
+    return counts
+
+
+@pytest.fixture(scope="module")
+def laws(small_target):
+    """The target's law for each kind of MIX."""
+    model, limit = logits_of(small_target), len(PROMPT) + NEW
+    return {
+        MIX.index(params): reference.joint_law(model, PROMPT, limit, **params) for params in MIX
+    }
+
+
+@pytest.mark.parametrize("name", drafting.NAMES)
+def test_sampler_has_the_exact_joint_law(small_target, small_draft, laws, name):
+    K = None if name == "none" else 2
+    counts = counts_of(small_target, drafting.argument(name, small_draft, 2), K)
+    for kind, law in laws.items():
+        assert g_test(counts[kind], law) > SUSPICIOUS, MIX[kind]
+    # Rows of one law only: these are the greedy ones.
+    assert set(counts[5]) == set(laws[5]) and len(laws[5]) == 1
+    # And an error of one hundredth would have been seen.
+    assert g_test(counts[0], perturbed(laws[0])) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("fault", ("one number for every role", "one key for every round"))
+def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, laws, fault):
+    uniforms = sampling.uniforms
+
+    def broken(keys, role, count):
+        if fault == "one number for every role":
+            return uniforms(keys, 0, count)
+        return uniforms(sampling.row_keys(jax.random.key(0), len(keys)), role, count)
+
+    monkeypatch.setattr(sampling, "uniforms", broken)
+    # An end of sequence that is no token, for a program of its own: it is compiled while broken.
+    config = dataclasses.replace(small_target.config, eos_ids=(100 + len(fault),))
+    model = dataclasses.replace(small_target, config=config)
+    counts = counts_of(model, small_draft, 1, seeds=1)
+    assert g_test(counts[0], laws[0]) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("lenience", (1.0, 0.6))
+def test_rejection_sample_has_the_exact_joint_law(lenience):
+    rng = np.random.default_rng(3)
+    rows, K, V = 200_000, 2, 3
+    draft_probs = rng.dirichlet(np.ones(V), K)
+    target_probs = rng.dirichlet(np.ones(V), K + 1)
+    drafts = [rng.choice(V, rows, p=law) for law in draft_probs]
+    tokens, number = spsjax.rejection_sample(
+        jax.random.key(0),
+        np.stack(drafts, axis=1),
+        np.broadcast_to(draft_probs, (rows, K, V)).astype(np.float32),
+        np.broadcast_to(target_probs, (rows, K + 1, V)).astype(np.float32),
+        lenience,
+    )
+    assert tokens.shape == (rows, K + 1) and tokens.dtype == number.dtype == jnp.int32
+    tokens, number = np.asarray(tokens), np.asarray(number)
+    assert ((tokens >= 0) == (np.arange(K + 1) < number[:, None])).all()
+    counts = collections.Counter(
+        tuple(row[:size].tolist()) for row, size in zip(tokens, number.tolist())
+    )
+    # Accepted drafts have the mass that both laws share; then comes what is left of the target.
+    law, reached = {}, {(): 1.0}
+    for k in range(K + 1):
+        draft = draft_probs[k] if k < K else np.zeros(V)
+        shared = np.minimum(draft, target_probs[k] / lenience)
+        left = np.maximum(target_probs[k] - lenience * draft, 0)
+        left *= (1 - shared.sum()) / left.sum()
+        law |= {(*past, z): mass * left[z] for past, mass in reached.items() for z in range(V)}
+        reached = {(*past, y): m * shared[y] for past, m in reached.items() for y in range(V)}
+    law = {block: mass for block, mass in law.items() if mass > 0}
+    assert abs(sum(law.values()) - 1) < 1e-12
+    assert g_test(counts, law) > SUSPICIOUS
+    assert g_test(counts, perturbed(law)) < SUSPICIOUS
+    first = collections.Counter((int(token),) for token in tokens[:, 0])
+    expected = verify.lenient_law(draft_probs[0], target_probs[0], lenience)
+    assert g_test(first, {(z,): float(expected[z]) for z in range(V)}) > SUSPICIOUS

@@ -1,0 +1,129 @@
+"""Training end to end on a toy language: losses fall, and a resumed run is the same run."""
+
+import json
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from spsjax import train
+from spsjax.models import transformer
+
+VOCAB = 16
+CONFIG = tiny_config(VOCAB, tie_embeddings=True)
+
+
+def toy_examples(count, seed):
+    """[count, 17] sequences: each token is mostly its predecessor times 3 plus 1."""
+    rng = np.random.default_rng(seed)
+    tokens = np.zeros((count, 17), np.int32)
+    tokens[:, 0] = rng.integers(0, VOCAB, count)
+    for position in range(1, 17):
+        follow = (tokens[:, position - 1] * 3 + 1) % VOCAB
+        noise = rng.integers(0, VOCAB, count)
+        tokens[:, position] = np.where(rng.random(count) < 0.9, follow, noise)
+    return tokens
+
+
+EXAMPLES, HELD_OUT = toy_examples(64, 0), toy_examples(16, 1)
+
+
+def options(**changes):
+    fields = {
+        "steps": 40, "batch": 8, "learning_rate": 1e-2, "warmup": 4, "weight_decay": 0.1,
+        "seed": 0, "checkpoint_every": 10, "eval_every": 20,
+    }  # fmt: skip
+    return ml_collections.ConfigDict(fields | changes)
+
+
+def fit(workdir, loss=None, seed=0, **changes):
+    params = transformer.init(CONFIG, jax.random.key(seed))
+    loss = loss or train.language_model_loss(CONFIG)
+    return train.fit(options(**changes), params, loss, EXAMPLES, HELD_OUT, workdir)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """(workdir, parameters, held-out metrics) of a trained target."""
+    workdir = tmp_path_factory.mktemp("target")
+    return workdir, *fit(workdir)
+
+
+def test_a_target_learns_the_language(target):
+    workdir, _, metrics = target
+    assert metrics["loss"] < 0.6 * np.log(VOCAB)
+    lines = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert [line["step"] for line in lines if "held_out" in line] == [20, 40]
+
+
+@pytest.mark.parametrize("objective", ["forward_kl", "lk_hybrid"])
+def test_a_draft_learns_to_be_accepted_and_the_target_stays(target, tmp_path, objective):
+    _, frozen, _ = target
+    before = jax.tree.map(np.array, frozen)
+    loss = train.distillation_loss(CONFIG, CONFIG, frozen, objective)
+    start = train.evaluate(loss, transformer.init(CONFIG, jax.random.key(7)), HELD_OUT, 8)
+    _, metrics = fit(tmp_path, loss, seed=7)
+    assert metrics["acceptance"] > start["acceptance"] + 0.2
+    assert metrics["greedy_agreement"] > start["greedy_agreement"] + 0.2
+    assert metrics["loss"] < start["loss"]
+    assert all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(frozen)))
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(target, tmp_path, monkeypatch):
+    whole = train.data.batches
+
+    def cut(*arguments):
+        for index, batch in enumerate(whole(*arguments)):
+            if index == 25:
+                raise Interrupted
+            yield batch
+
+    monkeypatch.setattr(train.data, "batches", cut)
+    with pytest.raises(Interrupted):
+        fit(tmp_path)
+    monkeypatch.setattr(train.data, "batches", whole)
+    params, metrics = fit(tmp_path, seed=99)  # the start is the checkpoint's, not this one's
+    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(target[1])))
+    assert metrics == target[2]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [10, 20, 20, 30, 40, 40]  # 20 steps were kept, 5 more were lost
+
+
+def test_a_finished_run_is_not_trained_again(target):
+    workdir, expected, _ = target
+    params, _ = fit(workdir)
+    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(expected)))
+
+
+def test_the_rate_rises_stays_and_falls_to_zero():
+    rate = train.schedule(1.0, steps=100, warmup=10)
+    found = [float(rate(step)) for step in (0, 5, 10, 50, 79, 90, 100)]
+    np.testing.assert_allclose(found, [0, 0.5, 1, 1, 1, 0.5, 0], atol=0.06)
+
+
+def test_only_kernels_are_decayed():
+    update = train.optimizer(options(warmup=0, learning_rate=1.0, weight_decay=0.5))
+    params = transformer.init(tiny_config(VOCAB), jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf + 1, params)
+    zeros = jax.tree.map(np.zeros_like, params)
+    change, _ = update.update(zeros, update.init(params), params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(change):
+        assert np.any(leaf != 0) == (path[-1].key == "kernel"), path
+
+
+def test_a_position_never_sees_what_follows():
+    params = transformer.init(CONFIG, jax.random.key(0))
+    tokens = EXAMPLES[:1, :16]
+    changed = tokens.copy()
+    changed[0, 9:] = (changed[0, 9:] + 5) % VOCAB
+    before, after = (train.forward(CONFIG, params, each) for each in (tokens, changed))
+    assert np.array_equal(before[:, :9], after[:, :9])
+    assert not np.allclose(before[:, 9:], after[:, 9:])
