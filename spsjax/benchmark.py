@@ -52,7 +52,7 @@ class Line:
 
     Attributes:
         ms_per_token: whole calls, prompts included, without compile time.
-        ms_per_round: of the loop alone; None unless its prefill was timed.
+        ms_per_round: of the loop alone.
         speedup: over `BASELINE` in the same setting.
         block_efficiency: tokens a target call.
         acceptance_rate: accepted / proposed draft tokens.
@@ -160,35 +160,30 @@ def _line(
     line = Line(each.name, each.setting, K, 1e3 * seconds / tokens)
     if first.stats is None:
         return line
-    stats = [row[0].stats for row in rows]  # the same in every repetition
+    stats = [row[0].stats for row in rows]  # counts are the same in every repetition
     calls = sum(one.target_calls for one in stats)
     histogram = np.sum([one.accepted_histogram for one in stats], axis=0)
-    accepted = [float(np.arange(K + 1) @ one.accepted_histogram) for one in stats]
-    # The rate is accepted / proposed; a drafter need not propose K tokens in every round.
-    proposed = sum(
-        count / one.acceptance_rate if count else K * one.target_calls
-        for count, one in zip(accepted, stats)
+    proposed = sum(one.proposed_tokens for one in stats)
+    loops = sum(
+        statistics.median(sample.seconds - sample.stats.prompt_seconds for sample in row)
+        for row in rows
     )
     line = dataclasses.replace(
         line,
         block_efficiency=tokens / calls,
-        acceptance_rate=sum(accepted) / proposed if proposed else None,
+        acceptance_rate=float(np.arange(K + 1) @ histogram) / proposed if proposed else None,
         acceptance_by_position=acceptance_by_position(histogram) if K else None,
+        ms_per_round=1e3 * loops / calls,
         compile_seconds=first.stats.compile_seconds,
     )
     if not parts:
         return line
-    names = [field.name for field in dataclasses.fields(probes.Parts)]
     median = probes.Parts(
-        *(statistics.median(getattr(one, name) for one in parts) for name in names)
+        draft_step=statistics.median(one.draft_step for one in parts),
+        scoring=statistics.median(one.scoring for one in parts),
     )
-    a_round = (seconds - len(rows) * median.prefill) / calls
-    return dataclasses.replace(
-        line,
-        parts=median,
-        ms_per_round=1e3 * a_round,
-        loop_over_parts=a_round / (K * median.draft_step + median.scoring),
-    )
+    together = K * median.draft_step + median.scoring
+    return dataclasses.replace(line, parts=median, loop_over_parts=loops / calls / together)
 
 
 def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
@@ -254,8 +249,7 @@ class Report:
         weights_bytes: of the target, read once a pass.
         bandwidth: bytes a second, by `probes.memory_bandwidth`.
         floor_ms: weights_bytes / the highest bandwidth: no ArS token can be cheaper.
-        ars_over_floor: by setting, a round of ArS over the floor (a token of a whole call where
-            the parts were not timed).
+        ars_over_floor: by setting, a round of ArS over the floor.
         prompts: where the prompts come from.
         lines: one a contender.
     """
@@ -301,7 +295,7 @@ def compare(
             )
             if config.parts and name != "n-gram":
                 parts_of[name, setting, count] = probes.probe(
-                    target, drafter, count, params, config.prompt_tokens, config.max_new_tokens
+                    target, drafter, count, params, config.prompt_tokens + config.max_new_tokens
                 )
         contenders += [each for each in others if each.setting == setting]
     before = probes.memory_bandwidth()
@@ -325,9 +319,7 @@ def compare(
         bandwidth=bandwidth,
         floor_ms=floor_ms,
         ars_over_floor={
-            line.setting: (line.ms_per_round or line.ms_per_token) / floor_ms
-            for line in lines
-            if line.name == BASELINE
+            line.setting: line.ms_per_round / floor_ms for line in lines if line.name == BASELINE
         },
         prompts=list(prompts),
         lines=lines,

@@ -21,19 +21,23 @@ class Stats:
 
     Attributes:
         target_calls: passes of the target after the prompt.
+        proposed_tokens: draft tokens offered to the target.
         acceptance_rate: accepted / proposed draft tokens; 0 if none was proposed.
         block_efficiency: new tokens a row and target call; K + 1 at the most, 1 without a drafter.
         accepted_histogram: [K+1], how many rounds of a row accepted 0, 1, .. K draft tokens,
             before an end of sequence or a full budget cut the block off.
         seconds: run time, prompt included.
+        prompt_seconds: the part of it that went into the prompt.
         compile_seconds: time to compile, once for each new bucket of lengths.
     """
 
     target_calls: int
+    proposed_tokens: int
     acceptance_rate: float
     block_efficiency: float
     accepted_histogram: list[int]
     seconds: float
+    prompt_seconds: float
     compile_seconds: float
 
 
@@ -212,6 +216,8 @@ class _Job:
             state, first = decode.compiled(decode.prefill, self.program, self.slots)(
                 self.params, *self.inputs
             )
+            jax.block_until_ready(state)
+            prompt_seconds = time.perf_counter() - start - first
             loop = decode.compiled(decode.run, self.program, donate=2)
             state, second = loop(self.params, self.rows, state)
             result = jax.device_get(_small(state))
@@ -227,10 +233,12 @@ class _Job:
         calls = result["rounds"][:count]
         stats = Stats(
             target_calls=int(calls.max()),
+            proposed_tokens=proposed,
             acceptance_rate=float(histogram @ np.arange(len(histogram)) / max(proposed, 1)),
             block_efficiency=float(sum(map(len, tokens)) / max(calls.sum(), 1)),
             accepted_histogram=histogram.tolist(),
             seconds=seconds,
+            prompt_seconds=prompt_seconds,
             compile_seconds=first + second,
         )
         texts = None

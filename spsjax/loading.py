@@ -27,8 +27,9 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that one pass over the model reads."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        """Bytes of weights that one pass reads: all, but for an input embedding of its own."""
+        looked_up = 0 if self.config.tie_embeddings else self.params["embed"]["embedding"].nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params)) - looked_up
 
 
 def default_dtype() -> jnp.dtype:

@@ -23,7 +23,6 @@ from spsjax.sampling import SamplingParams
 class Parts:
     """What one round is made of, each timed on its own, in seconds."""
 
-    prefill: float
     draft_step: float
     scoring: float
 
@@ -33,28 +32,22 @@ def probe(
     draft: Model | None,
     num_speculative_tokens: int,
     params: SamplingParams,
-    prompt_tokens: int,
-    max_new_tokens: int,
+    length: int,
     repeats: int = 16,
 ) -> Callable[[], Parts]:
-    """Times the parts of a round alone, in the caches and types that `generate` would use."""
+    """Times the parts of a round alone, in caches such as `generate` has for `length` tokens."""
     K = num_speculative_tokens
     drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
     program = decode.Program(target.config, drafter)
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
-    width = generation.bucket(prompt_tokens)
-    slots = max(width, generation.bucket(prompt_tokens + max_new_tokens + K + 1))
+    slots = generation.bucket(length + K + 1)
     place = jax.devices()[0]
-    lengths = np.asarray([prompt_tokens], np.int32)
-    arrays = np.zeros((1, width), np.int32), lengths, lengths + np.int32(max_new_tokens)
     keys = jax.device_put(sampling.row_keys(jax.random.key(0), 1), place)
-    inputs = (*jax.device_put(arrays, place), keys)
     rows = jax.device_put(params.rows(1), place)
     middle = jax.device_put(np.asarray([slots // 2], np.int32), place)
     block = jax.device_put(np.zeros((1, K + 1), np.int32), place)
 
     def measure() -> Parts:
-        prefill = _seconds(decode.compiled(decode.prefill, program, slots), weights, *inputs)
         cache = transformer.empty_cache(target.config, weights["target"], 1, slots).at(middle)
         many = decode.compiled(_score_often, program, repeats)
         scoring = _seconds(many, weights, rows, cache, block) / repeats
@@ -62,8 +55,8 @@ def probe(
         if K and draft:
             cache = transformer.empty_cache(draft.config, weights["drafter"], 1, slots).at(middle)
             often = decode.compiled(_draft_often, draft.config, repeats)
-            step = _seconds(often, weights["drafter"], rows, cache, inputs[-1]) / repeats
-        return Parts(prefill, step, scoring)
+            step = _seconds(often, weights["drafter"], rows, cache, keys) / repeats
+        return Parts(step, scoring)
 
     return measure
 
