@@ -263,14 +263,6 @@ def test_seeds_differ_and_repeat(target):
 
 def test_no_random_number_serves_twice(target, draft):
     """feifeibear (one seed inside the loop), vLLM (draft and residual sharing their noise)."""
-    seen = []
-    uniforms = sampling.uniforms
-
-    def watched(keys, role, count):
-        drawn = uniforms(keys, role, max(count, 4))  # four numbers tell two keys apart
-        jax.debug.callback(lambda numbers: seen.append(np.asarray(numbers)), drawn)
-        return drawn[:, :count]
-
     drafter, weights = drafting.build("draft_model", draft, K)
     program = decode.Program(target.config, drafter)
     params = {"target": target.params, "drafter": weights}
@@ -280,14 +272,26 @@ def test_no_random_number_serves_twice(target, draft):
         sampling.row_keys(jax.random.key(0), 4),
     )  # fmt: skip
     rows = SamplingParams().rows(4)
-    with mock.patch.object(sampling, "uniforms", watched):
-        step = jax.jit(lambda state: decode.step(program, params, rows, state))
-        for _ in range(6):
-            state = step(state)
-    jax.effects_barrier()
-    assert len(seen) == 3 * 6  # draft, accept, next
-    numbers = np.concatenate(seen)
-    assert len(np.unique(numbers, axis=0)) == len(numbers)
+    uniforms = sampling.uniforms
+
+    @jax.jit
+    def step(state):
+        seen = []
+
+        def watched(keys, role, count):
+            seen.append(uniforms(keys, role, 4))  # four numbers tell two keys apart
+            return seen[-1][:, :count]
+
+        with mock.patch.object(sampling, "uniforms", watched):
+            return decode.step(program, params, rows, state), seen
+
+    numbers = []
+    for _ in range(6):
+        state, seen = step(state)
+        assert len(seen) == 3  # draft, accept, next
+        numbers += seen
+    numbers = np.concatenate(numbers)
+    assert len(np.unique(numbers, axis=0)) == len(numbers) == 3 * 6 * 4
 
 
 def test_a_large_vocabulary_overflows_no_index():
