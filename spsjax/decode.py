@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling, verify
+from spsjax import sampling, sharding, verify
 from spsjax.drafters.base import Drafter
 from spsjax.models import transformer
 from spsjax.sampling import RowParams
@@ -108,12 +108,13 @@ def step(program: Program, params: PyTree, rows: RowParams, state: DecodeState) 
         root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
         block = jnp.concatenate([root, proposal.tokens], axis=1)
         output = score(program, params, block, state.cache)
+        logits = sharding.gathered(output.logits)
     with jax.named_scope("verify"):
-        target_probs = sampling.warp(output.logits, rows)
+        target_probs = sampling.warp(logits, rows)
         if program.lenience < 1:
             target_probs = verify.relax_greedy(
                 target_probs,
-                output.logits,
+                logits,
                 proposal.tokens,
                 rows.temperature == 0,
                 program.lenience,

@@ -108,6 +108,7 @@ def stream(
     Takes what `generate` takes, and raises what it raises. A character that spans tokens is held
     back until it is whole.
     """
+    _check_model(model)
     if model.tokenizer is None:
         raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
     return _texts(model, *rounds(model, prompt, drafter, num_speculative_tokens, **options))
@@ -173,8 +174,7 @@ class _Job:
         lenience, stop_at_eos,
     ):  # fmt: skip
         verify.check_lenience(lenience)
-        if not isinstance(model, Model):
-            raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+        _check_model(model)
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling: expected SamplingParams, found {type(params).__name__}")
         if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**32:
@@ -281,6 +281,11 @@ def _small(state: decode.DecodeState) -> dict[str, jax.Array]:
     return {field: getattr(state, field) for field in fields}
 
 
+def _check_model(model) -> None:
+    if not isinstance(model, Model):
+        raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+
+
 def _resolve(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter, object]:
     """The drafter as the loop takes it, and its parameters."""
     count = num_speculative_tokens
@@ -303,10 +308,11 @@ def _resolve(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafte
         )
     if count is not None:
         drafter = dataclasses.replace(drafter, num_speculative_tokens=int(count))
-    if drafter.num_speculative_tokens < 0:
+    count, context = drafter.num_speculative_tokens, model.config.max_positions
+    if not isinstance(count, (int, np.integer)) or not 0 <= count < context:
         raise InputError(
-            "num_speculative_tokens: expected an integer >= 0, "
-            f"found {drafter.num_speculative_tokens}"
+            f"num_speculative_tokens: expected an integer in [0, {context}), the context, "
+            f"found {count!r}"
         )
     if drafter.num_speculative_tokens == 0:
         return none.Drafter(), {}
@@ -347,7 +353,10 @@ def _encode_one(model: Model, name: str, prompt) -> list[int]:
                 f"{name}: expected token ids ({model.name} has no tokenizer), found text"
             )
         return model.tokenizer.encode(prompt)
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise InputError(
             f"{name}: expected a text or a list of integers, found {type(prompt).__name__}"
@@ -363,7 +372,10 @@ def _encode_one(model: Model, name: str, prompt) -> list[int]:
 
 
 def _budgets(max_new_tokens, batch: int) -> list[int]:
-    budgets = np.asarray(max_new_tokens)
+    try:
+        budgets = np.asarray(max_new_tokens)
+    except ValueError:  # lists of several lengths
+        budgets = np.asarray(None)
     if not np.issubdtype(budgets.dtype, np.integer) or (budgets < 0).any():
         raise InputError(f"max_new_tokens: expected integers >= 0, found {max_new_tokens!r}")
     if budgets.ndim and budgets.shape != (batch,):

@@ -66,10 +66,10 @@ class SamplingParams:
         for field, (in_range, expected) in ranges.items():
             value = getattr(self, field)
             try:
-                numbers = np.asarray(value, np.float64)
+                numbers = np.asarray(value)
             except (TypeError, ValueError):
-                numbers = np.asarray(np.nan)
-            if numbers.ndim > 1 or not np.all(in_range(numbers)):
+                numbers = np.asarray(None)
+            if numbers.ndim > 1 or numbers.dtype.kind not in "iuf" or not np.all(in_range(numbers)):
                 raise InputError(f"{field}: expected {expected}, found {value!r}")
 
     def rows(self, batch: int) -> RowParams:
@@ -86,7 +86,12 @@ class SamplingParams:
                 raise InputError(
                     f"{field}: expected one value or {batch} (one a row), found {value.size}"
                 )
+            if dtype == np.int32:
+                value = np.minimum(value, np.iinfo(np.int32).max)
             columns[field] = np.broadcast_to(value, (batch,)).astype(dtype)
+        # What float32 holds only as a denormal cannot be divided by; it is greedy to all purposes.
+        tiny = columns["temperature"] < np.finfo(np.float32).tiny
+        columns["temperature"] = np.where(tiny, np.float32(0), columns["temperature"])
         return RowParams(**columns)
 
 

@@ -32,7 +32,10 @@ _RULES = {
 def mesh(data: int = 1, model: int = 1) -> Mesh:
     """A mesh of `data * model` devices; raises InputError if there are fewer."""
     devices = jax.devices()
-    if data < 1 or model < 1 or data * model > len(devices):
+    sizes = data, model
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise InputError(f"mesh: expected integers >= 1, found {data!r} x {model!r}")
+    if data * model > len(devices):
         raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -67,6 +70,33 @@ def placer(mesh: Mesh, config, replicate: bool) -> Callable[[tuple, Array], Arra
         return jax.device_put(array, NamedSharding(mesh, how))
 
     return place
+
+
+def model_axis() -> int:
+    """Size of the model axis of the mesh in use; 1 without a mesh."""
+    return jax.sharding.get_abstract_mesh().shape.get("model", 1)
+
+
+def by_rows(array: Array) -> Array:
+    """Under a mesh: each device has its rows of `array` whole. A no-op without one."""
+    return _constrained(array, P("data"))
+
+
+def gathered(logits: Array) -> Array:
+    """Under a mesh: one all-gather of logits [B, ..., V] that are split by vocabulary.
+
+    Sampling reduces over the vocabulary some forty times, and is cheap: once gathered, it needs no
+    collective. Said in two steps, lest the compiler gather the head's weights instead.
+    """
+    if logits.shape[-1] % model_axis() == 0:
+        logits = _constrained(logits, P("data", *[None] * (logits.ndim - 2), "model"))
+    return by_rows(logits)
+
+
+def _constrained(array: Array, how: P) -> Array:
+    if jax.sharding.get_abstract_mesh().empty:
+        return array
+    return jax.lax.with_sharding_constraint(array, how)
 
 
 def rows(mesh: Mesh | None) -> NamedSharding | jax.Device:

@@ -122,7 +122,8 @@ def fit(
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
     update = optimizer(config)
-    state = {"params": params, "optimizer": update.init(params)}
+    # A copy, since every step takes over the buffers of the one before.
+    state = {"params": jax.tree.map(jnp.copy, params), "optimizer": update.init(params)}
 
     def train_step(state, batch):
         (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(state["params"], batch)

@@ -9,8 +9,11 @@ Leviathan et al. 2022, arXiv 2211.17192, appendix A.1). With one-hot distributio
 verification: a draft token stands if it is the target's choice.
 """
 
+import numbers
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spsjax import sampling
 from spsjax.errors import InputError
@@ -114,8 +117,15 @@ def rejection_sample(
         ("draft_probs", draft_probs, (B, K, V)),
         ("target_probs", target_probs, (B, K + 1, V)),
     ):
-        if array.shape != shape:
-            raise InputError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise InputError(
+                f"{name}: expected floats {list(shape)}, found {array.dtype} {list(array.shape)}"
+            )
+    if not isinstance(draft_tokens, jax.core.Tracer):  # under jit the values are not known
+        wrong = np.asarray(draft_tokens)
+        wrong = wrong[(wrong < -1) | (wrong >= V)]
+        if wrong.size:
+            raise InputError(f"draft_tokens: expected ids in [-1, {V}), found {wrong[0]}")
     proposal = Proposal(draft_tokens.astype(jnp.int32), draft_probs)
     verdict = rejection(sampling.row_keys(key, B), proposal, target_probs, lenience)
     tokens = jnp.where(verdict.valid[:, None], verdict.tokens, -1)
@@ -158,5 +168,5 @@ def lenience_bias(draft_probs: Array, target_probs: Array, lenience: float) -> A
 
 def check_lenience(lenience: float) -> None:
     """Raises InputError unless 0 < lenience <= 1."""
-    if not 0 < lenience <= 1:
+    if not isinstance(lenience, numbers.Real) or not 0 < lenience <= 1:
         raise InputError(f"lenience: expected a number in (0, 1], found {lenience!r}")

@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
             "objective": "lk_hybrid",
             "length": 512,
             "batch": 2,
-            "steps": 2500,
+            "steps": 1560,
             "learning_rate": 2e-3,
             "warmup": 100,
             "weight_decay": 0.0,

@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "length": 512,
             "batch": 2,
-            "steps": 4000,
+            "steps": 2000,
             "learning_rate": 1e-3,
             "warmup": 200,
             "weight_decay": 0.1,

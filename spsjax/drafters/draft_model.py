@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling
+from spsjax import sampling, sharding
 from spsjax.drafters import base
 from spsjax.models import transformer
 from spsjax.types import Proposal
@@ -33,7 +33,7 @@ class Drafter(base.Drafter):
         uniforms = sampling.uniforms(keys_B, sampling.DRAFT, self.num_speculative_tokens)
 
         def pick(logits_BV, uniform_B):
-            probs = sampling.warp(logits_BV, rows)
+            probs = sampling.warp(sharding.by_rows(logits_BV), rows)
             return sampling.draw(probs, uniform_B), probs
 
         # The first step feeds the last two tokens: if all K drafts were accepted, the last of them

@@ -27,10 +27,11 @@ class Drafter(base.Drafter):
     min_ngram: int = 1
 
     def __post_init__(self):
-        if not 1 <= self.min_ngram <= self.max_ngram:
+        sizes = self.min_ngram, self.max_ngram
+        if not all(isinstance(size, int) for size in sizes) or not 1 <= sizes[0] <= sizes[1] <= 32:
             raise InputError(
-                "min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, "
-                f"found {self.min_ngram}, {self.max_ngram}"
+                "min_ngram, max_ngram: expected integers, 1 <= min_ngram <= max_ngram <= 32, "
+                f"found {self.min_ngram!r}, {self.max_ngram!r}"
             )
 
     def init(self, params, tokens_BS, lengths_B):

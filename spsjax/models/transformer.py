@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax import cache as kv
+from spsjax import sharding
 from spsjax.types import Array, ModelOutput, PyTree
 
 
@@ -87,6 +88,8 @@ class Attention(nnx.Module):
         if cache is not None:
             keys, values, lengths = cache
             key, value = kv.write(keys, key, lengths), kv.write(values, value, lengths)
+            if key.shape[1] % sharding.model_axis():
+                key, value = sharding.by_rows(key), sharding.by_rows(value)
         mixed = attend(query, key, value, mask_BTS)
         return self.out(mixed.reshape(B, T, -1)), key, value
 
@@ -94,6 +97,10 @@ class Attention(nnx.Module):
 def attend(query_BTHC: Array, keys_BGSC: Array, values_BGSC: Array, mask_BTS: Array) -> Array:
     """Softmax attention: [B, T, H, C]. The softmax is float32; masked slots weigh exactly zero."""
     (B, T, H, C), G = query_BTHC.shape, keys_BGSC.shape[1]
+    if G % sharding.model_axis():
+        # Heads that the mesh cannot split are on every device: each takes what its queries read.
+        keys_BGSC, values_BGSC = (jnp.repeat(x, H // G, axis=1) for x in (keys_BGSC, values_BGSC))
+        G = H
     query = query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)  # [B, G, T, H/G, C]
     # One query is a matrix-vector product, which XLA's batched dot is slow at on CPUs: half of the
     # time of a decode step's attention goes if it is written as what it is.
