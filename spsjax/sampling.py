@@ -206,7 +206,8 @@ def draw(weights: Array, uniform: Array) -> Array:
     block = _first_above(ends, level, block_sums)[..., None]
     start = jnp.take_along_axis(ends - block_sums, block, axis=-1)
     inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
-    token = _first_above(_prefix_sums(inside), level - start, inside)
+    # `start` is rounded: a level just inside the block must not fall before its first token.
+    token = _first_above(_prefix_sums(inside), jnp.maximum(level - start, 0), inside)
     return (block[..., 0] * width + token).astype(jnp.int32)
 
 

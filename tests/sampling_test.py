@@ -163,7 +163,6 @@ def test_draw_at_the_ends_of_the_unit_interval_skips_zero_weights():
     np.testing.assert_array_equal(drawn, [179, 290, 128])
 
 
-@pytest.mark.xfail(strict=True, reason="draw: level - start rounds below 0 at a block's start")
 def test_draw_never_gives_a_token_of_zero_weight():
     """Aims at the boundaries of the blocks, where rounding decides, and where zeros lie."""
     rng = np.random.default_rng(0)
