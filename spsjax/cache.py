@@ -1,5 +1,7 @@
 """Key-value caches. `lengths` is the only truth: what lies beyond it is stale, and masked."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,9 +42,8 @@ def empty(
 
 def write(buffer_BGSC: Array, update_BGTC: Array, starts_B: Array) -> Array:
     """Writes T entries of each row at the row's own start."""
-    return jax.vmap(
-        lambda buffer, update, start: lax.dynamic_update_slice(buffer, update, (0, start, 0))
-    )(buffer_BGSC, update_BGTC, starts_B)
+    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
+    return jax.vmap(write_row)(buffer_BGSC, update_BGTC, starts_B)
 
 
 def causal_mask(positions_BT: Array, slots: int) -> Array:
