@@ -102,9 +102,10 @@ def attend(query_BTHC: Array, keys_BGSC: Array, values_BGSC: Array, mask_BTS: Ar
         keys_BGSC, values_BGSC = (jnp.repeat(x, H // G, axis=1) for x in (keys_BGSC, values_BGSC))
         G = H
     query = query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)  # [B, G, T, H/G, C]
-    # One query is a matrix-vector product, which XLA's batched dot is slow at on CPUs: half of the
-    # time of a decode step's attention goes if it is written as what it is.
-    single = T == 1
+    # One query of several heads a key-value head: XLA's batched dot is slow at so few rows on CPUs,
+    # and half of the time of a decode step's attention goes if it is a product and a sum instead.
+    # With one head a key-value head it is the other way round.
+    single = T == 1 and H > G
     if single:
         scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
         scores = jnp.swapaxes(scores, 2, 3)[:, :, None]
