@@ -46,7 +46,8 @@ def fail(error: Exception) -> NoReturn:
 
 
 def _config_file(argument: str) -> bool:
-    return argument.lstrip("-") == "config" or argument.lstrip("-").startswith("config=")
+    name = argument.partition("=")[0]
+    return name in ("-config", "--config")
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from spsjax.errors import InputError
 from spsjax.tokenizer import Tokenizer
 
 # Tests repeat themselves, and the two big folders are tables that a program wrote.
@@ -41,6 +42,10 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer, length: int) -> np.ndarray:
     Neighbouring windows share one token, so that every token is a label once. The last, partial
     window is dropped.
     """
+    if length < 1:
+        raise InputError(f"length: expected at least 1, found {length}")
+    if tokenizer.eos_id is None:
+        raise InputError("tokenizer: expected one with an end-of-sequence id, found none")
     stream = []
     for text in texts:
         stream += tokenizer.encode(text)
@@ -61,7 +66,7 @@ def batches(examples: np.ndarray, batch: int, seed: int, start: int = 0) -> Iter
     """[batch, length + 1] for ever, each epoch in an order of its own; `start` batches skipped."""
     per_epoch = len(examples) // batch
     if not per_epoch:
-        raise ValueError(f"examples: expected at least {batch}, found {len(examples)}")
+        raise InputError(f"batch: expected at most {len(examples)} examples, found {batch}")
     epoch, offset = divmod(start, per_epoch)
     while True:
         order = np.random.default_rng((seed, epoch)).permutation(len(examples))

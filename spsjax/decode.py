@@ -71,7 +71,7 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     mask = kv.causal_mask(positions, slots)
     output = transformer.apply(program.target, params["target"], tokens_BT, positions, mask, cache)
-    tokens_BS = jnp.pad(tokens_BT, ((0, 0), (0, slots - T)))
+    tokens_BS = jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge")
     zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
         tokens=tokens_BS,
@@ -106,7 +106,8 @@ def step(program: Program, params: PyTree, rows: RowParams, state: DecodeState) 
         )
     with jax.named_scope("score"):
         root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        block = jnp.concatenate([root, proposal.tokens], axis=1)
+        drafts = jnp.where(proposal.tokens >= 0, proposal.tokens, root)
+        block = jnp.concatenate([root, drafts], axis=1)
         output = score(program, params, block, state.cache)
         logits = sharding.gathered(output.logits)
     with jax.named_scope("verify"):
@@ -129,15 +130,17 @@ def step(program: Program, params: PyTree, rows: RowParams, state: DecodeState) 
         )
         room = state.limits - state.lengths
         count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
-        until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, count)
+        first_end = jnp.argmax(ends, axis=1).astype(jnp.int32)
+        until_end = jnp.where(jnp.any(ends, axis=1), first_end + 1, count)
         ended = jnp.any(ends & (jnp.arange(ends.shape[1]) < count[:, None]), axis=1)
         lengths = state.lengths + jnp.minimum(count, until_end)
         tokens = jax.vmap(lax.dynamic_update_slice)(
             state.tokens, verdict.tokens, state.lengths[:, None]
         )
-        failed = active & ~verdict.valid
+        # What would not have been emitted may be anything.
+        failed = active & ~verdict.valid & ~ended & (lengths < state.limits)
         accepted = jax.nn.one_hot(verdict.num_tokens - 1, block.shape[1], dtype=jnp.int32)
-        offered = jnp.sum(proposal.tokens >= 0, axis=1)
+        offered = jnp.sum(proposal.tokens >= 0, axis=1, dtype=jnp.int32)
         return DecodeState(
             tokens=tokens,
             lengths=lengths,

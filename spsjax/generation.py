@@ -81,7 +81,7 @@ def generate(
         num_speculative_tokens: K, draft tokens a round. None: the drafter's own, 4 for a model.
         sampling: of the target, and of a draft model just so.
         max_new_tokens: one budget, or one a row.
-        seed: row b of any call with this seed draws the same random numbers.
+        seed: in [0, 2**32); row b of any call with this seed draws the same random numbers.
         lenience: below 1, accepts more drafts and is **lossy** (`verify.lenience_bias`).
         stop_at_eos: False goes on to the budget.
 
@@ -197,6 +197,7 @@ class _Job:
         tokens = np.zeros((len(lengths), width), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
+            tokens[row, len(prompt) :] = prompt[-1]  # masked; a token that is known to be harmless
         rows = params.rows(len(self.prompts))
         rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
         self.mesh = (
@@ -302,6 +303,10 @@ def _resolve(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafte
         _check_pair(model, drafter)
         weights = drafter.params
         drafter = draft_model.Drafter(drafter.config)
+    elif isinstance(drafter, draft_model.Drafter):
+        raise InputError(
+            "drafter: expected the loaded draft model itself, found a drafter without it"
+        )
     if not isinstance(drafter, base.Drafter):
         raise InputError(
             f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
@@ -352,7 +357,10 @@ def _encode_one(model: Model, name: str, prompt) -> list[int]:
             raise InputError(
                 f"{name}: expected token ids ({model.name} has no tokenizer), found text"
             )
-        return model.tokenizer.encode(prompt)
+        ids = model.tokenizer.encode(prompt)
+        if not ids:
+            raise InputError(f"{name}: expected a text of at least one token, found {prompt!r}")
+        return ids
     try:
         ids = np.asarray(prompt)
     except ValueError:  # lists of several lengths

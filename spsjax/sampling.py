@@ -58,8 +58,8 @@ class SamplingParams:
 
     def __post_init__(self):
         ranges = {
-            "temperature": (lambda x: (x >= 0) & (x < np.inf), "a finite number >= 0"),
-            "top_k": (lambda x: (x >= 0) & (x == np.floor(x)), "an integer >= 0"),
+            "temperature": (lambda x: (x >= 0) & (x < 1e38), "a finite number >= 0"),
+            "top_k": (lambda x: (x >= 0) & (x < 2**63) & (x == np.floor(x)), "an integer >= 0"),
             "top_p": (lambda x: (x > 0) & (x <= 1), "a number in (0, 1]"),
             "min_p": (lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]"),
         }

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from spsjax import cache as kv
 from spsjax import data, losses
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.types import Array, PyTree
 
@@ -119,6 +120,13 @@ def fit(
         held_out: [M, T+1] int32 examples of other documents.
         workdir: checkpoints and `log.jsonl` go here; a run found here is resumed.
     """
+    for field in ("steps", "batch", "length", "checkpoint_every", "eval_every"):
+        if config.get(field, 1) < 1:
+            raise InputError(f"{field}: expected at least 1, found {config[field]}")
+    if len(held_out) < config.batch:
+        raise InputError(
+            f"batch: expected at most {len(held_out)}, the held-out examples, found {config.batch}"
+        )
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
     update = optimizer(config)

@@ -64,7 +64,7 @@ def rejection(
     draft_probs = jnp.where(tokens[..., None] >= 0, draft_probs, 0)
     numerator, denominator = ratio(tokens, draft_probs, target_probs[:, :K], lenience)
     accepted = sampling.uniforms(keys_B, sampling.ACCEPT, K) * denominator < numerator
-    count = jnp.sum(jnp.cumprod(accepted, axis=1, dtype=jnp.int32), axis=1)
+    count = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1, dtype=jnp.int32)
     # After the last draft token nothing was drafted: a draft of zeros makes the bonus a residual.
     draft_probs = jnp.concatenate([draft_probs, jnp.zeros((B, 1, V), draft_probs.dtype)], axis=1)
     node = count[:, None, None]
@@ -106,6 +106,13 @@ def rejection_sample(
     check_lenience(lenience)
     draft_tokens, draft_probs, target_probs = map(
         jnp.asarray, (draft_tokens, draft_probs, target_probs)
+    )
+    # Half precision has too few bits for a cumulative sum, and for the number that is drawn.
+    draft_probs, target_probs = (
+        array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        if jnp.issubdtype(array.dtype, jnp.floating)
+        else array
+        for array in (draft_probs, target_probs)
     )
     if draft_tokens.ndim != 2 or not jnp.issubdtype(draft_tokens.dtype, jnp.integer):
         raise InputError(
@@ -160,7 +167,8 @@ def lenient_law(draft_probs: Array, target_probs: Array, lenience: float) -> Arr
 def lenience_bias(draft_probs: Array, target_probs: Array, lenience: float) -> Array:
     """Total variation between a leniently emitted token and the target: [..., V] x2 -> [...].
 
-    0 at `lenience=1`. Exact, since the law of the emitted token is known in closed form.
+    0 at `lenience=1`. Exact for sampled rows, since the law of the emitted token is known in closed
+    form. Greedy rows have a rule of their own (`relax_greedy`), which this does not describe.
     """
     law = lenient_law(draft_probs, target_probs, lenience)
     return 0.5 * jnp.sum(jnp.abs(law - target_probs), axis=-1)

@@ -170,7 +170,9 @@ def write_config(folder: pathlib.Path, config: transformer.Config, dtype: str) -
         "eos_token_id": list(config.eos_ids) or None,
         "torch_dtype": dtype,
     }
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")
 
 
 def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -266,5 +268,5 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
         )
     partial = folder / "model.safetensors.partial"
     safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
-    write_config(folder, config, dtype)
     partial.replace(folder / "model.safetensors")
+    write_config(folder, config, jnp.dtype(dtype).name)

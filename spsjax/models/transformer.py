@@ -17,6 +17,7 @@ from flax import nnx
 
 from spsjax import cache as kv
 from spsjax import sharding
+from spsjax.errors import InputError
 from spsjax.types import Array, ModelOutput, PyTree
 
 
@@ -41,14 +42,14 @@ class Config:
     def __post_init__(self):
         for field in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field}: expected at least 1, found {getattr(self, field)}")
+                raise InputError(f"{field}: expected at least 1, found {getattr(self, field)}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"num_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
                 f"found {self.num_heads}"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, found {self.head_dim}")
+            raise InputError(f"head_dim: expected an even number, found {self.head_dim}")
 
 
 def rope_angles(positions_BT: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
