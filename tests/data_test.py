@@ -94,5 +94,5 @@ def test_starting_later_is_continuing(start):
 
 
 def test_too_few_examples_are_refused():
-    with pytest.raises(ValueError, match="at least 3, found 2"):
+    with pytest.raises(ValueError, match="at most 2 examples, found 3"):
         next(data.batches(np.zeros((2, 5), np.int32), 3, seed=0))
