@@ -26,7 +26,7 @@ def stdlib() -> dict[str, str]:
 
 
 def is_held_out(name: str) -> bool:
-    """One file in 20, chosen by the hash of its name alone, so that no run ever trains on it."""
+    """One file in 20, chosen by the hash of its name alone, so that no run trains on it."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
 
 

@@ -151,6 +151,7 @@ def relax_greedy(
     drafted = jnp.take_along_axis(logits[:, :-1], index, axis=-1)
     close = drafted >= jnp.max(logits[:, :-1], axis=-1, keepdims=True) + jnp.log(lenience)
     chosen = jnp.arange(logits.shape[-1]) == draft_tokens[..., None]
+    chosen &= jnp.isfinite(target_probs[:, :-1])  # a law that is no law stays one
     relaxed = jnp.where(chosen & close & greedy[:, None, None], 1.0, target_probs[:, :-1])
     return jnp.concatenate([relaxed, target_probs[:, -1:]], axis=1)
 

@@ -251,6 +251,13 @@ def test_a_nan_inside_a_block_is_an_error_too(target):
             spsjax.generate(bad, [[3], [9]], draft, count, greedy, 20)
 
 
+def test_lenience_does_not_let_an_infinite_logit_through():
+    logits = jnp.zeros((1, 2, 4)).at[0, 0, 1].set(jnp.inf)
+    laws = jnp.full((1, 2, 4), 0.25).at[0, 0].set(jnp.nan)
+    greedy, drafted = jnp.ones(1, bool), jnp.ones((1, 1), jnp.int32)
+    assert jnp.isnan(verify.relax_greedy(laws, logits, drafted, greedy, 0.5)[0, 0]).all()
+
+
 def test_a_nan_row_of_rejection_sample_emits_nothing():
     laws = np.full((3, 3, 4), 0.25, np.float32)
     tokens = np.ones((3, 2), np.int32)
