@@ -83,7 +83,7 @@ def _score_often(program, repeats, params, rows, cache, block):
 
 def _draft_often(config, repeats, params, rows, cache, keys):
     """Draft steps one after another: a pass over one token, its distribution, a draw."""
-    uniforms = sampling.uniforms(keys, sampling.DRAFT, repeats)
+    uniforms = sampling.uniforms(keys, sampling.DRAFT, 2 * repeats).reshape(-1, repeats, 2)
 
     def once(index, carry):
         token, cache, _ = carry

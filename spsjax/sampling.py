@@ -189,37 +189,31 @@ def _as_ordered_integers(x: Array) -> Array:
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
-def draw(weights: Array, uniform: Array) -> Array:
-    """Draws from unnormalised weights by inverting their cumulative sum: [..., V], [...] -> [...].
+def draw(weights: Array, uniforms: Array) -> Array:
+    """Draws from unnormalised weights by inverting cumulative sums: [..., V], [..., 2] -> [...].
 
-    One uniform a draw. The sum is taken in two levels, blocks and then the tokens of one block, so
-    that it costs one pass over the vocabulary. Prefix sums are monotone, so a token of weight zero
-    is never drawn unless all are zero.
+    In two levels, each with a number of its own: a block of tokens, then a token of that block. It
+    costs one pass over the vocabulary, and a rare token is not lost among the 23 bits that one
+    number has. Prefix sums are monotone, so a token of weight zero is never drawn unless all are
+    zero.
     """
     vocab = weights.shape[-1]
     width = min(128, vocab)
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % width)]
     blocks = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, width)
-    block_sums = jnp.sum(blocks, axis=-1)
-    ends = _prefix_sums(block_sums)
+    block = _invert(jnp.sum(blocks, axis=-1), uniforms[..., 0])
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * width + _invert(inside, uniforms[..., 1])).astype(jnp.int32)
+
+
+def _invert(weights: Array, uniform: Array) -> Array:
+    """First index whose prefix sum exceeds `uniform` x total: [..., N], [...] -> [...].
+
+    Each prefix sum of the short last axis is the same masked sum, hence they are monotone.
+    """
+    positions = jnp.arange(weights.shape[-1])
+    upto = positions[:, None] >= positions
+    ends = jnp.sum(jnp.where(upto, weights[..., None, :], 0), axis=-1)
     level = uniform.astype(weights.dtype)[..., None] * ends[..., -1:]
-    block = _first_above(ends, level, block_sums)[..., None]
-    start = jnp.take_along_axis(ends - block_sums, block, axis=-1)
-    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
-    # `start` is rounded: a level just inside the block must not fall before its first token.
-    token = _first_above(_prefix_sums(inside), jnp.maximum(level - start, 0), inside)
-    return (block[..., 0] * width + token).astype(jnp.int32)
-
-
-def _prefix_sums(x: Array) -> Array:
-    """Inclusive cumulative sums of a short last axis, each the same masked sum, hence monotone."""
-    size = x.shape[-1]
-    lower = jnp.arange(size)[:, None] >= jnp.arange(size)
-    return jnp.sum(jnp.where(lower, x[..., None, :], 0), axis=-1)
-
-
-def _first_above(ends: Array, level: Array, weights: Array) -> Array:
-    """First index whose prefix sum exceeds `level`; the last of positive weight if none does."""
-    positions = jnp.arange(ends.shape[-1])
-    last = jnp.max(jnp.where(weights > 0, positions, 0), axis=-1)
+    last = jnp.max(jnp.where(weights > 0, positions, 0), axis=-1)  # the level may round to the end
     return jnp.minimum(jnp.sum(ends <= level, axis=-1), last)

@@ -73,7 +73,7 @@ def rejection(
         jnp.take_along_axis(target_probs, node, axis=1)[:, 0],
         lenience,
     )
-    following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 1)[:, 0])
+    following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 2))
     valid = jnp.isfinite(jnp.sum(left, axis=-1))
     index = jnp.arange(K + 1)
     padded = jnp.concatenate([tokens, jnp.full((B, 1), -1, jnp.int32)], axis=1)

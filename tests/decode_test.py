@@ -48,18 +48,24 @@ def beginning(target, draft, name="draft_model"):
 
 
 def numbers(seed):
-    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function."""
+    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function.
+
+    Of the two numbers of a draw, the second decides in a vocabulary of one block.
+    """
 
     @jax.jit
     def of_round(row, length, role):
         key = jax.random.fold_in(sampling.row_keys(jax.random.key(seed), 4)[row], length)
-        return sampling.uniforms(key[None], role, K)[0]
+        return sampling.uniforms(key[None], role, 2 * K)[0]
 
     @functools.cache
     def cached(row, length, role):
         return np.asarray(of_round(row, length, ROLES[role]), np.float64)
 
-    return lambda row: lambda role, length, index: cached(row, length, role)[index]
+    def number(row, role, length, index):
+        return cached(row, length, role)[index if role == "accept" else 2 * index + 1]
+
+    return lambda row: functools.partial(number, row)
 
 
 def lookup(tokens):

@@ -113,6 +113,11 @@ def _step(program, mutant):
     return jax.jit(step)
 
 
+def doubled(uniforms):
+    """Numbers for `draw`: with a vocabulary of one block, only the second of two decides."""
+    return np.stack([np.full_like(uniforms, 0.5), uniforms], axis=-1).reshape(len(uniforms), -1)
+
+
 @dataclasses.dataclass
 class Loop:
     """The loop with one drafter over tables; `law` enumerates what it emits."""
@@ -182,7 +187,7 @@ class Loop:
         step = _step(self.program, self.mutant)
 
         def run(accept, following):
-            uniforms = middles, accept, following[:, None]
+            uniforms = doubled(middles), accept, doubled(following[:, None])
             output, proposal = step(self.params, rows, state, uniforms, fault)
             accepted = np.argmax(np.asarray(output.accepted), axis=1)
             drawn = np.asarray(output.tokens)[np.arange(R), before + accepted]

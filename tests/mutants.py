@@ -67,7 +67,7 @@ def verifier(fault):
         left = jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, target_probs)
         node = given("residual of the next position", jnp.minimum(count + 1, K), count)
         left = jnp.take_along_axis(left, node[:, None, None], axis=1)[:, 0]
-        following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 1)[:, 0])
+        following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 2))
         index = jnp.arange(K + 1)
         emitted = jnp.concatenate([tokens, -jnp.ones((B, 1), jnp.int32)], axis=1)
         emitted = jnp.where(index == count[:, None], following[:, None], emitted)

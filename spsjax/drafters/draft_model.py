@@ -30,11 +30,12 @@ class Drafter(base.Drafter):
         return cache.at(lengths_B - 1)
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
-        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, self.num_speculative_tokens)
+        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * self.num_speculative_tokens)
+        uniforms = jnp.stack(jnp.split(uniforms, self.num_speculative_tokens, axis=1))  # [K, B, 2]
 
-        def pick(logits_BV, uniform_B):
+        def pick(logits_BV, uniforms_B2):
             probs = sampling.warp(sharding.by_rows(logits_BV), rows)
-            return sampling.draw(probs, uniform_B), probs
+            return sampling.draw(probs, uniforms_B2), probs
 
         # The first step feeds the last two tokens: if all K drafts were accepted, the last of them
         # was never fed; if not, its slot is written again with the same values. A prompt of one
@@ -45,16 +46,16 @@ class Drafter(base.Drafter):
         output = self._apply(params, pair, positions, state.at(start))
         newest = (lengths_B - 1 - start)[:, None, None]
         logits = jnp.take_along_axis(output.logits, newest, axis=1)[:, 0]
-        first, first_probs = pick(logits, uniforms[:, 0])
+        first, first_probs = pick(logits, uniforms[0])
 
-        def step(carry, uniform_B):
+        def step(carry, uniforms_B2):
             token, cache = carry
             output = self._apply(params, token[:, None], cache.lengths[:, None], cache)
-            token, probs = pick(output.logits[:, 0], uniform_B)
+            token, probs = pick(output.logits[:, 0], uniforms_B2)
             return (token, output.cache), (token, probs)
 
         carry = first, output.cache.at(lengths_B)
-        (_, cache), (tokens, probs) = lax.scan(step, carry, uniforms[:, 1:].T)
+        (_, cache), (tokens, probs) = lax.scan(step, carry, uniforms[1:])
         tokens = jnp.concatenate([first[:, None], tokens.T], axis=1)
         probs = jnp.concatenate([first_probs[:, None], jnp.moveaxis(probs, 0, 1)], axis=1)
         return Proposal(tokens, probs), cache
