@@ -17,7 +17,7 @@ import display
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import benchmark, cli, loading, peers
+from spsjax import benchmark, cli, files, loading, peers
 from spsjax.errors import InputError
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -55,7 +55,7 @@ def main():
     if _JSON.value:
         figures = {"config": config.to_dict(), **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
-        pathlib.Path(_JSON.value).write_text(text, encoding="utf-8")
+        files.write(_JSON.value, text)
 
 
 def rounded(tree):

@@ -5,8 +5,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +19,14 @@ _STYLES = {
     "bonus token, after no rejection": "bold blue underline",
 }
 _DRAFT, _RESIDUAL, _BONUS = _STYLES
+
+
+def paint(console: Console, text: str, style: str) -> None:
+    """Prints a text as it is. (Rich would expand its tabs and drop other control characters.)"""
+    if console.color_system:
+        system = COLOR_SYSTEMS[console.color_system]
+        text = Style.parse(style).render(text, color_system=system)
+    print(text, end="", flush=True)
 
 
 def legend() -> Text:
@@ -87,15 +96,9 @@ def stream(model, prompt, drafter, num_speculative_tokens, *, colour: bool, **op
         next(rounds, None)
     figures.warm_up = time.perf_counter() - start
     ids, rounds = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
-    if colour:
-        console.print(Text(prompt, "dim"), end="", soft_wrap=True)
-    else:
-        print(prompt, end="", flush=True)
+    paint(console, prompt, "dim" if colour else "")
     for text, style in pieces(model.tokenizer, ids, figures.count(rounds)):
-        if colour:
-            console.print(Text(text, style), end="", soft_wrap=True)
-        else:
-            print(text, end="", flush=True)
+        paint(console, text, style if colour else "")
     print(flush=True)
     if colour and figures.proposed:
         console.print(legend(), soft_wrap=True)

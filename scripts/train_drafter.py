@@ -4,23 +4,21 @@ python scripts/train_drafter.py --config=configs/experiments/pystdlib_draft.py \
     --config.target=runs/target/model --workdir=runs/draft
 """
 
-import json
 import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, data, losses, train
+from spsjax import cli, data, loading, losses, train
 from spsjax.errors import InputError
-from spsjax.loading import load
-from spsjax.models import huggingface, transformer
+from spsjax.models import transformer
 
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept.")
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flag_as_required("workdir")
 
 
 def main():
@@ -31,7 +29,7 @@ def main():
             f"objective: expected one of {', '.join(losses.DIVERGENCES)}, "
             f"found {config.objective!r}"
         )
-    target = load(config.target, dtype=jnp.float32)
+    target = loading.load(config.target, dtype=jnp.float32)
     if target.tokenizer is None:
         raise InputError(
             f"{config.target}: expected a tokenizer.model beside the weights, found none"
@@ -49,11 +47,9 @@ def main():
     print(f"{transformer.num_params(params):,} parameters")
     loss = train.distillation_loss(model, target.config, target.params, config.objective)
     params, metrics = train.fit(config, params, loss, examples, held_out, workdir)
-    huggingface.save(workdir / "model", model, params)
-    shutil.copy(target.tokenizer.path, workdir / "model" / "tokenizer.model")
-    (workdir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    loading.save(workdir / "model", loading.Model("trained", model, params, target.tokenizer))
     print(f"held out: {metrics}; model in {workdir / 'model'}")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, _CONFIGS / "pystdlib_draft.py")

@@ -3,20 +3,19 @@
 python scripts/train_target.py --config=configs/experiments/pystdlib_target.py --workdir=runs/target
 """
 
-import json
 import pathlib
-import shutil
 
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, data, tokenizer, train
-from spsjax.models import huggingface, transformer
+from spsjax import cli, data, loading, tokenizer, train
+from spsjax.models import transformer
 
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept.")
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flag_as_required("workdir")
 
 
 def main():
@@ -34,11 +33,9 @@ def main():
     print(f"{transformer.num_params(params):,} parameters")
     loss = train.language_model_loss(model)
     params, metrics = train.fit(config, params, loss, examples, held_out, workdir)
-    huggingface.save(workdir / "model", model, params)
-    shutil.copy(path, workdir / "model" / "tokenizer.model")
-    (workdir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    loading.save(workdir / "model", loading.Model("trained", model, params, pieces))
     print(f"held out: {metrics}; model in {workdir / 'model'}")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, _CONFIGS / "pystdlib_target.py")

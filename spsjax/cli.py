@@ -1,7 +1,9 @@
 """What the scripts share: flags into objects, and a user's mistake into one line."""
 
 import importlib.util
+import os
 import pathlib
+import runpy
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -17,8 +19,9 @@ from spsjax.errors import InputError, NonFiniteError, one_line
 def run(main: Callable[[], None], default_config: str | pathlib.Path | None = None) -> NoReturn:
     """Runs a script's `main`; what the user got wrong becomes one line on stderr and exit code 1.
 
-    `default_config` stands in where the command line has no `--config`. (As the flag's own default
-    it would be read first, and refuse every override that only the user's file knows.)
+    `default_config` stands in where the command line has no `--config`, and says which keys a
+    config must have. (As the flag's own default it would be read first, and refuse every override
+    that only the user's file knows.)
     """
     argv = list(sys.argv)
     if default_config is not None and not any(map(_config_file, argv[1:])):
@@ -30,6 +33,8 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # libraries tell a lot about themselves
         try:
+            if default_config is not None:
+                _check_keys(flags.FLAGS["config"].value, runpy.run_path(str(default_config)))
             main()
         except (InputError, NonFiniteError, OSError) as error:
             fail(error)
@@ -41,7 +46,8 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
 
 def fail(error: Exception) -> NoReturn:
     """Ends the script with one line."""
-    print(f"error: {one_line(error)}", file=sys.stderr)
+    name = f"{error.filename}: " if getattr(error, "filename", None) else ""
+    print(f"error: {name}{one_line(error)}", file=sys.stderr)
     sys.exit(1)
 
 
@@ -54,9 +60,7 @@ def _parse(argv: list[str]) -> list[str]:
     for argument, following in zip(argv[1:], [*argv[2:], ""]):
         if _config_file(argument):
             _, equals, name = argument.partition("=")
-            path = pathlib.Path((name if equals else following).partition(":")[0])
-            if not path.is_file():
-                fail(InputError(f"--config: expected a config file, found none at {path}"))
+            _check_config(pathlib.Path((name if equals else following).partition(":")[0]))
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
@@ -64,6 +68,31 @@ def _parse(argv: list[str]) -> list[str]:
     except (AttributeError, KeyError) as error:  # how ml_collections names an unknown key
         found = one_line(error).strip("\"'")
         fail(InputError(f"--config: expected a key that the config has, found {found}"))
+    except Exception as error:  # the user's program, again
+        found = f"{type(error).__name__}: {one_line(error)}"
+        fail(InputError(f"--config: expected get_config to return a config, found {found}"))
+
+
+def _check_config(path: pathlib.Path) -> None:
+    """Ends the script unless the file defines `get_config`: a config is a program, and may fail."""
+    if not path.is_file():
+        fail(InputError(f"--config: expected a config file, found none at {path}"))
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:
+        found = f"{type(error).__name__}: {one_line(error)}"
+        fail(InputError(f"--config: {path}: expected a Python program, found {found}"))
+    if not callable(names.get("get_config")):
+        fail(InputError(f"--config: {path}: expected a function get_config, found none"))
+
+
+def _check_keys(config, default: dict) -> None:
+    """Raises InputError unless the config has all the keys of the script's own."""
+    if not isinstance(config, ConfigDict):
+        raise InputError(f"--config: expected a ConfigDict, found {type(config).__name__}")
+    missing = sorted(set(default["get_config"]()) - set(config))
+    if missing:
+        raise InputError(f"--config: expected a key {missing[0]!r}, found none")
 
 
 def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
@@ -97,8 +126,14 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
 
 def check_writable(path: str | None) -> None:
     """Raises InputError now rather than after the measurement."""
-    if path and not pathlib.Path(path).absolute().parent.is_dir():
+    if not path:
+        return
+    parent = pathlib.Path(path).absolute().parent
+    if not parent.is_dir():
         raise InputError(f"{path}: expected a file in a folder that exists, found no such folder")
+    if pathlib.Path(path).is_dir() or not os.access(parent, os.W_OK):
+        found = "a folder" if pathlib.Path(path).is_dir() else "a folder that is read-only"
+        raise InputError(f"{path}: expected a file that can be written, found {found}")
 
 
 def check_installed(flag: str, *modules: str) -> None:

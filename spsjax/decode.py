@@ -78,7 +78,7 @@ def prefill(
         lengths=lengths_B,
         done=lengths_B >= limits_B,
         cache=output.cache.at(lengths_B - 1),
-        drafter=program.drafter.init(params, tokens_BS, lengths_B),
+        drafter=program.drafter.init(params, tokens_BT, lengths_B, slots),
         limits=limits_B,
         keys=keys_B,
         failed=jnp.zeros(B, bool),

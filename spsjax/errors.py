@@ -1,5 +1,7 @@
 """The errors that a user can cause, each with one line that names the thing."""
 
+import reprlib
+
 
 class InputError(ValueError):
     """Something given to spsjax is not usable: what it is, what was expected, what was found."""
@@ -7,6 +9,13 @@ class InputError(ValueError):
 
 class NonFiniteError(ArithmeticError):
     """A model gave a NaN or an infinity, so that no distribution can be formed."""
+
+
+def brief(value) -> str:
+    """A value as a message shows it: `repr`, on one line, the middle of a long one left out."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return " ".join(short.repr(value).split())
 
 
 def one_line(error: Exception) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, sampling, sharding, verify
-from spsjax.drafters import base, draft_model, none
+from spsjax import arguments, decode, sampling, sharding, verify
+from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import Model
 from spsjax.sampling import SamplingParams
@@ -108,7 +108,7 @@ def stream(
     Takes what `generate` takes, and raises what it raises. A character that spans tokens is held
     back until it is whole.
     """
-    _check_model(model)
+    arguments.check_model(model)
     if model.tokenizer is None:
         raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
     return _texts(model, *rounds(model, prompt, drafter, num_speculative_tokens, **options))
@@ -174,17 +174,15 @@ class _Job:
         lenience, stop_at_eos,
     ):  # fmt: skip
         verify.check_lenience(lenience)
-        _check_model(model)
-        if not isinstance(params, SamplingParams):
-            raise InputError(f"sampling: expected SamplingParams, found {type(params).__name__}")
-        if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**32:
-            raise InputError(f"seed: expected an integer in [0, 2**32), found {seed!r}")
-        drafter, weights = _resolve(model, drafter, num_speculative_tokens)
+        arguments.check_model(model)
+        arguments.check_sampling(params)
+        arguments.check_seed(seed)
+        draft = [drafter] if isinstance(drafter, Model) else []
+        drafter, weights = arguments.drafter(model, drafter, num_speculative_tokens)
         self.model = model
-        self.prompts = _encode(model, prompts)
-        budgets = _budgets(max_new_tokens, len(self.prompts))
-        for row, (prompt, budget) in enumerate(zip(self.prompts, budgets)):
-            _check_length(f"prompts[{row}]", len(prompt), budget, model)
+        self.prompts = arguments.prompts(model, prompts)
+        budgets = arguments.budgets(max_new_tokens, len(self.prompts))
+        arguments.check_lengths(self.prompts, budgets, model, *draft)
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
         self.params = {"target": model.params, "drafter": weights}
@@ -280,123 +278,3 @@ def _small(state: decode.DecodeState) -> dict[str, jax.Array]:
     """What the host wants to see of a state: everything but caches and keys."""
     fields = ("tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted")
     return {field: getattr(state, field) for field in fields}
-
-
-def _check_model(model) -> None:
-    if not isinstance(model, Model):
-        raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
-
-
-def _resolve(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter, object]:
-    """The drafter as the loop takes it, and its parameters."""
-    count = num_speculative_tokens
-    if count is not None and (not isinstance(count, (int, np.integer)) or count < 0):
-        raise InputError(f"num_speculative_tokens: expected an integer >= 0, found {count!r}")
-    weights = {}
-    if drafter is None:
-        if count:
-            raise InputError(
-                f"num_speculative_tokens: expected 0 or None without a drafter, found {count}"
-            )
-        return none.Drafter(), weights
-    if isinstance(drafter, Model):
-        _check_pair(model, drafter)
-        weights = drafter.params
-        drafter = draft_model.Drafter(drafter.config)
-    elif isinstance(drafter, draft_model.Drafter):
-        raise InputError(
-            "drafter: expected the loaded draft model itself, found a drafter without it"
-        )
-    if not isinstance(drafter, base.Drafter):
-        raise InputError(
-            f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
-        )
-    if count is not None:
-        drafter = dataclasses.replace(drafter, num_speculative_tokens=int(count))
-    count, context = drafter.num_speculative_tokens, model.config.max_positions
-    if not isinstance(count, (int, np.integer)) or not 0 <= count < context:
-        raise InputError(
-            f"num_speculative_tokens: expected an integer in [0, {context}), the context, "
-            f"found {count!r}"
-        )
-    if drafter.num_speculative_tokens == 0:
-        return none.Drafter(), {}
-    return drafter, weights
-
-
-def _check_pair(target: Model, draft: Model) -> None:
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise InputError(
-            f"drafter {draft.name}: expected the target's vocabulary of "
-            f"{target.config.vocab_size}, found {draft.config.vocab_size}"
-        )
-    if target.tokenizer and draft.tokenizer and target.tokenizer != draft.tokenizer:
-        raise InputError(
-            f"drafter {draft.name}: expected the target's tokenizer, found another one"
-        )
-    if target.mesh != draft.mesh:
-        raise InputError(f"drafter {draft.name}: expected the target's mesh, found another one")
-
-
-def _encode(model: Model, prompts) -> list[list[int]]:
-    """Token ids of each prompt, checked."""
-    if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
-        raise InputError(
-            f"prompts: expected a list of texts or token-id lists, found {type(prompts).__name__}"
-        )
-    if not len(prompts):
-        raise InputError("prompts: expected at least one, found none")
-    return [_encode_one(model, f"prompts[{row}]", prompt) for row, prompt in enumerate(prompts)]
-
-
-def _encode_one(model: Model, name: str, prompt) -> list[int]:
-    if isinstance(prompt, str):
-        if not prompt:
-            raise InputError(f"{name}: expected a text, found an empty one")
-        if model.tokenizer is None:
-            raise InputError(
-                f"{name}: expected token ids ({model.name} has no tokenizer), found text"
-            )
-        ids = model.tokenizer.encode(prompt)
-        if not ids:
-            raise InputError(f"{name}: expected a text of at least one token, found {prompt!r}")
-        return ids
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:  # lists of several lengths
-        ids = np.asarray(None)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise InputError(
-            f"{name}: expected a text or a list of integers, found {type(prompt).__name__}"
-        )
-    if not ids.size:
-        raise InputError(f"{name}: expected at least one token, found none")
-    wrong = ids[(ids < 0) | (ids >= model.config.vocab_size)]
-    if wrong.size:
-        raise InputError(
-            f"{name}: expected token ids in [0, {model.config.vocab_size}), found {wrong[0]}"
-        )
-    return ids.tolist()
-
-
-def _budgets(max_new_tokens, batch: int) -> list[int]:
-    try:
-        budgets = np.asarray(max_new_tokens)
-    except ValueError:  # lists of several lengths
-        budgets = np.asarray(None)
-    if not np.issubdtype(budgets.dtype, np.integer) or (budgets < 0).any():
-        raise InputError(f"max_new_tokens: expected integers >= 0, found {max_new_tokens!r}")
-    if budgets.ndim and budgets.shape != (batch,):
-        raise InputError(
-            f"max_new_tokens: expected one value or {batch} (one a row), found {budgets.size}"
-        )
-    return np.broadcast_to(budgets, (batch,)).tolist()
-
-
-def _check_length(name: str, length: int, budget: int, model: Model) -> None:
-    context = model.config.max_positions
-    if length + budget > context:
-        raise InputError(
-            f"{name}: expected prompt and new tokens within the context of {context}, "
-            f"found {length} + {budget}"
-        )

@@ -6,8 +6,8 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from spsjax import sharding
-from spsjax.errors import InputError, one_line
+from spsjax import files, sharding
+from spsjax.errors import InputError, brief, one_line
 from spsjax.models import huggingface, transformer
 from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
@@ -68,6 +68,15 @@ def load(
     return Model(str(name), config, params, tokenizer, mesh)
 
 
+def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
+    """Writes a folder that `load` reads, and other tools that know the Hugging Face layout."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if model.tokenizer is not None:
+        files.write(folder / "tokenizer.model", model.tokenizer.path.read_bytes())
+    huggingface.save(folder, model.config, model.params, dtype)
+
+
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
     """A model of random weights and no tokenizer, for timing and for tests."""
     _check_mesh(mesh)
@@ -96,7 +105,7 @@ def _folder(name: str | pathlib.Path) -> pathlib.Path:
     if pathlib.Path(name).as_posix() in names:
         return _SHIPPED / name
     shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
-    raise InputError(f"{str(name)[:200]!r}: expected a model folder or {shipped}, found {found}")
+    raise InputError(f"{brief(str(name))}: expected a model folder or {shipped}, found {found}")
 
 
 def _compute_type(dtype) -> jnp.dtype:
@@ -106,7 +115,7 @@ def _compute_type(dtype) -> jnp.dtype:
     try:
         dtype = jnp.dtype(dtype)
     except (TypeError, ValueError):
-        raise InputError(f"{expected}, found {dtype!r}") from None
+        raise InputError(f"{expected}, found {brief(dtype)}") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise InputError(f"{expected}, found {dtype}")
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief
 from spsjax.types import Array, pytree_dataclass
 
 # What a random number decides. Folded into a row's key, so that no two uses share a number.
@@ -70,7 +70,7 @@ class SamplingParams:
             except (TypeError, ValueError):
                 numbers = np.asarray(None)
             if numbers.ndim > 1 or numbers.dtype.kind not in "iuf" or not np.all(in_range(numbers)):
-                raise InputError(f"{field}: expected {expected}, found {value!r}")
+                raise InputError(f"{field}: expected {expected}, found {brief(value)}")
 
     def rows(self, batch: int) -> RowParams:
         """One value a row as NumPy arrays; raises InputError if a sequence has another length."""

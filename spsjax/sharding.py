@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief
 from spsjax.types import Array
 
 # Parameter -> how its axes are split. What is not named here (norms) is on every device.
@@ -34,7 +34,7 @@ def mesh(data: int = 1, model: int = 1) -> Mesh:
     devices = jax.devices()
     sizes = data, model
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise InputError(f"mesh: expected integers >= 1, found {data!r} x {model!r}")
+        raise InputError(f"mesh: expected integers >= 1, found {brief(data)} x {brief(model)}")
     if data * model > len(devices):
         raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")
     grid = np.asarray(devices[: data * model]).reshape(data, model)

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from spsjax import cache as kv
-from spsjax import data, losses
+from spsjax import data, files, losses
 from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.types import Array, PyTree
@@ -118,7 +118,8 @@ def fit(
         loss: `(params, batch [B, T+1]) -> (scalar, metrics)`.
         examples: [N, T+1] int32 training examples.
         held_out: [M, T+1] int32 examples of other documents.
-        workdir: checkpoints and `log.jsonl` go here; a run found here is resumed.
+        workdir: checkpoints, `log.jsonl` and at last `metrics.json` go here; a run found here is
+            resumed.
     """
     for field in ("steps", "batch", "length", "checkpoint_every", "eval_every"):
         if config.get(field, 1) < 1:
@@ -162,7 +163,9 @@ def fit(
                 clock = time.perf_counter()
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                 manager.save(step + 1, args=ocp.args.StandardSave(state))
-    return state["params"], evaluate(loss, state["params"], held_out, config.batch)
+    metrics = evaluate(loss, state["params"], held_out, config.batch)
+    files.write(workdir / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+    return state["params"], metrics
 
 
 def _log(workdir: pathlib.Path, **record) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import sampling
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief
 from spsjax.types import Array, Proposal, Verdict
 
 
@@ -74,7 +74,8 @@ def rejection(
         lenience,
     )
     following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 2))
-    valid = jnp.isfinite(jnp.sum(left, axis=-1))
+    total = jnp.sum(left, axis=-1)
+    valid = jnp.isfinite(total) & (total > 0)
     index = jnp.arange(K + 1)
     padded = jnp.concatenate([tokens, jnp.full((B, 1), -1, jnp.int32)], axis=1)
     emitted = jnp.where(index < count[:, None], padded, -1)
@@ -101,39 +102,23 @@ def rejection_sample(
         row with a probability that is not finite.
 
     Raises:
-        InputError: shapes that do not fit together, or a lenience outside (0, 1].
+        InputError: shapes or types that do not fit together, a lenience outside (0, 1]; and,
+            unless traced by `jit`, ids outside the vocabulary and distributions that are none.
     """
     check_lenience(lenience)
-    draft_tokens, draft_probs, target_probs = map(
-        jnp.asarray, (draft_tokens, draft_probs, target_probs)
-    )
-    # Half precision has too few bits for a cumulative sum, and for the number that is drawn.
-    draft_probs, target_probs = (
-        array.astype(jnp.promote_types(array.dtype, jnp.float32))
-        if jnp.issubdtype(array.dtype, jnp.floating)
-        else array
-        for array in (draft_probs, target_probs)
-    )
-    if draft_tokens.ndim != 2 or not jnp.issubdtype(draft_tokens.dtype, jnp.integer):
-        raise InputError(
-            f"draft_tokens: expected integers [B, K], found {draft_tokens.dtype} "
-            f"{list(draft_tokens.shape)}"
-        )
-    (B, K), V = draft_tokens.shape, target_probs.shape[-1] if target_probs.ndim else 0
-    for name, array, shape in (
-        ("draft_probs", draft_probs, (B, K, V)),
-        ("target_probs", target_probs, (B, K + 1, V)),
-    ):
-        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
-            raise InputError(
-                f"{name}: expected floats {list(shape)}, found {array.dtype} {list(array.shape)}"
-            )
-    if not isinstance(draft_tokens, jax.core.Tracer):  # under jit the values are not known
-        wrong = np.asarray(draft_tokens)
+    _check_key(key)
+    tokens = _array("draft_tokens", draft_tokens)
+    if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputError(f"draft_tokens: expected integers [B, K], B >= 1, found {_shape(tokens)}")
+    (B, K), V = tokens.shape, (0, *_array("target_probs", target_probs).shape)[-1]
+    target_probs = _distributions("target_probs", target_probs, (B, K + 1, V))
+    draft_probs = _distributions("draft_probs", draft_probs, (B, K, V), tokens >= 0)
+    if not isinstance(tokens, jax.core.Tracer):  # under jit the values are not known
+        wrong = np.asarray(tokens)
         wrong = wrong[(wrong < -1) | (wrong >= V)]
         if wrong.size:
             raise InputError(f"draft_tokens: expected ids in [-1, {V}), found {wrong[0]}")
-    proposal = Proposal(draft_tokens.astype(jnp.int32), draft_probs)
+    proposal = Proposal(jnp.asarray(tokens, jnp.int32), draft_probs)
     verdict = rejection(sampling.row_keys(key, B), proposal, target_probs, lenience)
     tokens = jnp.where(verdict.valid[:, None], verdict.tokens, -1)
     return tokens, jnp.where(verdict.valid, verdict.num_tokens, 0)
@@ -157,8 +142,14 @@ def relax_greedy(
 
 
 def lenient_law(draft_probs: Array, target_probs: Array, lenience: float) -> Array:
-    """The law of one token emitted with lenience: [..., V], [..., V] -> [..., V]. Exact."""
+    """The law of one token emitted with lenience: [..., V], [..., V] -> [..., V]. Exact.
+
+    Raises:
+        InputError: shapes or types that do not fit together, a lenience outside (0, 1].
+    """
     check_lenience(lenience)
+    target_probs = _distributions("target_probs", target_probs)
+    draft_probs = _distributions("draft_probs", draft_probs, target_probs.shape)
     kept = jnp.minimum(draft_probs, target_probs / lenience)
     left = residual(draft_probs, target_probs, lenience)
     rejected = 1 - jnp.sum(kept, axis=-1, keepdims=True)
@@ -172,10 +163,58 @@ def lenience_bias(draft_probs: Array, target_probs: Array, lenience: float) -> A
     form. Greedy rows have a rule of their own (`relax_greedy`), which this does not describe.
     """
     law = lenient_law(draft_probs, target_probs, lenience)
+    target_probs = _distributions("target_probs", target_probs)
     return 0.5 * jnp.sum(jnp.abs(law - target_probs), axis=-1)
 
 
 def check_lenience(lenience: float) -> None:
     """Raises InputError unless 0 < lenience <= 1."""
     if not isinstance(lenience, numbers.Real) or not 0 < lenience <= 1:
-        raise InputError(f"lenience: expected a number in (0, 1], found {lenience!r}")
+        raise InputError(f"lenience: expected a number in (0, 1], found {brief(lenience)}")
+
+
+def _check_key(key) -> None:
+    """Raises InputError unless it is one key, of the new style or the old."""
+    dtype, shape = getattr(key, "dtype", None), np.shape(key)
+    new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if not new and not (dtype == jnp.uint32 and len(shape) == 1):
+        found = type(key).__name__ if dtype is None else f"{dtype} {list(shape)}"
+        raise InputError(f"key: expected one key (jax.random.key), found {found}")
+
+
+def _array(name: str, value):
+    """The value as an array, its type as it is: JAX would wrap a large integer."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of several lengths
+        raise InputError(f"{name}: expected an array, found {brief(value)}") from None
+
+
+def _distributions(name: str, value, shape: tuple | None = None, relevant=True) -> Array:
+    """[..., V] probabilities of that shape, in float32 or more: half precision cannot be summed.
+
+    What is a distribution is checked with a wide margin, where `relevant`; NaN is let through.
+    """
+    probs = _array(name, value)
+    fits = probs.ndim and probs.shape[-1] and shape in (None, probs.shape)
+    if not fits or not jnp.issubdtype(probs.dtype, jnp.floating):
+        expected = "[..., V]" if shape is None else list(shape)
+        raise InputError(f"{name}: expected floats {expected}, found {_shape(probs)}")
+    probs = jnp.asarray(probs)
+    probs = probs.astype(jnp.promote_types(probs.dtype, jnp.float32))
+    if not isinstance(probs, jax.core.Tracer) and not isinstance(relevant, jax.core.Tracer):
+        total, least = (np.asarray(f(probs, axis=-1)) for f in (jnp.sum, jnp.min))
+        wrong = ((least < 0) | (np.abs(total - 1) > 0.02)) & np.asarray(relevant)
+        if wrong.any():
+            at = tuple(np.argwhere(wrong)[0].tolist())
+            raise InputError(
+                f"{name}: expected probabilities >= 0 that sum to 1, found a least of "
+                f"{least[at]:.4g} and a sum of {total[at]:.4g} at {list(at)}"
+            )
+    return probs
+
+
+def _shape(array) -> str:
+    return f"{array.dtype} {list(array.shape)}"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import drafting
 import jax
@@ -260,3 +261,12 @@ def test_drafters_are_found_by_name():
         assert issubclass(getattr(drafters, name).Drafter, drafters.base.Drafter)
     with pytest.raises(AttributeError, match="expected a drafter's module, found 'nothing'"):
         drafters.nothing  # noqa: B018
+
+
+def test_64_bit_mode_changes_nothing(target, draft):
+    options = {"sampling": MIXED, "max_new_tokens": NEW, "seed": 5}
+    expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
+    with jax.enable_x64(True), mock.patch.dict(decode._compiled, clear=True):
+        out = spsjax.generate(target, PROMPTS, draft, K, **options)
+    for tokens, right in zip(out.tokens, expected):
+        np.testing.assert_array_equal(tokens, right)

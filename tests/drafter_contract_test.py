@@ -76,7 +76,7 @@ def test_shapes_and_types(target, draft, name):
     keys = sampling.row_keys(jax.random.key(0), 4)
 
     def round_(tokens, lengths, keys):
-        state = drafter.init(params, tokens, lengths)
+        state = drafter.init(params, tokens, lengths, 32)
         proposal, later = drafter.propose(params, state, tokens, lengths, MIXED.rows(4), keys)
         return state, proposal, drafter.commit(params, later, lengths + 1)
 

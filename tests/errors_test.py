@@ -71,6 +71,12 @@ def test_more_tokens_than_the_context(model, length, budget):
     )  # fmt: skip
 
 
+def test_more_tokens_than_the_context_of_the_draft(model):
+    short = spread_model(64, max_positions=32)
+    refused(model, "prompts[0]", "32", "2 + 31", drafter=short, max_new_tokens=31)
+    assert spsjax.generate(model, [[1, 2]], short, max_new_tokens=30).tokens[0].size == 30
+
+
 def test_the_context_can_be_filled(model):
     assert len(spsjax.generate(model, [[1] * 60], max_new_tokens=4).tokens[0]) == 4
 
@@ -189,6 +195,50 @@ def test_distributions_that_do_not_fit_the_drafts():
         spsjax.rejection_sample(key, tokens.astype(np.float32), draft, target)
     with one_line("lenience", "(0, 1]", "2"):
         spsjax.rejection_sample(key, tokens, draft, target, lenience=2)
+    with one_line("draft_tokens", "B >= 1", "[0, 3]"):
+        spsjax.rejection_sample(key, tokens[:0], draft[:0], target[:0])
+    with one_line("target_probs", "[2, 4, 0]"):
+        spsjax.rejection_sample(key, tokens, draft[..., :0], target[..., :0])
+    for ragged in ([[0, 1], [1]], None, "text"):
+        for index, name in enumerate(("draft_tokens", "draft_probs", "target_probs")):
+            given = [tokens, draft, target]
+            given[index] = ragged
+            with one_line(name):
+                spsjax.rejection_sample(key, *given)
+
+
+def test_values_that_are_no_distributions():
+    key, tokens = jax.random.key(0), np.zeros((2, 3), int)
+    draft, target = np.ones((2, 3, 5)) / 5, np.ones((2, 4, 5)) / 5
+    with one_line("draft_tokens", "[-1, 5)", str(2**32)):  # int32 would make it 0
+        spsjax.rejection_sample(key, tokens + 2**32, draft, target)
+    for wrong in (0 * target, -target, 3 * target, np.log(target)):
+        with one_line("target_probs", "sum to 1", "at [0, 0]"):
+            spsjax.rejection_sample(key, tokens, draft, wrong)
+        with one_line("draft_probs", "sum to 1", "at [1, 0]"):
+            spsjax.rejection_sample(key, tokens, np.stack([draft[0], wrong[1, :3]]), target)
+        with one_line("target_probs", "sum to 1"):
+            spsjax.lenience_bias(wrong, wrong, 0.5)
+    with one_line("draft_probs", "[5]", "[4]"):
+        spsjax.lenience_bias(np.ones(4) / 4, np.ones(5) / 5, 0.5)
+    # What proposes nothing need not be a distribution.
+    assert spsjax.rejection_sample(key, tokens - 1, 0 * draft, target)[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("key", [0, None, jax.random.split(jax.random.key(0)), np.zeros((2, 2))])
+def test_a_key_that_is_none(key):
+    tokens, draft, target = np.zeros((1, 1), int), np.ones((1, 1, 2)) / 2, np.ones((1, 2, 2)) / 2
+    with one_line("key", "jax.random.key"):
+        spsjax.rejection_sample(key, tokens, draft, target)
+    spsjax.rejection_sample(jax.random.PRNGKey(0), tokens, draft, target)  # the old style is one
+
+
+def test_a_long_value_is_shown_in_short(model):
+    with one_line("temperature"):
+        SamplingParams(temperature=[-1.0] * 10_000)
+    refused(model, "max_new_tokens", max_new_tokens=np.full((100, 100), -1))
+    with one_line("expected a model folder"):
+        spsjax.load("x" * 10_000)
 
 
 # Weights are not searched for NaN when they are loaded; the call that meets one says where.

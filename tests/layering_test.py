@@ -8,12 +8,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
 # What is not named here stands on the top floor, where nothing of the package may import it.
 FLOORS = (
-    {"types", "errors"},
+    {"types", "errors", "files"},
     {"sharding", "cache", "sampling", "losses"},
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},
-    {"data", "tokenizer", "loading", "generation"},
+    {"data", "tokenizer", "loading", "arguments", "generation"},
     {"train", "probes"},
     {"benchmark"},
     {"peers"},
@@ -24,6 +24,8 @@ BESIDE = {
     ("models.huggingface", "models.transformer"),
     ("data", "tokenizer"),
     ("loading", "tokenizer"),
+    ("arguments", "loading"),
+    ("generation", "arguments"),
     ("generation", "loading"),
 }
 MODULES = sorted(

@@ -5,13 +5,9 @@ import pathlib
 
 import pytest
 
-from spsjax import loading
-
 _ROOT = pathlib.Path(__file__).parent.parent
-_SHIPPED = pathlib.Path(loading.__file__).parent / "pretrained/pystdlib/draft/model.safetensors"
 
 
-@pytest.mark.skipif(not _SHIPPED.exists(), reason="the shipped pair is not installed")
 @pytest.mark.parametrize(
     "path", sorted((_ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name
 )

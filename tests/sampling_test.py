@@ -188,7 +188,7 @@ def test_the_law_of_a_draw_is_that_of_its_weights(vocab):
         size = min(128, vocab - 128 * block)
         at = np.full(size - 1, middles[block], np.float32)
         inside = masses(
-            size, lambda u, index: np.asarray(draw(np.stack([at, u], -1))) % 128 <= index
+            size, lambda u, index, at=at: np.asarray(draw(np.stack([at, u], -1))) % 128 <= index
         )
         law[128 * block : 128 * block + size] = of_block[block] * inside
     right = weights / weights.sum(dtype=np.float64)

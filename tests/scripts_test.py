@@ -76,11 +76,13 @@ def test_generate_json(pair, drafter):
 
 
 def test_generate_streams_what_json_holds_and_show_adds_a_legend(pair, tmp_path):
-    (tmp_path / "prompt.py").write_text("import os\n", encoding="utf-8")
+    prompt = "if x:\n\tpass\n\f\n"  # a terminal library would change tab and form feed
+    (tmp_path / "prompt.py").write_text(prompt, encoding="utf-8")
     flags = (*pair, *SHORT, f"--file={tmp_path / 'prompt.py'}")
     whole = json.loads(succeeds("generate.py", *flags, "--json").stdout)
     plain, shown = succeeds("generate.py", *flags), succeeds("generate.py", *flags, "--show")
-    assert plain.stdout == f"import os\n{whole['text']}\n"
+    assert plain.stdout == f"{prompt}{whole['text']}\n"
+    assert shown.stdout.startswith(plain.stdout)
     assert "a token (compiling" in plain.stderr
     assert "residual token" in shown.stdout and "residual token" not in plain.stdout
 
@@ -142,6 +144,15 @@ def fails_with_one_line(result: subprocess.CompletedProcess, *pieces: str):
         assert piece in result.stderr
 
 
+CONFIGS = {
+    "syntax.py": "def get_config(:",
+    "empty.py": "",
+    "zero.py": "def get_config(): return 1 / 0",
+    "number.py": "def get_config(): return 3",
+    "short.py": "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({})",
+}
+
+
 @pytest.mark.parametrize(
     ("flags", "piece"),
     [
@@ -161,10 +172,17 @@ def fails_with_one_line(result: subprocess.CompletedProcess, *pieces: str):
         (["--file=nosuch.txt"], "nosuch.txt"),
         (["--file=latin1.txt"], "latin1.txt"),
         (["--file=."], "directory"),
+        (["--prompt=x", "--config=syntax.py"], "syntax.py: expected a Python program"),
+        (["--prompt=x", "--config=empty.py"], "empty.py: expected a function get_config"),
+        (["--prompt=x", "--config=zero.py"], "ZeroDivisionError"),
+        (["--prompt=x", "--config=number.py"], "ConfigDict, found int"),
+        (["--prompt=x", "--config=short.py"], "expected a key 'draft'"),
     ],
 )
 def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
     (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
+    for name, program in CONFIGS.items():
+        (tmp_path / name).write_text(program)
     fails_with_one_line(run("generate.py", *pair, *flags, path=tmp_path), piece)
 
 
@@ -176,6 +194,7 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
         (["--config.repetitions=0"], "repetitions: expected"),
         (["--config.prompts=100000"], "prompts: expected"),
         (["--json=nosuch/figures.json"], "nosuch/figures.json"),
+        (["--json=."], "found a folder"),
         (["--random=90"], "--random: expected"),
         (["--peer=nosuch"], "peer"),
     ],
@@ -196,7 +215,10 @@ def test_a_missing_package_is_one_line(pair, tmp_path, flag, module):
 
 
 def test_training_answers_a_mistake_with_one_line(tmp_path):
-    fails_with_one_line(run("train_target.py", path=tmp_path), "--config")
+    fails_with_one_line(run("train_target.py", path=tmp_path), "--workdir")
+    flags = ("--workdir=run", "--config.objective=nosuch")
+    fails_with_one_line(run("train_drafter.py", *flags, path=tmp_path), "nosuch", "lk_hybrid")
+    assert not (tmp_path / "run").exists()
 
 
 def test_acceptance_by_position():

@@ -6,6 +6,7 @@ numbers, float32, the cache, and many rounds; and here a key that is used twice 
 
 import collections
 import dataclasses
+import functools
 
 import drafting
 import jax
@@ -111,18 +112,33 @@ def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, l
     assert g_test(counts[0], laws[0]) < SUSPICIOUS
 
 
+def test_a_drawn_token_follows_its_weights():
+    """In several blocks, where the two numbers of a draw must not know of each other."""
+    vocab, draws = 300, 500_000
+    weights = np.random.default_rng(0).permutation(np.arange(1, vocab + 1) ** -1.5)
+    keys = sampling.row_keys(jax.random.key(0), draws)
+    uniforms = sampling.uniforms(keys, sampling.NEXT, 2)
+    draw = functools.partial(sampling.draw, jnp.asarray(weights, jnp.float32))
+    tokens = np.asarray(jax.lax.map(draw, uniforms, batch_size=1000))
+    law = dict(enumerate(weights / weights.sum()))
+    assert g_test(collections.Counter(tokens.tolist()), law) > SUSPICIOUS
+    assert g_test(collections.Counter(tokens.tolist()), perturbed(law)) < SUSPICIOUS
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 @pytest.mark.parametrize("lenience", (1.0, 0.6))
-def test_rejection_sample_has_the_exact_joint_law(lenience):
+def test_rejection_sample_has_the_exact_joint_law(lenience, dtype):
     rng = np.random.default_rng(3)
     rows, K, V = 200_000, 2, 3
-    draft_probs = rng.dirichlet(np.ones(V), K)
-    target_probs = rng.dirichlet(np.ones(V), K + 1)
+    # Multiples of 1/64, which half precision holds exactly.
+    draft_probs = (1 + rng.multinomial(61, rng.dirichlet(np.ones(V)), K)) / 64
+    target_probs = (1 + rng.multinomial(61, rng.dirichlet(np.ones(V)), K + 1)) / 64
     drafts = [rng.choice(V, rows, p=law) for law in draft_probs]
     tokens, number = spsjax.rejection_sample(
         jax.random.key(0),
         np.stack(drafts, axis=1),
-        np.broadcast_to(draft_probs, (rows, K, V)).astype(np.float32),
-        np.broadcast_to(target_probs, (rows, K + 1, V)).astype(np.float32),
+        np.broadcast_to(draft_probs, (rows, K, V)).astype(dtype),
+        np.broadcast_to(target_probs, (rows, K + 1, V)).astype(dtype),
         lenience,
     )
     assert tokens.shape == (rows, K + 1) and tokens.dtype == number.dtype == jnp.int32

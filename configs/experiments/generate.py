@@ -1,4 +1,4 @@
-"""Continues a text with the shipped pair: speculative sampling, K = 5.
+"""Continues a text with the shipped pair: speculative sampling, K = 4.
 
 python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.sampling.temperature=0
@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "drafter": "model",  # none, model, or a module of spsjax.drafters
-            "num_speculative_tokens": 5,  # None: the drafter's own
+            "num_speculative_tokens": config_dict.placeholder(int),  # None: the drafter's own
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,

@@ -14,15 +14,15 @@ class Drafter(abc.ABC):
     output untouched, because acceptance is the verifier's business; what it must get right is that
     `Proposal.probs` are the distributions its tokens were drawn from.
 
-    In all three functions `params` is `{"target": ..., "drafter": ...}`, `tokens_BS` holds the
-    committed tokens of each row in its first `lengths_B` slots and anything at all after them.
+    In all three functions `params` is `{"target": ..., "drafter": ...}`; a row's committed tokens
+    are its first `lengths_B`, and after them there may be any token at all.
     """
 
     num_speculative_tokens: int
 
     @abc.abstractmethod
-    def init(self, params: PyTree, tokens_BS: Array, lengths_B: Array) -> PyTree:
-        """State after the prompts, `tokens_BS[b, :lengths_B[b]]`, with room for S tokens a row."""
+    def init(self, params: PyTree, tokens_BT: Array, lengths_B: Array, slots: int) -> PyTree:
+        """State after the prompts, `tokens_BT[b, :lengths_B[b]]`, with room for `slots` tokens."""
 
     @abc.abstractmethod
     def propose(

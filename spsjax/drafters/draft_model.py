@@ -22,11 +22,11 @@ class Drafter(base.Drafter):
     config: transformer.Config
     num_speculative_tokens: int = 4
 
-    def init(self, params, tokens_BS, lengths_B):
-        B, S = tokens_BS.shape
-        cache = transformer.empty_cache(self.config, params["drafter"], B, S)
-        positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-        cache = self._apply(params, tokens_BS, positions, cache).cache
+    def init(self, params, tokens_BT, lengths_B, slots):
+        B, T = tokens_BT.shape
+        cache = transformer.empty_cache(self.config, params["drafter"], B, slots)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        cache = self._apply(params, tokens_BT, positions, cache).cache
         return cache.at(lengths_B - 1)
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):

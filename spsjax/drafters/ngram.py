@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax.drafters import base
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief
 from spsjax.types import Proposal
 
 
@@ -31,10 +31,10 @@ class Drafter(base.Drafter):
         if not all(isinstance(size, int) for size in sizes) or not 1 <= sizes[0] <= sizes[1] <= 32:
             raise InputError(
                 "min_ngram, max_ngram: expected integers, 1 <= min_ngram <= max_ngram <= 32, "
-                f"found {self.min_ngram!r}, {self.max_ngram!r}"
+                f"found {brief(self.min_ngram)}, {brief(self.max_ngram)}"
             )
 
-    def init(self, params, tokens_BS, lengths_B):
+    def init(self, params, tokens_BT, lengths_B, slots):
         return ()
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):

@@ -14,7 +14,7 @@ class Drafter(base.Drafter):
 
     num_speculative_tokens: int = 0
 
-    def init(self, params, tokens_BS, lengths_B):
+    def init(self, params, tokens_BT, lengths_B, slots):
         return ()
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):

@@ -6,7 +6,6 @@ there and [in, out] here.
 
 import json
 import pathlib
-import reprlib
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -15,7 +14,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from spsjax.errors import InputError, one_line
+from spsjax import files
+from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
 from spsjax.types import PyTree
 
@@ -91,7 +91,7 @@ class _Fields:
             raise self.error(name, json.dumps(supported), found)
 
     def error(self, name: str, expected: str, found) -> InputError:
-        return InputError(f"{self.path}: {name}: expected {expected}, found {reprlib.repr(found)}")
+        return InputError(f"{self.path}: {name}: expected {expected}, found {brief(found)}")
 
 
 def read_config(folder: pathlib.Path) -> transformer.Config:
@@ -170,9 +170,7 @@ def write_config(folder: pathlib.Path, config: transformer.Config, dtype: str) -
         "eos_token_id": list(config.eos_ids) or None,
         "torch_dtype": dtype,
     }
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "config.json")
+    files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 
 def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -185,7 +183,7 @@ def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     weight_map = _Fields(index, _read_json(index)).get("weight_map", _OBJECT)
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != pathlib.PurePath(file).name:
-            raise InputError(f"{index}: {name}: expected a file name, found {reprlib.repr(file)}")
+            raise InputError(f"{index}: {name}: expected a file name, found {brief(file)}")
     return {name: folder / file for name, file in weight_map.items()}
 
 

@@ -86,6 +86,10 @@ class Attention(nnx.Module):
         value = self.value(x_BTD).reshape(B, T, config.num_kv_heads, config.head_dim)
         query, key = rotate(query, *rope), rotate(key, *rope)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        # A masked slot weighs zero, and zero times NaN is NaN: what is not finite moves from the
+        # value to the key, where only those who see the slot meet it.
+        finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+        key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
         if cache is not None:
             keys, values, lengths = cache
             key, value = kv.write(keys, key, lengths), kv.write(values, value, lengths)
