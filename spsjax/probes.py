@@ -99,7 +99,10 @@ def _draft_often(config, repeats, params, rows, cache, keys):
 
 
 def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:
-    """Bytes a second that a sum over an array much larger than any cache reads; best of `times`."""
+    """Bytes a second that a sum over an array much larger than any cache reads; best of `times`.
+
+    On a CPU, of one thread and of one a core.
+    """
     count = megabytes * 2**20 // 4
     if jax.default_backend() != "cpu":
         array = jax.block_until_ready(jnp.ones(4 * count, jnp.float32))
@@ -107,9 +110,11 @@ def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:
         return {"device": _best_rate(lambda: total(array).block_until_ready(), array.nbytes, times)}
     array = np.ones(count, np.float32)
     rates = {"1 thread": _best_rate(array.sum, array.nbytes, times)}
-    halves = np.split(array, [count // 2])
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        rates["2 threads"] = _best_rate(lambda: list(pool.map(np.sum, halves)), array.nbytes, times)
+    if (threads := num_cores()) > 1:
+        parts = np.array_split(array, threads)
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            rate = _best_rate(lambda: list(pool.map(np.sum, parts)), array.nbytes, times)
+        rates[f"{threads} threads"] = rate
     return rates
 
 
