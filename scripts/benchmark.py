@@ -50,12 +50,12 @@ def main():
     display.table(report.lines)
     display.positions(report.lines)
     display.summary(report)
-    if _PLOT.value:
-        display.plot(report.lines, _PLOT.value)
     if _JSON.value:
         figures = {"config": config.to_dict(), **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
         files.write(_JSON.value, text)
+    if _PLOT.value:
+        display.plot(report.lines, _PLOT.value)
 
 
 def rounded(tree):

@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from spsjax import generation
+from spsjax import files, generation
 
 _STYLES = {
     "accepted draft token": "green",
@@ -243,7 +243,8 @@ def plot(lines, path: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left")
-    figure.savefig(path, dpi=150, format="png")
+    with files.whole(path) as partial:
+        figure.savefig(partial, dpi=150, format="png")
     pyplot.close(figure)
 
 

@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax import cli
+from spsjax import arguments, cli
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to generate.", lock_config=True)
@@ -34,7 +34,7 @@ def main():
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     prompt = read_prompt()
     options = {
-        "sampling": spsjax.SamplingParams(**config.sampling),
+        "sampling": arguments.build("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "lenience": config.lenience,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, data, loading, losses, train
+from spsjax import arguments, cli, data, loading, losses, train
 from spsjax.errors import InputError
 from spsjax.models import transformer
 
@@ -36,8 +36,10 @@ def main():
         )
     examples, held_out = data.stdlib_examples(target.tokenizer, config.length)
     print(f"{examples.size:,} training tokens, {held_out.size:,} held out")
-    model = transformer.Config(
-        **config.model,
+    model = arguments.build(
+        "model",
+        transformer.Config,
+        config.model,
         vocab_size=target.config.vocab_size,
         max_positions=target.config.max_positions,
         bos_id=target.config.bos_id,

@@ -9,7 +9,8 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, data, loading, tokenizer, train
+from spsjax import arguments, cli, data, loading, tokenizer, train
+from spsjax.errors import InputError
 from spsjax.models import transformer
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -26,9 +27,20 @@ def main():
         training, _ = data.split(data.stdlib())
         tokenizer.train(training.values(), path, config.model.vocab_size)
     pieces = tokenizer.Tokenizer(path)
+    if pieces.vocab_size != config.model.vocab_size:
+        raise InputError(
+            f"{path}: expected {config.model.vocab_size} pieces (model.vocab_size), "
+            f"found {pieces.vocab_size}"
+        )
     examples, held_out = data.stdlib_examples(pieces, config.length)
     print(f"{examples.size:,} training tokens, {held_out.size:,} held out")
-    model = transformer.Config(**config.model, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,))
+    model = arguments.build(
+        "model",
+        transformer.Config,
+        config.model,
+        bos_id=pieces.bos_id,
+        eos_ids=(pieces.eos_id,),
+    )
     params = transformer.init(model, jax.random.key(config.seed))
     print(f"{transformer.num_params(params):,} parameters")
     loss = train.language_model_loss(model)

@@ -1,7 +1,7 @@
 """What may be given to `generate`, checked: each mistake is one line that names the argument."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -66,6 +66,11 @@ def drafter(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter
         raise InputError(
             f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
         )
+    if not dataclasses.is_dataclass(drafter) or type(drafter).__hash__ is None:
+        raise InputError(
+            "drafter: expected a frozen dataclass, as every drafter is, "
+            f"found {type(drafter).__name__}"
+        )
     if count is not None:
         drafter = dataclasses.replace(drafter, num_speculative_tokens=int(count))
     count = drafter.num_speculative_tokens
@@ -103,6 +108,15 @@ def budgets(max_new_tokens, batch: int) -> list[int]:
     return np.broadcast_to(budgets, (batch,)).tolist()
 
 
+def build(name: str, cls: Callable, options, **more):
+    """`cls(**options, **more)`; raises InputError where it takes no such options."""
+    try:
+        return cls(**options, **more)
+    except TypeError as error:
+        found = str(error).rpartition("() ")[2]
+        raise InputError(f"{name}: expected what {cls.__name__} takes, found {found}") from None
+
+
 def _is_integer(value) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
@@ -128,7 +142,10 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
             raise InputError(
                 f"{name}: expected token ids ({model.name} has no tokenizer), found text"
             )
-        ids = model.tokenizer.encode(prompt)
+        try:
+            ids = model.tokenizer.encode(prompt)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
         if not ids:
             raise InputError(
                 f"{name}: expected a text of at least one token, found {brief(prompt)}"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from spsjax import data, generation, probes
+from spsjax import arguments, data, generation, probes
 from spsjax.drafters import base, ngram
 from spsjax.errors import InputError
 from spsjax.loading import Model
@@ -287,7 +287,7 @@ def compare(
     for setting, params in settings(config).items():
         entries = [(BASELINE, None, 0), *(("SpS", draft, count) for count in counts)]
         if draft and config.ngram.num_speculative_tokens:
-            lookup = ngram.Drafter(**config.ngram)
+            lookup = arguments.build("ngram", ngram.Drafter, config.ngram)
             entries.append(("n-gram", lookup, lookup.num_speculative_tokens))
         for name, drafter, count in entries:
             contenders.append(
@@ -333,4 +333,7 @@ def settings(config, names: Sequence[str] | None = None) -> dict[str, SamplingPa
     if unknown or not names:
         known, found = ", ".join(config.settings), ", ".join(unknown) or "none"
         raise InputError(f"settings: expected some of {known}, found {found}")
-    return {name: SamplingParams(**config.settings[name]) for name in names}
+    return {
+        name: arguments.build(f"settings.{name}", SamplingParams, config.settings[name])
+        for name in names
+    }

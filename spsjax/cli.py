@@ -11,7 +11,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from spsjax import drafters, loading
+from spsjax import arguments, drafters, loading
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError, one_line
 
@@ -30,11 +30,14 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
     def guarded(argv):
         if len(argv) > 1:
             fail(InputError(f"command line: expected flags only, found {argv[1]!r}"))
+        for output in (sys.stdout, sys.stderr):  # a model may say what a terminal cannot
+            output.reconfigure(errors="replace")
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # libraries tell a lot about themselves
         try:
             if default_config is not None:
-                _check_keys(flags.FLAGS["config"].value, runpy.run_path(str(default_config)))
+                default = runpy.run_path(str(default_config))["get_config"]()
+                _check_keys(flags.FLAGS["config"].value, default)
             main()
         except (InputError, NonFiniteError, OSError) as error:
             fail(error)
@@ -60,7 +63,7 @@ def _parse(argv: list[str]) -> list[str]:
     for argument, following in zip(argv[1:], [*argv[2:], ""]):
         if _config_file(argument):
             _, equals, name = argument.partition("=")
-            _check_config(pathlib.Path((name if equals else following).partition(":")[0]))
+            _check_config(name if equals else following)
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
@@ -68,31 +71,38 @@ def _parse(argv: list[str]) -> list[str]:
     except (AttributeError, KeyError) as error:  # how ml_collections names an unknown key
         found = one_line(error).strip("\"'")
         fail(InputError(f"--config: expected a key that the config has, found {found}"))
-    except Exception as error:  # the user's program, again
-        found = f"{type(error).__name__}: {one_line(error)}"
-        fail(InputError(f"--config: expected get_config to return a config, found {found}"))
 
 
-def _check_config(path: pathlib.Path) -> None:
-    """Ends the script unless the file defines `get_config`: a config is a program, and may fail."""
+def _check_config(name: str) -> None:
+    """Ends the script unless the file gives a config: it is a program, and may fail."""
+    name, colon, argument = name.partition(":")
+    path = pathlib.Path(name)
     if not path.is_file():
         fail(InputError(f"--config: expected a config file, found none at {path}"))
     try:
-        names = runpy.run_path(str(path))
+        get_config = runpy.run_path(str(path)).get("get_config")
+        if not callable(get_config):
+            raise InputError("none")
+        config = get_config(argument) if colon else get_config()
+        if type(config) is not ConfigDict:
+            raise InputError(f"one that returns {type(config).__name__}")
+    except InputError as found:
+        fail(InputError(f"--config: {path}: expected get_config for a ConfigDict, found {found}"))
     except Exception as error:
         found = f"{type(error).__name__}: {one_line(error)}"
         fail(InputError(f"--config: {path}: expected a Python program, found {found}"))
-    if not callable(names.get("get_config")):
-        fail(InputError(f"--config: {path}: expected a function get_config, found none"))
 
 
-def _check_keys(config, default: dict) -> None:
+def _check_keys(config: ConfigDict, default: ConfigDict, name: str = "") -> None:
     """Raises InputError unless the config has all the keys of the script's own."""
-    if not isinstance(config, ConfigDict):
-        raise InputError(f"--config: expected a ConfigDict, found {type(config).__name__}")
-    missing = sorted(set(default["get_config"]()) - set(config))
-    if missing:
-        raise InputError(f"--config: expected a key {missing[0]!r}, found none")
+    for key, value in default.items():
+        if key not in config:
+            raise InputError(f"--config: expected a key {name}{key}, found none")
+        if isinstance(value, ConfigDict):
+            if not isinstance(config[key], ConfigDict):
+                found = type(config[key]).__name__
+                raise InputError(f"--config: {name}{key}: expected keys and values, found {found}")
+            _check_keys(config[key], value, f"{name}{key}.")
 
 
 def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
@@ -107,7 +117,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
     Raises:
         InputError: no such drafter, or one that needs more than these options.
     """
-    if name == "none":
+    if name in (None, "none"):
         return None
     if name in ("model", "draft_model"):
         return loading.load(draft, dtype=dtype)
@@ -118,10 +128,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
         raise InputError(
             f"drafter: expected 'none', 'model' or a module of spsjax.drafters, found {name!r}"
         )
-    try:
-        return drafter(**options.get(name, {}))
-    except TypeError as error:
-        raise InputError(f"drafter {name}: {error}") from None
+    return arguments.build(f"drafter {name}", drafter, options.get(name, {}))
 
 
 def check_writable(path: str | None) -> None:

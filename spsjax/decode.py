@@ -139,7 +139,8 @@ def step(program: Program, params: PyTree, rows: RowParams, state: DecodeState) 
         )
         # What would not have been emitted may be anything.
         failed = active & ~verdict.valid & ~ended & (lengths < state.limits)
-        accepted = jax.nn.one_hot(verdict.num_tokens - 1, block.shape[1], dtype=jnp.int32)
+        accepted = verdict.num_tokens - verdict.valid
+        accepted = jax.nn.one_hot(accepted, block.shape[1], dtype=jnp.int32)
         offered = jnp.sum(proposal.tokens >= 0, axis=1, dtype=jnp.int32)
         return DecodeState(
             tokens=tokens,

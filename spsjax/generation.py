@@ -203,7 +203,10 @@ class _Job:
         )
         place = sharding.rows(model.mesh)
         with self.mesh():
-            keys = jax.device_put(sampling.row_keys(jax.random.key(seed), len(lengths)), place)
+            keys = jax.device_put(
+                sampling.row_keys(jax.random.key(seed, impl=sampling.GENERATOR), len(lengths)),
+                place,
+            )
             self.inputs = (*jax.device_put((tokens, lengths, limits), place), keys)
             self.rows = jax.device_put(rows, place)
         self.lengths = lengths

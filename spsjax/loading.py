@@ -69,11 +69,21 @@ def load(
 
 
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
-    """Writes a folder that `load` reads, and other tools that know the Hugging Face layout."""
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if model.tokenizer is not None:
-        files.write(folder / "tokenizer.model", model.tokenizer.path.read_bytes())
+    """Writes a folder that `load` reads, and other tools that know the Hugging Face layout.
+
+    Raises InputError where `dtype` is none that `load` would take, or the folder cannot be made.
+    """
+    if not isinstance(model, Model):
+        raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+    folder, dtype = pathlib.Path(folder), _compute_type(dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: expected a folder, found {one_line(error)}") from None
+    if model.tokenizer is None:
+        (folder / "tokenizer.model").unlink(missing_ok=True)  # another model's
+    else:
+        files.write(folder / "tokenizer.model", model.tokenizer.proto)
     huggingface.save(folder, model.config, model.params, dtype)
 
 

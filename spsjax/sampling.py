@@ -21,6 +21,8 @@ from spsjax.types import Array, pytree_dataclass
 # What a random number decides. Folded into a row's key, so that no two uses share a number.
 DRAFT, ACCEPT, NEXT = range(3)
 
+GENERATOR = "threefry2x32"
+
 
 @pytree_dataclass
 class RowParams:
@@ -96,7 +98,14 @@ class SamplingParams:
 
 
 def row_keys(key: Array, rows: Array | int) -> Array:
-    """[B] keys, one a row, each a function of `key` and the row's number alone."""
+    """[B] keys, one a row, each a function of `key` and the row's number alone.
+
+    They are threefry keys whatever `key` is: other generators give a row under `vmap` what the
+    first row's key says.
+    """
+    if str(jax.random.key_impl(key)) != GENERATOR:
+        data = jax.random.bits(key, (2,), jnp.uint32)
+        key = jax.random.wrap_key_data(data, impl=GENERATOR)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
 
 

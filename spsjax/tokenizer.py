@@ -18,7 +18,8 @@ class Tokenizer:
         self.path = pathlib.Path(path)
         self._model = sentencepiece.SentencePieceProcessor()
         try:
-            self._model.LoadFromSerializedProto(self.path.read_bytes())
+            self.proto = self.path.read_bytes()
+            self._model.LoadFromSerializedProto(self.proto)
         except OSError as error:
             raise InputError(
                 f"{path}: expected a SentencePiece model, found {one_line(error)}"

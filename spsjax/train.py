@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from spsjax import cache as kv
 from spsjax import data, files, losses
-from spsjax.errors import InputError
+from spsjax.errors import InputError, NonFiniteError
 from spsjax.models import transformer
 from spsjax.types import Array, PyTree
 
@@ -155,6 +155,10 @@ def fit(
             if (step + 1) % 10 == 0:
                 seconds, clock = time.perf_counter() - clock, time.perf_counter()
                 values = {name: float(value) for name, value in metrics.items()}
+                if not np.isfinite(values["loss"]):
+                    raise NonFiniteError(
+                        f"step {step + 1}: expected a finite loss, found {values['loss']}"
+                    )
                 bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
                 _log(workdir, step=step + 1, tokens_per_second=10 * tokens / seconds, **values)
             if (step + 1) % config.eval_every == 0:

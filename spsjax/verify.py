@@ -99,7 +99,7 @@ def rejection_sample(
 
     Returns:
         [B, K+1] int32 tokens padded with -1, and [B] int32 how many there are: 1..K+1, or 0 for a
-        row with a probability that is not finite.
+        row with any probability that is not finite.
 
     Raises:
         InputError: shapes or types that do not fit together, a lenience outside (0, 1]; and,
@@ -120,8 +120,13 @@ def rejection_sample(
             raise InputError(f"draft_tokens: expected ids in [-1, {V}), found {wrong[0]}")
     proposal = Proposal(jnp.asarray(tokens, jnp.int32), draft_probs)
     verdict = rejection(sampling.row_keys(key, B), proposal, target_probs, lenience)
-    tokens = jnp.where(verdict.valid[:, None], verdict.tokens, -1)
-    return tokens, jnp.where(verdict.valid, verdict.num_tokens, 0)
+    # What is not proposed may come with anything at all.
+    offered = jnp.cumprod(proposal.tokens >= 0, axis=1).astype(bool)
+    used = jnp.concatenate([jnp.ones((B, 1), bool), offered], axis=1)
+    finite = jnp.all(jnp.isfinite(jnp.sum(draft_probs, axis=-1)) | ~offered, axis=1)
+    finite &= jnp.all(jnp.isfinite(jnp.sum(target_probs, axis=-1)) | ~used, axis=1)
+    valid = verdict.valid & finite
+    return jnp.where(valid[:, None], verdict.tokens, -1), jnp.where(valid, verdict.num_tokens, 0)
 
 
 def relax_greedy(
@@ -169,7 +174,8 @@ def lenience_bias(draft_probs: Array, target_probs: Array, lenience: float) -> A
 
 def check_lenience(lenience: float) -> None:
     """Raises InputError unless 0 < lenience <= 1."""
-    if not isinstance(lenience, numbers.Real) or not 0 < lenience <= 1:
+    least = np.finfo(np.float32).tiny  # below it, arithmetic makes it zero
+    if not isinstance(lenience, numbers.Real) or not least <= lenience <= 1:
         raise InputError(f"lenience: expected a number in (0, 1], found {brief(lenience)}")
 
 
@@ -177,7 +183,8 @@ def _check_key(key) -> None:
     """Raises InputError unless it is one key, of the new style or the old."""
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    if not new and not (dtype == jnp.uint32 and len(shape) == 1):
+    old = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    if not new and (dtype, shape) != (old.dtype, old.shape):
         found = type(key).__name__ if dtype is None else f"{dtype} {list(shape)}"
         raise InputError(f"key: expected one key (jax.random.key), found {found}")
 
@@ -195,7 +202,7 @@ def _array(name: str, value):
 def _distributions(name: str, value, shape: tuple | None = None, relevant=True) -> Array:
     """[..., V] probabilities of that shape, in float32 or more: half precision cannot be summed.
 
-    What is a distribution is checked with a wide margin, where `relevant`; NaN is let through.
+    What is a distribution is checked with a wide margin, where `relevant` and finite.
     """
     probs = _array(name, value)
     fits = probs.ndim and probs.shape[-1] and shape in (None, probs.shape)
@@ -206,7 +213,8 @@ def _distributions(name: str, value, shape: tuple | None = None, relevant=True) 
     probs = probs.astype(jnp.promote_types(probs.dtype, jnp.float32))
     if not isinstance(probs, jax.core.Tracer) and not isinstance(relevant, jax.core.Tracer):
         total, least = (np.asarray(f(probs, axis=-1)) for f in (jnp.sum, jnp.min))
-        wrong = ((least < 0) | (np.abs(total - 1) > 0.02)) & np.asarray(relevant)
+        wrong = ((least < 0) | (np.abs(total - 1) > 0.02)) & np.isfinite(total)
+        wrong &= np.asarray(relevant)
         if wrong.any():
             at = tuple(np.argwhere(wrong)[0].tolist())
             raise InputError(

@@ -273,9 +273,17 @@ def test_a_nan_row_of_rejection_sample_emits_nothing():
     tokens = np.ones((3, 2), np.int32)
     bad = laws.copy()
     bad[1, 0] = np.nan
-    for draft_probs, target_probs in ((bad[:, :2], laws), (laws[:, :2], bad)):
-        out, number = spsjax.rejection_sample(jax.random.key(0), tokens, draft_probs, target_probs)
-        assert number.tolist() == [3, 0, 3] and out[1].tolist() == [-1, -1, -1]
+    one, infinite = laws.copy(), laws.copy()
+    one[1, 0, 3], infinite[1, 0, 1] = np.nan, np.inf  # not, and just, where the drafted token is
+    sample = spsjax.rejection_sample
+    for wrong in (bad, one, infinite):
+        for draft_probs, target_probs in ((wrong[:, :2], laws), (laws[:, :2], wrong)):
+            for function in (sample, jax.jit(sample)):
+                out, number = function(jax.random.key(0), tokens, draft_probs, target_probs)
+                assert number.tolist() == [3, 0, 3] and out[1].tolist() == [-1, -1, -1]
+    # What comes with a draft token that is none does not count.
+    out, number = sample(jax.random.key(0), [[1, 1], [-1, 1], [1, 1]], bad[:, :2], laws)
+    assert number.tolist() == [3, 1, 3]
 
 
 def test_seeds_differ_and_repeat(target):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import logits_of
+from conftest import logits_of, nearby_model, placed, spread_model
 
 import spsjax
 from spsjax import SamplingParams, decode, drafters, generation, sampling
@@ -49,10 +49,7 @@ def beginning(target, draft, name="draft_model"):
 
 
 def numbers(seed):
-    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function.
-
-    Of the two numbers of a draw, the second decides in a vocabulary of one block.
-    """
+    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function."""
 
     @jax.jit
     def of_round(row, length, role):
@@ -64,7 +61,8 @@ def numbers(seed):
         return np.asarray(of_round(row, length, ROLES[role]), np.float64)
 
     def number(row, role, length, index):
-        return cached(row, length, role)[index if role == "accept" else 2 * index + 1]
+        found = cached(row, length, role)
+        return found[index] if role == "accept" else found[2 * index : 2 * index + 2]
 
     return lambda row: functools.partial(number, row)
 
@@ -79,9 +77,12 @@ def lookup(tokens):
     return [-1] * K
 
 
+@pytest.mark.parametrize("vocab", (48, 300))  # one block of tokens, and three
 @pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
-def test_generate_is_the_oracle_with_the_same_numbers(target, draft, name):
+def test_generate_is_the_oracle_with_the_same_numbers(vocab, name):
     """Token for token, with ends of sequences, a budget of its own a row, and mixed sampling."""
+    target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 48)))
+    draft = nearby_model(target)
     budgets, ended = [NEW, 13, 18, 2], 0
     model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}
     for seed in range(3):
@@ -270,3 +271,24 @@ def test_64_bit_mode_changes_nothing(target, draft):
         out = spsjax.generate(target, PROMPTS, draft, K, **options)
     for tokens, right in zip(out.tokens, expected):
         np.testing.assert_array_equal(tokens, right)
+
+
+@pytest.mark.parametrize("kind", ("rbg", "unsafe_rbg"))
+def test_another_random_generator_changes_nothing(target, draft, kind):
+    """These give every row the first row's numbers; here that row is done before the others."""
+    options = {"max_new_tokens": [1, NEW, NEW, NEW], "seed": 5}
+    expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
+    with jax.default_prng_impl(kind):
+        out = spsjax.generate(target, PROMPTS, draft, K, **options)
+    for tokens, right in zip(out.tokens, expected):
+        np.testing.assert_array_equal(tokens, right)
+
+
+def test_stats_of_a_block_that_is_cut_off_before_what_is_not_finite(target):
+    greedy = SamplingParams(temperature=0.0)
+    first = int(spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=1).tokens[0][0])
+    embedding = target.params["embed"]["embedding"].at[first].set(jnp.nan)
+    bad = placed(target.config, target.params | {"embed": {"embedding": embedding}}, None)
+    out = spsjax.generate(bad, [[3]], target, K, greedy, max_new_tokens=1)
+    assert out.tokens[0].tolist() == [first]
+    assert out.stats.accepted_histogram == [0, 1, 0, 0]

@@ -1,5 +1,7 @@
 """Bad arguments get one clear line: the thing, what was expected, what was found."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +120,7 @@ def test_sampling_of_another_type(model, sampling):
     refused(model, "sampling", type(sampling).__name__, sampling=sampling)
 
 
-@pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN])
+@pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN, 1e-39])
 def test_a_lenience_out_of_range(model, lenience):
     refused(model, "lenience", "(0, 1]", repr(lenience), lenience=lenience)
     with one_line("lenience", "(0, 1]"):
@@ -143,6 +145,15 @@ def test_a_number_of_drafts_without_a_drafter(model):
 @pytest.mark.parametrize("drafter", ["ngram", 3, ngram, ngram.Drafter])
 def test_a_drafter_of_another_type(model, drafter):
     refused(model, "drafter", type(drafter).__name__, drafter=drafter)
+
+
+def test_a_drafter_that_cannot_be_compiled_in(model):
+    class Plain(ngram.Drafter.__mro__[1]):
+        num_speculative_tokens = 2
+        init = propose = commit = None
+
+    refused(model, "drafter", "frozen dataclass", "Plain", drafter=Plain())
+    refused(model, "drafter", "Open", drafter=dataclasses.dataclass(type("Open", (Plain,), {}))())
 
 
 def test_an_unknown_drafter():
@@ -225,7 +236,9 @@ def test_values_that_are_no_distributions():
     assert spsjax.rejection_sample(key, tokens - 1, 0 * draft, target)[1].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("key", [0, None, jax.random.split(jax.random.key(0)), np.zeros((2, 2))])
+@pytest.mark.parametrize(
+    "key", [0, None, np.zeros(3, np.uint32), jax.random.split(jax.random.key(0)), np.zeros((2, 2))]
+)
 def test_a_key_that_is_none(key):
     tokens, draft, target = np.zeros((1, 1), int), np.ones((1, 1, 2)) / 2, np.ones((1, 2, 2)) / 2
     with one_line("key", "jax.random.key"):

@@ -6,6 +6,7 @@ check can fail is checked too: it refuses every verifier of `mutants`, and accep
 
 import dataclasses
 
+import drafting
 import enumeration
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,10 @@ def assert_lossless(loop, **params):
     law = loop.law(**params)
     assert abs(sum(law.values()) - 1) < TOLERANCE
     assert enumeration.distance(law, target_law(loop, **params)) < TOLERANCE, params
+
+
+def test_every_drafter_is_enumerated():
+    assert sorted(drafters(2)) == drafting.NAMES
 
 
 @pytest.mark.parametrize(("K", "new", "eos_ids"), SHAPES)

@@ -1,5 +1,6 @@
 """A bad name or a damaged folder gets one clear line; each is damaged in one way at a time."""
 
+import dataclasses
 import json
 import shutil
 
@@ -306,3 +307,36 @@ def test_a_mesh_of_another_kind(folder):
         loading.load(folder, mesh="2x4")
     with one_line("mesh", "data and model", "rows"):
         loading.load(folder, mesh=jax.make_mesh((8,), ("rows",)))
+
+
+# Saving.
+
+
+def test_what_is_saved_is_what_is_loaded(folder, pieces, tmp_path):
+    model = dataclasses.replace(loading.load(folder), tokenizer=pieces)
+    config = dataclasses.replace(model.config, vocab_size=300)
+    model = dataclasses.replace(model, config=config, params=spread_params(config, 1))
+    loading.save(tmp_path / "saved", model, "float32")
+    again = loading.load(tmp_path / "saved")
+    assert (again.config, again.tokenizer) == (model.config, pieces)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    modes = {path.stat().st_mode for path in (tmp_path / "saved").iterdir()}
+    assert len(modes) == 1  # whoever reads the config may read the weights
+    # Another model's tokenizer does not stay behind.
+    loading.save(tmp_path / "saved", dataclasses.replace(model, tokenizer=None))
+    assert loading.load(tmp_path / "saved").tokenizer is None
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "complex64", "float64", "nonsense"])
+def test_a_type_that_could_not_be_loaded_is_not_saved(folder, dtype):
+    before = (folder / "model.safetensors").read_bytes()
+    with one_line("dtype", dtype):
+        loading.save(folder, loading.load(folder), dtype)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_made(folder):
+    with one_line("config.json", "folder"):
+        loading.save(folder / "config.json", loading.load(folder))
+    with one_line("model", "NoneType"):
+        loading.save(folder, None)

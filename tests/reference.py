@@ -32,8 +32,15 @@ def warp(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return probs
 
 
-def draw(weights, uniform):
-    """The first token whose cumulative weight exceeds the uniform's share of the total."""
+def draw(weights, uniforms, width=128):
+    """A block of tokens by the first of two numbers, then a token of that block by the second."""
+    blocks = np.split(np.asarray(weights, np.float64), range(width, len(weights), width))
+    block = _first_above([part.sum() for part in blocks], uniforms[0])
+    return width * block + _first_above(blocks[block], uniforms[1])
+
+
+def _first_above(weights, uniform):
+    """The first index whose cumulative weight exceeds the uniform's share of the total."""
     ends = np.cumsum(np.asarray(weights, np.float64))
     last = np.flatnonzero(weights)[-1]
     return int(min(np.searchsorted(ends, uniform * ends[-1], side="right"), last))

@@ -144,12 +144,20 @@ def fails_with_one_line(result: subprocess.CompletedProcess, *pieces: str):
         assert piece in result.stderr
 
 
+OWN = f"""
+import runpy
+def get_config():
+    config = runpy.run_path({str(ROOT / "configs/experiments/generate.py")!r})["get_config"]()
+"""
 CONFIGS = {
     "syntax.py": "def get_config(:",
     "empty.py": "",
+    "frozen.py": "from ml_collections import FrozenConfigDict as get_config",
+    "shallow.py": OWN + "    config.sampling = {'temperature': 1}\n    return config",
+    "more.py": OWN + "    config.sampling['topp'] = 1\n    return config",
     "zero.py": "def get_config(): return 1 / 0",
     "number.py": "def get_config(): return 3",
-    "short.py": "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({})",
+    "short.py": "from ml_collections import ConfigDict as get_config",
 }
 
 
@@ -173,10 +181,13 @@ CONFIGS = {
         (["--file=latin1.txt"], "latin1.txt"),
         (["--file=."], "directory"),
         (["--prompt=x", "--config=syntax.py"], "syntax.py: expected a Python program"),
-        (["--prompt=x", "--config=empty.py"], "empty.py: expected a function get_config"),
+        (["--prompt=x", "--config=empty.py"], "empty.py: expected get_config for a ConfigDict, found none"),
         (["--prompt=x", "--config=zero.py"], "ZeroDivisionError"),
-        (["--prompt=x", "--config=number.py"], "ConfigDict, found int"),
-        (["--prompt=x", "--config=short.py"], "expected a key 'draft'"),
+        (["--prompt=x", "--config=number.py"], "ConfigDict, found one that returns int"),
+        (["--prompt=x", "--config=frozen.py"], "found one that returns Frozen"),
+        (["--prompt=x", "--config=short.py"], "expected a key draft,"),
+        (["--prompt=x", "--config=shallow.py"], "expected a key sampling.min_p"),
+        (["--prompt=x", "--config=more.py"], "sampling: expected what SamplingParams takes"),
     ],
 )
 def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
@@ -219,6 +230,17 @@ def test_training_answers_a_mistake_with_one_line(tmp_path):
     flags = ("--workdir=run", "--config.objective=nosuch")
     fails_with_one_line(run("train_drafter.py", *flags, path=tmp_path), "nosuch", "lk_hybrid")
     assert not (tmp_path / "run").exists()
+
+
+def test_training_goes_on_with_its_own_tokenizer_only(tmp_path):
+    tokenizer.train(["def f(x): return x\n"] * 9, tmp_path / "tokenizer.model", 285)
+    result = run("train_target.py", f"--workdir={tmp_path}", path=tmp_path)
+    fails_with_one_line(result, "tokenizer.model", "4096", "285")
+
+
+def test_a_terminal_that_knows_few_letters_gets_question_marks(pair, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert succeeds("generate.py", *pair, *SHORT, "--prompt=é").stdout.startswith("?")
 
 
 def test_acceptance_by_position():

@@ -3,12 +3,13 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
 from conftest import tiny_config
 
-from spsjax import train
+from spsjax import NonFiniteError, train
 from spsjax.models import transformer
 
 VOCAB = 16
@@ -127,3 +128,13 @@ def test_a_position_never_sees_what_follows():
     before, after = (train.forward(CONFIG, params, each) for each in (tokens, changed))
     assert np.array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    def loss(params, batch):
+        value = jnp.float32(jnp.nan) * params["norm"]["scale"][0]
+        return value, {"loss": value}
+
+    with pytest.raises(NonFiniteError, match=r"^step 10: expected a finite loss, found nan$"):
+        fit(tmp_path, loss)
+    assert not (tmp_path / "metrics.json").exists()

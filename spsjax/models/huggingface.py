@@ -264,7 +264,6 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
         tensors[tensor_name(path)] = np.ascontiguousarray(
             array.T if path[-1] == "kernel" else array
         )
-    partial = folder / "model.safetensors.partial"
-    safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
-    partial.replace(folder / "model.safetensors")
+    with files.whole(folder / "model.safetensors") as partial:
+        safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
     write_config(folder, config, jnp.dtype(dtype).name)
