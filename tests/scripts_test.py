@@ -181,7 +181,7 @@ CONFIGS = {
         (["--file=latin1.txt"], "latin1.txt"),
         (["--file=."], "directory"),
         (["--prompt=x", "--config=syntax.py"], "syntax.py: expected a Python program"),
-        (["--prompt=x", "--config=empty.py"], "empty.py: expected get_config for a ConfigDict, found none"),
+        (["--prompt=x", "--config=empty.py"], "get_config for a ConfigDict, found none"),
         (["--prompt=x", "--config=zero.py"], "ZeroDivisionError"),
         (["--prompt=x", "--config=number.py"], "ConfigDict, found one that returns int"),
         (["--prompt=x", "--config=frozen.py"], "found one that returns Frozen"),
