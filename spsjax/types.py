@@ -46,4 +46,4 @@ class Verdict:
 
     tokens: Array  # [B, K+1] int32: accepted drafts, then the residual or bonus token, then -1
     num_tokens: Array  # [B] int32, 1..K+1; without the last one where the row is not valid
-    valid: Array  # [B] bool; False: what the token after `num_tokens` is drawn from is not finite
+    valid: Array  # [B] bool; False: the token after `num_tokens` has no law (not finite, or all 0)

@@ -91,7 +91,8 @@ def rejection_sample(
     Lossless at `lenience=1`, if `draft_tokens[:, k]` was drawn from `draft_probs[:, k]`.
 
     Args:
-        key: one key; row b uses `fold_in(key, b)`.
+        key: one key; row b uses `fold_in(key, b)`, of a threefry key made from `key` where that
+            is of another generator.
         draft_tokens: [B, K] int; -1 proposes nothing at that position and after it.
         draft_probs: [B, K, V] float, each summing to 1.
         target_probs: [B, K+1, V] float, each summing to 1.
