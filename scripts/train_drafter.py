@@ -45,6 +45,10 @@ def main():
         bos_id=target.config.bos_id,
         eos_ids=target.config.eos_ids,
     )
+    examples, held_out = (
+        (tokens, train.target_states(target.config, target.params, tokens, workdir))
+        for tokens in (examples, held_out)
+    )
     params = transformer.init(model, jax.random.key(config.seed))
     print(f"{transformer.num_params(params):,} parameters")
     loss = train.distillation_loss(model, target.config, target.params, config.objective)

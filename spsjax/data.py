@@ -5,10 +5,12 @@ import pathlib
 import sysconfig
 from collections.abc import Iterable, Iterator
 
+import jax
 import numpy as np
 
 from spsjax.errors import InputError
 from spsjax.tokenizer import Tokenizer
+from spsjax.types import PyTree
 
 # Tests repeat themselves, and the two big folders are tables that a program wrote.
 _NOT_PROSE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -62,14 +64,25 @@ def stdlib_examples(tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.n
     return pack(training.values(), tokenizer, length), pack(held_out.values(), tokenizer, length)
 
 
-def batches(examples: np.ndarray, batch: int, seed: int, start: int = 0) -> Iterator[np.ndarray]:
-    """[batch, length + 1] for ever, each epoch in an order of its own; `start` batches skipped."""
-    per_epoch = len(examples) // batch
+def count(examples: PyTree) -> int:
+    """How many examples there are: the length of the first axis, of one array or of several."""
+    return len(jax.tree.leaves(examples)[0])
+
+
+def take(examples: PyTree, rows: slice | np.ndarray) -> PyTree:
+    """Those rows of each array."""
+    return jax.tree.map(lambda array: array[rows], examples)
+
+
+def batches(examples: PyTree, batch: int, seed: int, start: int = 0) -> Iterator[PyTree]:
+    """`batch` examples for ever, each epoch in an order of its own; `start` batches skipped."""
+    total = count(examples)
+    per_epoch = total // batch
     if not per_epoch:
-        raise InputError(f"batch: expected at most {len(examples)} examples, found {batch}")
+        raise InputError(f"batch: expected at most {total} examples, found {batch}")
     epoch, offset = divmod(start, per_epoch)
     while True:
-        order = np.random.default_rng((seed, epoch)).permutation(len(examples))
+        order = np.random.default_rng((seed, epoch)).permutation(total)
         for index in range(offset, per_epoch):
-            yield examples[order[index * batch : (index + 1) * batch]]
+            yield take(examples, order[index * batch : (index + 1) * batch])
         epoch, offset = epoch + 1, 0

@@ -5,10 +5,11 @@ optimiser state are float32; a run is resumed from its newest checkpoint, and th
 constant until its last fifth, so that a run can be made longer up to then.
 """
 
+import hashlib
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,51 +54,111 @@ def optimizer(config) -> optax.GradientTransformation:
     )
 
 
-def forward(config: transformer.Config, params: PyTree, tokens_BT: Array) -> Array:
-    """Logits [B, T, V] of whole sequences."""
+def forward(
+    config: transformer.Config, params: PyTree, tokens_BT: Array
+) -> transformer.ModelOutput:
+    """Logits [B, T, V] and final hidden states [B, T, D] of whole sequences."""
     length = tokens_BT.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
     mask = kv.causal_mask(positions[:1], length)
-    return transformer.apply(config, params, tokens_BT, positions, mask).logits
+    return transformer.apply(config, params, tokens_BT, positions, mask)
 
 
 def language_model_loss(config: transformer.Config) -> Callable:
     """Mean cross entropy of the next token: `(params, batch [B, T+1]) -> (loss, metrics)`."""
 
     def loss(params, batch):
-        logits = forward(config, params, batch[:, :-1])
+        logits = forward(config, params, batch[:, :-1]).logits
         value = losses.cross_entropy(logits, batch[:, 1:]).mean()
         return value, {"loss": value}
 
     return loss
 
 
+def target_states(
+    config: transformer.Config,
+    params: PyTree,
+    examples: np.ndarray,
+    folder: str | pathlib.Path,
+    batch: int = 2,
+) -> np.ndarray:
+    """The final hidden states of a frozen target on every example, computed once.
+
+    A draft sees each example many times, and the states are narrower than the logits, which the
+    head alone gives again. Half precision: 1 KiB a token at 512 features.
+
+    Args:
+        config: the target's shape.
+        params: its parameters; their type is the compute type.
+        examples: [N, T+1] int32; the last token of each is a label only.
+        folder: where the states are kept, under a name made of what they depend on; found there,
+            they are not computed again.
+        batch: examples in one pass.
+
+    Returns:
+        [N, T, D] float16, read from the file as needed.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / f"states-{_fingerprint(config, params, examples)}.npy"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        step = jax.jit(lambda rows: forward(config, params, rows).hidden.astype(jnp.float16))
+        shape = (len(examples), examples.shape[1] - 1, config.d_model)
+        header = {"descr": "<f2", "fortran_order": False, "shape": shape}
+        with files.whole(path) as partial, open(partial, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for start in tqdm(range(0, len(examples), batch), desc="target", unit="batch"):
+                file.write(np.asarray(step(examples[start : start + batch, :-1])).tobytes())
+    return np.load(path, mmap_mode="r")
+
+
+def _fingerprint(config: transformer.Config, params: PyTree, examples: np.ndarray) -> str:
+    digest = hashlib.sha256(repr(config).encode())
+    for leaf in (examples, *jax.tree.leaves(params)):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def distillation_loss(
-    config: transformer.Config, target_config: transformer.Config, target: PyTree, objective: str
+    config: transformer.Config,
+    target_config: transformer.Config,
+    target: PyTree,
+    objective: str,
+    temperatures: Sequence[float] = (1.0,),
 ) -> Callable:
-    """Mean divergence of the draft from a frozen target, on the same positions."""
+    """Mean divergence of the draft from a frozen target, on the same positions.
+
+    A batch is a pair: tokens [B, T+1], and the target's final states [B, T, D] on them. The
+    divergence is averaged over `temperatures`, by which the logits of both are divided: one below
+    1 weighs the tokens that a sharpened target, or a greedy one, would emit.
+    """
     divergence = losses.DIVERGENCES[objective]
 
     def loss(params, batch):
-        target_logits = jax.lax.stop_gradient(forward(target_config, target, batch[:, :-1]))
-        logits = forward(config, params, batch[:, :-1])
+        tokens, states = batch
+        target_logits = transformer.head(target_config, target, states.astype(jnp.float32))
+        logits = forward(config, params, tokens[:, :-1]).logits
         agree = jnp.argmax(logits, -1) == jnp.argmax(target_logits, -1)
-        value = divergence(target_logits, logits).mean()
+        value = sum(divergence(target_logits / t, logits / t).mean() for t in temperatures)
+        value /= len(temperatures)
         return value, {
             "loss": value,
             "acceptance": losses.acceptance(target_logits, logits).mean(),
             "greedy_agreement": agree.mean(),
-            "cross_entropy": losses.cross_entropy(logits, batch[:, 1:]).mean(),
+            "cross_entropy": losses.cross_entropy(logits, tokens[:, 1:]).mean(),
         }
 
     return loss
 
 
-def evaluate(loss: Callable, params: PyTree, examples: np.ndarray, batch: int) -> dict[str, float]:
+def evaluate(loss: Callable, params: PyTree, examples: PyTree, batch: int) -> dict[str, float]:
     """Mean of each metric over the examples, a partial last batch left out."""
     step = jax.jit(lambda params, rows: loss(params, rows)[1])
-    starts = range(0, len(examples) - batch + 1, batch)
-    metrics = [jax.device_get(step(params, examples[start : start + batch])) for start in starts]
+    starts = range(0, data.count(examples) - batch + 1, batch)
+    metrics = [
+        jax.device_get(step(params, data.take(examples, slice(start, start + batch))))
+        for start in starts
+    ]
     return {name: float(np.mean([each[name] for each in metrics])) for name in metrics[0]}
 
 
@@ -105,8 +166,8 @@ def fit(
     config,
     params: PyTree,
     loss: Callable,
-    examples: np.ndarray,
-    held_out: np.ndarray,
+    examples: PyTree,
+    held_out: PyTree,
     workdir: str | pathlib.Path,
 ) -> tuple[PyTree, dict[str, float]]:
     """Minimises `loss`; returns the parameters and the held-out metrics at the end.
@@ -115,18 +176,20 @@ def fit(
         config: `steps`, `batch`, `learning_rate`, `warmup`, `weight_decay`, `seed`,
             `checkpoint_every`, `eval_every`.
         params: initial parameters.
-        loss: `(params, batch [B, T+1]) -> (scalar, metrics)`.
-        examples: [N, T+1] int32 training examples.
-        held_out: [M, T+1] int32 examples of other documents.
+        loss: `(params, batch) -> (scalar, metrics)`.
+        examples: training examples, as the loss takes them in batches: an array, or a tuple of
+            arrays, whose first axis counts the N examples.
+        held_out: M examples of other documents.
         workdir: checkpoints, `log.jsonl` and at last `metrics.json` go here; a run found here is
             resumed.
     """
     for field in ("steps", "batch", "length", "checkpoint_every", "eval_every"):
         if config.get(field, 1) < 1:
             raise InputError(f"{field}: expected at least 1, found {config[field]}")
-    if len(held_out) < config.batch:
+    if data.count(held_out) < config.batch:
         raise InputError(
-            f"batch: expected at most {len(held_out)}, the held-out examples, found {config.batch}"
+            f"batch: expected at most {data.count(held_out)}, the held-out examples, "
+            f"found {config.batch}"
         )
     workdir = pathlib.Path(workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -147,7 +210,7 @@ def fit(
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
         batches = data.batches(examples, config.batch, config.seed, start)
-        tokens = config.batch * (examples.shape[1] - 1)
+        tokens = config.batch * (jax.tree.leaves(examples)[0].shape[1] - 1)
         bar = tqdm(range(start, config.steps), initial=start, total=config.steps, unit="step")
         clock = time.perf_counter()
         for step in bar:
@@ -162,7 +225,8 @@ def fit(
                 bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
                 _log(workdir, step=step + 1, tokens_per_second=10 * tokens / seconds, **values)
             if (step + 1) % config.eval_every == 0:
-                result = evaluate(loss, state["params"], held_out[: 8 * config.batch], config.batch)
+                some = data.take(held_out, slice(8 * config.batch))
+                result = evaluate(loss, state["params"], some, config.batch)
                 _log(workdir, step=step + 1, held_out=result)
                 clock = time.perf_counter()
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:

@@ -66,12 +66,50 @@ def test_a_draft_learns_to_be_accepted_and_the_target_stays(target, tmp_path, ob
     _, frozen, _ = target
     before = jax.tree.map(np.array, frozen)
     loss = train.distillation_loss(CONFIG, CONFIG, frozen, objective)
-    start = train.evaluate(loss, transformer.init(CONFIG, jax.random.key(7)), HELD_OUT, 8)
-    _, metrics = fit(tmp_path, loss, seed=7)
+    pairs = [
+        (tokens, train.target_states(CONFIG, frozen, tokens, tmp_path))
+        for tokens in (EXAMPLES, HELD_OUT)
+    ]
+    draft = transformer.init(CONFIG, jax.random.key(7))
+    start = train.evaluate(loss, draft, pairs[1], 8)
+    _, metrics = train.fit(options(), draft, loss, *pairs, tmp_path)
     assert metrics["acceptance"] > start["acceptance"] + 0.2
     assert metrics["greedy_agreement"] > start["greedy_agreement"] + 0.2
     assert metrics["loss"] < start["loss"]
     assert all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(frozen)))
+
+
+def test_a_target_s_states_give_its_logits_and_are_computed_once(target, tmp_path, monkeypatch):
+    _, params, _ = target
+    folder = tmp_path / "of" / "states"
+    states = train.target_states(CONFIG, params, HELD_OUT, folder, batch=5)  # the last has one
+    assert states.dtype == np.float16
+    logits = transformer.head(CONFIG, params, states.astype(np.float32))
+    expected = train.forward(CONFIG, params, HELD_OUT[:, :-1]).logits
+    np.testing.assert_allclose(logits, expected, atol=2e-2)
+    assert np.abs(expected).max() > 2
+    monkeypatch.setattr(train, "forward", None)
+    assert np.array_equal(states, train.target_states(CONFIG, params, HELD_OUT, folder))
+
+
+def test_states_of_another_target_or_text_are_not_taken_for_this_one_s(target, tmp_path):
+    _, params, _ = target
+    others = jax.tree.map(lambda leaf: 1.01 * leaf, params)
+    for weights, tokens in ((params, HELD_OUT), (others, HELD_OUT), (params, HELD_OUT[::-1])):
+        states = train.target_states(CONFIG, weights, tokens, tmp_path)
+        expected = train.forward(CONFIG, weights, tokens[:, :-1]).hidden
+        np.testing.assert_allclose(states, expected, rtol=1e-2, atol=1e-3)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_interrupted_pass_leaves_no_states(target, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Interrupted
+
+    monkeypatch.setattr(train, "tqdm", stop)
+    with pytest.raises(Interrupted):
+        train.target_states(CONFIG, target[1], HELD_OUT, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 class Interrupted(Exception):
@@ -125,7 +163,7 @@ def test_a_position_never_sees_what_follows():
     tokens = EXAMPLES[:1, :16]
     changed = tokens.copy()
     changed[0, 9:] = (changed[0, 9:] + 5) % VOCAB
-    before, after = (train.forward(CONFIG, params, each) for each in (tokens, changed))
+    before, after = (train.forward(CONFIG, params, each).logits for each in (tokens, changed))
     assert np.array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 9:], after[:, 9:])
 

@@ -187,19 +187,23 @@ class Transformer(nnx.Module):
             keys.append(key)
             values.append(value)
         hidden = self.norm(x_BTD)
-        # Logits are float32 whatever the compute type: the sampler's ratios need the bits.
+        logits = self.logits(hidden)
+        if cache is not None:
+            lengths = cache.lengths + tokens_BT.shape[1]
+            cache = kv.KVCache(tuple(keys), tuple(values), lengths)
+        return ModelOutput(logits, hidden, cache)
+
+    def logits(self, hidden_BTD) -> Array:
+        """Logits [B, T, V] of final hidden states."""
         kernel, spec = (
             (self.embed.embedding[...], "btd,vd->btv")
             if self.config.tie_embeddings
             else (self.head.kernel[...], "btd,dv->btv")
         )
-        logits = jnp.einsum(
-            spec, hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
+        # Float32 whatever the compute type: the sampler's ratios need the bits.
+        return jnp.einsum(
+            spec, hidden_BTD, kernel.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32
         )
-        if cache is not None:
-            lengths = cache.lengths + tokens_BT.shape[1]
-            cache = kv.KVCache(tuple(keys), tuple(values), lengths)
-        return ModelOutput(logits, hidden, cache)
 
 
 _INIT = nnx.initializers.normal(0.02)
@@ -261,13 +265,23 @@ def apply(
         cache: the keys and values of earlier tokens.
         dtype: compute type; None: the type of the parameters.
     """
+    tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
+    return _bind(config, params, dtype)(tokens_BT, positions_BT, mask_BTS, cache)
+
+
+def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
+    """Logits [B, T, V] of final hidden states, such as an earlier `apply` returned."""
+    return _bind(config, params, hidden_BTD.dtype).logits(hidden_BTD)
+
+
+def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
+    """The model with these parameters; its compute type is theirs, if `dtype` is None."""
     if dtype is None:
         dtype = params["norm"]["scale"].dtype
     graph, state = nnx.split(_abstract(config, jnp.dtype(dtype)), nnx.Param)
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, params)
-    tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
-    return nnx.merge(graph, state)(tokens_BT, positions_BT, mask_BTS, cache)
+    return nnx.merge(graph, state)
 
 
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
