@@ -51,7 +51,9 @@ def main():
     )
     params = transformer.init(model, jax.random.key(config.seed))
     print(f"{transformer.num_params(params):,} parameters")
-    loss = train.distillation_loss(model, target.config, target.params, config.objective)
+    loss = train.distillation_loss(
+        model, target.config, target.params, config.objective, config.temperatures
+    )
     params, metrics = train.fit(config, params, loss, examples, held_out, workdir)
     loading.save(workdir / "model", loading.Model("trained", model, params, target.tokenizer))
     print(f"held out: {metrics}; model in {workdir / 'model'}")

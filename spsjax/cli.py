@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 
 from spsjax import arguments, drafters, loading
 from spsjax.drafters import base
-from spsjax.errors import InputError, NonFiniteError, one_line
+from spsjax.errors import InputError, NonFiniteError, brief, one_line
+from spsjax.models import huggingface, transformer
 
 
 def run(main: Callable[[], None], default_config: str | pathlib.Path | None = None) -> NoReturn:
@@ -129,6 +130,20 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
             f"drafter: expected 'none', 'model' or a module of spsjax.drafters, found {name!r}"
         )
     return arguments.build(f"drafter {name}", drafter, options.get(name, {}))
+
+
+def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
+    """A model's shape: of a file in `folder`, without its suffix, or of a model folder.
+
+    Raises InputError where there is neither, or what is there describes no model.
+    """
+    path = folder / f"{name}.py"
+    if name.isidentifier() and path.is_file():
+        return arguments.build(name, transformer.Config, runpy.run_path(str(path))["get_config"]())
+    if pathlib.Path(name).is_dir():
+        return huggingface.read_config(pathlib.Path(name))
+    names = ", ".join(sorted(path.stem for path in folder.glob("*.py")))
+    raise InputError(f"{brief(name)}: expected a model folder or one of {names}, found neither")
 
 
 def check_writable(path: str | None) -> None:

@@ -80,11 +80,11 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: expected a folder, found {one_line(error)}") from None
+    huggingface.save(folder, model.config, model.params, dtype)
     if model.tokenizer is None:
         (folder / "tokenizer.model").unlink(missing_ok=True)  # another model's
     else:
         files.write(folder / "tokenizer.model", model.tokenizer.proto)
-    huggingface.save(folder, model.config, model.params, dtype)
 
 
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:

@@ -5,7 +5,7 @@ value, gate and up; row-parallel out and down, each followed by the one all-redu
 puts there: two a layer. Embedding and head are split by vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -22,6 +22,9 @@ _RULES = {
     "query": P(None, "model"),  # [D, HC_model]
     "key": P(None, "model"),  # [D, GC_model]
     "value": P(None, "model"),
+    "position": P(None, "model"),  # [D, HC_model]
+    "content_bias": P("model", None),  # [H_model, C]
+    "position_bias": P("model", None),
     "out": P("model", None),  # [HC_model, D]
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
@@ -29,9 +32,9 @@ _RULES = {
 }
 
 
-def mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A mesh of `data * model` devices; raises InputError if there are fewer."""
-    devices = jax.devices()
+def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh:
+    """A mesh of the first `data * model` devices; raises InputError if there are fewer."""
+    devices = jax.devices() if devices is None else devices
     sizes = data, model
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise InputError(f"mesh: expected integers >= 1, found {brief(data)} x {brief(model)}")
@@ -54,10 +57,10 @@ def check(mesh: Mesh, config) -> None:
 
 def spec(path: tuple, mesh: Mesh, config) -> P:
     """How the parameter at `path` is split; undivided key-value heads are on every device."""
-    owner = path[-2]
+    owner, leaf = path[-2:]
     if owner in ("key", "value") and config.num_kv_heads % mesh.shape["model"]:
         return P()
-    return _RULES.get(owner, P())
+    return _RULES.get(owner, _RULES.get(leaf, P()))
 
 
 def placer(mesh: Mesh, config, replicate: bool) -> Callable[[tuple, Array], Array]:

@@ -21,7 +21,6 @@ import numpy as np
 import reference
 from jax import lax
 
-from spsjax import cache as kv
 from spsjax import decode, sampling, verify
 from spsjax.drafters import draft_model
 from spsjax.models import transformer
@@ -76,7 +75,9 @@ def apply(config, params, tokens_BT, positions_BT, mask_BTS, cache, *, dtype=Non
     right = jnp.sum(mask_BTS, axis=-1) == positions_BT + 1
     logits = jnp.where(right[..., None], logits, jnp.nan)
     lengths = cache.lengths + tokens_BT.shape[1]
-    return ModelOutput(logits, logits, kv.KVCache((keys,), (keys,), lengths))
+    return ModelOutput(
+        logits, logits, dataclasses.replace(cache, keys=(keys,), values=(keys,), lengths=lengths)
+    )
 
 
 # Tables are arguments, so that loops of one shape share a compiled program.

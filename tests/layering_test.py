@@ -9,18 +9,19 @@ ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
 # What is not named here stands on the top floor, where nothing of the package may import it.
 FLOORS = (
     {"types", "errors", "files"},
-    {"sharding", "cache", "sampling", "losses"},
+    {"sharding", "cache", "sampling", "losses", "hlo", "theory"},
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},
     {"data", "tokenizer", "loading", "arguments", "generation"},
-    {"train", "probes"},
+    {"train", "probes", "ahead"},
     {"benchmark"},
     {"peers"},
 )
 TOP = len(FLOORS)
 # Within a floor, who may use whom.
 BESIDE = {
+    ("models.transformer", "models.attention"),
     ("models.huggingface", "models.transformer"),
     ("data", "tokenizer"),
     ("loading", "tokenizer"),

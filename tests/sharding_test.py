@@ -1,8 +1,6 @@
 """Eight devices give what one gives, and talk to each other no more than Megatron's rules need."""
 
-import collections
 import dataclasses
-import re
 
 import jax
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from conftest import nearby_model, placed, spread_model
 
 import spsjax
-from spsjax import decode, generation, sharding
+from spsjax import decode, generation, hlo, sharding
 
 MESHES = [(1, 8), (2, 4)]
 # Rows of different lengths, three of them so that they do not divide the mesh's data axis.
@@ -70,20 +68,10 @@ def test_each_device_holds_its_share_of_the_weights(shape):
 
 # Collectives of compiled programs.
 
-_COLLECTIVE = re.compile(
-    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-
 
 def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
-    """Operation -> the shapes it produces on one device, in the lines that mention `scope`."""
-    found = collections.defaultdict(list)
-    for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if match and scope in line:
-            for shape in re.findall(r"\w+\[([\d,]*)\]", match[1]):
-                found[match[2]].append(tuple(int(size) for size in shape.split(",") if size))
-    return found
+    """Operation -> the shapes it produces on one device, in the scopes that mention `scope`."""
+    return hlo.shapes([each for each in hlo.collectives(text) if scope in each.scope])
 
 
 def programs(shape, num_kv_heads, tie, kind):

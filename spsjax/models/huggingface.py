@@ -19,29 +19,39 @@ from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
 from spsjax.types import PyTree
 
-_LLAMA_LAYER = {
+_LAYER = {
     ("attention_norm", "scale"): "input_layernorm",
     ("attention", "query", "kernel"): "self_attn.q_proj",
     ("attention", "key", "kernel"): "self_attn.k_proj",
     ("attention", "value", "kernel"): "self_attn.v_proj",
+    ("attention", "position", "kernel"): "self_attn.r_proj",
+    ("attention", "content_bias"): "self_attn.content_bias",
+    ("attention", "position_bias"): "self_attn.position_bias",
     ("attention", "out", "kernel"): "self_attn.o_proj",
     ("ffn_norm", "scale"): "post_attention_layernorm",
     ("ffn", "gate", "kernel"): "mlp.gate_proj",
     ("ffn", "up", "kernel"): "mlp.up_proj",
     ("ffn", "down", "kernel"): "mlp.down_proj",
 }
-_LLAMA = {
+_OUTSIDE = {
     ("embed", "embedding"): "model.embed_tokens",
     ("norm", "scale"): "model.norm",
     ("head", "kernel"): "lm_head",
 }
+# A family's `model_type`, and what else tells it from the others. Only this package reads the
+# second: no layout of other tools has relative positions.
+_FAMILIES = {
+    "llama": {"positions": "rotary", "ffn": "swiglu"},
+    "chinchilla": {"positions": "relative", "ffn": "gelu"},
+}
+_ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_pytorch_tanh"}
 
 
 def tensor_name(path: tuple) -> str:
     """The tensor that holds the parameter at `path`, e.g. ('layers', 0, 'ffn', 'up', 'kernel')."""
-    if path[0] == "layers":
-        return f"model.layers.{path[1]}.{_LLAMA_LAYER[path[2:]]}.weight"
-    return _LLAMA[path] + ".weight"
+    inside = path[0] == "layers"
+    name = f"model.layers.{path[1]}.{_LAYER[path[2:]]}" if inside else _OUTSIDE[path]
+    return name if path[-1].endswith("_bias") else f"{name}.weight"
 
 
 def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
@@ -100,11 +110,13 @@ def read_config(folder: pathlib.Path) -> transformer.Config:
     if not path.exists():
         raise InputError(f"{folder}: expected a model folder with config.json, found none")
     fields = _Fields(path, _read_json(path))
-    if fields.get("model_type", _TEXT) != "llama":
-        raise fields.error("model_type", '"llama"', fields.raw["model_type"])
+    family = fields.get("model_type", _TEXT)
+    if family not in _FAMILIES:
+        raise fields.error("model_type", " or ".join(map(json.dumps, _FAMILIES)), family)
+    flags = _FAMILIES[family]
     if fields.raw.get("quantization_config") is not None:
         raise InputError(f"{path}: quantization_config: expected none, found one")
-    fields.only("hidden_act", _TEXT, "silu")
+    fields.only("hidden_act", _TEXT, _ACTIVATIONS[flags["ffn"]])
     fields.only("attention_bias", _FLAG, False)
     fields.only("mlp_bias", _FLAG, False)
     theta = fields.get("rope_theta", _POSITIVE, 10_000.0)
@@ -137,6 +149,7 @@ def read_config(folder: pathlib.Path) -> transformer.Config:
         "num_kv_heads": fields.get("num_key_value_heads", _COUNT, heads),
         "head_dim": head_dim or d_model // heads,
         "max_positions": fields.get("max_position_embeddings", _COUNT),
+        **flags,
         "rope_theta": float(theta),
         "norm_eps": float(fields.get("rms_norm_eps", _POSITIVE, 1e-6)),
         "tie_embeddings": fields.get("tie_word_embeddings", _FLAG, False),
@@ -149,12 +162,23 @@ def read_config(folder: pathlib.Path) -> transformer.Config:
         raise InputError(f"{path}: {error}") from None
 
 
+def family_of(config: transformer.Config) -> str:
+    """The `model_type` of a model; raises InputError if its flags are those of no family."""
+    for family, flags in _FAMILIES.items():
+        if all(getattr(config, name) == flag for name, flag in flags.items()):
+            return family
+    raise InputError(
+        f"model: expected the positions and ffn of {' or '.join(_FAMILIES)}, "
+        f"found {config.positions} and {config.ffn}"
+    )
+
+
 def write_config(folder: pathlib.Path, config: transformer.Config, dtype: str) -> None:
-    """Writes `config.json` so that `transformers` reads it as a Llama model."""
+    """Writes `config.json`; `transformers` reads a Llama model from it, if it is one."""
     raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
+        "architectures": [f"{family_of(config).capitalize()}ForCausalLM"],
+        "model_type": family_of(config),
+        "hidden_act": _ACTIVATIONS[config.ffn],
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
@@ -257,6 +281,7 @@ def read_params(folder: pathlib.Path, config: transformer.Config, dtype, place=N
 def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree, dtype="bfloat16"):
     """Writes `config.json` and `model.safetensors`, each whole or not at all."""
     folder = pathlib.Path(folder)
+    family_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, leaf in _leaves(params):

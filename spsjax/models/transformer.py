@@ -1,7 +1,10 @@
 """The one decoder. A family of models is a `Config`; a new block is a flag, never a fork.
 
-For now the Llama family: pre-norm RMSNorm, rotary positions, SwiGLU, grouped-query attention,
-tied or untied head (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288).
+For now two families, both pre-norm with RMSNorm and without biases, the head tied or not:
+  * Llama: rotary positions, SwiGLU, grouped-query attention (Touvron et al. 2023, arXiv 2302.13971
+    and 2307.09288);
+  * Gopher and Chinchilla: relative positions, GELU (Rae et al. 2021, arXiv 2112.11446; Hoffmann et
+    al. 2022, arXiv 2203.15556).
 
 Flax NNX modules live in this file only. Everything else sees `apply`, a pure function of a plain
 nested dict of arrays. Layers are unrolled: scanning over stacked weights copies each slice on some
@@ -17,7 +20,14 @@ from flax import nnx
 
 from spsjax import cache as kv
 from spsjax import sharding
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief
+from spsjax.models.attention import (
+    attend,
+    relative_positions,
+    relative_scores,
+    rope_angles,
+    rotate,
+)
 from spsjax.types import Array, ModelOutput, PyTree
 
 
@@ -33,6 +43,8 @@ class Config:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+    positions: str = "rotary"  # or "relative": Transformer-XL's, with a projection of their own
+    ffn: str = "swiglu"  # or "gelu": two matrices
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
@@ -50,95 +62,85 @@ class Config:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise InputError(f"head_dim: expected an even number, found {self.head_dim}")
-
-
-def rope_angles(positions_BT: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosine and sine [B, T, 1, C/2] of the rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions_BT[:, :, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x_BTHC: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the first half of each head against its second half, in float32."""
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHC.dtype)
+        for field, choices in (("positions", ("rotary", "relative")), ("ffn", ("swiglu", "gelu"))):
+            if getattr(self, field) not in choices:
+                raise InputError(
+                    f"{field}: expected {' or '.join(choices)}, found {brief(getattr(self, field))}"
+                )
+        if self.positions == "relative" and self.d_model % 2:
+            raise InputError(f"d_model: expected an even number, found {self.d_model}")
 
 
 class Attention(nnx.Module):
     """Grouped-query attention: H query heads read G key-value heads."""
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.dtype = config, dtype
         linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
         size = config.head_dim
         self.query = linear(config.d_model, config.num_heads * size)
         self.key = linear(config.d_model, config.num_kv_heads * size)
         self.value = linear(config.d_model, config.num_kv_heads * size)
         self.out = linear(config.num_heads * size, config.d_model)
+        if config.positions == "relative":
+            self.position = linear(config.d_model, config.num_heads * size)
+            zeros = jnp.zeros((config.num_heads, size), dtype)
+            self.content_bias, self.position_bias = nnx.Param(zeros), nnx.Param(zeros)
 
-    def __call__(self, x_BTD, rope, mask_BTS, cache):
-        """`cache` is None or (keys, values, lengths) of this layer. Returns the output and both."""
+    def __call__(self, x_BTD, positions_BT, mask_BTS, past: kv.Layer | None):
+        """The output, and this layer's keys and values: of the cache if there is one."""
         config, (B, T, _) = self.config, x_BTD.shape
-        query = self.query(x_BTD).reshape(B, T, config.num_heads, config.head_dim)
-        key = self.key(x_BTD).reshape(B, T, config.num_kv_heads, config.head_dim)
-        value = self.value(x_BTD).reshape(B, T, config.num_kv_heads, config.head_dim)
-        query, key = rotate(query, *rope), rotate(key, *rope)
+        # Without the barrier the TPU's compiler lets the layout of heads choose that of the weights,
+        # and keeps a second, transposed copy of these kernels (2 GB a chip at 70B on 16 chips).
+        query, key, value = jax.lax.optimization_barrier(
+            (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        )
+        query = query.reshape(B, T, config.num_heads, config.head_dim)
+        key = key.reshape(B, T, config.num_kv_heads, config.head_dim)
+        value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
+        bias = None
+        if config.positions == "rotary":
+            rope = rope_angles(positions_BT, config.head_dim, config.rope_theta)
+            query, key = rotate(query, *rope), rotate(key, *rope)
+        else:
+            # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
+            table = self.distances(T) if past is None else past.distances
+            bias = relative_scores(query + self.position_bias[...], table, positions_BT)
+            query = query + self.content_bias[...]
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         # A masked slot weighs zero, and zero times NaN is NaN: what is not finite moves from the
         # value to the key, where only those who see the slot meet it.
         finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
         key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
-        if cache is not None:
-            keys, values, lengths = cache
-            key, value = kv.write(keys, key, lengths), kv.write(values, value, lengths)
+        if past is not None:
+            key = kv.write(past.keys, key, past.lengths)
+            value = kv.write(past.values, value, past.lengths)
             if key.shape[1] % sharding.model_axis():
                 key, value = sharding.by_rows(key), sharding.by_rows(value)
-        mixed = attend(query, key, value, mask_BTS)
+        mixed = attend(query, key, value, mask_BTS, bias)
         return self.out(mixed.reshape(B, T, -1)), key, value
 
-
-def attend(query_BTHC: Array, keys_BGSC: Array, values_BGSC: Array, mask_BTS: Array) -> Array:
-    """Softmax attention: [B, T, H, C]. The softmax is float32; masked slots weigh exactly zero."""
-    (B, T, H, C), G = query_BTHC.shape, keys_BGSC.shape[1]
-    if G % sharding.model_axis():
-        # Heads that the mesh cannot split are on every device: each takes what its queries read.
-        keys_BGSC, values_BGSC = (jnp.repeat(x, H // G, axis=1) for x in (keys_BGSC, values_BGSC))
-        G = H
-    query = query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)  # [B, G, T, H/G, C]
-    # One query of several heads a key-value head: XLA's batched dot is slow at so few rows on CPUs,
-    # and half of the time of a decode step's attention goes if it is a product and a sum instead.
-    # With one head a key-value head it is the other way round.
-    single = T == 1 and H > G
-    if single:
-        scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
-        scores = jnp.swapaxes(scores, 2, 3)[:, :, None]
-    else:
-        query = query.reshape(B, G, -1, C)
-        scores = jnp.einsum("bgnc,bgsc->bgns", query, keys_BGSC, preferred_element_type=jnp.float32)
-        scores = scores.reshape(B, G, T, H // G, -1)
-    scores = jnp.where(mask_BTS[:, None, :, None], scores * C**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if single:
-        mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
-    else:
-        weights = weights.reshape(B, G, -1, weights.shape[-1]).astype(values_BGSC.dtype)
-        mixed = jnp.einsum("bgns,bgsc->bgnc", weights, values_BGSC)
-    mixed = mixed.astype(values_BGSC.dtype).reshape(B, G, T, H // G, C).transpose(0, 2, 1, 3, 4)
-    return mixed.reshape(B, T, H, C)
+    def distances(self, slots: int) -> Array:
+        """[H, S, C]: what the distances S-1, ..., 0 are to each head."""
+        positions = relative_positions(slots, self.config.d_model).astype(self.dtype)
+        heads = self.position(positions).reshape(slots, -1, self.config.head_dim)
+        return jnp.swapaxes(heads, 0, 1)
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202), or GELU without a gate."""
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+        self.config = config
         linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
-        self.gate = linear(config.d_model, config.d_ff)
+        if config.ffn == "swiglu":
+            self.gate = linear(config.d_model, config.d_ff)
         self.up = linear(config.d_model, config.d_ff)
         self.down = linear(config.d_ff, config.d_model)
 
     def __call__(self, x_BTD):
+        if self.config.ffn == "gelu":
+            return self.down(jax.nn.gelu(self.up(x_BTD)))
         return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
@@ -151,8 +153,10 @@ class Block(nnx.Module):
         self.ffn_norm = _norm(config, dtype, rngs)
         self.ffn = FeedForward(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTD, rope, mask_BTS, cache):
-        attended, key, value = self.attention(self.attention_norm(x_BTD), rope, mask_BTS, cache)
+    def __call__(self, x_BTD, positions_BT, mask_BTS, past):
+        attended, key, value = self.attention(
+            self.attention_norm(x_BTD), positions_BT, mask_BTS, past
+        )
         x_BTD = x_BTD + attended
         return x_BTD + self.ffn(self.ffn_norm(x_BTD)), key, value
 
@@ -178,19 +182,18 @@ class Transformer(nnx.Module):
             self.head = _linear(config.d_model, config.vocab_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens_BT, positions_BT, mask_BTS, cache) -> ModelOutput:
-        rope = rope_angles(positions_BT, self.config.head_dim, self.config.rope_theta)
         x_BTD = self.embed(tokens_BT)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            past = cache and (cache.keys[index], cache.values[index], cache.lengths)
-            x_BTD, key, value = layer(x_BTD, rope, mask_BTS, past)
+            past = cache and cache.layer(index)
+            x_BTD, key, value = layer(x_BTD, positions_BT, mask_BTS, past)
             keys.append(key)
             values.append(value)
         hidden = self.norm(x_BTD)
         logits = self.logits(hidden)
         if cache is not None:
             lengths = cache.lengths + tokens_BT.shape[1]
-            cache = kv.KVCache(tuple(keys), tuple(values), lengths)
+            cache = kv.KVCache(tuple(keys), tuple(values), lengths, cache.distances)
         return ModelOutput(logits, hidden, cache)
 
     def logits(self, hidden_BTD) -> Array:
@@ -287,8 +290,12 @@ def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
     """A cache for `batch` rows of `slots` tokens, in the type of the parameters."""
     dtype = params["norm"]["scale"].dtype
-    heads, size = config.num_kv_heads, config.head_dim
-    return kv.empty(config.num_layers, batch, slots, heads, size, dtype)
+    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    distances = (None,) * config.num_layers
+    if config.positions == "relative":
+        layers = _bind(config, params).layers
+        distances = tuple(layer.attention.distances(slots) for layer in layers)
+    return kv.empty(config.num_layers, shape, dtype, distances)
 
 
 def num_params(params: PyTree) -> int:

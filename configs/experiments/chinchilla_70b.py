@@ -1,0 +1,26 @@
+"""Chinchilla 70B and its 4B draft on 16 chips, as in Chen et al. 2023 (arXiv 2302.01318).
+
+python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+
+Hardware: none; the programs are compiled for the topology that is named, and not run.
+Expected: docs/results.md.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The pair, what is asked of it, and what is assumed of its samples."""
+    return ml_collections.ConfigDict(
+        {
+            "target": "chinchilla_70b",  # of configs/models
+            "draft": "chinchilla_draft_4b",
+            "dtype": "bfloat16",
+            "data": 1,  # of the mesh; the other chips split the weights
+            "batch": 1,
+            "prompt_tokens": 1024,
+            "max_new_tokens": 512,
+            "num_speculative_tokens": 4,
+            "acceptance": 0.8,  # of a draft token, for the predicted speed-up
+        }
+    )

@@ -1,0 +1,129 @@
+"""Compiles a pair for a TPU topology on a machine that has none, and says what it needs there.
+
+python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
+
+Needs `pip install libtpu`. A pair that does not fit is refused, with what is too much.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+
+import display
+import jax
+from absl import flags
+from ml_collections import config_flags
+from rich.console import Console
+from rich.table import Table
+
+from spsjax import ahead, cli, files
+
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
+_TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
+_JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
+    config = _CONFIG.value.to_dict()
+    cli.check_writable(_JSON.value)
+    target, draft = (
+        cli.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
+    )
+    report = ahead.compile_pair(
+        target, draft, _TOPOLOGY.value, progress=display.progress("compiling"), **config
+    )
+    show(report, config["num_speculative_tokens"])
+    if _JSON.value:
+        files.write(_JSON.value, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+
+
+def show(report: ahead.Report, K: int) -> None:
+    """Three tables and the prediction."""
+    print(
+        f"{report.device}: {report.needed / 1e9:.2f} of {report.memory / 1e9:.2f} GB a chip: "
+        f"weights {report.weights / 1e9:.2f}, caches {report.caches / 1e9:.3f}, "
+        "the rest temporaries"
+    )
+    _print(
+        ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "GB accessed"),
+        (
+            (
+                name,
+                f"{program.seconds:.0f}",
+                f"{program.temporary / 1e9:.3f}",
+                f"{program.aliased / 1e9:.3f}",
+                f"{program.flops / 1e9:.1f}",
+                f"{program.bytes_accessed / 1e9:.2f}",
+            )
+            for name, program in report.programs.items()
+        ),
+    )
+    print("(a loop's body, and that of the draft's steps within it, counted once)")
+    counted = (
+        (name, *key, count)
+        for name, program in report.programs.items()
+        for key, count in collections.Counter(
+            (each.kind, f"{each.num_bytes / 1e3:.1f}", _verb(each.scope))
+            for each in program.collectives
+        ).items()
+    )
+    _print(("program", "collective", "kB", "in", "count"), counted, left=(0, 1, 3))
+    _print(
+        (
+            "pass",
+            "weights GB",
+            "cache GB",
+            "memory ms",
+            "compute ms",
+            "interconnect ms",
+            "floor ms",
+        ),
+        (
+            (
+                name,
+                f"{each.weights / 1e9:.2f}",
+                f"{each.cache / 1e9:.3f}",
+                *(
+                    f"{1e3 * seconds:.3f}"
+                    for seconds in (
+                        each.memory_seconds,
+                        each.compute_seconds,
+                        each.interconnect_seconds,
+                        each.seconds,
+                    )
+                ),
+            )
+            for name, each in report.passes.items()
+        ),
+    )
+    print(
+        f"at the floor, with {report.acceptance:.0%} of draft tokens accepted "
+        f"({report.block_efficiency:.2f} tokens a round, K = {K}): ArS {report.ars_ms:.2f}, "
+        f"SpS {report.sps_ms:.2f} ms a token, {report.ars_ms / report.sps_ms:.2f} times as fast"
+    )
+
+
+def _verb(scope: str) -> str:
+    """Which of the loop's verbs a collective serves; the draft's later steps are a loop."""
+    for verb in ("propose", "score", "verify", "commit"):
+        if f"/{verb}/" in scope:
+            return "propose, each step" if f"/{verb}/while/" in scope else verb
+    return "prompt"
+
+
+def _print(header, rows, left=(0,)) -> None:
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index in left else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console().print(table)
+    print()
+
+
+if __name__ == "__main__":
+    cli.run(main, _CONFIGS / "experiments" / "chinchilla_70b.py")

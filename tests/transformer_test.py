@@ -1,0 +1,170 @@
+"""The blocks that no reference implementation has, against a direct form in NumPy.
+
+The Llama family is held against `transformers` in `huggingface_test.py`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import nearby_model, placed, spread_params, tiny_config
+
+import spsjax
+from spsjax import InputError, loading, sharding
+from spsjax import cache as kv
+from spsjax.models import transformer
+
+VOCAB, LENGTH = 24, 12
+SHAPE = {"positions": "relative", "ffn": "gelu", "num_layers": 2, "d_model": 16, "d_ff": 64}
+CONFIGS = [
+    tiny_config(VOCAB, **SHAPE, num_kv_heads=8, tie_embeddings=True),
+    tiny_config(VOCAB, **SHAPE, num_kv_heads=2),
+]
+
+
+def params_of(config, seed=0):
+    """Well spread parameters; the biases of attention, which start at zero, are not zero."""
+    params = spread_params(config, seed)
+    keys = iter(jax.random.split(jax.random.key(seed + 1), 2 * config.num_layers))
+    for layer in params["layers"].values():
+        for name in ("content_bias", "position_bias"):
+            layer["attention"][name] = jax.random.normal(next(keys), (8, config.head_dim))
+    return params
+
+
+def direct(config, params, tokens):
+    """Logits [T, V] in float64: Transformer-XL's equation of section 3.3, one pair at a time."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    H, C, D = config.num_heads, config.head_dim, config.d_model
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.norm_eps) * scale["scale"]
+
+    def sinusoid(distance):
+        angles = distance / 10_000 ** (np.arange(0, D, 2) / D)
+        return np.concatenate([np.sin(angles), np.cos(angles)])
+
+    x = params["embed"]["embedding"][tokens]
+    for index in range(config.num_layers):
+        layer = params["layers"][index]
+        weights = layer["attention"]
+        h = norm(x, layer["attention_norm"])
+        query = (h @ weights["query"]["kernel"]).reshape(-1, H, C)
+        key = (h @ weights["key"]["kernel"]).reshape(-1, config.num_kv_heads, C)
+        value = (h @ weights["value"]["kernel"]).reshape(-1, config.num_kv_heads, C)
+        mixed = np.zeros((len(tokens), H, C))
+        for i in range(len(tokens)):
+            for head in range(H):
+                group = head * config.num_kv_heads // H
+                scores = np.zeros(i + 1)
+                for j in range(i + 1):
+                    relative = (sinusoid(i - j) @ weights["position"]["kernel"]).reshape(H, C)
+                    content = query[i, head] + weights["content_bias"][head]
+                    position = query[i, head] + weights["position_bias"][head]
+                    scores[j] = content @ key[j, group] + position @ relative[head]
+                scores = np.exp(scores / np.sqrt(C))
+                mixed[i, head] = scores @ value[: i + 1, group] / scores.sum()
+        x = x + mixed.reshape(len(tokens), -1) @ weights["out"]["kernel"]
+        up = norm(x, layer["ffn_norm"]) @ layer["ffn"]["up"]["kernel"]
+        gelu = up / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
+        x = x + gelu @ layer["ffn"]["down"]["kernel"]
+    x = norm(x, params["norm"])
+    head = params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
+    return x @ head
+
+
+def feed(config, params, cache, tokens):
+    """The logits of `tokens` [T] after what the cache holds, and the cache that holds them."""
+    positions = cache.lengths[:, None] + jnp.arange(len(tokens))
+    mask = kv.causal_mask(positions, cache.num_slots)
+    block = jnp.broadcast_to(jnp.asarray(tokens), positions.shape)
+    output = transformer.apply(config, params, block, positions, mask, cache)
+    return np.asarray(output.logits), output.cache
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=["one head a group", "grouped"])
+def case(request):
+    """(config, parameters, tokens, their logits by the direct form)."""
+    config = request.param
+    params = params_of(config)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, LENGTH)
+    return config, params, tokens, direct(config, params, tokens)
+
+
+def test_relative_attention_is_transformer_xl_s(case):
+    config, params, tokens, expected = case
+    positions = jnp.arange(LENGTH)[None]
+    mask = kv.causal_mask(positions, LENGTH)
+    found = transformer.apply(config, params, tokens[None], positions, mask).logits[0]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.std(expected) > 0.5
+
+
+@pytest.mark.parametrize("slots", [LENGTH, 32])
+def test_a_cache_of_any_size_changes_nothing(case, slots):
+    config, params, tokens, expected = case
+    cache = transformer.empty_cache(config, params, 1, slots)
+    for start, end in ((0, 5), (5, 6), (6, 10), (10, 11), (11, 12)):
+        found, cache = feed(config, params, cache, tokens[start:end])
+        np.testing.assert_allclose(found[0], expected[start:end], atol=1e-4)
+
+
+def test_rows_that_roll_back_by_different_amounts_go_on_as_if_they_had_not_gone_further(case):
+    config, params, tokens, expected = case
+    cache = transformer.empty_cache(config, params, 2, 32)
+    _, cache = feed(config, params, cache, tokens[:8])
+    _, cache = feed(config, params, cache, (tokens[8:12] + 1) % VOCAB)  # rejected
+    kept = np.asarray([8, 5])
+    cache = cache.at(jnp.asarray(kept))
+    positions = kept[:, None] + np.arange(3)
+    mask = kv.causal_mask(positions, 32)
+    output = transformer.apply(config, params, tokens[positions], positions, mask, cache)
+    np.testing.assert_allclose(output.logits, expected[positions], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target and a draft of relative positions, on one device."""
+    target = placed(CONFIGS[0], params_of(CONFIGS[0]), None)
+    return target, nearby_model(target)
+
+
+def test_both_samplings_agree_and_a_mesh_gives_what_one_device_gives(pair):
+    target, draft = pair
+    prompts = [[1, 2, 3], list(range(20))]
+    sampling = spsjax.SamplingParams(temperature=[0.0, 1.0])
+    arguments = {"sampling": sampling, "max_new_tokens": 16}
+    plain = spsjax.generate(target, prompts, **arguments)
+    fast = spsjax.generate(target, prompts, draft, **arguments)
+    assert np.array_equal(plain.tokens[0], fast.tokens[0])
+    assert 0 < fast.stats.acceptance_rate < 1
+    mesh = sharding.mesh(2, 4)
+    target, draft = (placed(model.config, model.params, mesh) for model in pair)
+    assert not target.params["layers"][0]["attention"]["position_bias"].is_fully_replicated
+    for drafter, expected in ((None, plain), (draft, fast)):
+        found = spsjax.generate(target, prompts, drafter, **arguments)
+        assert all(map(np.array_equal, found.tokens, expected.tokens))
+
+
+def test_a_saved_model_is_read_back(pair, tmp_path):
+    model = pair[0]
+    loading.save(tmp_path, model, dtype="float32")
+    read = spsjax.load(str(tmp_path))
+    assert read.config == model.config
+    assert all(map(np.array_equal, jax.tree.leaves(read.params), jax.tree.leaves(model.params)))
+
+
+def test_what_is_no_flag_or_no_family_is_refused_in_one_line(pair, tmp_path):
+    with pytest.raises(InputError, match=r"^positions: expected rotary or relative, found 'none'$"):
+        dataclasses.replace(CONFIGS[0], positions="none")
+    with pytest.raises(InputError, match=r"^ffn: expected swiglu or gelu, found 'relu'$"):
+        dataclasses.replace(CONFIGS[0], ffn="relu")
+    with pytest.raises(InputError, match=r"^d_model: expected an even number, found 15$"):
+        dataclasses.replace(CONFIGS[0], d_model=15)
+    config = tiny_config(VOCAB, ffn="gelu")
+    mixed = dataclasses.replace(pair[0], config=config)
+    with pytest.raises(InputError, match="llama or chinchilla, found rotary and gelu"):
+        loading.save(tmp_path / "mixed", mixed)
+    assert not (tmp_path / "mixed").exists() or not list((tmp_path / "mixed").iterdir())
