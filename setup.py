@@ -39,6 +39,7 @@ setup(
     extras_require={
         "test": ["pytest", "ruff", "scipy"],
         "plots": ["matplotlib"],
+        "ahead": ["libtpu"],  # the TPU's compiler, for machines without a TPU
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],
     },

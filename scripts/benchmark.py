@@ -17,7 +17,7 @@ import display
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import benchmark, cli, files, loading, peers
+from spsjax import benchmark, cli, distributed, files, loading, peers
 from spsjax.errors import InputError
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -39,22 +39,23 @@ def main():
         cli.check_installed("--peer", "torch", "transformers")
     if _PLOT.value:
         cli.check_installed("--plot", "matplotlib")
+    mesh = cli.mesh(config.mesh)
     if _RANDOM.value:
         shape = benchmark.config_of_size(parse_size(_RANDOM.value))
-        target, draft = loading.random(shape, dtype=config.dtype), None
+        target, draft = loading.random(shape, mesh=mesh, dtype=config.dtype), None
     else:
-        target = loading.load(config.target, dtype=config.dtype)
-        draft = loading.load(config.draft, dtype=config.dtype)
+        target = loading.load(config.target, mesh, config.dtype)
+        draft = loading.load(config.draft, mesh, config.dtype)
     others = peers.contenders(config, target, draft) if _PEER.value else []
     report = benchmark.compare(config, target, draft, others, display.progress("measuring"))
     display.table(report.lines)
     display.positions(report.lines)
     display.summary(report)
-    if _JSON.value:
+    if _JSON.value and distributed.is_first():
         figures = {"config": config.to_dict(), **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
         files.write(_JSON.value, text)
-    if _PLOT.value:
+    if _PLOT.value and distributed.is_first():
         display.plot(report.lines, _PLOT.value)
 
 

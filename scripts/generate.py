@@ -3,6 +3,8 @@
 python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.num_speculative_tokens=6
 python scripts/generate.py --prompt="import os" --config.sampling.temperature=0 --json
+python scripts/generate.py --prompt="import os" --config.mesh.model=0   # over all devices
+python scripts/generate.py --prompt="import os" --config.mesh.model=0 --distributed   # of a pod
 
 Every key of the config is a flag; configs/experiments/generate.py lists them.
 """
@@ -40,10 +42,11 @@ def main():
         "lenience": config.lenience,
         "stop_at_eos": config.stop_at_eos,
     }
-    target = spsjax.load(config.target, dtype=config.dtype)
+    mesh = cli.mesh(config.mesh)
+    target = spsjax.load(config.target, mesh, config.dtype)
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer.model, found none")
-    drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype)
+    drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     count = None if drafter is None else config.num_speculative_tokens
     if not _JSON.value:
         figures = display.stream(target, prompt, drafter, count, colour=_SHOW.value, **options)

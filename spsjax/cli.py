@@ -8,13 +8,19 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from spsjax import arguments, drafters, loading
+from spsjax import arguments, distributed, drafters, loading, sharding
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError, brief, one_line
 from spsjax.models import huggingface, transformer
+
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the processes that JAX finds: a pod.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "Join by hand: process 0's host:port.")
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process_id", None, "Which this is, from 0.", lower_bound=0)
 
 
 def run(main: Callable[[], None], default_config: str | pathlib.Path | None = None) -> NoReturn:
@@ -39,13 +45,54 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
             if default_config is not None:
                 default = runpy.run_path(str(default_config))["get_config"]()
                 _check_keys(flags.FLAGS["config"].value, default)
+            _join()
             main()
         except (InputError, NonFiniteError, OSError) as error:
             fail(error)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            found = f"process {jax.process_index()}: {one_line(error)}"
+            _leave(f"error: expected every process to go on, found one gone or failed ({found})")
         except KeyboardInterrupt:
             sys.exit(130)
 
     app.run(guarded, argv=argv, flags_parser=_parse)
+
+
+def _join() -> None:
+    """Joins the other processes of a run, if there are any; all but the first fall silent."""
+    if not (_DISTRIBUTED.value or _COORDINATOR.value):
+        return
+    distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    if not distributed.is_first():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (till the end)
+
+
+def _leave(message: str) -> NoReturn:
+    """Ends a process of several at once: an orderly end would wait for those that are gone."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
+    """The mesh of a config: `data` by `model` devices, `model` 0 for all that there are.
+
+    None for one device of one process.
+    """
+    data, model = options.data, options.model
+    if model == 0 and isinstance(data, int) and data > 0:
+        if jax.device_count() % data:
+            raise InputError(
+                f"mesh: expected a divisor of {jax.device_count()} devices as data, found {data}"
+            )
+        model = jax.device_count() // data
+    if jax.process_count() > 1 and data * model != jax.device_count():
+        raise InputError(
+            f"mesh: expected all {jax.device_count()} devices of {jax.process_count()} processes, "
+            f"found {data} x {model}"
+        )
+    return None if (data, model) == (1, 1) else sharding.mesh(data, model)
 
 
 def fail(error: Exception) -> NoReturn:
@@ -106,14 +153,14 @@ def _check_keys(config: ConfigDict, default: ConfigDict, name: str = "") -> None
             _check_keys(config[key], value, f"{name}{key}.")
 
 
-def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
+def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=None):
     """What `generate` takes as a drafter.
 
     Args:
         name: "none"; "model", which loads `draft`; or a module of `spsjax.drafters`.
         draft: name or folder of the draft model.
         options: under the module's name, what its `Drafter` takes.
-        dtype: of the draft model.
+        dtype, mesh: of the draft model.
 
     Raises:
         InputError: no such drafter, or one that needs more than these options.
@@ -121,7 +168,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None):
     if name in (None, "none"):
         return None
     if name in ("model", "draft_model"):
-        return loading.load(draft, dtype=dtype)
+        return loading.load(draft, mesh, dtype)
     module = f"{drafters.__name__}.{name}"
     drafter = name.isidentifier() and importlib.util.find_spec(module)
     drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)

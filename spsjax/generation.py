@@ -1,6 +1,5 @@
 """What people call: `generate` and `stream`."""
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, decode, sampling, sharding, verify
+from spsjax import arguments, decode, distributed, sampling, sharding, verify
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import Model
@@ -198,14 +197,10 @@ class _Job:
             tokens[row, len(prompt) :] = prompt[-1]  # masked; a token that is known to be harmless
         rows = params.rows(len(self.prompts))
         rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
-        self.mesh = (
-            contextlib.nullcontext if model.mesh is None else (lambda: jax.set_mesh(model.mesh))
-        )
         place = sharding.rows(model.mesh)
-        with self.mesh():
-            keys = jax.device_put(
-                sampling.row_keys(jax.random.key(seed, impl=sampling.GENERATOR), len(lengths)),
-                place,
+        with self.model.in_mesh():
+            keys = jax.jit(_keys, static_argnums=1, out_shardings=place)(
+                np.uint32(seed), len(lengths)
             )
             self.inputs = (*jax.device_put((tokens, lengths, limits), place), keys)
             self.rows = jax.device_put(rows, place)
@@ -214,7 +209,7 @@ class _Job:
     def run(self) -> Generation:
         """The whole of it in one jitted loop."""
         start = time.perf_counter()
-        with self.mesh():
+        with self.model.in_mesh():
             state, first = decode.compiled(decode.prefill, self.program, self.slots)(
                 self.params, *self.inputs
             )
@@ -222,7 +217,7 @@ class _Job:
             prompt_seconds = time.perf_counter() - start - first
             loop = decode.compiled(decode.run, self.program, donate=2)
             state, second = loop(self.params, self.rows, state)
-            result = jax.device_get(_small(state))
+            result = distributed.fetch(_small(state))
         seconds = time.perf_counter() - start - first - second
         self._check(result)
         count = len(self.prompts)
@@ -251,16 +246,16 @@ class _Job:
 
     def rounds(self) -> Iterator[Round]:
         """The same step, called from here, one row."""
-        with self.mesh():
+        with self.model.in_mesh():
             state, _ = decode.compiled(decode.prefill, self.program, self.slots)(
                 self.params, *self.inputs
             )
-        before = jax.device_get(_small(state))
+        before = distributed.fetch(_small(state))
         step = decode.compiled(decode.step, self.program, donate=2)
         while not before["done"].all():
-            with self.mesh():
+            with self.model.in_mesh():
                 state, _ = step(self.params, self.rows, state)
-            after = jax.device_get(_small(state))
+            after = distributed.fetch(_small(state))
             self._check(after)
             yield Round(
                 tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],
@@ -275,6 +270,10 @@ class _Job:
                 f"row {row}, position {result['lengths'][row]}: expected finite logits, "
                 "found a NaN or an infinity"
             )
+
+
+def _keys(seed, count: int) -> jax.Array:
+    return sampling.row_keys(jax.random.key(seed, impl=sampling.GENERATOR), count)
 
 
 def _small(state: decode.DecodeState) -> dict[str, jax.Array]:

@@ -1,5 +1,6 @@
 """Loaded models: weights on their devices, a shape, and a tokenizer."""
 
+import contextlib
 import dataclasses
 import pathlib
 
@@ -24,6 +25,10 @@ class Model:
     params: PyTree
     tokenizer: Tokenizer | None = None
     mesh: jax.sharding.Mesh | None = None
+
+    def in_mesh(self) -> contextlib.AbstractContextManager:
+        """The context in which its programs are traced and run."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +68,8 @@ def load(
     _check_mesh(mesh)
     config = huggingface.read_config(folder)
     tokenizer = _tokenizer(folder, config)
-    place = None if mesh is None else sharding.placer(mesh, config, replicate)
-    params = huggingface.read_params(folder, config, dtype, place)
+    where = sharding.places(mesh, config, replicate)
+    params = huggingface.read_params(folder, config, dtype, where)
     return Model(str(name), config, params, tokenizer, mesh)
 
 
@@ -91,11 +96,7 @@ def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> 
     """A model of random weights and no tokenizer, for timing and for tests."""
     _check_mesh(mesh)
     params = transformer.init(config, jax.random.key(seed), _compute_type(dtype))
-    if mesh is not None:
-        place = sharding.placer(mesh, config, replicate=False)
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: place(tuple(entry.key for entry in path), leaf), params
-        )
+    params = sharding.put(params, sharding.places(mesh, config))
     return Model("random", config, params, mesh=mesh)
 
 

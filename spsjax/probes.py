@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import decode, generation, sampling
+from spsjax import decode, generation, sampling, sharding
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
 from spsjax.models import transformer
@@ -41,19 +41,24 @@ def probe(
     program = decode.Program(target.config, drafter)
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
     slots = generation.bucket(length + K + 1)
-    place = jax.devices()[0]
-    keys = jax.device_put(sampling.row_keys(jax.random.key(0), 1), place)
-    rows = jax.device_put(params.rows(1), place)
-    middle = jax.device_put(np.asarray([slots // 2], np.int32), place)
-    block = jax.device_put(np.zeros((1, K + 1), np.int32), place)
+    place = sharding.rows(target.mesh)
+    B = 1 if target.mesh is None else target.mesh.shape["data"]
+    keys = jax.device_put(sampling.row_keys(jax.random.key(0), B), place)
+    rows = jax.device_put(params.rows(B), place)
+    middle = jax.device_put(np.full(B, slots // 2, np.int32), place)
+    block = jax.device_put(np.zeros((B, K + 1), np.int32), place)
 
     def measure() -> Parts:
-        cache = transformer.empty_cache(target.config, weights["target"], 1, slots).at(middle)
+        with target.in_mesh():
+            return parts()
+
+    def parts() -> Parts:
+        cache = transformer.empty_cache(target.config, weights["target"], B, slots).at(middle)
         many = decode.compiled(_score_often, program, repeats)
         scoring = _seconds(many, weights, rows, cache, block) / repeats
         step = 0.0
         if K and draft:
-            cache = transformer.empty_cache(draft.config, weights["drafter"], 1, slots).at(middle)
+            cache = transformer.empty_cache(draft.config, weights["drafter"], B, slots).at(middle)
             often = decode.compiled(_draft_often, draft.config, repeats)
             step = _seconds(often, weights["drafter"], rows, cache, keys) / repeats
         return Parts(step, scoring)
@@ -74,7 +79,7 @@ def _score_often(program, repeats, params, rows, cache, block):
     def once(_, carry):
         block, cache, _ = carry
         output = decode.score(program, params, block, cache)
-        probs = sampling.warp(output.logits, rows)
+        probs = sampling.warp(sharding.gathered(output.logits), rows)
         return block + (probs[..., 0] > 2), output.cache.at(cache.lengths), probs
 
     probs = jnp.zeros((*block.shape, program.target.vocab_size), jnp.float32)
@@ -90,12 +95,13 @@ def _draft_often(config, repeats, params, rows, cache, keys):
         positions = cache.lengths[:, None]
         mask = kv.causal_mask(positions, cache.num_slots)
         output = transformer.apply(config, params, token[:, None], positions, mask, cache)
-        probs = sampling.warp(output.logits[:, 0], rows)
+        probs = sampling.warp(sharding.by_rows(output.logits[:, 0]), rows)
         token = sampling.draw(probs, uniforms[:, index])
         return token, output.cache.at(cache.lengths), probs
 
-    probs = jnp.zeros((1, config.vocab_size), jnp.float32)
-    return lax.fori_loop(0, repeats, once, (jnp.zeros(1, jnp.int32), cache, probs))
+    B = cache.lengths.shape[0]
+    probs = jnp.zeros((B, config.vocab_size), jnp.float32)
+    return lax.fori_loop(0, repeats, once, (jnp.zeros(B, jnp.int32), cache, probs))
 
 
 def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spsjax.errors import InputError, brief
-from spsjax.types import Array
+from spsjax.types import Array, PyTree
 
 # Parameter -> how its axes are split. What is not named here (norms) is on every device.
 _RULES = {
@@ -63,16 +63,23 @@ def spec(path: tuple, mesh: Mesh, config) -> P:
     return _RULES.get(owner, _RULES.get(leaf, P()))
 
 
-def placer(mesh: Mesh, config, replicate: bool) -> Callable[[tuple, Array], Array]:
-    """`(path, array) -> array` on the mesh, each device holding its slice; or all of it."""
+def places(mesh: Mesh | None, config, replicate: bool = False) -> Callable[[tuple], Sharding]:
+    """`path -> sharding`: which slice of that parameter each device holds; or all of it.
+
+    Raises InputError where the mesh does not divide the model.
+    """
+    if mesh is None:
+        return lambda path: SingleDeviceSharding(jax.local_devices()[0])
     if not replicate:
         check(mesh, config)
+    return lambda path: NamedSharding(mesh, P() if replicate else spec(path, mesh, config))
 
-    def place(path, array):
-        how = P() if replicate else spec(path, mesh, config)
-        return jax.device_put(array, NamedSharding(mesh, how))
 
-    return place
+def put(params: PyTree, where: Callable[[tuple], Sharding]) -> PyTree:
+    """The parameters where they belong."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.device_put(leaf, where(tuple(entry.key for entry in path))), params
+    )
 
 
 def model_axis() -> int:
@@ -102,6 +109,8 @@ def _constrained(array: Array, how: P) -> Array:
     return jax.lax.with_sharding_constraint(array, how)
 
 
-def rows(mesh: Mesh | None) -> NamedSharding | jax.Device:
+def rows(mesh: Mesh | None) -> Sharding:
     """Where arrays with a leading batch axis go."""
-    return jax.devices()[0] if mesh is None else NamedSharding(mesh, P("data"))
+    if mesh is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    return NamedSharding(mesh, P("data"))

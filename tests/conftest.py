@@ -83,11 +83,7 @@ def nearby_model(model: loading.Model, seed: int = 1, distance: float = 0.2, mes
 
 def placed(config: transformer.Config, params, mesh) -> loading.Model:
     """A model of these parameters, on the mesh if there is one."""
-    if mesh is not None:
-        place = sharding.placer(mesh, config, replicate=False)
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: place(tuple(entry.key for entry in path), leaf), params
-        )
+    params = sharding.put(params, sharding.places(mesh, config))
     return loading.Model("tiny", config, params, mesh=mesh)
 
 

@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
 # What is not named here stands on the top floor, where nothing of the package may import it.
 FLOORS = (
     {"types", "errors", "files"},
-    {"sharding", "cache", "sampling", "losses", "hlo", "theory"},
+    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed"},
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},

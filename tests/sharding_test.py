@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import nearby_model, placed, spread_model
+from conftest import nearby_model, spread_model
 
 import spsjax
 from spsjax import decode, generation, hlo, sharding
@@ -21,10 +21,7 @@ K = 4
 
 def on(mesh, model, replicate=False):
     """A copy of a model on the mesh."""
-    if not replicate:
-        return placed(model.config, model.params, mesh)
-    place = sharding.placer(mesh, model.config, replicate=True)
-    params = jax.tree.map(lambda leaf: place((), leaf), model.params)
+    params = sharding.put(model.params, sharding.places(mesh, model.config, replicate))
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 

@@ -20,6 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
             "target": "pystdlib/target",
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "what": ("sampled", "greedy"),  # of the settings
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},

@@ -19,6 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
             "target": "pystdlib/target",
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "drafter": "model",  # none, model, or a module of spsjax.drafters
             "num_speculative_tokens": config_dict.placeholder(int),  # None: the drafter's own
             "ngram": {"max_ngram": 3, "min_ngram": 1},

@@ -6,7 +6,7 @@ there and [in, out] here.
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from spsjax import files
+from spsjax import files, sharding
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
 from spsjax.types import PyTree
@@ -215,7 +215,7 @@ def _open(path: pathlib.Path):
     try:
         if not path.is_file():
             raise InputError(f"{path}: expected a safetensors file, found none")
-        return safetensors.safe_open(path, framework="flax")
+        return safetensors.safe_open(path, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: expected a whole safetensors file, found {one_line(error)}"
@@ -233,16 +233,21 @@ def _check_names(folder: pathlib.Path, found: Iterable[str], expected: Iterable[
             raise InputError(f"{folder}: expected no tensor {name} (config.json), found one")
 
 
-def read_params(folder: pathlib.Path, config: transformer.Config, dtype, place=None) -> PyTree:
-    """Parameters in compute type `dtype`.
+def read_params(
+    folder: pathlib.Path,
+    config: transformer.Config,
+    dtype,
+    where: Callable[[tuple], jax.sharding.Sharding] | None = None,
+) -> PyTree:
+    """Parameters in compute type `dtype`; each device's slice alone is read for it.
 
     Args:
         folder: the model folder.
         config: as `read_config` gives it.
         dtype: type of the parameters in memory.
-        place: `(path, array) -> array` puts one parameter where it belongs; None leaves it on the
-            default device.
+        where: as `sharding.places` gives it; None: the default device.
     """
+    where = where or sharding.places(None, config)
     shards = _shards(folder)
     if config.num_layers > len(shards):
         raise InputError(
@@ -271,9 +276,13 @@ def read_params(folder: pathlib.Path, config: transformer.Config, dtype, place=N
                 f"{shard}: {name}: expected floating-point weights of 16 bits or more, "
                 f"found {stored.get_dtype()}"
             )
-        tensor = file.get_tensor(name).astype(dtype)
-        tensor = tensor.T if path[-1] == "kernel" else tensor
-        return tensor if place is None else place(path, tensor)
+        transpose = path[-1] == "kernel"
+
+        def cut(index):
+            part = stored[index[::-1] if transpose else index].astype(dtype)
+            return part.T if transpose else part
+
+        return jax.make_array_from_callback(shape.shape, where(path), cut)
 
     return jax.tree_util.tree_map_with_path(read, shapes)
 

@@ -90,8 +90,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD, positions_BT, mask_BTS, past: kv.Layer | None):
         """The output, and this layer's keys and values: of the cache if there is one."""
         config, (B, T, _) = self.config, x_BTD.shape
-        # Without the barrier the TPU's compiler lets the layout of heads choose that of the weights,
-        # and keeps a second, transposed copy of these kernels (2 GB a chip at 70B on 16 chips).
+        # Without the barrier the TPU's compiler lets the layout of heads choose the
+        # kernels', and keeps a second, transposed copy of each (2 GB a chip for 70B on 16 chips).
         query, key, value = jax.lax.optimization_barrier(
             (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         )

@@ -1,0 +1,59 @@
+"""Several processes, one mesh: how they find each other, and what the first alone does."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from spsjax.errors import InputError, one_line
+from spsjax.types import PyTree
+
+# A process that is gone is missed after so many seconds, and the others end.
+HEARTBEAT_SECONDS = 20
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout: int = 300,
+) -> None:
+    """Joins the processes of a run; call it before any other use of JAX.
+
+    On TPU pods, and under schedulers that JAX knows, no argument is needed.
+
+    Args:
+        coordinator: address and port at which process 0 listens, the same for all.
+        num_processes: how many there are.
+        process_id: which this is, from 0.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        InputError: the processes did not find each other.
+    """
+    # What talks between processes where there is no accelerator.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(
+            f"processes: expected {num_processes or 'all'} of them at "
+            f"{coordinator or 'an address that JAX finds'}, found {one_line(error)}"
+        ) from None
+
+
+def is_first() -> bool:
+    """Whether this process writes: text, reports and files are the first one's alone."""
+    return jax.process_index() == 0
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """The arrays as NumPy arrays, whole, in every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return jax.tree.map(np.asarray, multihost_utils.process_allgather(tree, tiled=True))

@@ -1,0 +1,142 @@
+"""Programs for TPUs that are not here: they fit, talk as little as Megatron's rules need, and copy
+no cache.
+
+Compiled by the TPU's own compiler, which `pip install libtpu` brings.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+import pathlib
+
+import pytest
+
+from spsjax import InputError, ahead, cli, theory
+
+MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
+K = 4
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the TPU's compiler, is not installed",
+)
+
+
+def counts(program: ahead.Program, scope: str) -> dict[str, int]:
+    """Kind -> how many collectives are in scopes that mention `scope`."""
+    return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
+
+
+@pytest.fixture(scope="module")
+def chinchilla() -> ahead.Report:
+    """Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
+    target, draft = (
+        cli.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
+    )
+    return ahead.compile_pair(
+        target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=32,
+        max_new_tokens=2000,
+    )  # fmt: skip
+
+
+@needs_libtpu
+def test_chinchilla_fits_and_its_loops_need_little_beside(chinchilla):
+    assert chinchilla.needed < chinchilla.memory
+    assert chinchilla.weights == pytest.approx((70.1e9 + 4.1e9) * 2 / 16, rel=0.01)
+    for name, program in chinchilla.programs.items():
+        assert program.temporary < 0.5e9, name
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["ArS", "SpS", "draft"])
+def test_caches_are_updated_in_place(chinchilla, name):
+    caches = sum(each.cache for label, each in chinchilla.passes.items() if label != "scoring")
+    expected = {"SpS": caches, "ArS": chinchilla.passes["target"].cache}
+    expected["draft"] = chinchilla.passes["draft"].cache
+    assert chinchilla.programs[name].aliased >= expected[name]
+
+
+@needs_libtpu
+def test_a_pass_reduces_twice_a_layer_once_for_the_embedding_and_gathers_logits_once(chinchilla):
+    # The compiler gathers one row of logits by an all-reduce, and several by an all-gather.
+    sps = chinchilla.programs["SpS"]
+    assert counts(sps, "/score/") == {"all-reduce": 2 * 80 + 1, "all-gather": 1}
+    each_step = counts(sps, "/propose/while/")
+    assert each_step == {"all-reduce": 2 * 8 + 1 + 1}
+    assert counts(sps, "/propose/") - each_step == {"all-reduce": 2 * 8 + 1 + 1}
+    assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
+    assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * 80 + 1 + 1}
+
+
+@needs_libtpu
+def test_nothing_larger_than_the_logits_moves(chinchilla):
+    for name in ("ArS", "SpS", "draft"):
+        for each in chinchilla.programs[name].collectives:
+            assert each.num_bytes <= (K + 1) * 32_000 * 4, each
+
+
+@needs_libtpu
+def test_the_prediction_follows_from_the_floors(chinchilla):
+    passes = chinchilla.passes
+    assert passes["target"].memory_seconds == pytest.approx(
+        (70.1e9 * 2 / 16 + passes["target"].cache) / 2765e9, rel=0.01
+    )
+    assert passes["target"].seconds < passes["scoring"].seconds < 1.1 * passes["target"].seconds
+    loop = K * passes["draft"].seconds + passes["scoring"].seconds
+    assert chinchilla.block_efficiency == pytest.approx((1 - 0.8**5) / 0.2)
+    assert chinchilla.sps_ms == pytest.approx(1e3 * loop / chinchilla.block_efficiency)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:2x4", "v6e:2x2"])
+def test_eight_billion_parameters_on_few_small_chips(name):
+    target = cli.model_config("llama_3_8b", MODELS)
+    draft = dataclasses.replace(target, num_layers=2, tie_embeddings=True)
+    report = ahead.compile_pair(
+        target, draft, name, num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
+    )
+    sps = report.programs["SpS"]
+    assert report.needed < report.memory
+    assert sps.temporary < 0.5e9
+    assert sps.aliased >= report.caches
+    assert counts(sps, "/score/")["all-reduce"] in (2 * 32 + 1, 2 * 32 + 2)
+    assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
+    assert max(each.num_bytes for each in sps.collectives) <= (K + 1) * 128_256 * 4
+
+
+@needs_libtpu
+def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
+    target = cli.model_config("chinchilla_70b", MODELS)
+    with pytest.raises(InputError, match=r"^v5e:4x4: .* at most 17.18 GB a chip, found 17.\d+ \("):
+        ahead.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
+    with pytest.raises(InputError, match=r"^num_heads: .* model axis, 16, found 12$"):
+        odd = dataclasses.replace(target, num_heads=12, num_kv_heads=12)
+        ahead.compile_pair(target, odd, "v5p:2x2x4", num_speculative_tokens=K)
+    with pytest.raises(InputError, match=r"^data: expected a divisor of 16 devices and of 2 rows"):
+        ahead.compile_pair(target, target, "v5p:2x2x4", num_speculative_tokens=K, data=4, batch=2)
+
+
+@pytest.mark.parametrize("name", ["", "v5p", "v9x:2x2", "v5p:2", "v5p:2x", "v5p:2x2x4x4"])
+def test_what_names_no_topology_is_refused(name):
+    with pytest.raises(InputError, match=r"^topology: expected v4, v5e, v5p, v6e and a shape"):
+        ahead.topology(name)
+
+
+@needs_libtpu
+def test_a_shape_that_no_slice_has_is_refused():
+    with pytest.raises(
+        InputError, match=r"^topology: expected one that libtpu knows, found v5e:7x"
+    ):
+        ahead.topology("v5e:7x9")
+
+
+def test_no_libtpu_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"^topology: expected libtpu to be installed"):
+        ahead.topology("v5p:2x2x4")
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
+def test_block_efficiency_is_the_capped_geometric_mean(acceptance):
+    expected = sum(acceptance**i * (1 - acceptance) * (i + 1) for i in range(K))
+    expected += acceptance**K * (K + 1)
+    assert theory.block_efficiency(acceptance, K) == pytest.approx(expected)

@@ -1,0 +1,88 @@
+"""Two processes of four devices give what one of eight gives; none outlives another for long."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def start(*flags: str, devices: int) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    return subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "worker.py", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+def start_two(*flags: str) -> list[subprocess.Popen]:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    together = (*flags, f"--coordinator=localhost:{port}", "--num_processes=2")
+    return [start(*together, f"--process_id={index}", devices=4) for index in range(2)]
+
+
+def results(text: str) -> list[dict]:
+    """The JSON lines; what carries data between CPUs prints lines of its own."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def ended(process: subprocess.Popen) -> list[dict]:
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return results(out)
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict:
+    """The tokens of one device."""
+    (result,) = ended(start(devices=1))
+    assert [len(rows) for rows in result["tokens"]] == [4, 4]
+    return result
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 4), (1, 8)])
+def test_two_processes_give_the_tokens_of_one_and_of_one_device(one_device, data, model):
+    flags = (f"--data={data}", f"--model={model}")
+    (whole,) = ended(start(*flags, devices=8))
+    first, second = start_two(*flags)
+    (result,) = ended(first)
+    assert ended(second) == []  # only the first process writes
+    assert result["tokens"] == whole["tokens"] == one_device["tokens"]
+    # Each process holds its slices alone: half of the weights, or a whole copy for each row.
+    assert result["held"] <= 1.01 * whole["held"] / 2
+
+
+def test_a_mesh_that_leaves_out_another_process_s_devices_is_refused():
+    for process in start_two("--data=1", "--model=4"):
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 1
+        assert "error: mesh: expected all 8 devices of 2 processes, found 1 x 4" in err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_takes_the_others_along_within_a_minute(victim):
+    processes = start_two("--data=2", "--model=4", "--rounds=100000")
+    while not (line := processes[0].stdout.readline()).startswith("{"):
+        assert line
+    processes[victim].kill()
+    start, survivor = time.monotonic(), processes[1 - victim]
+    _, err = survivor.communicate(timeout=120)
+    assert time.monotonic() - start < 60
+    assert survivor.returncode not in (0, None)
+    assert "expected every process to go on, found one gone" in err or "another task died" in err

@@ -1,0 +1,44 @@
+"""One process of several: the tokens of a batch by both samplings, as JSON, from the first alone.
+
+python tests/worker.py --data=2 --model=4 --rounds=1 [--coordinator=host:port --num_processes=2
+    --process_id=0]
+"""
+
+import json
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+
+import spsjax
+from spsjax import cli, distributed
+
+_DATA = flags.DEFINE_integer("data", 1, "Of the mesh.")
+_MODEL = flags.DEFINE_integer("model", 1, "Of the mesh.")
+_ROUNDS = flags.DEFINE_integer("rounds", 1, "How often.")
+
+PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
+
+
+def main():
+    mesh = cli.mesh(ConfigDict({"data": _DATA.value, "model": _MODEL.value}))
+    target = spsjax.load("pystdlib/target", mesh)
+    draft = spsjax.load("pystdlib/draft", mesh)
+    held = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(target.params)
+        for shard in leaf.addressable_shards
+    )
+    options = {
+        "sampling": spsjax.SamplingParams(temperature=[0.0, 0.8, 0.8, 1.0], top_p=0.95),
+        "max_new_tokens": [24, 24, 9, 24],
+    }
+    for _ in range(_ROUNDS.value):
+        outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
+        tokens = [[row.tolist() for row in out.tokens] for out in outs]
+        if distributed.is_first():
+            print(json.dumps({"tokens": tokens, "held": held}), flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(main)
