@@ -24,7 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
             "temperatures": (0.8,),
             "length": 512,
             "batch": 2,
-            "steps": 13_000,
+            "steps": 15_500,
             "learning_rate": 2e-3,
             "warmup": 100,
             "weight_decay": 0.0,
