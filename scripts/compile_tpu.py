@@ -8,6 +8,7 @@ Needs `pip install libtpu`. A pair that does not fit is refused, with what is to
 
 import collections
 import dataclasses
+import inspect
 import json
 import pathlib
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spsjax import ahead, cli, files
+from spsjax.errors import InputError
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
@@ -30,6 +32,10 @@ def main():
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
     config = _CONFIG.value.to_dict()
     cli.check_writable(_JSON.value)
+    known = inspect.signature(ahead.compile_pair).parameters
+    for key in config:
+        if key not in known:
+            raise InputError(f"--config: expected no key {key}, found one")
     target, draft = (
         cli.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
     )

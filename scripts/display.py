@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from spsjax import files, generation
+from spsjax import distributed, files, generation
 
 _STYLES = {
     "accepted draft token": "green",
@@ -255,4 +255,5 @@ def heading(text: str) -> None:
 
 def note(text: str) -> None:
     """A line beside the result: stderr, so that stdout stays what was asked for."""
-    print(text, file=sys.stderr, flush=True)
+    if distributed.is_first():
+        print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@
 #   RUN=1 TPU=my-slice ZONE=us-east5-a TYPE=v5p-32 bash scripts/tpu_pod.sh all
 #
 # Steps: create copy install run collect delete; all is all of them, and deletes the slice even if
-# one fails. A slice costs money until it is deleted.
+# one fails. A slice costs money until it is deleted. What is copied is the last commit.
 #
 # TPU      name of the slice                       TYPE     accelerator type, as v5p-32 (16 chips)
 # ZONE     where it is                             VERSION  software version; by default TYPE's
@@ -15,7 +15,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TPU=${TPU:-spsjax} ZONE=${ZONE:-us-east5-a} TYPE=${TYPE:-v5p-32} RESULTS=${RESULTS:-runs}
-COMMAND=${COMMAND:-"python scripts/benchmark.py --distributed --config.mesh.model=0 --json=$RESULTS/pod.json"}
+COMMAND=${COMMAND:-"python scripts/benchmark.py --distributed \
+--config.mesh.data=2 --config.mesh.model=8 --json=$RESULTS/pod.json"}
 
 version() {
   case $TYPE in
@@ -58,8 +59,8 @@ collect() { tpu scp --recurse "$TPU:spsjax/$RESULTS" . --worker=0; }
 delete() { tpu delete "$TPU" --quiet; }
 
 all() {
-  create
   trap delete EXIT
+  create
   copy
   install
   run

@@ -24,6 +24,7 @@ flags.mark_flag_as_required("workdir")
 def main():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
     print(config)
+    train.check(config)
     if config.objective not in losses.DIVERGENCES:
         raise InputError(
             f"objective: expected one of {', '.join(losses.DIVERGENCES)}, "
@@ -45,14 +46,14 @@ def main():
         bos_id=target.config.bos_id,
         eos_ids=target.config.eos_ids,
     )
-    examples, held_out = (
-        (tokens, train.target_states(target.config, target.params, tokens, workdir))
-        for tokens in (examples, held_out)
-    )
     params = transformer.init(model, jax.random.key(config.seed))
     print(f"{transformer.num_params(params):,} parameters")
     loss = train.distillation_loss(
         model, target.config, target.params, config.objective, config.temperatures
+    )
+    examples, held_out = (
+        (tokens, train.target_states(target.config, target.params, tokens, workdir))
+        for tokens in (examples, held_out)
     )
     params, metrics = train.fit(config, params, loss, examples, held_out, workdir)
     loading.save(workdir / "model", loading.Model("trained", model, params, target.tokenizer))

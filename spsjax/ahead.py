@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from spsjax import decode, generation, hlo, sampling, sharding, theory
+from spsjax import decode, generation, hlo, loading, sampling, sharding, theory
 from spsjax.drafters import draft_model, none
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
@@ -139,7 +139,7 @@ def topology(name: str) -> tuple[Chip, list]:
     Raises InputError for a name that is none, or without `libtpu`, which describes them.
     """
     kind, _, shape = name.partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         raise InputError(
             f"topology: expected {', '.join(CHIPS)} and a shape, as v5p:2x2x4, found {brief(name)}"
         )
@@ -192,7 +192,32 @@ def compile_pair(
     Raises:
         InputError: what cannot be split over the chips, or does not fit into their memory.
     """
-    K = num_speculative_tokens
+    K, dtype = num_speculative_tokens, loading.compute_type(dtype)
+    numbers = {
+        "num_speculative_tokens": K,
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "data": data,
+    }
+    for field, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise InputError(f"{field}: expected an integer >= 1, found {brief(value)}")
+    if not 0 <= acceptance <= 1:
+        raise InputError(f"acceptance: expected a number in [0, 1], found {brief(acceptance)}")
+    if not 0 <= collective_us < 1e6:
+        raise InputError(f"collective_us: expected a number >= 0, found {brief(collective_us)}")
+    if draft.vocab_size != target.vocab_size:
+        raise InputError(
+            f"draft: expected the target's vocabulary of {target.vocab_size}, "
+            f"found {draft.vocab_size}"
+        )
+    context = min(target.max_positions, draft.max_positions)
+    if prompt_tokens + max_new_tokens > context:
+        raise InputError(
+            f"max_new_tokens: expected prompt and new tokens within the context of {context}, "
+            f"found {prompt_tokens} + {max_new_tokens}"
+        )
     chip, devices = topology(name)
     if len(devices) % data or batch % data:
         raise InputError(

@@ -63,6 +63,9 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
 def _join() -> None:
     """Joins the other processes of a run, if there are any; all but the first fall silent."""
     if not (_DISTRIBUTED.value or _COORDINATOR.value):
+        for flag in (_PROCESSES, _PROCESS):
+            if flag.present:
+                raise InputError(f"--{flag.name}: expected --coordinator with it, found none")
         return
     distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     if not distributed.is_first():
@@ -98,7 +101,10 @@ def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
 def fail(error: Exception) -> NoReturn:
     """Ends the script with one line."""
     name = f"{error.filename}: " if getattr(error, "filename", None) else ""
-    print(f"error: {name}{one_line(error)}", file=sys.stderr)
+    message = f"error: {name}{one_line(error)}"
+    if jax.distributed.is_initialized():
+        _leave(message)
+    print(message, file=sys.stderr)
     sys.exit(1)
 
 

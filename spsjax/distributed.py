@@ -1,5 +1,7 @@
 """Several processes, one mesh: how they find each other, and what the first alone does."""
 
+import hashlib
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -45,6 +47,19 @@ def initialize(
             f"processes: expected {num_processes or 'all'} of them at "
             f"{coordinator or 'an address that JAX finds'}, found {one_line(error)}"
         ) from None
+
+
+def check_same(*values) -> None:
+    """Raises InputError unless all processes call with the same values.
+
+    Without it, each would go its own way, and wait for the others for ever.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.sha256(repr(values).encode()).digest()[:8]
+    found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
+    if len(np.unique(found.reshape(jax.process_count(), -1), axis=0)) > 1:
+        raise InputError("processes: expected the same call in all of them, found different ones")
 
 
 def is_first() -> bool:

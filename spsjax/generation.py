@@ -185,6 +185,7 @@ class _Job:
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
         self.params = {"target": model.params, "drafter": weights}
+        distributed.check_same(self.program, self.prompts, budgets, params, seed, model.mesh)
         # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
         extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
         lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)

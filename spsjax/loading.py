@@ -64,7 +64,7 @@ def load(
     Raises:
         InputError: no such name or folder, or files that are not what they should be.
     """
-    folder, dtype = _folder(name), _compute_type(dtype)
+    folder, dtype = _folder(name), compute_type(dtype)
     _check_mesh(mesh)
     config = huggingface.read_config(folder)
     tokenizer = _tokenizer(folder, config)
@@ -80,7 +80,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     """
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
-    folder, dtype = pathlib.Path(folder), _compute_type(dtype)
+    folder, dtype = pathlib.Path(folder), compute_type(dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +95,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
     """A model of random weights and no tokenizer, for timing and for tests."""
     _check_mesh(mesh)
-    params = transformer.init(config, jax.random.key(seed), _compute_type(dtype))
+    params = transformer.init(config, jax.random.key(seed), compute_type(dtype))
     params = sharding.put(params, sharding.places(mesh, config))
     return Model("random", config, params, mesh=mesh)
 
@@ -119,7 +119,8 @@ def _folder(name: str | pathlib.Path) -> pathlib.Path:
     raise InputError(f"{brief(str(name))}: expected a model folder or {shipped}, found {found}")
 
 
-def _compute_type(dtype) -> jnp.dtype:
+def compute_type(dtype) -> jnp.dtype:
+    """The compute type of that name, or the default; raises InputError for any other."""
     if dtype is None:
         return default_dtype()
     expected = "dtype: expected a floating-point type of 16 bits or more"

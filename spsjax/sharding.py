@@ -36,7 +36,7 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
     """A mesh of the first `data * model` devices; raises InputError if there are fewer."""
     devices = jax.devices() if devices is None else devices
     sizes = data, model
-    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+    if not all(type(size) is int and size >= 1 for size in sizes):
         raise InputError(f"mesh: expected integers >= 1, found {brief(data)} x {brief(model)}")
     if data * model > len(devices):
         raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spsjax import cache as kv
 from spsjax import data, files, losses
-from spsjax.errors import InputError, NonFiniteError
+from spsjax.errors import InputError, NonFiniteError, brief, one_line
 from spsjax.models import transformer
 from spsjax.types import Array, PyTree
 
@@ -97,6 +97,9 @@ def target_states(
 
     Returns:
         [N, T, D] float16, read from the file as needed.
+
+    Raises:
+        InputError: the file is there, and damaged.
     """
     folder = pathlib.Path(folder)
     path = folder / f"states-{_fingerprint(config, params, examples)}.npy"
@@ -109,12 +112,18 @@ def target_states(
             np.lib.format.write_array_header_1_0(file, header)
             for start in tqdm(range(0, len(examples), batch), desc="target", unit="batch"):
                 file.write(np.asarray(step(examples[start : start + batch, :-1])).tobytes())
-    return np.load(path, mmap_mode="r")
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise InputError(
+            f"{path}: expected states, or no such file, found {one_line(error)}"
+        ) from None
 
 
 def _fingerprint(config: transformer.Config, params: PyTree, examples: np.ndarray) -> str:
     digest = hashlib.sha256(repr(config).encode())
     for leaf in (examples, *jax.tree.leaves(params)):
+        digest.update(f"{leaf.shape} {leaf.dtype}".encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]
 
@@ -133,6 +142,10 @@ def distillation_loss(
     1 weighs the tokens that a sharpened target, or a greedy one, would emit.
     """
     divergence = losses.DIVERGENCES[objective]
+    if not temperatures or not all(temperature > 0 for temperature in temperatures):
+        raise InputError(
+            f"temperatures: expected one or more numbers above 0, found {brief(temperatures)}"
+        )
 
     def loss(params, batch):
         tokens, states = batch
@@ -162,6 +175,13 @@ def evaluate(loss: Callable, params: PyTree, examples: PyTree, batch: int) -> di
     return {name: float(np.mean([each[name] for each in metrics])) for name in metrics[0]}
 
 
+def check(config) -> None:
+    """Raises InputError where a number of steps or examples is below 1."""
+    for field in ("steps", "batch", "length", "checkpoint_every", "eval_every"):
+        if config.get(field, 1) < 1:
+            raise InputError(f"{field}: expected at least 1, found {config[field]}")
+
+
 def fit(
     config,
     params: PyTree,
@@ -183,9 +203,7 @@ def fit(
         workdir: checkpoints, `log.jsonl` and at last `metrics.json` go here; a run found here is
             resumed.
     """
-    for field in ("steps", "batch", "length", "checkpoint_every", "eval_every"):
-        if config.get(field, 1) < 1:
-            raise InputError(f"{field}: expected at least 1, found {config[field]}")
+    check(config)
     if data.count(held_out) < config.batch:
         raise InputError(
             f"batch: expected at most {data.count(held_out)}, the held-out examples, "

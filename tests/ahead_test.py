@@ -116,7 +116,36 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
         ahead.compile_pair(target, target, "v5p:2x2x4", num_speculative_tokens=K, data=4, batch=2)
 
 
-@pytest.mark.parametrize("name", ["", "v5p", "v9x:2x2", "v5p:2", "v5p:2x", "v5p:2x2x4x4"])
+@pytest.mark.parametrize(
+    ("argument", "value", "found"),
+    [
+        ("num_speculative_tokens", 0, "an integer >= 1, found 0"),
+        ("batch", -1, "an integer >= 1, found -1"),
+        ("data", 0, "an integer >= 1, found 0"),
+        ("prompt_tokens", 1.5, "an integer >= 1, found 1.5"),
+        ("max_new_tokens", 8000, "within the context of 2048, found 1024 \\+ 8000"),
+        ("acceptance", 7, r"a number in \[0, 1\], found 7"),
+        ("collective_us", -1, "a number >= 0, found -1"),
+        ("dtype", "int8", "a floating-point type of 16 bits or more, found int8"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(argument, value, found):
+    target = cli.model_config("chinchilla_70b", MODELS)
+    with pytest.raises(InputError, match=f"^{argument}: expected .*{found}$"):
+        arguments = {"num_speculative_tokens": K} | {argument: value}
+        ahead.compile_pair(target, target, "v5p:2x2x4", **arguments)
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    target = cli.model_config("chinchilla_70b", MODELS)
+    draft = dataclasses.replace(target, vocab_size=16_000)
+    with pytest.raises(InputError, match=r"^draft: expected the target's vocabulary of 32000, "):
+        ahead.compile_pair(target, draft, "v5p:2x2x4", num_speculative_tokens=K)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "v5p", "v5e:0x0", "v9x:2x2", "v5p:2", "v5p:2x", "v5p:2x2x4x4"]
+)
 def test_what_names_no_topology_is_refused(name):
     with pytest.raises(InputError, match=r"^topology: expected v4, v5e, v5p, v6e and a shape"):
         ahead.topology(name)

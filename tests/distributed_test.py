@@ -29,12 +29,15 @@ def start(*flags: str, devices: int) -> subprocess.Popen:
     )
 
 
-def start_two(*flags: str) -> list[subprocess.Popen]:
+def start_two(*flags: str, seeds: tuple[int, int] = (0, 0)) -> list[subprocess.Popen]:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     together = (*flags, f"--coordinator=localhost:{port}", "--num_processes=2")
-    return [start(*together, f"--process_id={index}", devices=4) for index in range(2)]
+    return [
+        start(*together, f"--process_id={index}", f"--seed={seed}", devices=4)
+        for index, seed in enumerate(seeds)
+    ]
 
 
 def results(text: str) -> list[dict]:
@@ -56,15 +59,14 @@ def one_device() -> dict:
     return result
 
 
-@pytest.mark.parametrize(("data", "model"), [(2, 4), (1, 8)])
-def test_two_processes_give_the_tokens_of_one_and_of_one_device(one_device, data, model):
-    flags = (f"--data={data}", f"--model={model}")
+def test_two_processes_give_the_tokens_of_one_and_of_one_device(one_device):
+    flags = ("--data=2", "--model=4")
     (whole,) = ended(start(*flags, devices=8))
     first, second = start_two(*flags)
     (result,) = ended(first)
     assert ended(second) == []  # only the first process writes
     assert result["tokens"] == whole["tokens"] == one_device["tokens"]
-    # Each process holds its slices alone: half of the weights, or a whole copy for each row.
+    # Each process loads its slices alone.
     assert result["held"] <= 1.01 * whole["held"] / 2
 
 
@@ -73,6 +75,20 @@ def test_a_mesh_that_leaves_out_another_process_s_devices_is_refused():
         _, err = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "error: mesh: expected all 8 devices of 2 processes, found 1 x 4" in err
+
+
+def test_processes_that_are_asked_different_things_say_so_rather_than_wait():
+    for process in start_two("--data=2", "--model=4", seeds=(1, 2)):
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 1
+        assert "error: " in err and "Traceback" not in err
+
+
+def test_one_of_several_processes_alone_is_refused():
+    process = start("--num_processes=2", devices=1)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "error: --num_processes: expected --coordinator with it, found none" in err
 
 
 @pytest.mark.parametrize("victim", [0, 1])

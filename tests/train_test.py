@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from spsjax import NonFiniteError, train
+from spsjax import InputError, NonFiniteError, train
 from spsjax.models import transformer
 
 VOCAB = 16
@@ -100,6 +100,28 @@ def test_states_of_another_target_or_text_are_not_taken_for_this_one_s(target, t
         expected = train.forward(CONFIG, weights, tokens[:, :-1]).hidden
         np.testing.assert_allclose(states, expected, rtol=1e-2, atol=1e-3)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_states_of_other_windows_over_the_same_tokens_are_others(target, tmp_path):
+    tokens = HELD_OUT[:, :16].copy()
+    for windows in (tokens, tokens.reshape(32, 8)):
+        states = train.target_states(CONFIG, target[1], windows, tmp_path)
+        assert states.shape == (len(windows), windows.shape[1] - 1, CONFIG.d_model)
+
+
+@pytest.mark.parametrize("size", [0, 50, -10])
+def test_damaged_states_are_named(target, tmp_path, size):
+    train.target_states(CONFIG, target[1], HELD_OUT, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(InputError, match=f"^{path}: expected states, or no such file, found "):
+        train.target_states(CONFIG, target[1], HELD_OUT, tmp_path)
+
+
+@pytest.mark.parametrize("temperatures", [(), (0.0,), (1.0, -1.0)])
+def test_a_temperature_that_is_none_is_refused(temperatures):
+    with pytest.raises(InputError, match=r"^temperatures: expected one or more numbers above 0, "):
+        train.distillation_loss(CONFIG, CONFIG, {}, "forward_kl", temperatures)
 
 
 def test_an_interrupted_pass_leaves_no_states(target, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from spsjax import cli, distributed
 
 _DATA = flags.DEFINE_integer("data", 1, "Of the mesh.")
 _MODEL = flags.DEFINE_integer("model", 1, "Of the mesh.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How often.")
 
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
@@ -32,6 +33,7 @@ def main():
     options = {
         "sampling": spsjax.SamplingParams(temperature=[0.0, 0.8, 0.8, 1.0], top_p=0.95),
         "max_new_tokens": [24, 24, 9, 24],
+        "seed": _SEED.value,
     }
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]

@@ -22,5 +22,6 @@ def get_config() -> ml_collections.ConfigDict:
             "max_new_tokens": 512,
             "num_speculative_tokens": 4,
             "acceptance": 0.8,  # of a draft token, for the predicted speed-up
+            "collective_us": 0.0,  # assumed of each collective, beside bytes over bandwidth
         }
     )
