@@ -24,9 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spsjax import ahead, loading, sharding
 from spsjax import cache as kv
-from spsjax import loading, sharding
 from spsjax.models import transformer
+
+# Tests and a notebook plan for the same slice: it is compiled once.
+ahead.compile_pair = functools.cache(ahead.compile_pair)
 
 
 def tiny_config(vocab_size: int, **changes) -> transformer.Config:
