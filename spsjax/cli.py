@@ -74,6 +74,7 @@ def _join() -> None:
 
 def _leave(message: str) -> NoReturn:
     """Ends a process of several at once: an orderly end would wait for those that are gone."""
+    sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     os._exit(1)
 
