@@ -16,8 +16,6 @@ import display
 import jax
 from absl import flags
 from ml_collections import config_flags
-from rich.console import Console
-from rich.table import Table
 
 from spsjax import ahead, cli, files
 from spsjax.errors import InputError
@@ -39,12 +37,22 @@ def main():
     target, draft = (
         cli.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
     )
+    config["compiler_options"] = _options(config["compiler_options"])
     report = ahead.compile_pair(
         target, draft, _TOPOLOGY.value, progress=display.progress("compiling"), **config
     )
     show(report, config["num_speculative_tokens"])
     if _JSON.value:
         files.write(_JSON.value, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+
+
+def _options(text: str) -> dict[str, str]:
+    """ "a=1,b=false" as a mapping."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise InputError(f"compiler_options: expected name=value,..., found {text}")
+    return {name: value for name, _, value in pairs}
 
 
 def show(report: ahead.Report, K: int) -> None:
@@ -54,7 +62,7 @@ def show(report: ahead.Report, K: int) -> None:
         f"weights {report.weights / 1e9:.2f}, caches {report.caches / 1e9:.3f}, "
         "the rest temporaries"
     )
-    _print(
+    display.columns(
         ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "GB accessed"),
         (
             (
@@ -68,17 +76,27 @@ def show(report: ahead.Report, K: int) -> None:
             for name, program in report.programs.items()
         ),
     )
-    print("(a loop's body, and that of the draft's steps within it, counted once)")
+    print("(a loop's body, and that of the draft's steps within it, counted once)\n")
+    parts = [
+        part for part in ahead.PARTS if any(part in p.cycles for p in report.programs.values())
+    ]
+    display.columns(
+        ("cycles a round", *parts),
+        (
+            (name, *(f"{program.cycles.get(part, 0):,}" for part in parts))
+            for name, program in report.programs.items()
+        ),
+    )
     counted = (
         (name, *key, count)
         for name, program in report.programs.items()
         for key, count in collections.Counter(
-            (each.kind, f"{each.num_bytes / 1e3:.1f}", _verb(each.scope))
+            (each.kind, f"{each.num_bytes / 1e3:.1f}", _where(each.scope))
             for each in program.collectives
         ).items()
     )
-    _print(("program", "collective", "kB", "in", "count"), counted, left=(0, 1, 3))
-    _print(
+    display.columns(("program", "collective", "kB", "in", "count"), counted, left=(0, 1, 3))
+    display.columns(
         (
             "pass",
             "weights GB",
@@ -113,22 +131,9 @@ def show(report: ahead.Report, K: int) -> None:
     )
 
 
-def _verb(scope: str) -> str:
-    """Which of the loop's verbs a collective serves; the draft's later steps are a loop."""
-    for verb in ("propose", "score", "verify", "commit"):
-        if f"/{verb}/" in scope:
-            return "propose, each step" if f"/{verb}/while/" in scope else verb
-    return "prompt"
-
-
-def _print(header, rows, left=(0,)) -> None:
-    table = Table(show_edge=False, pad_edge=False, header_style="dim")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index in left else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console().print(table)
-    print()
+def _where(scope: str) -> str:
+    """Part of the round; the draft's later steps are a loop."""
+    return ahead.part(scope) + ", each step" * ("/propose/while/" in scope)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,17 @@ def table(lines, console: Console | None = None) -> None:
     (console or Console()).print(shown)
 
 
+def columns(header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int] = (0,)) -> None:
+    """A plain table, its columns to the right but for those in `left`."""
+    shown = Table(show_edge=False, pad_edge=False, header_style="dim")
+    for index, name in enumerate(header):
+        shown.add_column(name, justify="left" if index in left else "right")
+    for row in rows:
+        shown.add_row(*map(str, row))
+    Console().print(shown)
+    print()
+
+
 def positions(lines) -> None:
     """Acceptance by position: P(accepted | reached), at the largest K of each setting."""
     lines = _longest(lines)

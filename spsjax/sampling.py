@@ -4,7 +4,7 @@
 target and draft alike; `draw` is the only place where a token is drawn. A ratio of probabilities is
 therefore always between the very arrays that were drawn from.
 
-The vocabulary is never sorted: a threshold is found by bisection, which only counts and sums.
+The vocabulary is never sorted: a threshold is searched for, which only counts and sums.
 """
 
 import dataclasses
@@ -22,6 +22,10 @@ from spsjax.types import Array, pytree_dataclass
 DRAFT, ACCEPT, NEXT = range(3)
 
 GENERATOR = "threefry2x32"
+
+# Bits of a threshold that one round of its search settles, by 2**bits - 1 sums in one sweep: more
+# are faster on accelerators, fewer on CPUs (docs/sampler.md).
+_BITS = 2
 
 
 @pytree_dataclass
@@ -118,6 +122,7 @@ def uniforms(keys_B: Array, role: int, count: int) -> Array:
     return jax.vmap(row)(keys_B)
 
 
+@jax.named_scope("warp")
 def warp(logits: Array, rows: RowParams) -> Array:
     """The distribution that is sampled: [B, ..., V] logits -> [B, ..., V] probabilities, float32.
 
@@ -157,26 +162,22 @@ def warp(logits: Array, rows: RowParams) -> Array:
 def _heaviest(logits: Array, weights: Array, needed: Array) -> Array:
     """Keeps the fewest tokens of highest logit whose weights add up to `needed`: bool [..., V].
 
-    Ties go to the lower id. `needed` is [..., 1], and at most the sum of the weights. Bisects the
+    Ties go to the lower id. `needed` is [..., 1], and at most the sum of the weights. Searches the
     bit pattern of the threshold logit: floats are ordered as their bits are, and a masked sum in a
     fixed order never decreases as the mask grows, so the answer is exact.
     """
     order = _as_ordered_integers(logits)
     bits = order.dtype.itemsize * 8
 
-    def reaches(threshold):
-        mass = jnp.sum(jnp.where(order >= threshold, weights, 0), axis=-1, keepdims=True)
-        return mass >= needed
+    def settle(i, threshold):
+        unit = jnp.ones((), order.dtype) << (bits - _BITS * (i + 1)).astype(order.dtype)
+        reached = jnp.zeros_like(threshold)
+        for times in range(1, 2**_BITS):
+            kept = jnp.where(order >= threshold + times * unit, weights, 0)
+            reached += jnp.sum(kept, axis=-1, keepdims=True) >= needed
+        return threshold + unit * reached
 
-    def halve(_, bounds):
-        low, high = bounds  # reaches(low); not reaches(high), or high above every logit
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
-        enough = reaches(middle)
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    low = jnp.min(order, axis=-1, keepdims=True)
-    high = jnp.max(order, axis=-1, keepdims=True) + 1
-    threshold, _ = lax.fori_loop(0, bits, halve, (low, high))
+    threshold = lax.fori_loop(0, bits // _BITS, settle, jnp.zeros_like(order[..., :1]))
     above, ties = order > threshold, order == threshold
     missing = needed - jnp.sum(jnp.where(above, weights, 0), axis=-1, keepdims=True)
     tied_weight = jnp.max(jnp.where(ties, weights, 0), axis=-1, keepdims=True)
@@ -192,12 +193,14 @@ def _heaviest(logits: Array, weights: Array, needed: Array) -> Array:
 
 
 def _as_ordered_integers(x: Array) -> Array:
-    """Signed integers in the order of the floats; -0.0 and 0.0 become one."""
-    integer = jnp.int64 if x.dtype == jnp.float64 else jnp.int32
+    """Unsigned integers in the order of the floats; -0.0 and 0.0 become one."""
+    integer = jnp.uint64 if x.dtype == jnp.float64 else jnp.uint32
     bits = lax.bitcast_convert_type(x + 0.0, integer)
-    return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
+    sign = jnp.ones((), integer) << (integer.dtype.itemsize * 8 - 1)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
+@jax.named_scope("draw")
 def draw(weights: Array, uniforms: Array) -> Array:
     """Draws from unnormalised weights by inverting cumulative sums: [..., V], [..., 2] -> [...].
 

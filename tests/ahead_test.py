@@ -11,7 +11,7 @@ import pathlib
 
 import pytest
 
-from spsjax import InputError, ahead, cli, theory
+from spsjax import InputError, ahead, chips, cli, theory
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
@@ -72,6 +72,16 @@ def test_nothing_larger_than_the_logits_moves(chinchilla):
     for name in ("ArS", "SpS", "draft"):
         for each in chinchilla.programs[name].collectives:
             assert each.num_bytes <= (K + 1) * 32_000 * 4, each
+
+
+@needs_libtpu
+def test_the_compilers_cycles_are_told_apart_by_part(chinchilla):
+    cycles = chinchilla.programs["SpS"].cycles
+    assert set(cycles) <= set(ahead.PARTS)
+    assert cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
+    # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
+    assert cycles["propose, sampling"] + cycles["verify"] < 0.12 * sum(cycles.values())
+    assert chinchilla.programs["SpS"].executed["propose"] == 4 * 18
 
 
 @needs_libtpu
@@ -148,7 +158,7 @@ def test_a_draft_of_another_vocabulary_is_refused():
 )
 def test_what_names_no_topology_is_refused(name):
     with pytest.raises(InputError, match=r"^topology: expected v4, v5e, v5p, v6e and a shape"):
-        ahead.topology(name)
+        chips.topology(name)
 
 
 @needs_libtpu
@@ -156,13 +166,13 @@ def test_a_shape_that_no_slice_has_is_refused():
     with pytest.raises(
         InputError, match=r"^topology: expected one that libtpu knows, found v5e:7x"
     ):
-        ahead.topology("v5e:7x9")
+        chips.topology("v5e:7x9")
 
 
 def test_no_libtpu_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"^topology: expected libtpu to be installed"):
-        ahead.topology("v5p:2x2x4")
+        chips.topology("v5p:2x2x4")
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])

@@ -1,4 +1,4 @@
-"""Collectives are found in a program's text, whatever the compiler writes around them."""
+"""Collectives and cycles are found in a program's text, whatever else stands there."""
 
 import pytest
 
@@ -36,3 +36,47 @@ def test_a_collective_is_read_from_its_line(line):
 )
 def test_what_only_mentions_one_is_none(line):
     assert hlo.collectives(line) == []
+
+
+PROGRAM = """HloModule m
+
+%fused (x: f32[8]) -> f32[8] {
+  ROOT %y = f32[8] add(%x, %x), backend_config={"estimated_cycles":"999"}
+}
+
+%small.1 (x: f32[8]) -> f32[8] {
+  ROOT %a = f32[8] copy(%x), backend_config={"window_config":{"estimated_cycles":"1"}}
+}
+
+%large.1 (x: f32[8]) -> f32[8] {
+  %b = f32[8] all-reduce(%x), to_apply=%add, metadata={op_name="jit(f)/while/body/in/add"}
+  ROOT %c = f32[8] fusion(%b), calls=%fused, backend_config={"estimated_cycles":"10"}
+}
+
+%body (x: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %d = f32[8] fusion(%x), calls=%fused, metadata={op_name="jit(f)/while/body/on/mul"}, backend_config={"estimated_cycles":"100"}
+  %e = f32[8] conditional(%p, %d, %d), branch_computations={%small.1, %large.1}, metadata={op_name="jit(f)/while/body/if/cond"}
+}
+
+%condition (x: (s32[], f32[8])) -> pred[] {
+  %f = s32[]{:T(128)} constant(7)
+  ROOT %g = pred[] compare(%i, %f), direction=LT
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %h = f32[8] copy(%x), metadata={op_name="copy.3"}, backend_config={"estimated_cycles":"1000"}
+  %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
+}
+"""  # noqa: E501
+
+
+def test_cycles_count_loops_as_often_as_they_run_and_the_longest_branch():
+    scope = "jit(f)/while/body/"
+    assert hlo.cycles(PROGRAM) == {"": 1000, scope + "on/mul": 7 * 100, scope + "if/cond": 7 * 10}
+    assert hlo.executed(PROGRAM) == {scope + "in/add": 7}
+
+
+def test_a_loop_without_a_known_end_counts_once():
+    unknown = PROGRAM.replace("constant(7)", "parameter(1)")
+    assert sum(hlo.cycles(unknown).values()) == 1110
+    assert sum(hlo.executed(unknown).values()) == 1

@@ -9,13 +9,13 @@ ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
 # What is not named here stands on the top floor, where nothing of the package may import it.
 FLOORS = (
     {"types", "errors", "files"},
-    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed"},
+    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed", "chips"},
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},
     {"data", "tokenizer", "loading", "arguments", "generation"},
-    {"train", "probes", "ahead"},
-    {"benchmark"},
+    {"train", "probes", "roofline"},
+    {"benchmark", "ahead"},
     {"peers"},
 )
 TOP = len(FLOORS)

@@ -22,6 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
             "max_new_tokens": 512,
             "num_speculative_tokens": 4,
             "acceptance": 0.8,  # of a draft token, for the predicted speed-up
+            "compiler_options": "",  # of the TPU's compiler: name=value,name=value
             "collective_us": 0.0,  # assumed of each collective, beside bytes over bandwidth
         }
     )

@@ -1,0 +1,88 @@
+"""Ways to sample from logits that are split by vocabulary, by the TPU compiler's own count.
+
+python scripts/compile_sampler.py --topology=v5p:2x2x4
+
+Compiles the speculative loop of Chinchilla and its draft, one layer each, once for every way, and
+counts what sampling takes: cycles of the draft's K samples and of the verifier, and collectives.
+docs/sampler.md has the table and what was made of it. Needs `pip install libtpu`.
+"""
+
+import dataclasses
+import pathlib
+from unittest import mock
+
+import display
+import jax
+import jax.numpy as jnp
+from absl import flags
+from jax import lax
+
+from spsjax import ahead, cli, sampling, sharding
+
+_MODELS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "models"
+_TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
+_K = flags.DEFINE_integer("num_speculative_tokens", 4, "K.", lower_bound=1)
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
+    ways = [
+        (place, name, gather, change)
+        for place, gather in (("gathered", sharding.gathered), ("where they are", lambda x: x))
+        for name, change in (
+            ("search, 1 bit a round", {"_BITS": 1}),
+            ("search, 2 bits", {"_BITS": 2}),
+            ("search, 4 bits", {"_BITS": 4}),
+            ("sort", {"_heaviest": by_sorting}),
+        )
+    ]
+    rows = [
+        (place, name, *_compiled(gather, change))
+        for place, name, gather, change in display.progress("compiling")(ways)
+    ]
+    header = ("logits", "threshold by", "draft's cycles", "verifier's", "collectives", "temp. MB")
+    display.columns(header, rows, left=(0, 1))
+    print("a round with top-k and top-p; sorts themselves are not in the compiler's count")
+
+
+def _compiled(gather, change: dict) -> tuple[str, ...]:
+    """What the loop takes with `gather` and a `change` of `sampling` in place of what they are."""
+    jax.clear_caches()
+    target, draft = (
+        dataclasses.replace(cli.model_config(name, _MODELS), num_layers=1)
+        for name in ("chinchilla_70b", "chinchilla_draft_4b")
+    )
+    with (
+        mock.patch.object(sharding, "gathered", gather),
+        mock.patch.multiple(sampling, **change),
+    ):
+        report = ahead.compile_pair(
+            target,
+            draft,
+            _TOPOLOGY.value,
+            num_speculative_tokens=_K.value,
+            batch=_BATCH.value,
+            prompt_tokens=32,
+            max_new_tokens=32,
+        )
+    loop = report.programs["SpS"]
+    return (
+        f"{loop.cycles['propose, sampling']:,}",
+        f"{loop.cycles['verify']:,}",
+        f"{sum(loop.executed.values())}",
+        f"{loop.temporary / 1e6:.1f}",
+    )
+
+
+def by_sorting(logits, weights, needed):
+    """`sampling._heaviest` by a stable sort and a cumulative sum."""
+    ids = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
+    _, weights, ids = lax.sort((-logits, weights, ids), num_keys=1, is_stable=True)
+    keep = jnp.cumsum(weights, axis=-1) - weights < needed
+    _, keep = lax.sort((ids, keep.astype(jnp.int32)), num_keys=1)
+    return keep > 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,71 @@
+"""TPU chips: published figures, and descriptions of slices that are not here."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+
+from jax.experimental import topologies
+
+from spsjax.errors import InputError, brief, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published figures of one chip (cloud.google.com/tpu/docs, "system architecture").
+
+    Attributes:
+        memory: bytes of high-bandwidth memory.
+        bandwidth: of that memory, bytes a second.
+        flops: bfloat16 operations a second.
+        interconnect: of all links to other chips, both directions together, bytes a second.
+    """
+
+    memory: float
+    bandwidth: float
+    flops: float
+    interconnect: float
+
+
+CHIPS = {
+    "v4": Chip(32 * 2**30, 1.2e12, 275e12, 600e9),
+    "v5e": Chip(16 * 2**30, 819e9, 197e12, 400e9),
+    "v5p": Chip(95 * 2**30, 2765e9, 459e12, 1200e9),
+    "v6e": Chip(32 * 2**30, 1640e9, 918e12, 800e9),
+}
+
+
+def topology(name: str) -> tuple[Chip, list]:
+    """Devices that are not here, and the figures of one: "v5p:2x2x4".
+
+    Raises InputError for a name that is none, or without `libtpu`, which describes them.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+        raise InputError(
+            f"topology: expected {', '.join(CHIPS)} and a shape, as v5p:2x2x4, found {brief(name)}"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError("topology: expected libtpu to be installed (pip install libtpu)")
+    # Ask no cloud what this machine is, and take no lock on chips that it has not.
+    alone = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-32",  # any: without one the plugin complains of it
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    added = {key: value for key, value in alone.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except Exception as error:  # whatever the plugin throws
+        raise InputError(
+            f"topology: expected one that libtpu knows, found {name}: {one_line(error)}"
+        ) from None
+    finally:
+        for key in added:
+            del os.environ[key]
+    chip, share = CHIPS[kind], math.prod(map(int, shape.split("x"))) / len(devices)
+    # Older chips have two cores, each a device of its own.
+    return Chip(*(share * figure for figure in dataclasses.astuple(chip))), list(devices)
