@@ -33,8 +33,8 @@ def chinchilla() -> ahead.Report:
         cli.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
     return ahead.compile_pair(
-        target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=32,
-        max_new_tokens=2000,
+        target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=1024,
+        max_new_tokens=512,
     )  # fmt: skip
 
 

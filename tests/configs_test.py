@@ -11,7 +11,12 @@ from spsjax import arguments
 from spsjax.models import transformer
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"
-BILLIONS = {"chinchilla_70b": 70.1, "chinchilla_draft_4b": 4.1, "llama_3_8b": 8.0}
+BILLIONS = {
+    "chinchilla_70b": 70.1,
+    "chinchilla_draft_4b": 4.1,
+    "llama_2_7b": 6.7,
+    "llama_3_8b": 8.0,
+}
 
 
 def test_every_model_s_count_is_tested_here():
