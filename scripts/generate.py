@@ -3,6 +3,7 @@
 python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.num_speculative_tokens=6
 python scripts/generate.py --prompt="import os" --config.sampling.temperature=0 --json
+python scripts/generate.py --prompts=prompts.txt --config.mesh.data=4   # one a line, in one batch
 python scripts/generate.py --prompt="import os" --config.mesh.model=0   # over all devices
 python scripts/generate.py --prompt="import os" --config.mesh.model=0 --distributed   # of a pod
 
@@ -27,6 +28,9 @@ _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue.")
 _FILE = flags.DEFINE_string("file", None, "Where to read it instead; - is the standard input.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "File of prompts, one a line; prints a JSON object for each."
+)
 _SHOW = flags.DEFINE_bool("show", False, "Colour what was drafted and what was not.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.")
 
@@ -34,7 +38,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.
 def main():
     config = _CONFIG.value
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
-    prompt = read_prompt()
+    prompts = read_prompts()
     options = {
         "sampling": arguments.build("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
@@ -48,37 +52,47 @@ def main():
         raise spsjax.InputError(f"{target.name}: expected a tokenizer.model, found none")
     drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     count = None if drafter is None else config.num_speculative_tokens
-    if not _JSON.value:
-        figures = display.stream(target, prompt, drafter, count, colour=_SHOW.value, **options)
+    if not (_JSON.value or _PROMPTS.value):
+        figures = display.stream(target, prompts[0], drafter, count, colour=_SHOW.value, **options)
         display.note(str(figures))
         return
-    out = spsjax.generate(target, [prompt], drafter, count, **options)
-    result = {
-        "prompt": prompt,
-        "text": out.texts[0],
-        "tokens": out.tokens[0].tolist(),
-        "stats": dataclasses.asdict(out.stats),
-        "config": config.to_dict(),
-    }
-    print(json.dumps(result))
-
-
-def read_prompt() -> str:
-    """The prompt, from the one flag that gives it."""
-    if (_PROMPT.value is None) == (_FILE.value is None):
-        raise spsjax.InputError("--prompt, --file: expected one of the two")
-    if _PROMPT.value is not None:
-        name, prompt = "--prompt", _PROMPT.value
+    out = spsjax.generate(target, prompts, drafter, count, **options)
+    results = [
+        {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
+        for prompt, text, tokens in zip(prompts, out.texts, out.tokens)
+    ]
+    if _PROMPTS.value:
+        display.note(
+            f"{len(prompts)} texts in {out.stats.target_calls} target calls; "
+            f"{out.stats.block_efficiency:.2f} tokens a call"
+        )
     else:
-        name, source = f"--file {_FILE.value}", pathlib.Path(_FILE.value)
+        results[0] |= {"stats": dataclasses.asdict(out.stats), "config": config.to_dict()}
+    for result in results:
+        print(json.dumps(result))
+
+
+def read_prompts() -> list[str]:
+    """The prompt, or all lines of the file of prompts, from the one flag that gives them."""
+    given = [flag for flag in (_PROMPT, _FILE, _PROMPTS) if flag.value is not None]
+    if len(given) != 1:
+        raise spsjax.InputError("--prompt, --file, --prompts: expected one of the three")
+    if given[0] is _PROMPTS and _SHOW.value:
+        raise spsjax.InputError("--show: expected one text, found --prompts")
+    name, text = f"--{given[0].name}", given[0].value
+    if given[0] is not _PROMPT:
+        name = f"{name} {text}"
         try:
-            raw = sys.stdin.buffer.read() if _FILE.value == "-" else source.read_bytes()
-            prompt = raw.decode("utf-8")
+            raw = sys.stdin.buffer.read() if text == "-" else pathlib.Path(text).read_bytes()
+            text = raw.decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise spsjax.InputError(f"{name}: expected a text in UTF-8, found {error}") from None
-    if not prompt:
-        raise spsjax.InputError(f"{name}: expected a text, found an empty one")
-    return prompt
+    prompts = text.removesuffix("\n").split("\n") if given[0] is _PROMPTS else [text]
+    for line, prompt in enumerate(prompts, 1):
+        if not prompt:
+            where = f"{name}, line {line}" if given[0] is _PROMPTS else name
+            raise spsjax.InputError(f"{where}: expected a text, found an empty one")
+    return prompts
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ class Report:
 
     Attributes:
         machine: device, its kind, cores, versions and compute type.
-        weights_bytes: of the target, read once a pass.
+        weights_bytes: of the target, read once a pass from one memory (`Model.num_bytes`).
         bandwidth: bytes a second, by `probes.memory_bandwidth`.
         floor_ms: weights_bytes / the highest bandwidth: no ArS token can be cheaper.
         ars_over_floor: by setting, a round of ArS over the floor.

@@ -35,9 +35,12 @@ CHIPS = {
     "v6e": Chip(32 * 2**30, 1640e9, 918e12, 800e9),
 }
 
+# A v4 has two cores, which JAX sees as one device; its description has to be asked to.
+_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
+
 
 def topology(name: str) -> tuple[Chip, list]:
-    """Devices that are not here, and the figures of one: "v5p:2x2x4".
+    """Chips that are not here, a device each, and the figures of one: "v5p:2x2x4".
 
     Raises InputError for a name that is none, or without `libtpu`, which describes them.
     """
@@ -58,7 +61,9 @@ def topology(name: str) -> tuple[Chip, list]:
     added = {key: value for key, value in alone.items() if key not in os.environ}
     os.environ.update(added)
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, **_OPTIONS.get(kind, {})
+        ).devices
     except Exception as error:  # whatever the plugin throws
         raise InputError(
             f"topology: expected one that libtpu knows, found {name}: {one_line(error)}"
@@ -66,6 +71,8 @@ def topology(name: str) -> tuple[Chip, list]:
     finally:
         for key in added:
             del os.environ[key]
-    chip, share = CHIPS[kind], math.prod(map(int, shape.split("x"))) / len(devices)
-    # Older chips have two cores, each a device of its own.
-    return Chip(*(share * figure for figure in dataclasses.astuple(chip))), list(devices)
+    if len(devices) != math.prod(map(int, shape.split("x"))):
+        raise InputError(
+            f"topology: expected a device a chip, found {len(devices)} devices in {name}"
+        )
+    return CHIPS[kind], list(devices)

@@ -67,6 +67,10 @@ def _join() -> None:
             if flag.present:
                 raise InputError(f"--{flag.name}: expected --coordinator with it, found none")
         return
+    # What libraries write to the standard output themselves, as gloo does, is no result.
+    result = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+    os.dup2(2, 1)
+    sys.stdout = result
     distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     if not distributed.is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (till the end)

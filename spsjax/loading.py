@@ -32,9 +32,16 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that one pass reads: all, but for an input embedding of its own."""
-        looked_up = 0 if self.config.tie_embeddings else self.params["embed"]["embedding"].nbytes
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params)) - looked_up
+        """Bytes of weights that one pass reads from one memory.
+
+        All that is there, but for an input embedding of its own. A memory is that of a device; the
+        CPU devices of a process share theirs.
+        """
+        read = {name: part for name, part in self.params.items() if name != "embed"}
+        leaves = jax.tree.leaves(self.params if self.config.tie_embeddings else read)
+        total = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+        used = {shard.device for leaf in leaves for shard in leaf.addressable_shards}
+        return total if jax.default_backend() == "cpu" else total // len(used)
 
 
 def default_dtype() -> jnp.dtype:

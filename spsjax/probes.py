@@ -43,7 +43,8 @@ def probe(
     slots = generation.bucket(length + K + 1)
     place = sharding.rows(target.mesh)
     B = 1 if target.mesh is None else target.mesh.shape["data"]
-    keys = jax.device_put(sampling.row_keys(jax.random.key(0), B), place)
+    with target.in_mesh():
+        keys = jax.jit(lambda: sampling.row_keys(jax.random.key(0), B), out_shardings=place)()
     rows = jax.device_put(params.rows(B), place)
     middle = jax.device_put(np.full(B, slots // 2, np.int32), place)
     block = jax.device_put(np.zeros((B, K + 1), np.int32), place)

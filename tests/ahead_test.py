@@ -162,6 +162,16 @@ def test_what_names_no_topology_is_refused(name):
 
 
 @needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "count"), [("v4:2x2x4", 16), ("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v6e:2x2", 4)]
+)
+def test_a_chip_is_a_device(name, count):
+    chip, devices = chips.topology(name)
+    assert len(devices) == count
+    assert chip == chips.CHIPS[name.partition(":")[0]]
+
+
+@needs_libtpu
 def test_a_shape_that_no_slice_has_is_refused():
     with pytest.raises(
         InputError, match=r"^topology: expected one that libtpu knows, found v5e:7x"

@@ -87,6 +87,21 @@ def test_generate_streams_what_json_holds_and_show_adds_a_legend(pair, tmp_path)
     assert "residual token" in shown.stdout and "residual token" not in plain.stdout
 
 
+def test_generate_continues_every_line_of_a_file(pair, tmp_path):
+    prompts = ["import os", "def f(x):", "x"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    lines = succeeds("generate.py", *pair, *SHORT, f"--prompts={tmp_path / 'prompts.txt'}").stdout
+    results = [json.loads(line) for line in lines.splitlines()]
+    assert [result["prompt"] for result in results] == prompts
+    alone = json.loads(
+        succeeds("generate.py", *pair, *SHORT, "--prompt=import os", "--json").stdout
+    )
+    assert results[0]["tokens"] == alone["tokens"] and results[0]["text"] == alone["text"]
+    (tmp_path / "prompts.txt").write_text("a\n\nb\n", encoding="utf-8")
+    found = run("generate.py", *pair, f"--prompts={tmp_path / 'prompts.txt'}")
+    fails_with_one_line(found, "line 2: expected a text, found an empty one")
+
+
 def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
     pytest.importorskip("matplotlib")
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
