@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom, and is stored with what it showed."""
 
 import json
 import pathlib
@@ -8,9 +8,24 @@ import pytest
 _ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(
+notebooks = pytest.mark.parametrize(
     "path", sorted((_ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name
 )
+
+
+@notebooks
+def test_is_stored_with_small_outputs(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    outputs = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    kinds = {output["output_type"] for cell in outputs for output in cell}
+    assert kinds <= {"stream", "display_data", "execute_result"}  # no error
+    pictures = [output for cell in outputs for output in cell if "image/png" in str(output)]
+    assert pictures
+    assert path.stat().st_size < 200_000
+    assert not {"/home/", "/tmp/", "/root/", "Traceback"} & set(json.dumps(outputs).split())
+
+
+@notebooks
 def test_runs_from_top_to_bottom(path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     if path.stem == "plan_a_pod":
