@@ -22,6 +22,7 @@ flags.mark_flag_as_required("workdir")
 def main():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
     print(config)
+    train.check(config)
     path = workdir / "tokenizer.model"
     if not path.exists():
         training, _ = data.split(data.stdlib())

@@ -176,7 +176,9 @@ def evaluate(loss: Callable, params: PyTree, examples: PyTree, batch: int) -> di
 
 
 def check(config) -> None:
-    """Raises InputError where a number of steps or examples is below 1."""
+    """Raises InputError where a number of steps or examples is below 1, or processes are many."""
+    if jax.process_count() > 1:
+        raise InputError(f"training: expected one process, found {jax.process_count()}")
     for field in ("steps", "batch", "length", "checkpoint_every", "eval_every"):
         if config.get(field, 1) < 1:
             raise InputError(f"{field}: expected at least 1, found {config[field]}")

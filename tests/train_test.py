@@ -198,3 +198,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     with pytest.raises(NonFiniteError, match=r"^step 10: expected a finite loss, found nan$"):
         fit(tmp_path, loss)
     assert not (tmp_path / "metrics.json").exists()
+
+
+def test_several_processes_are_refused_before_they_write_over_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(InputError, match=r"^training: expected one process, found 2$"):
+        fit(tmp_path)
+    assert not list(tmp_path.iterdir())
