@@ -37,7 +37,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "test": ["pytest", "ruff", "scipy"],
+        "test": ["pytest", "pytest-xdist", "ruff", "scipy"],
         "plots": ["matplotlib"],
         "ahead": ["libtpu"],  # the TPU's compiler, for machines without a TPU
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.

@@ -15,6 +15,7 @@ from spsjax import InputError, ahead, chips, cli, theory
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
+pytestmark = pytest.mark.xdist_group("ahead")  # what is compiled here is compiled once
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed",

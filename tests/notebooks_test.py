@@ -8,8 +8,17 @@ import pytest
 _ROOT = pathlib.Path(__file__).parent.parent
 
 
+# plan_a_pod compiles what ahead_test.py does.
 notebooks = pytest.mark.parametrize(
-    "path", sorted((_ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.name
+    "path",
+    [
+        pytest.param(
+            path,
+            id=path.name,
+            marks=pytest.mark.xdist_group("ahead") if path.stem == "plan_a_pod" else (),
+        )
+        for path in sorted((_ROOT / "notebooks").glob("*.ipynb"))
+    ],
 )
 
 
