@@ -52,7 +52,7 @@ def main():
         raise spsjax.InputError(f"{target.name}: expected a tokenizer.model, found none")
     drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     count = None if drafter is None else config.num_speculative_tokens
-    if not (_JSON.value or _PROMPTS.value):
+    if not _JSON.value and _PROMPTS.value is None:
         figures = display.stream(target, prompts[0], drafter, count, colour=_SHOW.value, **options)
         display.note(str(figures))
         return
@@ -61,7 +61,7 @@ def main():
         {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
         for prompt, text, tokens in zip(prompts, out.texts, out.tokens)
     ]
-    if _PROMPTS.value:
+    if _PROMPTS.value is not None:
         display.note(
             f"{len(prompts)} texts in {out.stats.target_calls} target calls; "
             f"{out.stats.block_efficiency:.2f} tokens a call"
@@ -77,17 +77,20 @@ def read_prompts() -> list[str]:
     given = [flag for flag in (_PROMPT, _FILE, _PROMPTS) if flag.value is not None]
     if len(given) != 1:
         raise spsjax.InputError("--prompt, --file, --prompts: expected one of the three")
-    if given[0] is _PROMPTS and _SHOW.value:
-        raise spsjax.InputError("--show: expected one text, found --prompts")
+    for flag in (_SHOW, _JSON):
+        if given[0] is _PROMPTS and flag.value:
+            raise spsjax.InputError(f"--{flag.name}: expected one text, found --prompts")
     name, text = f"--{given[0].name}", given[0].value
     if given[0] is not _PROMPT:
         name = f"{name} {text}"
         try:
             raw = sys.stdin.buffer.read() if text == "-" else pathlib.Path(text).read_bytes()
-            text = raw.decode("utf-8")
+            text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise spsjax.InputError(f"{name}: expected a text in UTF-8, found {error}") from None
     prompts = text.removesuffix("\n").split("\n") if given[0] is _PROMPTS else [text]
+    if given[0] is _PROMPTS:
+        prompts = [prompt.removesuffix("\r") for prompt in prompts]
     for line, prompt in enumerate(prompts, 1):
         if not prompt:
             where = f"{name}, line {line}" if given[0] is _PROMPTS else name

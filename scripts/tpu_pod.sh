@@ -27,7 +27,6 @@ version() {
     *) echo "TYPE: expected v4-, v5p-, v5litepod- or v6e- and a size, found '$TYPE'" >&2; return 1 ;;
   esac
 }
-VERSION=${VERSION:-$(version)}
 
 do_it() {
   local word line=
@@ -36,19 +35,23 @@ do_it() {
     line+="$word "
   done
   printf '%s\n' "${line% }"
-  [ -z "${RUN:-}" ] || "$@"
+  [ "${RUN:-}" != 1 ] || "$@"
 }
 
 tpu() { do_it gcloud compute tpus tpu-vm "$@" --zone="$ZONE"; }
 everywhere() { tpu ssh "$TPU" --worker=all --command="cd spsjax && $1"; }
 
-create() { tpu create "$TPU" --accelerator-type="$TYPE" --version="$VERSION"; }
-copy() {
+create() {
+  local version
+  version=${VERSION:-$(version)} || return
+  tpu create "$TPU" --accelerator-type="$TYPE" --version="$version"
+}
+copy() (
+  trap 'do_it rm -f spsjax.tar.gz' EXIT
   do_it git archive --format=tar.gz --prefix=spsjax/ --output=spsjax.tar.gz HEAD
   tpu scp spsjax.tar.gz "$TPU": --worker=all
   tpu ssh "$TPU" --worker=all --command="tar xzf spsjax.tar.gz"
-  do_it rm spsjax.tar.gz
-}
+)
 # The slice's own Python is older than 3.11.
 install() {
   everywhere "python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --python 3.12 &&\
@@ -59,6 +62,12 @@ collect() { tpu scp --recurse "$TPU:spsjax/$RESULTS" . --worker=0; }
 delete() { tpu delete "$TPU" --quiet; }
 
 all() {
+  if [ "${RUN:-}" = 1 ] &&
+    gcloud compute tpus tpu-vm describe "$TPU" --zone="$ZONE" >/dev/null 2>&1; then
+    echo "TPU: expected the name of a slice that is not there yet, found '$TPU'" >&2
+    return 1
+  fi
+  [ -n "${VERSION:-}" ] || version >/dev/null
   trap delete EXIT
   create
   copy
@@ -67,6 +76,11 @@ all() {
   collect
 }
 
+[[ $RESULTS =~ ^[A-Za-z0-9_][A-Za-z0-9_./-]*$ ]] || {
+  echo "RESULTS: expected a relative folder without spaces, found '$RESULTS'" >&2
+  exit 1
+}
+[ $# -le 1 ] || { echo "step: expected one, found $#: $*" >&2; exit 1; }
 case ${1:-} in
   create | copy | install | run | collect | delete | all) "$1" ;;
   *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 1 ;;

@@ -140,6 +140,10 @@ def compile_pair(
             f"found {draft.vocab_size}"
         )
     context = min(target.max_positions, draft.max_positions)
+    if context <= K:
+        raise InputError(
+            f"num_speculative_tokens: expected an integer in [1, {context}), the context, found {K}"
+        )
     if prompt_tokens + max_new_tokens > context:
         raise InputError(
             f"max_new_tokens: expected prompt and new tokens within the context of {context}, "

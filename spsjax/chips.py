@@ -35,6 +35,8 @@ CHIPS = {
     "v6e": Chip(32 * 2**30, 1640e9, 918e12, 800e9),
 }
 
+_DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
+
 # A v4 has two cores, which JAX sees as one device; its description has to be asked to.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
@@ -49,6 +51,8 @@ def topology(name: str) -> tuple[Chip, list]:
         raise InputError(
             f"topology: expected {', '.join(CHIPS)} and a shape, as v5p:2x2x4, found {brief(name)}"
         )
+    if shape.count("x") + 1 != _DIMENSIONS[kind]:
+        raise InputError(f"topology: expected {_DIMENSIONS[kind]} sizes for {kind}, found {name}")
     if importlib.util.find_spec("libtpu") is None:
         raise InputError("topology: expected libtpu to be installed (pip install libtpu)")
     # Ask no cloud what this machine is, and take no lock on chips that it has not.

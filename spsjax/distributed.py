@@ -1,16 +1,21 @@
 """Several processes, one mesh: how they find each other, and what the first alone does."""
 
 import hashlib
+import re
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spsjax.errors import InputError, one_line
+from spsjax.errors import InputError, brief, one_line
 from spsjax.types import PyTree
 
 # A process that is gone is missed after so many seconds, and the others end.
 HEARTBEAT_SECONDS = 20
+
+_ADDRESS = re.compile(
+    r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
+)
 
 
 def initialize(
@@ -32,6 +37,12 @@ def initialize(
     Raises:
         InputError: the processes did not find each other.
     """
+    if coordinator is not None and not _ADDRESS.fullmatch(coordinator):
+        raise InputError(
+            f"coordinator: expected host:port, as 10.0.0.1:8476, found {brief(coordinator)}"
+        )
+    # It would keep a process alive that is told to end (SIGTERM), until its next checkpoint.
+    jax.config.update("jax_enable_preemption_service", False)
     # What talks between processes where there is no accelerator.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

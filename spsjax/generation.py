@@ -89,7 +89,7 @@ def generate(
         NonFiniteError: a model gave a NaN or an infinity; the message names row and position.
     """
     job = _Job(
-        model, prompts, drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
+        "run", model, prompts, drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
         lenience, stop_at_eos,
     )  # fmt: skip
     return job.run()
@@ -127,7 +127,7 @@ def rounds(
 ) -> tuple[list[int], Iterator[Round]]:
     """The prompt's token ids, and the rounds of one continuation as they happen."""
     job = _Job(
-        model, [prompt], drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
+        "rounds", model, [prompt], drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
         lenience, stop_at_eos,
     )  # fmt: skip
     return job.prompts[0], job.rounds()
@@ -169,7 +169,7 @@ class _Job:
     """A checked call of `generate`: programs, parameters, and the arrays to start from."""
 
     def __init__(
-        self, model, prompts, drafter, num_speculative_tokens, params, max_new_tokens, seed,
+        self, how, model, prompts, drafter, num_speculative_tokens, params, max_new_tokens, seed,
         lenience, stop_at_eos,
     ):  # fmt: skip
         verify.check_lenience(lenience)
@@ -185,7 +185,7 @@ class _Job:
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
         self.params = {"target": model.params, "drafter": weights}
-        distributed.check_same(self.program, self.prompts, budgets, params, seed, model.mesh)
+        distributed.check_same(how, self.program, self.prompts, budgets, params, seed, model.mesh)
         # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
         extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
         lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)

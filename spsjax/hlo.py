@@ -44,7 +44,8 @@ def collectives(text: str) -> list[Collective]:
             continue
         results = _SHAPE.findall(match[1])
         if match[3] and match[2] in ("all-gather", "collective-permute"):
-            results = results[len(results) // 2 :]  # an asynchronous one names its operands first
+            # An asynchronous one names its operands first, and flags of its own last.
+            results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
         shapes, num_bytes = [], 0
         for bits, sizes in results:
             shape = tuple(int(size) for size in sizes.split(",") if size)
@@ -79,7 +80,7 @@ def executed(text: str) -> dict[str, int]:
 def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
     """Scope -> the sum of `measure(line)` over the instructions that run.
 
-    A loop counts as often as it runs, where its condition compares with one constant, and once
+    A loop counts as often as it runs, where it counts up from 0 to a constant, and once
     otherwise; a conditional counts as its largest branch. An instruction without a scope belongs to
     that of the loop or conditional around it.
     """
@@ -94,7 +95,8 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
 
     def trips(condition: str) -> int:
         bounds = [int(bound) for line in lines[condition] for bound in _BOUND.findall(line)]
-        return bounds[0] if len(bounds) == 1 else 1
+        counts_up = any("direction=LT" in line for line in lines[condition])
+        return bounds[0] if len(bounds) == 1 and counts_up else 1
 
     def total(computation: str, outer: str) -> collections.Counter:
         found = collections.Counter()

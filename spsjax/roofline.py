@@ -70,6 +70,18 @@ def cache_bytes(config: transformer.Config, mesh: Mesh, batch: int, slots: int, 
     return total
 
 
+def _read(config: transformer.Config, params: PyTree) -> PyTree:
+    """The parameters that a pass over a cache multiplies with.
+
+    An embedding is looked up, unless it is the head, too; the projections of relative positions
+    were applied when the cache was made.
+    """
+    kept = params if config.tie_embeddings else params | {"embed": {}}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: None if any(entry.key == "position" for entry in path) else leaf, kept
+    )
+
+
 def floor(
     chip: Chip,
     mesh: Mesh,
@@ -82,8 +94,7 @@ def floor(
     collective_us: float,
 ) -> Pass:
     """One pass over `tokens` a row; the collectives are those of a pass over one token."""
-    shapes = abstract_params(config, mesh, dtype)
-    weights = num_bytes(shapes if config.tie_embeddings else shapes | {"embed": {}})
+    weights = num_bytes(_read(config, abstract_params(config, mesh, dtype)))
     cache = cache_bytes(config, mesh, batch, slots, dtype)
     rows = tokens * batch // mesh.shape["data"]
     flops = 2 * rows * weights / jnp.dtype(dtype).itemsize

@@ -166,6 +166,7 @@ def _heaviest(logits: Array, weights: Array, needed: Array) -> Array:
     bit pattern of the threshold logit: floats are ordered as their bits are, and a masked sum in a
     fixed order never decreases as the mask grows, so the answer is exact.
     """
+    needed = jnp.maximum(needed, jnp.finfo(weights.dtype).tiny)  # a tiny top_p may underflow
     order = _as_ordered_integers(logits)
     bits = order.dtype.itemsize * 8
 
@@ -195,7 +196,7 @@ def _heaviest(logits: Array, weights: Array, needed: Array) -> Array:
 def _as_ordered_integers(x: Array) -> Array:
     """Unsigned integers in the order of the floats; -0.0 and 0.0 become one."""
     integer = jnp.uint64 if x.dtype == jnp.float64 else jnp.uint32
-    bits = lax.bitcast_convert_type(x + 0.0, integer)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), integer)
     sign = jnp.ones((), integer) << (integer.dtype.itemsize * 8 - 1)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from spsjax import InputError, distributed
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -29,26 +31,22 @@ def start(*flags: str, devices: int) -> subprocess.Popen:
     )
 
 
-def start_two(*flags: str, seeds: tuple[int, int] = (0, 0)) -> list[subprocess.Popen]:
+def start_two(*flags: str, second: str = "--seed=0") -> list[subprocess.Popen]:
+    """Two processes; the second has a flag of its own, too."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     together = (*flags, f"--coordinator=localhost:{port}", "--num_processes=2")
     return [
-        start(*together, f"--process_id={index}", f"--seed={seed}", devices=4)
-        for index, seed in enumerate(seeds)
+        start(*together, f"--process_id={index}", *([second] * index), devices=4)
+        for index in range(2)
     ]
-
-
-def results(text: str) -> list[dict]:
-    """The JSON lines; what carries data between CPUs prints lines of its own."""
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def ended(process: subprocess.Popen) -> list[dict]:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
-    return results(out)
+    return [json.loads(line) for line in out.splitlines()]  # and nothing else, of no library
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +75,9 @@ def test_a_mesh_that_leaves_out_another_process_s_devices_is_refused():
         assert "error: mesh: expected all 8 devices of 2 processes, found 1 x 4" in err
 
 
-def test_processes_that_are_asked_different_things_say_so_rather_than_wait():
-    for process in start_two("--data=2", "--model=4", seeds=(1, 2)):
+@pytest.mark.parametrize("second", ["--seed=2", "--stream"])
+def test_processes_that_are_asked_different_things_say_so_rather_than_wait(second):
+    for process in start_two("--data=2", "--model=4", second=second):
         _, err = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "error: " in err and "Traceback" not in err
@@ -89,6 +88,12 @@ def test_one_of_several_processes_alone_is_refused():
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "error: --num_processes: expected --coordinator with it, found none" in err
+
+
+@pytest.mark.parametrize("address", ["nonsense", "localhost:abc", "localhost:0", ":80", "a:65536"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(InputError, match=f"^coordinator: expected host:port.*, found '{address}'$"):
+        distributed.initialize(address, 1, 0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -15,6 +15,8 @@ LINES = {
     "  %c = (f32[4,2]{1,0}, f32[16,2]{1,0}) all-gather-start(%x), dimensions={0}": hlo.Collective(
         "all-gather", ((16, 2),), 128, ""
     ),
+    "  %p = (f32[64]{0:T(128)}, f32[32]{0:T(128)}, u32[]{:S(2)}, u32[]{:S(2)}) "
+    "collective-permute-start(%x)": hlo.Collective("collective-permute", ((32,),), 128, ""),
     "  %d = s32[2,3] collective-permute(%x)": hlo.Collective(
         "collective-permute", ((2, 3),), 24, ""
     ),
@@ -77,6 +79,10 @@ def test_cycles_count_loops_as_often_as_they_run_and_the_longest_branch():
 
 
 def test_a_loop_without_a_known_end_counts_once():
-    unknown = PROGRAM.replace("constant(7)", "parameter(1)")
+    for known, other in (("constant(7)", "parameter(1)"), ("direction=LT", "direction=GT")):
+        check_counts_once(PROGRAM.replace(known, other))
+
+
+def check_counts_once(unknown):
     assert sum(hlo.cycles(unknown).values()) == 1110
     assert sum(hlo.executed(unknown).values()) == 1

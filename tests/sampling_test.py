@@ -30,6 +30,8 @@ ROWS = (
     (1e-3, 0, 0.9003, 0.0),
     (1e4, 7, 0.6997, 0.0),
     (1e-30, 0, 1.0, 0.0),
+    (1.0, 0, 1e-38, 0.0),
+    (0.7, 4, 1e-300, 0.0),
 )
 FIELDS = ("temperature", "top_k", "top_p", "min_p")
 SORTS = re.compile(r"\b(stablehlo\.sort|chlo\.top_k|top_k\()")
@@ -90,9 +92,10 @@ def test_lower_id_goes_first_among_ties():
     assert kept(top_p=0.3) == [1, 2]
     assert kept(top_p=1e-9) == [1]
     # -0.0 and 0.0 tie too, though their bits differ.
-    zeros = np.asarray([[-0.0, 0.0, -0.0]], np.float32)
-    probs = sampling.warp(zeros, SamplingParams(top_k=2).rows(1))
-    assert np.flatnonzero(np.asarray(probs)[0]).tolist() == [0, 1]
+    zeros = np.asarray([[-0.0, 0.0, 0.0, -0.0]], np.float32)
+    for warp in (sampling.warp, jax.jit(sampling.warp)):
+        probs = warp(zeros, SamplingParams(top_k=2).rows(1))
+        assert np.flatnonzero(np.asarray(probs)[0]).tolist() == [0, 1]
 
 
 def test_warp_takes_any_middle_axes_and_every_row_its_own_params():

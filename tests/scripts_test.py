@@ -89,7 +89,7 @@ def test_generate_streams_what_json_holds_and_show_adds_a_legend(pair, tmp_path)
 
 def test_generate_continues_every_line_of_a_file(pair, tmp_path):
     prompts = ["import os", "def f(x):", "x"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(prompts).encode() + b"\n")
     lines = succeeds("generate.py", *pair, *SHORT, f"--prompts={tmp_path / 'prompts.txt'}").stdout
     results = [json.loads(line) for line in lines.splitlines()]
     assert [result["prompt"] for result in results] == prompts

@@ -111,6 +111,21 @@ def test_a_cache_of_any_size_changes_nothing(case, slots):
         np.testing.assert_allclose(found[0], expected[start:end], atol=1e-4)
 
 
+def test_a_cache_is_read_without_the_weights_that_project_positions(case):
+    # Counted so in `roofline.floor`: these weights are read when the cache is made.
+    config, params, tokens, expected = case
+    _, cache = feed(config, params, transformer.empty_cache(config, params, 1, 32), tokens[:8])
+    broken = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf * jnp.nan if any(x.key == "position" for x in path) else leaf,
+        params,
+    )
+    found, _ = feed(config, broken, cache, tokens[8:])
+    np.testing.assert_allclose(found[0], expected[8:], atol=1e-4)
+    assert np.isnan(
+        feed(config, broken, transformer.empty_cache(config, broken, 1, 32), [1])[0]
+    ).all()
+
+
 def test_rows_that_roll_back_by_different_amounts_go_on_as_if_they_had_not_gone_further(case):
     config, params, tokens, expected = case
     cache = transformer.empty_cache(config, params, 2, 32)

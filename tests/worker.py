@@ -16,6 +16,7 @@ from spsjax import cli, distributed
 _DATA = flags.DEFINE_integer("data", 1, "Of the mesh.")
 _MODEL = flags.DEFINE_integer("model", 1, "Of the mesh.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
+_STREAM = flags.DEFINE_bool("stream", False, "One text, round by round.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How often.")
 
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
@@ -35,6 +36,9 @@ def main():
         "max_new_tokens": [24, 24, 9, 24],
         "seed": _SEED.value,
     }
+    if _STREAM.value:
+        print("".join(spsjax.stream(target, PROMPTS[0], draft, seed=_SEED.value)))
+        return
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
