@@ -47,7 +47,7 @@ def main():
 
 
 def _options(text: str) -> dict[str, str]:
-    """ "a=1,b=false" as a mapping."""
+    """The pairs of a text such as "a=1,b=false"."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     for name, equals, value in pairs:
         if not (name and equals and value):

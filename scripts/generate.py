@@ -88,14 +88,14 @@ def read_prompts() -> list[str]:
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise spsjax.InputError(f"{name}: expected a text in UTF-8, found {error}") from None
-    prompts = text.removesuffix("\n").split("\n") if given[0] is _PROMPTS else [text]
+    prompts = {name: text}
     if given[0] is _PROMPTS:
-        prompts = [prompt.removesuffix("\r") for prompt in prompts]
-    for line, prompt in enumerate(prompts, 1):
+        lines = text.removesuffix("\n").split("\n")
+        prompts = {f"{name}, line {n}": line.removesuffix("\r") for n, line in enumerate(lines, 1)}
+    for name, prompt in prompts.items():
         if not prompt:
-            where = f"{name}, line {line}" if given[0] is _PROMPTS else name
-            raise spsjax.InputError(f"{where}: expected a text, found an empty one")
-    return prompts
+            raise spsjax.InputError(f"{name}: expected a text, found an empty one")
+    return list(prompts.values())
 
 
 if __name__ == "__main__":

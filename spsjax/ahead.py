@@ -234,8 +234,8 @@ def part(scope: str) -> str:
     """Which of PARTS a scope belongs to."""
     for verb in ("propose", "score", "verify", "commit"):
         if f"/{verb}/" in scope:
-            sampling = verb == "propose" and ("/warp/" in scope or "/draw/" in scope)
-            return "propose, sampling" if sampling else verb
+            samples = verb == "propose" and ("/warp/" in scope or "/draw/" in scope)
+            return "propose, sampling" if samples else verb
     return "other"
 
 
