@@ -9,13 +9,13 @@ import dataclasses
 import importlib.util
 import pathlib
 
+import notebooks_test
 import pytest
 
 from spsjax import InputError, ahead, chips, cli, theory
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
-pytestmark = pytest.mark.xdist_group("ahead")  # what is compiled here is compiled once
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed",
@@ -114,6 +114,12 @@ def test_eight_billion_parameters_on_few_small_chips(name):
     assert counts(sps, "/score/")["all-reduce"] in (2 * 32 + 1, 2 * 32 + 2)
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
     assert max(each.num_bytes for each in sps.collectives) <= (K + 1) * 128_256 * 4
+
+
+@needs_libtpu
+def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
+    # Here, since it compiles what has just been compiled.
+    notebooks_test.run("plan_a_pod", capsys, monkeypatch)
 
 
 @needs_libtpu
