@@ -78,8 +78,8 @@ def programs(shape, num_kv_heads, tie, kind):
     draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
     target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")
     job = generation._Job(
-        "run", target, [[1, 2, 3]] * 4, None if kind == "none" else draft, None, spsjax.SamplingParams(),
-        8, 0, 1.0, True,
+        "run", target, [[1, 2, 3]] * 4, None if kind == "none" else draft, None,
+        spsjax.SamplingParams(), 8, 0, 1.0, True,
     )  # fmt: skip
     with jax.set_mesh(mesh):
         state, _ = decode.compiled(decode.prefill, job.program, job.slots)(job.params, *job.inputs)
