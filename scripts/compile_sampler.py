@@ -28,8 +28,14 @@ _K = flags.DEFINE_integer("num_speculative_tokens", 4, "K.", lower_bound=1)
 def main():
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
     ways = [
-        (place, name, gather, change)
-        for place, gather in (("gathered", sharding.gathered), ("where they are", lambda x: x))
+        (place, name, gathering, change)
+        for place, gathering in (
+            ("gathered", {"gathered": sharding.gathered}),
+            (
+                "where they are",
+                {"gathered": lambda logits: logits, "by_rows": lambda logits: logits},
+            ),
+        )
         for name, change in (
             ("search, 1 bit a round", {"_BITS": 1}),
             ("search, 2 bits", {"_BITS": 2}),
@@ -38,23 +44,23 @@ def main():
         )
     ]
     rows = [
-        (place, name, *_compiled(gather, change))
-        for place, name, gather, change in display.progress("compiling")(ways)
+        (place, name, *_compiled(gathering, change))
+        for place, name, gathering, change in display.progress("compiling")(ways)
     ]
     header = ("logits", "threshold by", "draft's cycles", "verifier's", "collectives", "temp. MB")
     display.columns(header, rows, left=(0, 1))
     print("a round with top-k and top-p; sorts themselves are not in the compiler's count")
 
 
-def _compiled(gather, change: dict) -> tuple[str, ...]:
-    """What the loop takes with `gather` and a `change` of `sampling` in place of what they are."""
+def _compiled(gathering: dict, change: dict) -> tuple[str, ...]:
+    """What the loop takes with these functions of `sharding`, and these parts of `sampling`."""
     jax.clear_caches()
     target, draft = (
         dataclasses.replace(cli.model_config(name, _MODELS), num_layers=1)
         for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
     with (
-        mock.patch.object(sharding, "gathered", gather),
+        mock.patch.multiple(sharding, **gathering),
         mock.patch.multiple(sampling, **change),
     ):
         report = ahead.compile_pair(
