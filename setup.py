@@ -26,6 +26,7 @@ setup(
     install_requires=[
         "absl-py",
         "flax",
+        "grain",
         "jax>=0.10,<0.13",
         "ml-collections",
         "numpy",
@@ -34,6 +35,7 @@ setup(
         "rich",
         "safetensors",
         "sentencepiece",
+        "tensorboardX",
         "tqdm",
     ],
     extras_require={

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, data, generation, probes
+from spsjax import arguments, documents, generation, probes
 from spsjax.drafters import base, ngram
 from spsjax.errors import InputError
 from spsjax.loading import Model
@@ -198,7 +198,7 @@ def held_out_prompts(tokenizer: Tokenizer, count: int, length: int) -> dict[str,
 
     The first `count` in the order of their names' hashes that are twice as long.
     """
-    _, texts = data.split(data.stdlib())
+    texts = {name: text for name, text in documents.stdlib().items() if documents.is_held_out(name)}
     chosen = {}
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         tokens = tokenizer.encode(texts[name])

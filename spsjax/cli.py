@@ -4,7 +4,9 @@ import importlib.util
 import os
 import pathlib
 import runpy
+import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -14,8 +16,10 @@ from ml_collections import ConfigDict
 
 from spsjax import arguments, distributed, drafters, loading, sharding
 from spsjax.drafters import base
-from spsjax.errors import InputError, NonFiniteError, brief, one_line
+from spsjax.errors import InputError, NonFiniteError, Stopped, brief, one_line
 from spsjax.models import huggingface, transformer
+
+_PACKAGE = pathlib.Path(__file__).parent
 
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the processes that JAX finds: a pod.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "Join by hand: process 0's host:port.")
@@ -23,12 +27,17 @@ _PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.", 
 _PROCESS = flags.DEFINE_integer("process_id", None, "Which this is, from 0.", lower_bound=0)
 
 
-def run(main: Callable[[], None], default_config: str | pathlib.Path | None = None) -> NoReturn:
+def run(
+    main: Callable[[], None],
+    default_config: str | pathlib.Path | None = None,
+    saves: bool = False,
+) -> NoReturn:
     """Runs a script's `main`; what the user got wrong becomes one line on stderr and exit code 1.
 
     `default_config` stands in where the command line has no `--config`, and says which keys a
     config must have. (As the flag's own default it would be read first, and refuse every override
-    that only the user's file knows.)
+    that only the user's file knows.) `saves`: SIGTERM does not end it at once, but makes it save
+    first, and end with exit code 143: a scheduler should start it again.
     """
     argv = list(sys.argv)
     if default_config is not None and not any(map(_config_file, argv[1:])):
@@ -40,12 +49,13 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
         for output in (sys.stdout, sys.stderr):  # a model may say what a terminal cannot
             output.reconfigure(errors="replace")
         if not flags.FLAGS["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)  # libraries tell a lot about themselves
+            logging.set_verbosity(logging.FATAL)  # libraries tell a lot about themselves
+        warnings.showwarning = _warn
         try:
             if default_config is not None:
                 default = runpy.run_path(str(default_config))["get_config"]()
                 _check_keys(flags.FLAGS["config"].value, default)
-            _join()
+            _join(saves)
             main()
         except (InputError, NonFiniteError, OSError) as error:
             fail(error)
@@ -54,13 +64,16 @@ def run(main: Callable[[], None], default_config: str | pathlib.Path | None = No
                 raise
             found = f"process {jax.process_index()}: {one_line(error)}"
             _leave(f"error: expected every process to go on, found one gone or failed ({found})")
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(128 + signal.SIGTERM)
         except KeyboardInterrupt:
             sys.exit(130)
 
     app.run(guarded, argv=argv, flags_parser=_parse)
 
 
-def _join() -> None:
+def _join(saves: bool) -> None:
     """Joins the other processes of a run, if there are any; all but the first fall silent."""
     if not (_DISTRIBUTED.value or _COORDINATOR.value):
         for flag in (_PROCESSES, _PROCESS):
@@ -71,9 +84,15 @@ def _join() -> None:
     result = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)
     sys.stdout = result
-    distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, saves=saves)
     if not distributed.is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (till the end)
+
+
+def _warn(message, category, filename, lineno, file=None, line=None) -> None:
+    """Ours are one line; those of libraries are for who writes programs, not for who runs them."""
+    if issubclass(category, UserWarning) and pathlib.Path(filename).is_relative_to(_PACKAGE):
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def _leave(message: str) -> NoReturn:

@@ -1,88 +1,124 @@
-"""Text corpora: files, a split that never changes, and packed examples."""
+"""Examples: windows over a file of tokens, in an order that depends on the seed alone."""
 
-import hashlib
-import pathlib
-import sysconfig
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
+import grain
 import jax
 import numpy as np
 
 from spsjax.errors import InputError
-from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
 
-# Tests repeat themselves, and the two big folders are tables that a program wrote.
-_NOT_PROSE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
+class Windows:
+    """[N, length + 1] int32 examples over a row of tokens, read as they are asked for.
 
-def stdlib() -> dict[str, str]:
-    """The running interpreter's standard library: path in the library -> text, tests left out."""
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    texts = {}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not _NOT_PROSE & set(name.parts):
-            texts[name.as_posix()] = path.read_text(encoding="utf-8", errors="replace")
-    return texts
-
-
-def is_held_out(name: str) -> bool:
-    """One file in 20, chosen by the hash of its name alone, so that no run trains on it."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
-
-
-def split(texts: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(training texts, held-out texts)."""
-    held_out = {name: text for name, text in texts.items() if is_held_out(name)}
-    return {name: text for name, text in texts.items() if name not in held_out}, held_out
-
-
-def pack(texts: Iterable[str], tokenizer: Tokenizer, length: int) -> np.ndarray:
-    """[N, length + 1] int32 windows over the texts one after another, each begun and ended.
-
-    Neighbouring windows share one token, so that every token is a label once. The last, partial
-    window is dropped.
+    Neighbours share one token, so that every token is a label once; a last, partial window is left
+    out. `windows[3]` is one, `windows[array]` are several.
     """
-    if length < 1:
-        raise InputError(f"length: expected at least 1, found {length}")
-    if tokenizer.eos_id is None:
-        raise InputError("tokenizer: expected one with an end-of-sequence id, found none")
-    stream = []
-    for text in texts:
-        stream += tokenizer.encode(text)
-        stream.append(tokenizer.eos_id)
-    count = (len(stream) - 1) // length
-    tokens = np.asarray(stream, np.int32)
-    starts = np.arange(count)[:, None] * length
-    return tokens[starts + np.arange(length + 1)]
+
+    def __init__(self, tokens: Sequence[int], length: int, name: str = "tokens"):
+        if length < 1:
+            raise InputError(f"length: expected at least 1, found {length}")
+        self.tokens, self.length = np.asanyarray(tokens), length
+        if not len(self):
+            raise InputError(
+                f"{name}: expected at least {length + 1} tokens, one example, "
+                f"found {len(self.tokens)}"
+            )
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, rows) -> np.ndarray:
+        rows = np.arange(len(self))[rows]
+        offsets = rows[..., None] * self.length + np.arange(self.length + 1)
+        return self.tokens[offsets].astype(np.int32)
 
 
-def stdlib_examples(tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and held-out examples of the standard library, each [N, length + 1] int32."""
-    training, held_out = split(stdlib())
-    return pack(training.values(), tokenizer, length), pack(held_out.values(), tokenizer, length)
+class Table:
+    """Arrays side by side, one row an example: `table[rows]` is a dict of arrays."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, rows) -> dict[str, np.ndarray]:
+        return {name: np.asarray(column[rows]) for name, column in self.columns.items()}
 
 
-def count(examples: PyTree) -> int:
-    """How many examples there are: the length of the first axis, of one array or of several."""
-    return len(jax.tree.leaves(examples)[0])
+class Feed:
+    """Batches of one table or of several, for ever; each row is seen once before any comes again.
+
+    Args:
+        tables: of the same columns.
+        shares: of each table, how much of a batch comes from it; they add up to 1.
+        batch: rows of all processes together.
+        seed: of the order, which is the same however many processes and devices share a batch, so
+            that a run can go on with others.
+        place: where the rows go.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        shares: Sequence[float],
+        batch: int,
+        seed: int,
+        place: jax.sharding.Sharding,
+    ):
+        self._tables, self._batch, self._place = tables, batch, place
+        starts = np.cumsum([0, *map(len, tables)])
+        parts = [
+            grain.MapDataset.range(start, stop).seed(seed + index).shuffle().repeat()
+            for index, (start, stop) in enumerate(itertools.pairwise(starts))
+        ]
+        mixed = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, shares)
+        mine = local_rows(place, batch)
+        local = mixed.batch(batch).map(lambda rows: self._read(rows[mine]))
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        self._iterator = iter(local.to_iter_dataset(options))
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self
+
+    def __next__(self) -> PyTree:
+        return put(next(self._iterator), self._batch, self._place)
+
+    def state(self) -> dict:
+        """What `restore` takes to go on from here."""
+        return self._iterator.get_state()
+
+    def restore(self, state: dict) -> None:
+        """Goes on from where another feed of the same tables, batch and seed was."""
+        self._iterator.set_state(state)
+
+    def _read(self, rows: np.ndarray) -> PyTree:
+        starts = np.cumsum([0, *map(len, self._tables)])
+        owners = np.searchsorted(starts, rows, side="right") - 1
+        parts = [
+            self._tables[owner][rows[owners == owner] - starts[owner]]
+            for owner in np.unique(owners)
+        ]
+        back = np.argsort(np.argsort(owners, kind="stable"))
+        return jax.tree.map(lambda *columns: np.concatenate(columns)[back], *parts)
 
 
-def take(examples: PyTree, rows: slice | np.ndarray) -> PyTree:
-    """Those rows of each array."""
-    return jax.tree.map(lambda array: array[rows], examples)
+def local_rows(place: jax.sharding.Sharding, batch: int) -> slice:
+    """Which rows of a batch the devices of this process hold."""
+    slices = [rows for rows, *_ in place.addressable_devices_indices_map((batch,)).values()]
+    starts, stops = zip(*(rows.indices(batch)[:2] for rows in slices))
+    return slice(min(starts), max(stops))
 
 
-def batches(examples: PyTree, batch: int, seed: int, start: int = 0) -> Iterator[PyTree]:
-    """`batch` examples for ever, each epoch in an order of its own; `start` batches skipped."""
-    total = count(examples)
-    per_epoch = total // batch
-    if not per_epoch:
-        raise InputError(f"batch: expected at most {total} examples, found {batch}")
-    epoch, offset = divmod(start, per_epoch)
-    while True:
-        order = np.random.default_rng((seed, epoch)).permutation(total)
-        for index in range(offset, per_epoch):
-            yield take(examples, order[index * batch : (index + 1) * batch])
-        epoch, offset = epoch + 1, 0
+def put(rows: PyTree, batch: int, place: jax.sharding.Sharding) -> PyTree:
+    """A batch on its devices, of the rows of it that this process holds."""
+    return jax.tree.map(
+        lambda column: jax.make_array_from_process_local_data(
+            place, column, (batch, *column.shape[1:])
+        ),
+        rows,
+    )

@@ -23,6 +23,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout: int = 300,
+    saves: bool = False,
 ) -> None:
     """Joins the processes of a run; call it before any other use of JAX.
 
@@ -33,6 +34,8 @@ def initialize(
         num_processes: how many there are.
         process_id: which this is, from 0.
         timeout: seconds to wait for the others.
+        saves: whether the program saves something when it is told to end (SIGTERM): all processes
+            then hear of it (`multihost_utils.reached_preemption_sync_point`), and none ends by it.
 
     Raises:
         InputError: the processes did not find each other.
@@ -41,8 +44,7 @@ def initialize(
         raise InputError(
             f"coordinator: expected host:port, as 10.0.0.1:8476, found {brief(coordinator)}"
         )
-    # It would keep a process alive that is told to end (SIGTERM), until its next checkpoint.
-    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", saves)
     # What talks between processes where there is no accelerator.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -76,6 +78,19 @@ def check_same(*values) -> None:
 def is_first() -> bool:
     """Whether this process writes: text, reports and files are the first one's alone."""
     return jax.process_index() == 0
+
+
+def everywhere(fine: bool) -> bool:
+    """Whether it is so in all processes, each of which has to ask."""
+    if jax.process_count() == 1:
+        return fine
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine))))
+
+
+def wait(name: str) -> None:
+    """Until all processes are here; `name` says where."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
 
 
 def fetch(tree: PyTree) -> PyTree:

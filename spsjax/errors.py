@@ -11,6 +11,10 @@ class NonFiniteError(ArithmeticError):
     """A model gave a NaN or an infinity, so that no distribution can be formed."""
 
 
+class Stopped(Exception):
+    """A run was told to end, and did, with everything saved."""
+
+
 def brief(value) -> str:
     """A value as a message shows it: `repr`, on one line, the middle of a long one left out."""
     short = reprlib.Repr()

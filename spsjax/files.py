@@ -17,7 +17,7 @@ def whole(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    partial = path.with_name(f".{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
     try:
         partial.touch()
         mode = stat.S_IMODE((path if path.exists() else partial).stat().st_mode)

@@ -1,11 +1,12 @@
 """Text to token ids and back: a SentencePiece model, trained here or found beside a checkpoint."""
 
+import io
 import pathlib
-import tempfile
 from collections.abc import Iterable
 
 import sentencepiece
 
+from spsjax import files
 from spsjax.errors import InputError, one_line
 
 _SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
@@ -65,28 +66,26 @@ def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> To
     is made of; nothing is normalised, so that decoding gives back the text that was encoded.
     Raises InputError if the texts are too few, or too varied, for `vocab_size` pieces.
     """
-    path = pathlib.Path(path)
+    path, model = pathlib.Path(path), io.BytesIO()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        prefix = pathlib.Path(folder) / "tokenizer"
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(texts),
-                model_prefix=str(prefix),
-                model_type="bpe",
-                vocab_size=vocab_size,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                add_dummy_prefix=False,
-                remove_extra_whitespaces=False,
-                user_defined_symbols=["\n", *(_SPACE * run for run in (2, 4, 8, 12, 16))],
-                max_sentence_length=1 << 20,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            reason = one_line(error).rpartition("] ")[2]
-            raise InputError(
-                f"vocab_size: expected a size that fits the texts, found {vocab_size} ({reason})"
-            ) from None
-        prefix.with_suffix(".model").replace(path)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            user_defined_symbols=["\n", *(_SPACE * run for run in (2, 4, 8, 12, 16))],
+            max_sentence_length=1 << 20,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = one_line(error).rpartition("] ")[2]
+        raise InputError(
+            f"vocab_size: expected a size that fits the texts, found {vocab_size} ({reason})"
+        ) from None
+    files.write(path, model.getvalue())
     return Tokenizer(path)

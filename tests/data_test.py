@@ -1,98 +1,80 @@
-"""The split never changes, and training sees every token once an epoch, resumed or not."""
+"""Training sees every example once an epoch, in an order that no mesh and no stop changes."""
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
-from spsjax import data
+from spsjax import InputError, data, sharding
 
 
-class Letters:
-    """A tokenizer of one id a character."""
-
-    bos_id, eos_id = 1, 2
-
-    def encode(self, text):
-        return [self.bos_id, *map(ord, text)]
+def take(feed, count):
+    return [jax.tree.map(np.asarray, batch) for batch in itertools.islice(feed, count)]
 
 
-def take(batches, count):
-    return list(itertools.islice(batches, count))
+def table(count, width=3, start=0):
+    return data.Table(tokens=start + np.arange(count * width).reshape(count, width))
 
 
-def test_the_held_out_files_are_fixed():
-    names = [
-        "abc.py",
-        "argparse.py",
-        "codecs.py",
-        "email/header.py",
-        "heapq.py",
-        "json/decoder.py",
-        "os.py",
-        "typing.py",
-    ]
-    names += [f"module_{index}.py" for index in range(60)]
-    assert [name for name in names if data.is_held_out(name)] == [
-        "codecs.py",
-        "email/header.py",
-        "module_3.py",
-        "module_21.py",
-        "module_31.py",
-        "module_53.py",
-        "module_56.py",
-    ]
-
-
-def test_the_split_is_disjoint_and_complete_and_knows_nothing_but_the_name():
-    texts = {f"module_{index}.py": str(index) for index in range(2000)}
-    training, held_out = data.split(texts)
-    assert not training.keys() & held_out.keys()
-    assert training | held_out == texts
-    assert 60 < len(held_out) < 140  # one in 20
-    some = dict(list(texts.items())[::3])
-    assert data.split(some)[1].keys() == held_out.keys() & some.keys()
-
-
-def test_the_standard_library_is_read_without_its_tests():
-    texts = data.stdlib()
-    assert "argparse.py" in texts and "json/decoder.py" in texts
-    assert "def heappush" in texts["heapq.py"]
-    assert not any("test" in name.split("/") for name in texts)
-    assert list(texts) == sorted(texts, key=lambda name: name.split("/"))
-    assert all(data.split(texts))
+def feed(tables=None, shares=(1.0,), batch=4, seed=0, mesh=None):
+    return data.Feed(tables or [table(12)], shares, batch, seed, sharding.rows(mesh))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 12])
-def test_every_token_is_a_label_once(length):
-    texts = ["abcde", "", "fghij", "k"]
-    stream = [token for text in texts for token in [1, *map(ord, text), 2]]
-    examples = data.pack(texts, Letters(), length)
-    assert examples.shape == ((len(stream) - 1) // length, length + 1)
-    assert examples.dtype == np.int32
-    labels = examples[:, 1:].ravel().tolist()
-    assert labels == stream[1 : 1 + len(labels)]
-    assert len(stream) - 1 - len(labels) < length  # only a last, partial window is left out
-    assert (examples[:, :-1].ravel().tolist()) == stream[: len(labels)]
+def test_windows_share_one_token_and_leave_out_only_a_partial_last_one(length):
+    windows = data.Windows(np.arange(40, dtype=np.uint16), length)
+    assert windows[:].dtype == np.int32 and windows[:].shape == (39 // length, length + 1)
+    assert windows[:][:, 1:].ravel().tolist() == list(range(1, 1 + 39 // length * length))
+    assert windows[1].tolist() == windows[:][1].tolist()
+    assert windows[np.asarray([2, 0])].tolist() == windows[:][[2, 0]].tolist()
+
+
+def test_too_few_tokens_and_no_length_are_refused():
+    with pytest.raises(InputError, match=r"^train: expected at least 5 tokens, one example, found"):
+        data.Windows(range(4), 4, "train")
+    with pytest.raises(InputError, match=r"^length: expected at least 1, found 0$"):
+        data.Windows(range(4), 0)
 
 
 def test_an_epoch_shows_each_example_once_in_an_order_of_its_own():
-    examples = np.arange(12)[:, None]
-    epochs = np.asarray(take(data.batches(examples, 3, seed=0), 12)).reshape(3, 12)
-    assert all(sorted(epoch) == list(range(12)) for epoch in epochs.tolist())
-    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
-    other = np.asarray(take(data.batches(examples, 3, seed=1), 4)).ravel()
-    assert other.tolist() != epochs[0].tolist()
+    epochs = np.concatenate([batch["tokens"][:, 0] // 3 for batch in take(feed(), 9)])
+    epochs = epochs.reshape(3, 12).tolist()
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    (other,) = take(feed(batch=12, seed=1), 1)
+    assert (other["tokens"][:, 0] // 3).tolist() != epochs[0]
 
 
-@pytest.mark.parametrize("start", [0, 1, 3, 4, 5, 11])
-def test_starting_later_is_continuing(start):
-    examples = np.arange(13)[:, None]  # the 13th is left out of each epoch of 4 batches
-    everything = take(data.batches(examples, 3, seed=0), 16)
-    assert np.array_equal(take(data.batches(examples, 3, seed=0, start=start), 5),
-                          everything[start : start + 5])  # fmt: skip
+@pytest.mark.parametrize("skipped", [0, 1, 5])
+def test_a_restored_feed_goes_on_where_the_other_was(skipped):
+    first, second = feed(batch=5), feed(batch=5)
+    take(first, skipped)
+    second.restore(first.state())
+    for left, right in zip(take(first, 6), take(second, 6)):
+        assert np.array_equal(left["tokens"], right["tokens"])
 
 
-def test_too_few_examples_are_refused():
-    with pytest.raises(ValueError, match="at most 2 examples, found 3"):
-        next(data.batches(np.zeros((2, 5), np.int32), 3, seed=0))
+def test_tables_are_mixed_by_their_shares():
+    tables = [table(40), table(10, start=1000)]
+    batches = take(feed(tables, (0.75, 0.25), batch=8), 10)
+    rows = np.concatenate([batch["tokens"][:, 0] for batch in batches])
+    assert (rows >= 1000).sum() == 20
+    assert sorted(rows[rows < 1000][:40] // 3) == list(range(40))  # an epoch of it
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (8, 1), (1, 8)])
+def test_a_mesh_gets_the_same_batches_in_the_same_order(shape):
+    tables = [table(40), table(16, start=1000)]
+    alone = take(feed(tables, (0.5, 0.5), batch=8), 5)
+    split = feed(tables, (0.5, 0.5), batch=8, mesh=sharding.mesh(*shape))
+    for left, right in zip(alone, take(split, 5)):
+        assert np.array_equal(left["tokens"], right["tokens"])
+    assert next(split)["tokens"].addressable_shards[0].data.shape == (8 // shape[0], 3)
+
+
+def test_columns_stay_together():
+    tokens = np.arange(24).reshape(12, 2)
+    both = data.Table(tokens=tokens, start=tokens[:, 0] * 10)
+    for batch in take(feed([both]), 4):
+        assert np.array_equal(batch["start"], batch["tokens"][:, 0] * 10)

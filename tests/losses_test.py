@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import losses
+from spsjax import InputError, losses
 
 RNG = np.random.default_rng(0)
 TARGET, DRAFT = (RNG.normal(0, 3, (2, 5, 11)) for _ in range(2))
@@ -20,9 +20,21 @@ def softmax(logits):
 target_probs, draft_probs = softmax(TARGET), softmax(DRAFT)
 KL = (target_probs * np.log(target_probs / draft_probs)).sum(-1)
 OVERLAP = np.minimum(target_probs, draft_probs).sum(-1)
+REVERSE = (draft_probs * np.log(draft_probs / target_probs)).sum(-1)
 VARIATION = 0.5 * np.abs(target_probs - draft_probs).sum(-1)
+
+
+def jensen_shannon(beta):
+    middle = beta * target_probs + (1 - beta) * draft_probs
+    first = (target_probs * np.log(target_probs / middle)).sum(-1)
+    return beta * first + (1 - beta) * (draft_probs * np.log(draft_probs / middle)).sum(-1)
+
+
 EXPECTED = {
     "forward_kl": KL,
+    "reverse_kl": REVERSE,
+    "jensen_shannon": jensen_shannon(0.5),
+    "negative_log_acceptance": -np.log(OVERLAP),
     "acceptance": OVERLAP,
     "total_variation": VARIATION,
     "lk_hybrid": np.exp(-3 * OVERLAP) * KL + (1 - np.exp(-3 * OVERLAP)) * VARIATION,
@@ -50,7 +62,7 @@ def test_a_draft_equal_to_the_target_has_no_divergence_and_no_gradient(name):
     target = jnp.asarray(TARGET, jnp.float32)
     value, gradient = jax.value_and_grad(lambda draft: loss(target, draft).sum())(target)
     assert abs(value) < 1e-5
-    if name == "forward_kl":  # the others have a kink there
+    if name in ("forward_kl", "reverse_kl", "jensen_shannon"):  # the others have a kink there
         assert jnp.abs(gradient).max() < 1e-6
 
 
@@ -86,3 +98,47 @@ def test_the_hybrid_weight_has_no_gradient():
     expected = jax.grad(fixed)(draft)
     found = jax.grad(lambda draft: losses.lk_hybrid(target, draft).sum())(draft)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_beta_is_the_target_s_share_of_the_mixture(beta):
+    found = losses.divergence(f"jensen_shannon:{beta}")(TARGET, DRAFT)
+    np.testing.assert_allclose(found, jensen_shannon(beta), atol=2e-6)
+
+
+def test_over_its_beta_jensen_shannon_tends_to_the_two_divergences():
+    near = [losses.jensen_shannon(TARGET, DRAFT, beta) for beta in (1e-4, 1 - 1e-4)]
+    np.testing.assert_allclose(near[0] / 1e-4, KL, rtol=0.1)
+    np.testing.assert_allclose(near[1] / 1e-4, REVERSE, rtol=0.1)
+
+
+def test_minus_log_acceptance_of_a_point_mass_is_cross_entropy():
+    points = np.where(np.arange(11) == LABELS[..., None], 0.0, -1e9)
+    found = losses.negative_log_acceptance(points, DRAFT)
+    np.testing.assert_allclose(found, losses.cross_entropy(DRAFT, LABELS), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["kl", "forward_kl:0.5", "jensen_shannon:", "jensen_shannon:1", "jensen_shannon:x", ""]
+)
+def test_what_is_no_objective_is_refused(name):
+    with pytest.raises(InputError, match=r"^objective: expected "):
+        losses.divergence(name)
+
+
+@pytest.mark.parametrize("k", [1, 4, 10])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"])
+def test_a_coarse_divergence_is_at_most_the_whole_one_and_nearly_it(name, k):
+    ids = np.argsort(-TARGET, axis=-1)[..., :k]
+    pair = losses.coarse(TARGET, ids), losses.coarse(DRAFT, ids)
+    whole, coarse = EXPECTED[name], losses.DIVERGENCES[name](*pair)
+    assert np.all(coarse <= whole * (1 + 1e-3) + 1e-5)  # 1 - sum loses bits
+    if k == 10:  # the rest is one token
+        np.testing.assert_allclose(coarse, whole, rtol=1e-3, atol=1e-5)
+
+
+def test_a_coarse_law_adds_the_rest_up():
+    ids = np.argsort(-TARGET, axis=-1)[..., :3]
+    kept = np.take_along_axis(target_probs, ids, axis=-1)
+    expected = np.concatenate([kept, 1 - kept.sum(-1, keepdims=True)], axis=-1)
+    np.testing.assert_allclose(np.exp(losses.coarse(TARGET, ids)), expected, atol=1e-6)

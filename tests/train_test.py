@@ -1,183 +1,144 @@
-"""Training end to end on a toy language: losses fall, and a resumed run is the same run."""
+"""One training step: the same however it is cut up and wherever it runs."""
 
-import json
+import contextlib
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
+import optax
 import pytest
 from conftest import tiny_config
+from toy import CONFIG, EXAMPLES, VOCAB
 
-from spsjax import InputError, NonFiniteError, train
+from spsjax import InputError, data, losses, sharding, train
 from spsjax.models import transformer
 
-VOCAB = 16
-CONFIG = tiny_config(VOCAB, tie_embeddings=True)
+FLOAT32 = train.Compute("float32")
 
 
-def toy_examples(count, seed):
-    """[count, 17] sequences: each token is mostly its predecessor times 3 plus 1."""
-    rng = np.random.default_rng(seed)
-    tokens = np.zeros((count, 17), np.int32)
-    tokens[:, 0] = rng.integers(0, VOCAB, count)
-    for position in range(1, 17):
-        follow = (tokens[:, position - 1] * 3 + 1) % VOCAB
-        noise = rng.integers(0, VOCAB, count)
-        tokens[:, position] = np.where(rng.random(count) < 0.9, follow, noise)
-    return tokens
+def optimization(**changes):
+    return train.Optimization(**{"learning_rate": 1e-2, "steps": 20, "warmup": 2} | changes)
 
 
-EXAMPLES, HELD_OUT = toy_examples(64, 0), toy_examples(16, 1)
-
-
-def options(**changes):
-    fields = {
-        "steps": 40, "batch": 8, "learning_rate": 1e-2, "warmup": 4, "weight_decay": 0.1,
-        "seed": 0, "checkpoint_every": 10, "eval_every": 20,
-    }  # fmt: skip
-    return ml_collections.ConfigDict(fields | changes)
-
-
-def fit(workdir, loss=None, seed=0, **changes):
-    params = transformer.init(CONFIG, jax.random.key(seed))
-    loss = loss or train.language_model_loss(CONFIG)
-    return train.fit(options(**changes), params, loss, EXAMPLES, HELD_OUT, workdir)
+def steps(mesh=None, count=4, compute=FLOAT32, config=CONFIG, batch=None, **changes):
+    """State and metrics after some steps on the first examples."""
+    how = optimization(**changes)
+    state = train.initial(config, how, mesh, 0)
+    step = train.step(train.language_model(config, compute), how)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        batch = data.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
+        for _ in range(count):
+            state, metrics = step(state, {}, batch)
+    return state, metrics
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    """(workdir, parameters, held-out metrics) of a trained target."""
-    workdir = tmp_path_factory.mktemp("target")
-    return workdir, *fit(workdir)
+def plain():
+    """The result of the plainest way."""
+    return steps()
 
 
-def test_a_target_learns_the_language(target):
-    workdir, _, metrics = target
-    assert metrics["loss"] < 0.6 * np.log(VOCAB)
-    lines = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 4 and losses[-1] < losses[0]
-    assert [line["step"] for line in lines if "held_out" in line] == [20, 40]
+def assert_same(found, expected, tolerance):
+    for left, right in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0])):
+        np.testing.assert_allclose(left, right, atol=tolerance)
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=100 * tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "lk_hybrid"])
-def test_a_draft_learns_to_be_accepted_and_the_target_stays(target, tmp_path, objective):
-    _, frozen, _ = target
-    before = jax.tree.map(np.array, frozen)
-    loss = train.distillation_loss(CONFIG, CONFIG, frozen, objective)
-    pairs = [
-        (tokens, train.target_states(CONFIG, frozen, tokens, tmp_path))
-        for tokens in (EXAMPLES, HELD_OUT)
-    ]
-    draft = transformer.init(CONFIG, jax.random.key(7))
-    start = train.evaluate(loss, draft, pairs[1], 8)
-    _, metrics = train.fit(options(), draft, loss, *pairs, tmp_path)
-    assert metrics["acceptance"] > start["acceptance"] + 0.2
-    assert metrics["greedy_agreement"] > start["greedy_agreement"] + 0.2
-    assert metrics["loss"] < start["loss"]
-    assert all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(frozen)))
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ((2, 4), {}),
+        ((8, 1), {}),
+        ((1, 8), {}),
+        (None, {"accumulate": 4}),
+        ((2, 4), {"accumulate": 4}),
+    ],
+)
+def test_a_mesh_and_accumulation_change_nothing_but_the_rounding(plain, shape, changes):
+    mesh = sharding.mesh(*shape) if shape else None
+    assert_same(steps(mesh, **changes), plain, 2e-5)
 
 
-def test_a_target_s_states_give_its_logits_and_are_computed_once(target, tmp_path, monkeypatch):
-    _, params, _ = target
-    folder = tmp_path / "of" / "states"
-    states = train.target_states(CONFIG, params, HELD_OUT, folder, batch=5)  # the last has one
-    assert states.dtype == np.float16
-    logits = transformer.head(CONFIG, params, states.astype(np.float32))
-    expected = train.forward(CONFIG, params, HELD_OUT[:, :-1]).logits
-    np.testing.assert_allclose(logits, expected, atol=2e-2)
-    assert np.abs(expected).max() > 2
-    monkeypatch.setattr(train, "forward", None)
-    assert np.array_equal(states, train.target_states(CONFIG, params, HELD_OUT, folder))
+def test_recomputing_activations_changes_nothing(plain):
+    assert_same(steps(compute=train.Compute("float32", remat=True)), plain, 1e-6)
 
 
-def test_states_of_another_target_or_text_are_not_taken_for_this_one_s(target, tmp_path):
-    _, params, _ = target
-    others = jax.tree.map(lambda leaf: 1.01 * leaf, params)
-    for weights, tokens in ((params, HELD_OUT), (others, HELD_OUT), (params, HELD_OUT[::-1])):
-        states = train.target_states(CONFIG, weights, tokens, tmp_path)
-        expected = train.forward(CONFIG, weights, tokens[:, :-1]).hidden
-        np.testing.assert_allclose(states, expected, rtol=1e-2, atol=1e-3)
-    assert len(list(tmp_path.iterdir())) == 3
+def test_bfloat16_is_the_type_of_the_products_not_of_the_weights(plain):
+    found = steps(compute=train.Compute("bfloat16"))
+    assert {leaf.dtype for leaf in jax.tree.leaves(found[0])} == {
+        jnp.dtype("float32"),
+        jnp.dtype("int32"),
+    }
+    assert_same(found, plain, 4e-2)
+    with pytest.raises(AssertionError):
+        assert_same(found, plain, 1e-4)  # it really was another type
 
 
-def test_states_of_other_windows_over_the_same_tokens_are_others(target, tmp_path):
-    tokens = HELD_OUT[:, :16].copy()
-    for windows in (tokens, tokens.reshape(32, 8)):
-        states = train.target_states(CONFIG, target[1], windows, tmp_path)
-        assert states.shape == (len(windows), windows.shape[1] - 1, CONFIG.d_model)
+def test_weights_and_optimizer_are_split_alike():
+    mesh = sharding.mesh(2, 4)
+    state, _ = steps(mesh, count=1)
+    where = sharding.places(mesh, CONFIG)
+    moments = state["optimizer"][1][0]
+    for tree in (state["params"], moments.mu, moments.nu):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            expected = where(tuple(entry.key for entry in path))
+            assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), path
+    split = [leaf for leaf in jax.tree.leaves(moments.mu) if not leaf.sharding.is_fully_replicated]
+    assert len(split) >= 5
 
 
-@pytest.mark.parametrize("size", [0, 50, -10])
-def test_damaged_states_are_named(target, tmp_path, size):
-    train.target_states(CONFIG, target[1], HELD_OUT, tmp_path)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(InputError, match=f"^{path}: expected states, or no such file, found "):
-        train.target_states(CONFIG, target[1], HELD_OUT, tmp_path)
+def test_two_replicas_each_take_half_of_a_batch():
+    mesh = sharding.mesh(2, 1, jax.devices()[:2])
+    batch = data.put({"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
+    assert [shard.data.shape for shard in batch["tokens"].addressable_shards] == [(8, 17)] * 2
+    found = steps(mesh)
+    for leaf in jax.tree.leaves(found[0]):
+        first, second = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert np.array_equal(first, second)
 
 
-@pytest.mark.parametrize("temperatures", [(), (0.0,), (1.0, -1.0)])
-def test_a_temperature_that_is_none_is_refused(temperatures):
-    with pytest.raises(InputError, match=r"^temperatures: expected one or more numbers above 0, "):
-        train.distillation_loss(CONFIG, CONFIG, {}, "forward_kl", temperatures)
+def test_prompts_count_for_nothing():
+    start = np.asarray([0, 5, 17, 1] * 4, np.int32)
+    batch = {"tokens": EXAMPLES[:16], "start": start}
+    _, metrics = steps(count=1, batch=batch)
+    params = transformer.init(CONFIG, jax.random.key(0))
+    logits = train.forward(CONFIG, params, EXAMPLES[:16, :-1]).logits
+    values = np.asarray(losses.cross_entropy(logits, EXAMPLES[:16, 1:]))
+    counted = [values[row, max(0, first - 1) :] for row, first in enumerate(start)]
+    np.testing.assert_allclose(metrics["loss"], np.concatenate(counted).mean(), rtol=1e-5)
 
 
-def test_an_interrupted_pass_leaves_no_states(target, tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise Interrupted
-
-    monkeypatch.setattr(train, "tqdm", stop)
-    with pytest.raises(Interrupted):
-        train.target_states(CONFIG, target[1], HELD_OUT, tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_accumulated_parts_weigh_as_many_positions_as_they_have():
+    batch = {"tokens": EXAMPLES[:16], "start": np.arange(16, dtype=np.int32)}
+    assert_same(steps(batch=batch, accumulate=8), steps(batch=batch), 2e-5)
 
 
-class Interrupted(Exception):
-    pass
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(target, tmp_path, monkeypatch):
-    whole = train.data.batches
-
-    def cut(*arguments):
-        for index, batch in enumerate(whole(*arguments)):
-            if index == 25:
-                raise Interrupted
-            yield batch
-
-    monkeypatch.setattr(train.data, "batches", cut)
-    with pytest.raises(Interrupted):
-        fit(tmp_path)
-    monkeypatch.setattr(train.data, "batches", whole)
-    params, metrics = fit(tmp_path, seed=99)  # the start is the checkpoint's, not this one's
-    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(target[1])))
-    assert metrics == target[2]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert steps == [10, 20, 20, 30, 40, 40]  # 20 steps were kept, 5 more were lost
-
-
-def test_a_finished_run_is_not_trained_again(target):
-    workdir, expected, _ = target
-    params, _ = fit(workdir)
-    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(expected)))
-
-
-def test_the_rate_rises_stays_and_falls_to_zero():
-    rate = train.schedule(1.0, steps=100, warmup=10)
-    found = [float(rate(step)) for step in (0, 5, 10, 50, 79, 90, 100)]
-    np.testing.assert_allclose(found, [0, 0.5, 1, 1, 1, 0.5, 0], atol=0.06)
+def test_the_rate_rises_and_falls_by_a_cosine():
+    rate = train.Optimization(1.0, steps=110, warmup=10, final_rate=0.1).schedule()
+    found = [float(rate(step)) for step in (0, 5, 10, 60, 110, 200)]
+    np.testing.assert_allclose(found, [0, 0.5, 1, 0.55, 0.1, 0.1], atol=1e-6)
 
 
 def test_only_kernels_are_decayed():
-    update = train.optimizer(options(warmup=0, learning_rate=1.0, weight_decay=0.5))
+    update = optimization(warmup=0, learning_rate=1.0, weight_decay=0.5).update()
     params = transformer.init(tiny_config(VOCAB), jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf + 1, params)
     zeros = jax.tree.map(np.zeros_like, params)
     change, _ = update.update(zeros, update.init(params), params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(change):
         assert np.any(leaf != 0) == (path[-1].key == "kernel"), path
+
+
+def test_a_gradient_is_clipped_to_its_norm():
+    update = optimization(warmup=0, clip=0.5).update()
+    params = transformer.init(CONFIG, jax.random.key(0))
+    ones = jax.tree.map(jnp.ones_like, params)
+    state = [update.update(scale, update.init(params), params)[1] for scale in (
+        ones, jax.tree.map(lambda leaf: 1000 * leaf, ones))]  # fmt: skip
+    moments = [each[1][0].mu for each in state]
+    np.testing.assert_allclose(optax.tree.norm(moments[0]), 0.5 * (1 - 0.9), rtol=1e-4)
+    assert all(map(np.allclose, *map(jax.tree.leaves, moments)))
 
 
 def test_a_position_never_sees_what_follows():
@@ -190,18 +151,26 @@ def test_a_position_never_sees_what_follows():
     assert not np.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    def loss(params, batch):
-        value = jnp.float32(jnp.nan) * params["norm"]["scale"][0]
-        return value, {"loss": value}
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, r"steps: expected an integer >= 1, found 0"),
+        ({"steps": 2.5}, r"steps: expected an integer >= 1, found 2.5"),
+        ({"warmup": 20}, r"warmup: expected fewer than steps=20, found 20"),
+        ({"accumulate": 0}, r"accumulate: expected an integer >= 1, found 0"),
+        ({"learning_rate": 0.0}, r"learning_rate: expected more than 0, found 0.0"),
+        ({"clip": -1.0}, r"clip: expected more than 0, found -1.0"),
+        ({"final_rate": 2}, r"final_rate: expected a share in \[0, 1\], found 2"),
+    ],
+)
+def test_an_optimization_that_is_none_is_refused(changes, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        optimization(**changes)
 
-    with pytest.raises(NonFiniteError, match=r"^step 10: expected a finite loss, found nan$"):
-        fit(tmp_path, loss)
-    assert not (tmp_path / "metrics.json").exists()
 
-
-def test_several_processes_are_refused_before_they_write_over_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(InputError, match=r"^training: expected one process, found 2$"):
-        fit(tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_a_batch_that_cannot_be_cut_is_refused():
+    train.check_batch(12, 3, sharding.mesh(2, 1))
+    with pytest.raises(
+        InputError, match=r"^batch: expected a multiple of 6 \(accumulate times the"
+    ):
+        train.check_batch(9, 3, sharding.mesh(2, 1))

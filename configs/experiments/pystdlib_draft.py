@@ -8,7 +8,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Shape, objective and optimisation."""
+    """Shape, objective, texts and optimisation."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",
@@ -20,16 +20,46 @@ def get_config() -> ml_collections.ConfigDict:
                 "num_kv_heads": 8,
                 "head_dim": 32,
             },
-            "objective": "lk_hybrid",
-            "temperatures": (0.8,),
+            "init": "",  # a model folder to begin with; none: random weights
+            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "objective": {"name": "lk_hybrid", "temperatures": (0.8,)},
+            "mixture": {
+                "corpus": 1.0,
+                "target": 0.0,
+                "draft": 0.0,
+                "samples": 1024,
+                "prompt_length": 32,
+                "temperature": 1.0,
+            },
+            "teacher": {"keep": "states", "k": 64, "batch": 2},
+            "cache": "",  # where what is kept of the target goes; none: into the run's folder
+            "trial": {
+                "prompts": 16,
+                "prompt_length": 32,
+                "new_tokens": 64,
+                "num_speculative_tokens": 4,
+                "temperatures": (1.0, 0.0),
+            },
             "length": 512,
             "batch": 2,
             "steps": 15_500,
-            "learning_rate": 2e-3,
-            "warmup": 100,
-            "weight_decay": 0.0,
+            "optimization": {
+                "learning_rate": 2e-3,
+                "warmup": 100,
+                "final_rate": 0.0,
+                "weight_decay": 0.0,
+                "clip": 1.0,
+                "b1": 0.9,
+                "b2": 0.95,
+                "accumulate": 1,
+            },
+            "compute": {"dtype": "", "remat": False},
+            "mesh": {"data": 1, "model": 1},
             "seed": 0,
-            "checkpoint_every": 250,
-            "eval_every": 250,
+            "eval_every": 500,
+            "eval_examples": 64,
+            "log_every": 10,
+            "keep": 2,
+            "keep_best": 1,
         }
     )

@@ -20,14 +20,29 @@ def get_config() -> ml_collections.ConfigDict:
                 "head_dim": 64,
                 "max_positions": 512,
             },
+            "tokenizer": "",  # a tokenizer.model; none: one is trained
+            "init": "",  # a model folder to begin with; none: random weights
+            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "length": 512,
             "batch": 2,
             "steps": 2000,
-            "learning_rate": 1e-3,
-            "warmup": 200,
-            "weight_decay": 0.1,
+            "optimization": {
+                "learning_rate": 1e-3,
+                "warmup": 200,
+                "final_rate": 0.1,
+                "weight_decay": 0.1,
+                "clip": 1.0,
+                "b1": 0.9,
+                "b2": 0.95,
+                "accumulate": 1,
+            },
+            "compute": {"dtype": "", "remat": False},
+            "mesh": {"data": 1, "model": 1},
             "seed": 0,
-            "checkpoint_every": 200,
             "eval_every": 200,
+            "eval_examples": 64,
+            "log_every": 10,
+            "keep": 2,
+            "keep_best": 1,
         }
     )

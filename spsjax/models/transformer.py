@@ -181,12 +181,13 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             self.head = _linear(config.d_model, config.vocab_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens_BT, positions_BT, mask_BTS, cache) -> ModelOutput:
+    def __call__(self, tokens_BT, positions_BT, mask_BTS, cache, remat=False) -> ModelOutput:
         x_BTD = self.embed(tokens_BT)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             past = cache and cache.layer(index)
-            x_BTD, key, value = layer(x_BTD, positions_BT, mask_BTS, past)
+            block = jax.checkpoint(layer) if remat else layer
+            x_BTD, key, value = block(x_BTD, positions_BT, mask_BTS, past)
             if index % _SUMMED == _SUMMED - 1:
                 x_BTD = jax.lax.optimization_barrier(x_BTD)
             keys.append(key)
@@ -261,6 +262,7 @@ def apply(
     cache: kv.KVCache | None = None,
     *,
     dtype=None,
+    remat: bool = False,
 ) -> ModelOutput:
     """One forward pass.
 
@@ -273,9 +275,10 @@ def apply(
             to slots `lengths .. lengths + T` first), or of the T tokens where there is no cache.
         cache: the keys and values of earlier tokens.
         dtype: compute type; None: the type of the parameters.
+        remat: keeps no activations of a block for its gradient, but computes them again.
     """
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
-    return _bind(config, params, dtype)(tokens_BT, positions_BT, mask_BTS, cache)
+    return _bind(config, params, dtype)(tokens_BT, positions_BT, mask_BTS, cache, remat)
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:

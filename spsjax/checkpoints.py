@@ -1,0 +1,224 @@
+"""Checkpoints of a run: written beside the training, checked when they are read."""
+
+import gc
+import json
+import logging
+import math
+import pathlib
+import shutil
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from spsjax import distributed
+from spsjax.errors import InputError, one_line
+from spsjax.types import PyTree
+
+
+class Checkpoints:
+    """The newest few and the best few checkpoints of a run, in a folder that all processes share.
+
+    A save goes on in the background. A checkpoint is there whole or not at all, and holds sums of
+    the bits of all its arrays, so that one whose files were damaged later is not gone on from.
+
+    Args:
+        folder: where they are.
+        keep: how many of the newest.
+        keep_best: how many of those with the highest score.
+    """
+
+    def __init__(self, folder: pathlib.Path, keep: int = 2, keep_best: int = 1):
+        for name, value, least in (("keep", keep, 1), ("keep_best", keep_best, 0)):
+            if type(value) is not int or value < least:
+                raise InputError(f"{name}: expected an integer >= {least}, found {value!r}")
+        self.folder = folder.absolute()
+        for step in self._written():
+            path = self.folder / f"step_{step}"
+            if distributed.is_first() and not _readable(path):
+                self._damaged(path, "its description is none")
+        distributed.wait("checkpoints looked at")
+        best = preservation_policy.BestN(
+            get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False
+        )
+        latest = preservation_policy.LatestN(keep)
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_score,
+            preservation_policy=preservation_policy.AnyPreservationPolicy([latest, best]),
+            step_prefix="step",
+            cleanup_tmp_directories=True,
+        )
+        self._silence = _Silence()
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        self._silence.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None:
+            self.wait()
+        self._manager.close()
+        gc.collect()  # what failed is told to nobody now
+        self._silence.__exit__(None, None, None)
+
+    def steps(self) -> list[int]:
+        """Those that are there, in order."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int | None:
+        """The step with the highest score; None if there is no checkpoint."""
+        return max(self.steps(), key=lambda step: _score(self._manager.metrics(step)), default=None)
+
+    def save(self, step: int, state: PyTree, feed: dict, score: float = -math.inf) -> None:
+        """Begins to write a checkpoint; an earlier one's failure is raised here.
+
+        Args:
+            step: its name.
+            state: arrays.
+            feed: what `data.Feed.state` gave.
+            score: the higher, the better; minus infinity where it was not measured.
+        """
+        note = {"feed": feed, "sums": sums(state)}
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note)
+        )
+        try:
+            self._manager.wait_until_finished()
+            self._manager.save(step, args=arguments, metrics={"score": score})
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Until what was begun is written; raises InputError if it could not be."""
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def restore(self, like: PyTree) -> tuple[int, PyTree, dict] | None:
+        """The newest sound checkpoint: its step, its state and the feed's; None if there is none.
+
+        A damaged one is named in a warning, and moved out of the way, so that its step can be
+        saved again.
+
+        Args:
+            like: arrays or their shapes, with the shardings that the state's are to have.
+
+        Raises:
+            InputError: there are checkpoints, and all are damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            found = None
+            try:
+                state, feed = self._read(step, like)
+            except Exception as error:
+                found = one_line(error)[:200]
+            if not distributed.everywhere(found is None):
+                path = self.folder / f"step_{step}"
+                if distributed.is_first():
+                    self._damaged(path, found or "another process could not read it")
+                distributed.wait(f"{path.name} set aside")
+                self._manager.reload()
+                continue
+            return step, state, feed
+        if steps:
+            raise InputError(f"{self.folder}: expected a sound checkpoint, found only damaged ones")
+        return None
+
+    def _read(self, step: int, like: PyTree) -> tuple[PyTree, dict]:
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()
+        )
+        read = self._manager.restore(step, args=arguments)
+        if sums(read.state) != read.note["sums"]:
+            raise ValueError("arrays are not those that were saved")
+        return read.state, read.note["feed"]
+
+    def _damaged(self, path: pathlib.Path, found: str) -> None:
+        aside = self.folder.parent / "damaged"
+        aside.mkdir(exist_ok=True)
+        shutil.rmtree(aside / path.name, ignore_errors=True)
+        shutil.move(path, aside / path.name)
+        warnings.warn(
+            f"{path}: expected a checkpoint, found it damaged ({found}); it is in {aside} now, "
+            "and the one before is taken",
+            stacklevel=1,
+        )
+
+    def _written(self) -> list[int]:
+        """The steps whose folders are complete: until then they have another name."""
+        names = (path.name for path in self.folder.glob("step_*"))
+        return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+
+    def _failed(self, error: Exception) -> InputError:
+        kept = ", ".join(map(str, self._written())) or "none"
+        free = shutil.disk_usage(self.folder).free / 1e9
+        return InputError(
+            f"{self.folder}: expected to write a checkpoint, found {one_line(error)[:300]} "
+            f"({free:.3g} GB are free; whole ones: {kept})"
+        )
+
+
+def _readable(path: pathlib.Path) -> bool:
+    """Whether what Orbax reads of a checkpoint when it opens a folder can be read."""
+    try:
+        return all(
+            isinstance(json.loads((path / name).read_text(encoding="utf-8")), dict)
+            for name in ("_CHECKPOINT_METADATA", "metrics/metrics")
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _score(metrics: dict[str, float]) -> float:
+    return metrics["score"]
+
+
+class _Silence:
+    """Keeps off the screen what Orbax's threads say when a read or a write failed, pages of it.
+
+    We say it in a line of our own. They find out one after another, when nobody listens any more.
+    """
+
+    def __enter__(self) -> None:
+        self._log = logging.getLogger("asyncio")
+        self._before = sys.unraisablehook, self._log.level
+        sys.unraisablehook = self._hook
+        self._log.setLevel(logging.CRITICAL + 1)
+
+    def __exit__(self, *_) -> None:
+        sys.unraisablehook, level = self._before
+        self._log.setLevel(level)
+
+    def _hook(self, unraisable) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._before[0](unraisable)
+
+
+def sums(state: PyTree) -> list[int]:
+    """Of each array, a sum of its bits, which depends on their places but on no sharding."""
+    return [int(each) for each in jax.device_get(_sums(jax.tree.leaves(state)))]
+
+
+@jax.jit
+def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_sum(leaf) for leaf in leaves]
+
+
+def _sum(leaf: jax.Array) -> jax.Array:
+    kind = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
+    place = jnp.zeros(leaf.shape, jnp.uint32)
+    for axis, size in enumerate(leaf.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    # Mixed (Wellons' lowbias32) before they are added up, so that no pattern of changes cancels.
+    mixed = bits + place * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

@@ -1,0 +1,179 @@
+"""Distillation of a draft from a frozen target: what is minimised, on which texts.
+
+After DistillSpec (Zhou et al. 2023, arXiv 2310.08461): a divergence between the two laws at each
+position, averaged over positions of texts that come from a corpus, from the target's samples, or
+from the draft's own. No gradient goes through sampling, and none into the target. Lossless or not
+is no question here: whatever the draft, `generate` samples from the target.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax import data, distributed, generation, losses, train
+from spsjax.errors import InputError, brief
+from spsjax.loading import Model
+from spsjax.models import transformer
+from spsjax.sampling import SamplingParams
+from spsjax.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is minimised.
+
+    Attributes:
+        name: "cross_entropy", of the text itself, or one of `losses.DIVERGENCES`;
+            "jensen_shannon:0.1" says beta.
+        temperatures: by which the logits of both are divided before a divergence is taken, which is
+            averaged over them. One below 1 weighs the tokens that a sharpened target, or a greedy
+            one, would emit.
+    """
+
+    name: str
+    temperatures: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self):
+        if self.name != "cross_entropy":
+            losses.divergence(self.name)
+        object.__setattr__(self, "temperatures", tuple(self.temperatures))
+        if not self.temperatures or not all(each > 0 for each in self.temperatures):
+            raise InputError(
+                "temperatures: expected one or more numbers above 0, "
+                f"found {brief(self.temperatures)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Which texts: shares of the three, which add up to 1.
+
+    The corpus and the target's samples share every batch; a whole batch at a time is of the draft's
+    own samples, drawn from the parameters of that step, and the share says how often.
+
+    Attributes:
+        corpus: text of the corpus.
+        target: texts that the target wrote, `samples` of them, sampled once.
+        draft: texts that the draft writes as it learns: on-policy.
+        samples: see there.
+        prompt_length: tokens of the corpus that each sample goes on from; no loss is taken on them.
+        temperature: of the samples.
+    """
+
+    corpus: float = 1.0
+    target: float = 0.0
+    draft: float = 0.0
+    samples: int = 1024
+    prompt_length: int = 32
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        shares = self.corpus, self.target, self.draft
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+            raise InputError(f"mixture: expected three shares that add up to 1, found {shares}")
+        for field in ("samples", "prompt_length"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                raise InputError(f"{field}: expected an integer >= 1, found {brief(value)}")
+        SamplingParams(temperature=self.temperature)
+
+
+def values(
+    config: transformer.Config,
+    target: transformer.Config,
+    objective: Objective,
+    compute: train.Compute,
+) -> train.Values:
+    """Divergence of the draft from the target at each position, and how much would be accepted.
+
+    `frozen` are the target's parameters. A batch has `tokens` [B, T+1], and may have what a
+    `Teacher` kept of the target on them; without that, the target is run on them.
+    """
+
+    def values(params, frozen, batch):
+        tokens = batch["tokens"]
+        logits = train.forward(config, params, tokens[:, :-1], compute.dtype, compute.remat).logits
+        label_loss = losses.cross_entropy(logits, tokens[:, 1:])
+        pairs, agree = _laws(target, frozen, batch, logits, objective.temperatures, compute.dtype)
+        if objective.name == "cross_entropy":
+            loss = label_loss
+        else:
+            divergence = losses.divergence(objective.name)
+            loss = sum(divergence(*pair) for pair in pairs[1:]) / len(objective.temperatures)
+        return {
+            "loss": loss,
+            "acceptance": losses.acceptance(*pairs[0]),
+            "greedy_agreement": agree.astype(jnp.float32),
+            "cross_entropy": label_loss,
+        }
+
+    return values
+
+
+def _laws(config, params, batch, logits, temperatures, dtype):
+    """Pairs of laws, target and draft, at temperature 1 and at each of `temperatures`; and whether
+    the likeliest tokens agree."""
+    temperatures = (1.0, *temperatures)
+    likeliest = jnp.argmax(logits, -1)
+    if "ids" in batch:
+        pairs = [
+            (batch["log_probs"][..., index, :], losses.coarse(logits / temperature, batch["ids"]))
+            for index, temperature in enumerate(temperatures)
+        ]
+        return pairs, likeliest == batch["ids"][..., 0]
+    if "states" in batch:
+        target_logits = transformer.head(config, params, batch["states"].astype(jnp.float32))
+    else:
+        target_logits = train.forward(config, params, batch["tokens"][:, :-1], dtype).logits
+    target_logits = jax.lax.stop_gradient(target_logits)
+    pairs = [(target_logits / each, logits / each) for each in temperatures]
+    return pairs, likeliest == jnp.argmax(target_logits, -1)
+
+
+def continued(
+    model: Model, prompts: np.ndarray, length: int, temperature: float, seed: int
+) -> np.ndarray:
+    """[B, length] int32: the model's own continuations of prompts [B, P], in every process.
+
+    An end of a text does not end a row: as in the corpus, another text follows.
+    """
+    out = generation.generate(
+        model,
+        prompts.tolist(),
+        sampling=SamplingParams(temperature=temperature),
+        max_new_tokens=length - prompts.shape[1],
+        seed=seed,
+        stop_at_eos=False,
+    )
+    return np.concatenate([prompts, np.stack(out.tokens)], axis=1).astype(np.int32)
+
+
+def on_policy(
+    mixture: Mixture, model: Callable[[PyTree], Model], place: jax.sharding.Sharding, seed: int
+) -> Callable[[int, PyTree, PyTree], PyTree]:
+    """`(step, params, batch) -> batch`: now and then, the draft's own texts instead.
+
+    Args:
+        mixture: how often, and after how many tokens of the batch's texts.
+        model: the draft as a model, of its parameters at that step.
+        place: of a batch's rows.
+        seed: of the choice and of the samples. Both depend on it and on the step alone, so that a
+            resumed run does what it would have done.
+    """
+
+    def change(step: int, params: PyTree, batch: PyTree) -> PyTree:
+        choice, samples = np.random.default_rng((seed, step)).integers(2**32, size=2)
+        if choice / 2**32 >= mixture.draft:
+            return batch
+        tokens = np.asarray(distributed.fetch(batch["tokens"]))
+        count, length = tokens.shape
+        prompts = tokens[:, : mixture.prompt_length]
+        texts = continued(model(params), prompts, length, mixture.temperature, int(samples))
+        table = {"tokens": texts, "start": np.full(count, mixture.prompt_length, np.int32)}
+        mine = data.local_rows(place, count)
+        return data.put({name: column[mine] for name, column in table.items()}, count, place)
+
+    return change

@@ -1,0 +1,193 @@
+"""Documents: texts from files of several kinds, and a split of them that never changes."""
+
+import dataclasses
+import glob
+import gzip
+import hashlib
+import itertools
+import json
+import pathlib
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+
+from spsjax.errors import InputError, brief, one_line
+
+# Tests repeat themselves, and the two big folders are tables that a program wrote.
+_NOT_PROSE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text of a file. Its name is relative to the source, whose place thus does not matter."""
+
+    file: str
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """Where the documents are.
+
+    Attributes:
+        train: "stdlib", the running interpreter's standard library without its tests; or files,
+            folders (every file below, hidden ones left out) and patterns such as `books/*.txt`.
+            Files are UTF-8, and may be compressed (`.gz`). One whose name ends in `.jsonl` has an
+            object a line; any other is a document.
+        held_out: the same, of documents to evaluate on. Empty: one document in 20 of `train`.
+        field: of an object, the text.
+        separator: what stands between the documents of one text file; empty: a file is one.
+    """
+
+    train: tuple[str, ...]
+    held_out: tuple[str, ...] = ()
+    field: str = "text"
+    separator: str = ""
+
+    def __post_init__(self):
+        for name in ("train", "held_out"):
+            paths = getattr(self, name)
+            if not isinstance(paths, (tuple, list)) or not all(
+                isinstance(path, str) for path in paths
+            ):
+                raise InputError(f"{name}: expected a tuple of texts, found {brief(paths)}")
+            object.__setattr__(self, name, tuple(paths))
+        if not self.train:
+            raise InputError("train: expected one source or more, found none")
+
+
+def stdlib() -> dict[str, str]:
+    """The running interpreter's standard library: path in the library -> text, tests left out."""
+    return {document.name: document.text for document in read(Sources(("stdlib",)), "train")}
+
+
+def is_held_out(name: str) -> bool:
+    """One document in 20, chosen by the hash of its name alone, so that no run trains on it."""
+    return _hash(name) % 20 == 0
+
+
+def held_out_names(sources: Sources) -> set[str]:
+    """Of a corpus so small that chance left none out, the one with the least hash is."""
+    names = {document.name for document in read(sources, "train")}
+    found = set(filter(is_held_out, names))
+    if found or len(names) < 2:
+        return found
+    return {min(names, key=_hash)}
+
+
+def read(sources: Sources, part: str) -> Iterator[Document]:
+    """The documents that the sources of "train" or "held_out" name, in a fixed order.
+
+    Raises InputError for what is not there or cannot be read; the message names file and line.
+    """
+    for source in getattr(sources, part):
+        for name, path in _files(source):
+            text = _text(path, errors="replace" if source == "stdlib" else "strict")
+            file = f"stdlib/{name}" if source == "stdlib" else str(path)
+            if path.name.removesuffix(".gz").endswith(".jsonl"):
+                for number, line in enumerate(text.split("\n"), 1):
+                    if line.strip():
+                        field = _field(line, sources.field, f"{path}:{number}")
+                        yield Document(file, f"{name}:{number}", field)
+            elif sources.separator:
+                for number, each in enumerate(text.split(sources.separator), 1):
+                    if each.strip():
+                        yield Document(file, f"{name}:{number}", each)
+            elif text:
+                yield Document(file, name, text)
+
+
+def split(sources: Sources) -> Iterator[tuple[str, Document]]:
+    """Every document with its part: "train", "held_out", or "copy" of a held-out one.
+
+    No text is in two parts, whatever its name: a copy is trained on by nobody.
+    """
+    names = set() if sources.held_out else held_out_names(sources)
+    held = {
+        _digest(document)
+        for document in read(sources, "held_out" if sources.held_out else "train")
+        if sources.held_out or document.name in names
+    }
+    for document in read(sources, "train"):
+        if document.name in names:
+            yield "held_out", document
+        else:
+            yield "copy" if _digest(document) in held else "train", document
+    for document in read(sources, "held_out"):
+        yield "held_out", document
+
+
+def _hash(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16)
+
+
+def _digest(document: Document) -> bytes:
+    return hashlib.sha256(document.text.encode()).digest()
+
+
+def _files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
+    """(name in the source, path) of each file of a source, sorted."""
+    if source == "stdlib":
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        return [
+            (name.as_posix(), root / name)
+            for name in sorted(path.relative_to(root) for path in root.rglob("*.py"))
+            if not _NOT_PROSE & set(name.parts)
+        ]
+    path = pathlib.Path(source).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    if path.is_dir():
+        found = _below(path)
+    else:
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        root = pathlib.Path(*fixed)
+        paths = map(pathlib.Path, sorted(glob.glob(str(path), recursive=True)))
+        found = [(each.relative_to(root).as_posix(), each) for each in paths if each.is_file()]
+    if not found:
+        expected = "a file, a folder with files, or a pattern that some files match"
+        raise InputError(f"{source}: expected {expected}, found none")
+    return found
+
+
+def _below(folder: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
+    """The files below a folder, but for hidden ones and those in hidden folders."""
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return [
+        (name.as_posix(), folder / name)
+        for name in names
+        if not any(part.startswith(".") for part in name.parts)
+    ]
+
+
+def _text(path: pathlib.Path, errors: str) -> str:
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig", errors=errors).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        found = f"another byte at {error.start}"
+        raise InputError(f"{path}: expected text in UTF-8, found {found}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: expected a text file, found {one_line(error)}") from None
+
+
+def _field(line: str, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: expected a JSON object, found {one_line(error)}") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{where}: expected a JSON object, found {brief(record)}")
+    if field not in record:
+        found = ", ".join(record) or "none"
+        raise InputError(f"{where}: expected a field {brief(field)}, found {found}")
+    if not isinstance(record[field], str):
+        raise InputError(f"{where}: expected {field} to be a text, found {brief(record[field])}")
+    try:
+        record[field].encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: expected {field} in valid Unicode, found {error}") from None
+    return record[field]

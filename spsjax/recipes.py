@@ -1,0 +1,338 @@
+"""Whole trainings: from a config to a model folder, by way of everything that a run keeps."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from spsjax import (
+    arguments,
+    corpus,
+    data,
+    distill,
+    distributed,
+    documents,
+    evaluation,
+    fitting,
+    loading,
+    runs,
+    sharding,
+    teacher,
+    train,
+)
+from spsjax.checkpoints import Checkpoints
+from spsjax.errors import InputError, brief
+from spsjax.loading import Model
+from spsjax.models import transformer
+from spsjax.tokenizer import Tokenizer
+from spsjax.types import PyTree
+
+
+class _Recipe:
+    """What all trainings share: a config's parts, checked, and a run of them.
+
+    Args:
+        config: as in `configs/experiments`.
+        workdir: where the run is kept; one that is there already goes on.
+        mesh: of the weights and batches.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh):
+        build = arguments.build
+        self.config, self.mesh = config, mesh
+        self.pace = build(
+            "config",
+            fitting.Pace,
+            {name: config[name] for name in ("steps", "eval_every", "log_every")},
+        )
+        self.optimization = build(
+            "optimization", train.Optimization, config.optimization, steps=config.steps
+        )
+        self.compute = build("compute", train.Compute, config.compute)
+        self.sources = build("data", documents.Sources, config.data)
+        train.check_batch(config.batch, self.optimization.accumulate, mesh)
+        if type(config.eval_examples) is not int or config.eval_examples < 1:
+            raise InputError(f"eval_examples: expected at least 1, found {config.eval_examples!r}")
+        arguments.check_seed(config.seed)
+        self.place = sharding.rows(mesh)
+        self.last = {}
+        self.folder = runs.Folder(workdir, config)
+        self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
+
+    def examples(self, pieces: Tokenizer | None, vocab_size: int | None = None):
+        """Training examples, held-out ones, and the tokenizer."""
+
+        def prepare():
+            return corpus.prepare(
+                self.folder.path / "data", self.sources, self.config.length, pieces, vocab_size,
+                replace=not self.folder.begun,
+            )  # fmt: skip
+
+        if distributed.is_first():
+            prepare()
+        distributed.wait("corpus prepared")
+        training, held_out, pieces = prepare()
+        manifest = json.loads((self.folder.path / "data" / "manifest.json").read_text("utf-8"))
+        distributed.check_same(manifest)
+        parts = manifest["parts"]
+        print(
+            f"{parts['train']['tokens']:,} training tokens in {parts['train']['documents']:,} "
+            f"documents, {parts['held_out']['tokens']:,} in {parts['held_out']['documents']:,} "
+            "held out"
+        )
+        return training, held_out, pieces
+
+    def some(self, held_out: data.Windows) -> np.ndarray:
+        """Held-out examples to evaluate on: as many as asked for, from all over the text."""
+        count = min(self.config.eval_examples, len(held_out))
+        return held_out[np.arange(count) * len(held_out) // count]
+
+    def state(self, model: transformer.Config) -> PyTree:
+        """Parameters and optimiser state to begin with: random, or those of a folder."""
+        params, init = None, self.config.get("init")
+        sharding.places(self.mesh, model)  # raises where the mesh does not divide the model
+        if init:
+            start = loading.load(init, self.mesh, dtype="float32")
+            if (
+                dataclasses.replace(start.config, bos_id=model.bos_id, eos_ids=model.eos_ids)
+                != model
+            ):
+                differing = next(
+                    field.name
+                    for field in dataclasses.fields(model)
+                    if getattr(model, field.name) != getattr(start.config, field.name)
+                )
+                raise InputError(
+                    f"init: expected a model with {differing}={getattr(model, differing)}, found "
+                    f"{getattr(start.config, differing)} in {init}"
+                )
+            params = start.params
+        state = train.initial(model, self.optimization, self.mesh, self.config.seed, params)
+        print(f"{transformer.num_params(state['params']):,} parameters")
+        return state
+
+    def run(
+        self, model: transformer.Config, pieces: Tokenizer, values: train.Values, frozen, feed,
+        evaluate, change=None, frozen_params: int = 0,
+    ) -> Model:  # fmt: skip
+        """The training itself, then the model folder and the plot."""
+        state = self.state(model)
+        tokens = self.config.batch * self.config.length
+        mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
+        flops = 6 * (transformer.num_params(state["params"]) + mixing) + 2 * frozen_params
+        with self.checkpoints() as checkpoints:
+            state = fitting.fit(
+                self.folder, checkpoints, self.pace, state, train.step(values, self.optimization),
+                frozen, feed, evaluate, change, tokens, flops * tokens,
+            )  # fmt: skip
+            best = checkpoints.best()
+        for line in self.last.values():
+            print(line)
+        if best not in (None, self.pace.steps):
+            print(f"the best checkpoint is that of step {best}: --export={best} makes it the model")
+        self.folder.close()
+        path = runs.plot(self.folder)
+        print(f"curves in {path}" if path else "no curves: matplotlib is not installed")
+        return self.save(model, state["params"], pieces)
+
+    def checkpoints(self) -> Checkpoints:
+        """Of this run."""
+        path = self.folder.path / "checkpoints"
+        return Checkpoints(path, self.config.keep, self.config.keep_best)
+
+    def save(self, model: transformer.Config, params: PyTree, pieces: Tokenizer) -> Model:
+        """The model folder, in the Hugging Face layout."""
+        trained = Model("trained", model, params, pieces, self.mesh)
+        whole = dataclasses.replace(trained, params=distributed.fetch(params))
+        if distributed.is_first():
+            loading.save(self.folder.path / "model", whole)
+        distributed.wait("model saved")
+        print(f"model in {self.folder.path / 'model'}")
+        return trained
+
+    def report(self, step: int, group: str, record: dict) -> None:
+        """Logs a measurement; the last of each group is printed when the run ends."""
+        self.folder.log(step, group, **record)
+        shown = [
+            f"{name} {value['mean']:.4f} ± {value['interval']:.4f}"
+            if isinstance(value, dict)
+            else f"{name} {value:.4f}"
+            for name, value in record.items()
+        ]
+        self.last[group] = f"{group}: {', '.join(shown)}"
+
+
+def target(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
+    """Trains a language model, and its tokenizer unless one is given, on a corpus.
+
+    Args:
+        config: as `configs/experiments/pystdlib_target.py` has it.
+        workdir: the run's folder: corpus, checkpoints, logs, curves, and at last `model`.
+        mesh: `sharding.mesh`; None: one device.
+
+    Raises:
+        InputError: the config, the corpus or the mesh do not fit each other; before any step.
+        Stopped: SIGTERM came. NonFiniteError: the loss is not finite.
+    """
+    recipe = _Recipe(config, workdir, mesh)
+    pieces = Tokenizer(config.tokenizer) if config.tokenizer else None
+    training, held_out, pieces = recipe.examples(pieces, config.model.vocab_size)
+    if pieces.vocab_size > config.model.vocab_size:
+        raise InputError(
+            f"model.vocab_size: expected at least the tokenizer's {pieces.vocab_size}, "
+            f"found {config.model.vocab_size}"
+        )
+    model = arguments.build(
+        "model", transformer.Config, config.model, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,)
+    )
+    _check_length(config.length, model)
+    values = train.language_model(model, recipe.compute)
+    held = data.Table(tokens=recipe.some(held_out))
+    measure = jax.jit(values)
+
+    def evaluate(step: int, params: PyTree) -> float:
+        with _in(mesh):
+            found = evaluation.on_examples(measure, params, {}, held, config.batch, recipe.place)
+        recipe.report(step, "held_out", {"loss": dataclasses.asdict(found["loss"])})
+        return -found["loss"].mean
+
+    feed = data.Feed([data.Table(tokens=training)], [1.0], config.batch, config.seed, recipe.place)
+    with _in(mesh):
+        return recipe.run(model, pieces, values, {}, feed, evaluate)
+
+
+def draft(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
+    """Distils a draft from a target.
+
+    Args:
+        config: as `configs/experiments/pystdlib_draft.py` has it.
+        workdir: see `target`.
+        mesh: of both.
+
+    Raises:
+        InputError, Stopped, NonFiniteError: see `target`.
+    """
+    recipe = _Recipe(config, workdir, mesh)
+    build = arguments.build
+    objective = build("objective", distill.Objective, config.objective)
+    mixture = build("mixture", distill.Mixture, config.mixture)
+    keeping = build("teacher", teacher.Teacher, config.teacher)
+    trial = build("trial", evaluation.Drafting, config.trial)
+    teaching = loading.load(config.target, mesh, recipe.compute.dtype)
+    if teaching.tokenizer is None:
+        raise InputError(
+            f"{config.target}: expected a tokenizer.model beside the weights, found none"
+        )
+    training, held_out, pieces = recipe.examples(teaching.tokenizer)
+    model = build(
+        "model",
+        transformer.Config,
+        config.model,
+        vocab_size=teaching.config.vocab_size,
+        max_positions=teaching.config.max_positions,
+        bos_id=teaching.config.bos_id,
+        eos_ids=teaching.config.eos_ids,
+    )
+    _check_length(config.length, model)
+    if (mixture.target or mixture.draft) and mixture.prompt_length > config.length:
+        raise InputError(
+            f"mixture.prompt_length: expected at most length={config.length}, "
+            f"found {mixture.prompt_length}"
+        )
+    place = recipe.place
+
+    def table(examples, start: int) -> data.Table:
+        kept = keeping.columns(
+            teaching, examples, objective.temperatures, recipe.cache, place, recipe.compute.dtype
+        )
+        return data.Table(tokens=examples, start=np.full(len(examples), start, np.int32), **kept)
+
+    tables, shares = [], []
+    if mixture.corpus or not mixture.target:
+        tables.append(table(training, 0))
+        shares.append(mixture.corpus)
+    if mixture.target:
+        samples = teacher.samples(
+            teaching, training, mixture, recipe.cache, config.batch, config.seed
+        )
+        tables.append(table(samples, mixture.prompt_length))
+        shares.append(mixture.target)
+    total = sum(shares)
+    shares = [share / total if total else 1 / len(shares) for share in shares]
+    feed = data.Feed(tables, shares, config.batch, config.seed, place)
+
+    def as_model(params: PyTree) -> Model:
+        return Model("draft", model, params, pieces, mesh)
+
+    change = None
+    if mixture.draft:
+        change = distill.on_policy(mixture, as_model, place, config.seed)
+    values = distill.values(model, teaching.config, objective, recipe.compute)
+    held = recipe.some(held_out)
+    trials = _Trials(recipe, values, teaching, as_model, held, trial)
+    seen = 0 if keeping.keep != "nothing" else transformer.num_params(teaching.params)
+    with _in(mesh):
+        return recipe.run(
+            model, pieces, values, teaching.params, feed, trials.evaluate, change, seen
+        )
+
+
+@dataclasses.dataclass
+class _Trials:
+    """Measures a draft: on held-out text, and on texts that the target wrote with it."""
+
+    recipe: _Recipe
+    values: train.Values
+    target: Model
+    model: Callable[[PyTree], Model]
+    held: np.ndarray
+    trial: evaluation.Drafting
+
+    def __post_init__(self):
+        self.measure = jax.jit(self.values)
+        width = self.trial.prompt_length
+        if not 1 <= width <= self.held.shape[1]:
+            raise InputError(
+                f"trial.prompt_length: expected one in [1, {self.held.shape[1]}], found {width}"
+            )
+        rows = np.arange(self.trial.prompts) % len(self.held)
+        self.prompts = self.held[rows, :width].tolist()
+
+    def evaluate(self, step: int, params: PyTree) -> float:
+        """Logs it; the score is the acceptance on held-out text."""
+        found = self._exact(params, data.Table(tokens=self.held))
+        self.recipe.report(step, "held_out", found)
+        for temperature in self.trial.temperatures:
+            drafted = evaluation.by_sampling(
+                self.target, self.model(params), self.prompts, self.trial, temperature,
+                step,
+            )  # fmt: skip
+            start = np.full(len(self.prompts), self.trial.prompt_length, np.int32)
+            exact = self._exact(params, data.Table(tokens=drafted.samples, start=start))
+            record = {name: exact[name] for name in ("acceptance", "greedy_agreement")}
+            record |= {"counted": drafted.counted, "block_efficiency": drafted.block_efficiency}
+            self.recipe.report(step, f"temperature_{temperature:g}", record)
+        return found["acceptance"]["mean"]
+
+    def _exact(self, params: PyTree, table: data.Table) -> dict[str, dict]:
+        found = evaluation.on_examples(
+            self.measure, params, self.target.params, table, self.recipe.config.batch,
+            self.recipe.place,
+        )  # fmt: skip
+        return {name: dataclasses.asdict(means) for name, means in found.items()}
+
+
+def _check_length(length: int, model: transformer.Config) -> None:
+    if type(length) is not int or not 1 <= length <= model.max_positions:
+        raise InputError(
+            f"length: expected an integer in [1, {model.max_positions}], the context, "
+            f"found {brief(length)}"
+        )
+
+
+def _in(mesh):
+    return Model("", None, None, mesh=mesh).in_mesh()

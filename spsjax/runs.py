@@ -1,0 +1,217 @@
+"""The folder of a run: what made it, its log, its curves; and what is seen while it goes on."""
+
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import platform
+import sys
+import time
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from spsjax import chips, distributed, files
+from spsjax.errors import InputError, brief, one_line
+
+# A run may go on with others of these: they change no result, but for rounding.
+_FREE = "mesh", "cache", "keep", "keep_best", "log_every"
+_PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
+
+
+class Folder:
+    """A run's folder. What only one may do, the first process does.
+
+    `config.json` is the whole config, `environment.json` the rest of what a figure may depend on,
+    `log.jsonl` has a line for every measurement, `events.*` is the same for TensorBoard.
+
+    Args:
+        path: the folder; made when the run begins.
+        config: of the run. A folder whose run had another one is refused.
+
+    Attributes:
+        begun: whether there is a run to go on with.
+    """
+
+    def __init__(self, path: str | pathlib.Path, config: ConfigDict):
+        self.path = pathlib.Path(path).absolute()
+        self._events = None
+        self._config = json.loads(config.to_json())
+        distributed.check_same(self._config)
+        known = self.path / "config.json"
+        self.begun = distributed.everywhere(known.exists())
+        if self.begun:
+            _check_same(known, self._config)
+
+    def go_on(self, step: int) -> None:
+        """The run begins, or goes on after `step`; what was logged later is forgotten."""
+        if not distributed.is_first():
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        files.write(self.path / "config.json", json.dumps(self._config, indent=2) + "\n")
+        files.write(self.path / "environment.json", json.dumps(_environment(), indent=2) + "\n")
+        kept = [record for record in self.records() if record["step"] <= step]
+        lines = "".join(json.dumps(record) + "\n" for record in kept)
+        files.write(self.path / "log.jsonl", lines)
+        self._events = SummaryWriter(str(self.path), purge_step=step + 1 if step else None)
+
+    def log(self, step: int, group: str, **record: Any) -> None:
+        """Appends a line; numbers in it become curves, those of a mean with its interval one."""
+        if not distributed.is_first():
+            return
+        with open(self.path / "log.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "group": group, **record}) + "\n")
+        for name, value in record.items():
+            value = value.get("mean") if isinstance(value, dict) else value
+            if isinstance(value, (int, float)):
+                self._events.add_scalar(f"{group}/{name}", value, step)
+        self._events.flush()
+
+    def records(self) -> list[dict]:
+        """The lines of the log, without a last one that was cut off."""
+        path, found = self.path / "log.jsonl", []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    found.append(json.loads(line))
+                except ValueError:
+                    break
+        return found
+
+    def close(self) -> None:
+        """Ends the event file."""
+        if self._events is not None:
+            self._events.close()
+
+
+class Progress:
+    """A bar on standard error: steps, time left, the loss, tokens a second, share of the peak.
+
+    Args:
+        start, steps: where the run begins and ends.
+        tokens: of one step.
+        flops: operations of one step, of all devices.
+    """
+
+    def __init__(self, start: int, steps: int, tokens: int, flops: float):
+        self._tokens, self._flops = tokens, flops
+        self._seconds, self._steps, self._since = 0.0, 0, time.perf_counter()
+        tty = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=steps,
+            initial=start,
+            unit="step",
+            disable=not distributed.is_first(),
+            mininterval=0.5 if tty else 30,
+            dynamic_ncols=True,
+        )
+
+    def advance(self) -> None:
+        """One step more."""
+        self._steps += 1
+        self._bar.update()
+
+    def pause(self) -> None:
+        """The clock stops: what follows is no training."""
+        self._seconds += time.perf_counter() - self._since
+
+    def go_on(self) -> None:
+        """The clock runs again."""
+        self._since = time.perf_counter()
+
+    def measure(self, loss: float) -> dict[str, float]:
+        """Speed since the last call, which the bar shows beside the loss."""
+        self.pause()
+        self.go_on()
+        rate = self._steps / max(self._seconds, 1e-9)
+        self._seconds, self._steps = 0.0, 0
+        speed = {"tokens_per_second": rate * self._tokens}
+        shown = f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s"
+        peak = chips.peak(jax.devices()[0])
+        if peak:
+            speed["share_of_peak"] = rate * self._flops / (peak * jax.device_count())
+            shown += f", {speed['share_of_peak']:.0%} of peak"
+        self._bar.set_postfix_str(shown, refresh=False)
+        return speed
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+def plot(folder: Folder) -> pathlib.Path | None:
+    """Draws loss and acceptance over the steps to `curves.png`; None without matplotlib."""
+    if not distributed.is_first() or not importlib.util.find_spec("matplotlib"):
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = folder.records()
+    names = {name for record in records for name in record}
+    panels = [name for name in ("loss", "acceptance", "block_efficiency") if name in names]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    for axis, name in zip(axes[0], panels):
+        for group in dict.fromkeys(record["group"] for record in records):
+            some = [each for each in records if each["group"] == group and name in each]
+            if not some:
+                continue
+            steps, values = [each["step"] for each in some], [each[name] for each in some]
+            if isinstance(values[0], dict):
+                means = [value["mean"] for value in values]
+                spread = [value["interval"] for value in values]
+                axis.errorbar(steps, means, spread, label=group, capsize=2)
+            else:
+                axis.plot(steps, values, label=group, linewidth=1)
+        axis.set(xlabel="step", title=name.replace("_", " "))
+        axis.legend()
+    path = folder.path / "curves.png"
+    figure.tight_layout()
+    with files.whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _check_same(path: pathlib.Path, wanted: dict) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: expected a config, found {one_line(error)}") from None
+    for name in sorted(_flat(wanted).keys() | _flat(found).keys()):
+        before, now = _flat(found).get(name), _flat(wanted).get(name)
+        if before != now and name.split(".")[0] not in _FREE:
+            raise InputError(
+                f"{path.parent}: expected the config of the run that is there, with "
+                f"{name}={brief(before)}, found {brief(now)}"
+            )
+
+
+def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _environment() -> dict[str, Any]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+    }

@@ -1,0 +1,199 @@
+"""What is kept of a large target, so that it runs once on texts that are seen many times."""
+
+import contextlib
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from tqdm import tqdm
+
+from spsjax import checkpoints, data, distill, distributed, files, losses, train
+from spsjax.errors import InputError, brief, one_line
+from spsjax.loading import Model
+from spsjax.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """What is kept of the target on texts that are seen more than once, instead of running it.
+
+    Attributes:
+        keep: "nothing"; "states", the final hidden states in half precision, of which the head
+            alone gives the logits again, 2 D bytes a token; or "top_k", of the `k` likeliest
+            tokens the probabilities at each temperature, 4 bytes an id and 4 a probability. All
+            other tokens count as one then, and the acceptance in the log of the training is an
+            upper bound.
+        k: see there.
+        batch: texts in one pass of the target.
+    """
+
+    keep: str = "nothing"
+    k: int = 64
+    batch: int = 4
+
+    def __post_init__(self):
+        if self.keep not in ("nothing", "states", "top_k"):
+            raise InputError(
+                f"keep: expected 'nothing', 'states' or 'top_k', found {brief(self.keep)}"
+            )
+        for field in ("k", "batch"):
+            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
+                raise InputError(
+                    f"{field}: expected an integer >= 1, found {brief(getattr(self, field))}"
+                )
+
+    def columns(
+        self,
+        target: Model,
+        examples: data.Windows | np.ndarray,
+        temperatures: Sequence[float],
+        folder: pathlib.Path,
+        place: jax.sharding.Sharding,
+        dtype,
+    ) -> dict[str, np.ndarray]:
+        """What is kept, one row an example, read from files as needed.
+
+        Args:
+            target: the target.
+            examples: [N, T+1] int32; the last token of each is a label only.
+            temperatures: of the objective.
+            folder: where the files are, under names made of what they depend on: found there, they
+                are not computed again.
+            place: of a batch's rows.
+            dtype: the compute type.
+
+        Raises:
+            InputError: a file is there, and damaged.
+        """
+        if self.keep == "nothing":
+            return {}
+        config, temperatures = target.config, (1.0, *temperatures)
+        k = min(self.k, config.vocab_size - 1)
+
+        def run(params, tokens):
+            output = train.forward(config, params, tokens[:, :-1], dtype)
+            if self.keep == "states":
+                return {"states": output.hidden.astype(jnp.float16)}
+            _, ids = jax.lax.top_k(output.logits, k)
+            laws = [losses.coarse(output.logits / each, ids) for each in temperatures]
+            return {"ids": ids, "log_probs": jnp.stack(laws, axis=-2)}
+
+        depends_on = (
+            config,
+            self.keep,
+            k,
+            temperatures,
+            str(dtype),
+            len(examples),
+            examples[0].shape,
+        )
+        name = _fingerprint(depends_on, target.params, examples)
+        with target.in_mesh():
+            return _kept(folder, name, jax.jit(run), target.params, examples, self.batch, place)
+
+
+def _kept(folder, name, run, params, examples, batch, place) -> dict[str, np.ndarray]:
+    """Outputs of `run` on all examples, from files of that name, which are made if need be."""
+    batch = -(-batch // _rows(place)) * _rows(place)
+    shapes = jax.eval_shape(run, params, examples[np.zeros(1, int)])
+    paths = {column: folder / f"{column}-{name}.npy" for column in shapes}
+    if not all(distributed.everywhere(path.exists()) for path in paths.values()):
+        mine = data.local_rows(place, batch)
+
+        def parts():
+            starts = range(0, len(examples), batch)
+            for start in tqdm(
+                starts, desc="target", unit="batch", disable=not distributed.is_first()
+            ):
+                rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
+                output = run(params, data.put(examples[rows[mine]], batch, place))
+                output = distributed.fetch(output)
+                yield {each: column[: len(examples) - start] for each, column in output.items()}
+
+        if distributed.is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(paths, shapes, len(examples), parts())
+        else:
+            for _ in parts():
+                pass
+        distributed.wait(f"{name} written")
+    columns = {}
+    for column, path in paths.items():
+        try:
+            columns[column] = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(
+                f"{path}: expected what was kept of the target, or no such file, "
+                f"found {one_line(error)}"
+            ) from None
+    return columns
+
+
+def _write(paths, shapes, count, parts) -> None:
+    with contextlib.ExitStack() as stack:
+        outputs = {}
+        for column, path in paths.items():
+            partial = stack.enter_context(files.whole(path))
+            outputs[column] = stack.enter_context(open(partial, "wb"))
+            shape = shapes[column]
+            np.lib.format.write_array_header_1_0(
+                outputs[column],
+                {
+                    "descr": np.lib.format.dtype_to_descr(np.dtype(shape.dtype)),
+                    "fortran_order": False,
+                    "shape": (count, *shape.shape[1:]),
+                },
+            )
+        for part in parts:
+            for column, output in outputs.items():
+                output.write(np.ascontiguousarray(part[column]).tobytes())
+
+
+def _rows(place: jax.sharding.Sharding) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return place.mesh.shape["data"] if isinstance(place, NamedSharding) else 1
+
+
+def _fingerprint(depends_on, params: PyTree, examples) -> str:
+    digest = hashlib.sha256(repr(depends_on).encode())
+    digest.update(repr(checkpoints.sums(params)).encode())
+    for start in range(0, len(examples), 1024):
+        digest.update(examples[np.arange(start, min(start + 1024, len(examples)))].tobytes())
+    return digest.hexdigest()[:16]
+
+
+def samples(
+    target: Model, examples, mixture: distill.Mixture, folder: pathlib.Path, batch: int, seed: int
+) -> np.ndarray:
+    """[samples, T+1] int32 texts of the target, each after a prompt of the corpus; sampled once.
+
+    See `Teacher.columns` for `folder`.
+    """
+    length = examples[0].shape[0]
+    rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]
+    rows = np.resize(rows, mixture.samples)
+    depends_on = (target.config, mixture.samples, mixture.prompt_length, mixture.temperature, seed)
+    prompts = examples[rows][:, : mixture.prompt_length]
+    path = folder / f"samples-{_fingerprint((depends_on, length), target.params, prompts)}.npy"
+    if not distributed.everywhere(path.exists()):
+        parts = []
+        starts = range(0, len(prompts), batch)
+        for start in tqdm(starts, desc="samples", unit="batch", disable=not distributed.is_first()):
+            some = prompts[start : start + batch]
+            parts.append(distill.continued(target, some, length, mixture.temperature, seed + start))
+        if distributed.is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            with files.whole(path) as partial, open(partial, "wb") as file:
+                np.save(file, np.concatenate(parts))
+        distributed.wait("samples written")
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(
+            f"{path}: expected samples, or no such file, found {one_line(error)}"
+        ) from None

@@ -1,0 +1,168 @@
+"""A checkpoint is there whole or not at all, and is read as it was written or not at all."""
+
+import pathlib
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import CONFIG
+
+from spsjax import InputError, sharding, train
+from spsjax.checkpoints import Checkpoints, sums
+
+HOW = train.Optimization(1e-2, steps=20, warmup=2)
+
+
+def state(seed=0, mesh=None):
+    return train.initial(CONFIG, HOW, mesh, seed)
+
+
+def write(folder, scores, **options):
+    with Checkpoints(folder, **options) as checkpoints:
+        for step, score in enumerate(scores, 1):
+            checkpoints.save(step, state(step), {"next_index": step}, score)
+    return folder
+
+
+def read(folder, mesh=None):
+    with Checkpoints(folder) as checkpoints:
+        return checkpoints.restore(state(99, mesh))
+
+
+def assert_is(found, step):
+    assert found[0] == step and found[2] == {"next_index": step}
+    assert all(map(np.array_equal, jax.tree.leaves(found[1]), jax.tree.leaves(state(step))))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with the checkpoints of steps 1, 2 and 3."""
+    return write(tmp_path_factory.mktemp("run") / "checkpoints", [0.1, 0.2, 0.3], keep=3)
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    """A copy of it, to damage."""
+    folder = tmp_path / "checkpoints"
+    for path in sorted(written.rglob("*")):
+        target = folder / path.relative_to(written)
+        if path.is_dir():
+            target.mkdir(parents=True)
+        else:
+            target.write_bytes(path.read_bytes())
+    return folder
+
+
+def test_the_newest_is_read_on_any_mesh(written):
+    for mesh in (None, sharding.mesh(2, 4), sharding.mesh(1, 8)):
+        found = read(written, mesh)
+        assert_is(found, 3)
+        for left, right in zip(jax.tree.leaves(found[1]), jax.tree.leaves(state(0, mesh))):
+            assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+
+
+def test_nothing_is_read_where_nothing_is(tmp_path):
+    assert read(tmp_path / "checkpoints") is None
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    folder = write(tmp_path / "a", [0.1, 0.9, 0.3, 0.8, 0.2], keep=2, keep_best=1)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == [2, 4, 5] and checkpoints.best() == 2
+    folder = write(tmp_path / "b", [-1.0, -3.0, -2.0, -np.inf], keep=1, keep_best=2)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == [1, 3, 4] and checkpoints.best() == 1
+    assert [path.name for path in sorted(folder.iterdir())] == ["step_1", "step_3", "step_4"]
+
+
+def largest(folder: pathlib.Path) -> pathlib.Path:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip(folder):
+    path = largest(folder / "state")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut(folder):
+    path = largest(folder / "state")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(folder):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+def forget(folder):
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def exchange(folder):
+    (folder / "note" / "metadata").write_text('{"feed": {"next_index": 3}, "sums": [1, 2]}')
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, forget, exchange])
+def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_read(copy, damage, capfd):
+    damage(copy / "step_3")
+    with pytest.warns(UserWarning, match=rf"^{copy}/step_3: expected a checkpoint, found it dam"):
+        assert_is(read(copy), 2)
+    with Checkpoints(copy) as checkpoints:
+        assert (copy.parent / "damaged" / "step_3").is_dir()
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, state(3), {"next_index": 3})  # its step is free again
+        checkpoints.wait()
+        assert_is(checkpoints.restore(state(99)), 3)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_where_all_are_damaged_none_is_invented(copy):
+    for step in (1, 2, 3):
+        flip(copy / f"step_{step}")
+    with (
+        pytest.warns(UserWarning, match="found it damaged"),
+        pytest.raises(
+            InputError, match=rf"^{copy}: expected a sound checkpoint, found only damaged"
+        ),
+    ):
+        read(copy)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_older_ones(copy):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # no file may become larger
+    try:
+        with Checkpoints(copy) as checkpoints, pytest.raises(InputError) as caught:
+            checkpoints.save(4, state(4), {"next_index": 4})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(caught.value)
+    assert message.startswith(f"{copy}: expected to write a checkpoint, found ")
+    assert "whole ones: 1, 2, 3)" in message and "\n" not in message and len(message) < 700
+    assert_is(read(copy), 3)
+
+
+def test_sums_tell_any_bit_and_any_place_apart_and_no_sharding():
+    leaves = {"a": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8, dtype=jnp.int32)}
+    expected = sums(leaves)
+    mesh = sharding.mesh(2, 4)
+    for spec in (("data", "model"), ("model", None), (None, "data")):
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        assert sums({**leaves, "a": jax.device_put(leaves["a"], place)}) == expected
+    changed = leaves["a"].at[3, 4].set(jnp.nextafter(leaves["a"][3, 4], jnp.inf))
+    for other in (changed, leaves["a"][::-1], leaves["a"].T, -leaves["a"]):
+        assert sums({**leaves, "a": other}) != expected
+
+
+@pytest.mark.parametrize(("keep", "keep_best"), [(0, 1), (-1, 1), (1.5, 1), (1, -1)])
+def test_numbers_to_keep_that_are_none_are_refused(tmp_path, keep, keep_best):
+    with pytest.raises(InputError, match=r"^keep(_best)?: expected an integer >= "):
+        Checkpoints(tmp_path, keep, keep_best)

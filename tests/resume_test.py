@@ -1,0 +1,159 @@
+"""Runs that are killed, told to end, or fill the disk, and go on: to the bit what they would be.
+
+By the scripts, in processes of their own, one and several.
+"""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = 90
+FLAGS = (
+    "--config.model.vocab_size=320", "--config.model.d_model=32", "--config.model.d_ff=32",
+    "--config.model.num_heads=8", "--config.model.num_kv_heads=4", "--config.model.head_dim=4",
+    "--config.model.num_layers=1", "--config.model.max_positions=64", "--config.length=32",
+    "--config.batch=4", f"--config.steps={STEPS}", "--config.eval_every=20",
+    "--config.eval_examples=4", "--config.log_every=1", "--config.optimization.warmup=3",
+    "--config.compute.dtype=float32",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> str:
+    """A folder of 30 texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    for index in range(30):
+        lines = "".join(f"    x = x * {line} + {index}\n" for line in range(9))
+        (folder / f"{index}.txt").write_text(f"def function_{index}(x):\n{lines}")
+    return str(folder)
+
+
+def start(texts, workdir, *flags, devices=1, limit=None) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+
+    def set_limit():
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    script = ROOT / "scripts" / "train_target.py"
+    train = f"--config.data.train=('{texts}',)"
+    return subprocess.Popen(
+        [sys.executable, script, f"--workdir={workdir}", train, *FLAGS, *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", env=environment, cwd=ROOT,
+        preexec_fn=set_limit,
+    )  # fmt: skip
+
+
+def start_two(texts, workdir) -> list[subprocess.Popen]:
+    """Two processes of four devices each."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    mesh = "--config.mesh.data=2", "--config.mesh.model=4"
+    together = (*mesh, f"--coordinator=localhost:{port}", "--num_processes=2")
+    return [
+        start(texts, workdir, *together, f"--process_id={index}", devices=4) for index in range(2)
+    ]
+
+
+def when_logged(workdir, step, process) -> None:
+    """Waits until the run has logged a step."""
+    path = workdir / "log.jsonl"
+    while not path.exists() or f'"step": {step},' not in path.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def finished(process) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out + err
+
+
+def result(workdir):
+    """Sums of the last checkpoint's bits, and the losses of every step."""
+    note = json.loads((workdir / "checkpoints" / f"step_{STEPS}" / "note" / "metadata").read_text())
+    records = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
+    losses = [(each["step"], each["loss"]) for each in records if each["group"] == "train"]
+    return note, losses
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(texts, tmp_path_factory):
+    """What a run is that nobody disturbs."""
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    finished(start(texts, workdir))
+    note, losses = result(workdir)
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert note["feed"] == {"next_index": STEPS} and len(note["sums"]) > 10
+    return note, losses
+
+
+def test_killed_and_told_to_end_a_run_is_the_same_to_the_bit(texts, tmp_path, uninterrupted):
+    workdir = tmp_path / "run"
+    process = start(texts, workdir)
+    when_logged(workdir, 33, process)
+    process.kill()
+    process.communicate()
+    process = start(texts, workdir)
+    when_logged(workdir, 55, process)
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    (step,) = re.findall(r"stopped at step (\d+), saved; the same command goes on from it", err)
+    assert "Traceback" not in err and (workdir / "checkpoints" / f"step_{step}").is_dir()
+    assert "model in" in finished(start(texts, workdir))
+    assert result(workdir) == uninterrupted
+
+
+def test_two_processes_killed_and_told_to_end_go_on(texts, tmp_path, uninterrupted):
+    workdir = tmp_path / "run"
+    processes = start_two(texts, workdir)
+    when_logged(workdir, 33, processes[0])
+    processes[1].kill()
+    for process in processes:
+        process.communicate(timeout=120)
+        assert process.returncode != 0
+    processes = start_two(texts, workdir)
+    when_logged(workdir, 55, processes[0])
+    processes[1].terminate()  # one of them is told, and all of them hear of it
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM, err
+    for process in start_two(texts, workdir):
+        finished(process)
+    # One device, by one process, rounds otherwise; nothing else differs.
+    for (step, loss), (_, expected) in zip(result(workdir)[1], uninterrupted[1]):
+        assert loss == pytest.approx(expected, abs=2e-3), step
+    # And another mesh can go on with it, or find it finished.
+    assert "model in" in finished(start(texts, workdir))
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(texts, tmp_path):
+    workdir = tmp_path / "run"
+    process = start(texts, workdir)
+    when_logged(workdir, 45, process)
+    process.kill()
+    process.communicate()
+    before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
+    process = start(texts, workdir, limit=20_000)  # bytes that a file may have
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line
+    assert "Traceback" not in err
+    assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
+    assert "model in" in finished(start(texts, workdir))
