@@ -2,17 +2,23 @@ r"""Trains drafts that differ in a few things, and sets them side by side.
 
 python scripts/compare_drafts.py --config=configs/experiments/distillspec.py \
     --workdir=runs/distillspec
+python scripts/compare_drafts.py --config=configs/experiments/wide_shallow.py \
+    --workdir=runs/wide_shallow
 
-The same command goes on with a comparison that was stopped.
+The same command goes on with a comparison that was stopped. The table is in `table.md`, its figures
+in `table.json`, a plot in `table.png`.
 """
 
+import json
 import pathlib
 import runpy
 
+import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import cli, recipes
+from spsjax import benchmark, cli, distributed, files, loading, probes, recipes
+from spsjax.sampling import SamplingParams
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
@@ -23,23 +29,32 @@ flags.mark_flag_as_required("workdir")
 def main():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
     print(config)
-    base = runpy.run_path(str(_CONFIGS / f"{config.config}.py"))["get_config"]()
+    cli.check_installed("the plot", "matplotlib")
+    base = runpy.run_path(str(_CONFIGS / f"{config.base}.py"))["get_config"]()
     base.cache = str(workdir / "cache")
     base.update(config.common)
-    runs = dict(config.runs)
-    start = ""
+    runs = {name: changed(base, changes) for name, changes in config.runs.items()}
     if config.start:
         train("start", changed(base, config.start), workdir)
-        start = str(workdir / "start" / "model")
-    for name, changes in runs.items():
-        train(name, changed(base, changes, init=start), workdir)
+        for each in runs.values():
+            each.init = str(workdir / "start" / "model")
+    for name, each in runs.items():
+        train(name, each, workdir)
+    rows = {name: quality(workdir / name) for name in runs}
+    if config.speed.prompts:
+        for name, figures in speed(config, base, workdir, list(runs)).items():
+            rows[name] |= figures
+    if distributed.is_first():
+        files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
+        files.write(workdir / "table.md", table(rows))
+        display.bars(rows, workdir / "table.png")
+        print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 
-def changed(base: ConfigDict, changes: ConfigDict, **more) -> ConfigDict:
+def changed(base: ConfigDict, changes: ConfigDict) -> ConfigDict:
     """A copy of a config with some values replaced."""
     config = base.copy_and_resolve_references()
     config.update(changes)
-    config.update(more)
     return config
 
 
@@ -48,5 +63,60 @@ def train(name: str, config: ConfigDict, workdir: pathlib.Path) -> None:
     recipes.draft(config, workdir / name, cli.mesh(config.mesh))
 
 
+def quality(run: pathlib.Path) -> dict[str, float]:
+    """The last measurements of a run."""
+    last = {}
+    for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        last[record["group"]] = record
+    held_out = last["held_out"]
+    return {
+        "acceptance": held_out["acceptance"]["mean"],
+        "± ": held_out["acceptance"]["interval"],
+        "greedy agreement": held_out["greedy_agreement"]["mean"],
+        "tokens a call, T = 1": last["temperature_1"]["block_efficiency"],
+        "tokens a call, greedy": last["temperature_0"]["block_efficiency"],
+    }
+
+
+def speed(config, base, workdir: pathlib.Path, names: list[str]) -> dict[str, dict[str, float]]:
+    """Drafts in turn with plain sampling, on the same prompts: speed-ups, and ms a draft step."""
+    how, mesh = config.speed, cli.mesh(base.mesh)
+    target = loading.load(base.target, mesh)
+    prompts = benchmark.held_out_prompts(target.tokenizer, how.prompts, how.prompt_tokens)
+    params = SamplingParams(temperature=how.temperature)
+    contenders = [
+        benchmark.contender(benchmark.BASELINE, "", target, None, params, how.max_new_tokens)
+    ]
+    parts_of, count = {}, how.num_speculative_tokens
+    for name in names:
+        draft = loading.load(workdir / name / "model", mesh)
+        contenders.append(
+            benchmark.contender(name, "", target, draft, params, how.max_new_tokens, count)
+        )
+        length = how.prompt_tokens + how.max_new_tokens
+        parts_of[name, "", count] = probes.probe(target, draft, count, params, length)
+    lines = benchmark.race(
+        contenders, list(prompts.values()), how.repetitions, 0, parts_of,
+        display.progress("measuring"),
+    )  # fmt: skip
+    return {
+        line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}
+        for line in lines
+        if line.name != benchmark.BASELINE
+    }
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Markdown; the interval stands beside its mean."""
+    columns = [name for name in next(iter(rows.values())) if name != "± "]
+    lines = [["draft", *columns], ["---"] * (1 + len(columns))]
+    for name, row in rows.items():
+        cells = [f"{row[column]:.3f}" for column in columns]
+        cells[columns.index("acceptance")] += f" ± {row['± ']:.3f}"
+        lines.append([name, *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 if __name__ == "__main__":
-    cli.run(main, _CONFIGS / "distillspec.py", saves=True)
+    cli.run(main, _CONFIGS / "distillspec.py", saves=True, free=("common", "start", "runs"))

@@ -259,6 +259,29 @@ def plot(lines, path: str) -> None:
     pyplot.close(figure)
 
 
+def bars(rows: dict[str, dict[str, float]], path) -> None:
+    """Drafts side by side, as a PNG: acceptance, tokens a call, and speed-up if it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names, first = list(rows), next(iter(rows.values()))
+    wanted = ("acceptance", "tokens a call, T = 1", "tokens a call, greedy", "speed-up")
+    panels = [name for name in wanted if name in first]
+    size = 3.2 * len(panels) + 2, 0.3 * len(rows) + 1.2
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained")
+    for axis, panel in zip(axes, panels):
+        values = [rows[name][panel] for name in names]
+        spread = [rows[name]["± "] for name in names] if panel == "acceptance" else None
+        axis.barh(names, values, xerr=spread, color="C0", height=0.6)
+        axis.set(xlabel=panel, xlim=(0.9 * min(values), 1.03 * max(values)))
+    axes[0].invert_yaxis()
+    with files.whole(path) as partial:
+        figure.savefig(partial, dpi=120, format="png")
+    pyplot.close(figure)
+
+
 def heading(text: str) -> None:
     """A title over what follows."""
     Console().print(f"\n[bold]{text}[/bold]", highlight=False)

@@ -16,13 +16,16 @@ from spsjax import cli, recipes
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept.")
+_EXPORT = flags.DEFINE_string(
+    "export", None, "Make this checkpoint of the run its model, and train no more: a step, or best."
+)
 flags.mark_flag_as_required("workdir")
 
 
 def main():
     config = _CONFIG.value
     print(config)
-    recipes.target(config, _WORKDIR.value, cli.mesh(config.mesh))
+    recipes.target(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
 
 
 if __name__ == "__main__":

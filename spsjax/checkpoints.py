@@ -131,6 +131,18 @@ class Checkpoints:
             raise InputError(f"{self.folder}: expected a sound checkpoint, found only damaged ones")
         return None
 
+    def read(self, step: int, like: PyTree) -> PyTree:
+        """The state of one checkpoint; raises InputError where it is not there, or damaged."""
+        if step not in self.steps():
+            found = ", ".join(map(str, self.steps())) or "none"
+            raise InputError(f"{self.folder}: expected a checkpoint of step {step}, found {found}")
+        try:
+            return self._read(step, like)[0]
+        except Exception as error:
+            path = self.folder / f"step_{step}"
+            found = one_line(error)[:200]
+            raise InputError(f"{path}: expected a sound checkpoint, found {found}") from None
+
     def _read(self, step: int, like: PyTree) -> tuple[PyTree, dict]:
         arguments = ocp.args.Composite(
             state=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()

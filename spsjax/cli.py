@@ -7,7 +7,7 @@ import runpy
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
@@ -31,13 +31,15 @@ def run(
     main: Callable[[], None],
     default_config: str | pathlib.Path | None = None,
     saves: bool = False,
+    free: Sequence[str] = (),
 ) -> NoReturn:
     """Runs a script's `main`; what the user got wrong becomes one line on stderr and exit code 1.
 
     `default_config` stands in where the command line has no `--config`, and says which keys a
     config must have. (As the flag's own default it would be read first, and refuse every override
     that only the user's file knows.) `saves`: SIGTERM does not end it at once, but makes it save
-    first, and end with exit code 143: a scheduler should start it again.
+    first, and end with exit code 143: a scheduler should start it again. `free` are those of a
+    config's keys whose values may have any keys.
     """
     argv = list(sys.argv)
     if default_config is not None and not any(map(_config_file, argv[1:])):
@@ -54,7 +56,7 @@ def run(
         try:
             if default_config is not None:
                 default = runpy.run_path(str(default_config))["get_config"]()
-                _check_keys(flags.FLAGS["config"].value, default)
+                _check_keys(flags.FLAGS["config"].value, default, free=free)
             _join(saves)
             main()
         except (InputError, NonFiniteError, OSError) as error:
@@ -171,7 +173,9 @@ def _check_config(name: str) -> None:
         fail(InputError(f"--config: {path}: expected a Python program, found {found}"))
 
 
-def _check_keys(config: ConfigDict, default: ConfigDict, name: str = "") -> None:
+def _check_keys(
+    config: ConfigDict, default: ConfigDict, name: str = "", free: Sequence[str] = ()
+) -> None:
     """Raises InputError unless the config has all the keys of the script's own."""
     for key, value in default.items():
         if key not in config:
@@ -180,7 +184,8 @@ def _check_keys(config: ConfigDict, default: ConfigDict, name: str = "") -> None
             if not isinstance(config[key], ConfigDict):
                 found = type(config[key]).__name__
                 raise InputError(f"--config: {name}{key}: expected keys and values, found {found}")
-            _check_keys(config[key], value, f"{name}{key}.")
+            if name + key not in free:
+                _check_keys(config[key], value, f"{name}{key}.")
 
 
 def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=None):

@@ -59,6 +59,7 @@ class Mixture:
         target: texts that the target wrote, `samples` of them, sampled once.
         draft: texts that the draft writes as it learns: on-policy.
         samples: see there.
+        batch: of them, sampled at a time.
         prompt_length: tokens of the corpus that each sample goes on from; no loss is taken on them.
         temperature: of the samples.
     """
@@ -67,6 +68,7 @@ class Mixture:
     target: float = 0.0
     draft: float = 0.0
     samples: int = 1024
+    batch: int = 16
     prompt_length: int = 32
     temperature: float = 1.0
 
@@ -74,7 +76,7 @@ class Mixture:
         shares = self.corpus, self.target, self.draft
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise InputError(f"mixture: expected three shares that add up to 1, found {shares}")
-        for field in ("samples", "prompt_length"):
+        for field in ("samples", "batch", "prompt_length"):
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise InputError(f"{field}: expected an integer >= 1, found {brief(value)}")
@@ -135,20 +137,29 @@ def _laws(config, params, batch, logits, temperatures, dtype):
 
 def continued(
     model: Model, prompts: np.ndarray, length: int, temperature: float, seed: int
-) -> np.ndarray:
-    """[B, length] int32: the model's own continuations of prompts [B, P], in every process.
+) -> dict[str, np.ndarray]:
+    """The model's own continuations of prompts [B, P], as examples, the same in every process.
 
-    An end of a text does not end a row: as in the corpus, another text follows.
+    An end of a text does not end a row: as in the corpus, another text follows. What is longer than
+    the model's context is padding.
+
+    Returns:
+        `tokens` [B, length] int32; `start` and `stop` [B], see `train.weights`.
     """
+    count, prompt = prompts.shape
+    stop = min(length, model.config.max_positions)
     out = generation.generate(
         model,
         prompts.tolist(),
         sampling=SamplingParams(temperature=temperature),
-        max_new_tokens=length - prompts.shape[1],
+        max_new_tokens=stop - prompt,
         seed=seed,
         stop_at_eos=False,
     )
-    return np.concatenate([prompts, np.stack(out.tokens)], axis=1).astype(np.int32)
+    tokens = np.zeros((count, length), np.int32)
+    tokens[:, :stop] = np.concatenate([prompts, np.stack(out.tokens)], axis=1)
+    ends = {"start": np.full(count, prompt, np.int32), "stop": np.full(count, stop, np.int32)}
+    return {"tokens": tokens, **ends}
 
 
 def on_policy(
@@ -172,8 +183,7 @@ def on_policy(
         count, length = tokens.shape
         prompts = tokens[:, : mixture.prompt_length]
         texts = continued(model(params), prompts, length, mixture.temperature, int(samples))
-        table = {"tokens": texts, "start": np.full(count, mixture.prompt_length, np.int32)}
         mine = data.local_rows(place, count)
-        return data.put({name: column[mine] for name, column in table.items()}, count, place)
+        return data.put({name: column[mine] for name, column in texts.items()}, count, place)
 
     return change

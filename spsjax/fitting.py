@@ -78,8 +78,7 @@ def fit(
     folder.go_on(start)
     if start >= pace.steps:
         return state
-    progress = runs.Progress(start, pace.steps, tokens, flops)
-    with _Sigterm() as sigterm:
+    with _Sigterm() as sigterm, runs.Progress(start, pace.steps, tokens, flops) as progress:
         for number in range(start + 1, pace.steps + 1):
             batch = next(feed)
             if change is not None:
@@ -102,10 +101,8 @@ def fit(
                 progress.go_on()
             if stop and number < pace.steps:
                 checkpoints.wait()
-                progress.close()
                 raise Stopped(f"stopped at step {number}, saved; the same command goes on from it")
-    progress.close()
-    checkpoints.wait()
+        checkpoints.wait()
     return state
 
 

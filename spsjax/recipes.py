@@ -39,11 +39,12 @@ class _Recipe:
         config: as in `configs/experiments`.
         workdir: where the run is kept; one that is there already goes on.
         mesh: of the weights and batches.
+        export: the checkpoint to make the model, instead of training.
     """
 
-    def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh):
+    def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
         build = arguments.build
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.export = config, mesh, export
         self.pace = build(
             "config",
             fitting.Pace,
@@ -124,6 +125,8 @@ class _Recipe:
         tokens = self.config.batch * self.config.length
         mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
         flops = 6 * (transformer.num_params(state["params"]) + mixing) + 2 * frozen_params
+        if self.export is not None:
+            return self.save(model, self.exported(state)["params"], pieces)
         with self.checkpoints() as checkpoints:
             state = fitting.fit(
                 self.folder, checkpoints, self.pace, state, train.step(values, self.optimization),
@@ -138,6 +141,21 @@ class _Recipe:
         path = runs.plot(self.folder)
         print(f"curves in {path}" if path else "no curves: matplotlib is not installed")
         return self.save(model, state["params"], pieces)
+
+    def exported(self, like: PyTree) -> PyTree:
+        """The state of the checkpoint that was asked for."""
+        if not self.folder.begun:
+            raise InputError(f"{self.folder.path}: expected a run to export from, found none")
+        with self.checkpoints() as checkpoints:
+            named = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
+            step = named.get(self.export, self.export)
+            if not str(step).isdecimal():
+                raise InputError(
+                    f"export: expected a step, 'best' or 'latest' of a run with checkpoints, "
+                    f"found {brief(self.export)}"
+                )
+            print(f"checkpoint of step {step}")
+            return checkpoints.read(int(step), like)
 
     def checkpoints(self) -> Checkpoints:
         """Of this run."""
@@ -166,19 +184,23 @@ class _Recipe:
         self.last[group] = f"{group}: {', '.join(shown)}"
 
 
-def target(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
+def target(
+    config: ConfigDict, workdir: str | pathlib.Path, mesh=None, export: str | None = None
+) -> Model:
     """Trains a language model, and its tokenizer unless one is given, on a corpus.
 
     Args:
         config: as `configs/experiments/pystdlib_target.py` has it.
         workdir: the run's folder: corpus, checkpoints, logs, curves, and at last `model`.
         mesh: `sharding.mesh`; None: one device.
+        export: trains no more, but makes one checkpoint of the run its `model`: a step, "latest" or
+            "best".
 
     Raises:
         InputError: the config, the corpus or the mesh do not fit each other; before any step.
         Stopped: SIGTERM came. NonFiniteError: the loss is not finite.
     """
-    recipe = _Recipe(config, workdir, mesh)
+    recipe = _Recipe(config, workdir, mesh, export)
     pieces = Tokenizer(config.tokenizer) if config.tokenizer else None
     training, held_out, pieces = recipe.examples(pieces, config.model.vocab_size)
     if pieces.vocab_size > config.model.vocab_size:
@@ -205,18 +227,21 @@ def target(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
         return recipe.run(model, pieces, values, {}, feed, evaluate)
 
 
-def draft(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
+def draft(
+    config: ConfigDict, workdir: str | pathlib.Path, mesh=None, export: str | None = None
+) -> Model:
     """Distils a draft from a target.
 
     Args:
         config: as `configs/experiments/pystdlib_draft.py` has it.
         workdir: see `target`.
         mesh: of both.
+        export: see `target`.
 
     Raises:
         InputError, Stopped, NonFiniteError: see `target`.
     """
-    recipe = _Recipe(config, workdir, mesh)
+    recipe = _Recipe(config, workdir, mesh, export)
     build = arguments.build
     objective = build("objective", distill.Objective, config.objective)
     mixture = build("mixture", distill.Mixture, config.mixture)
@@ -245,21 +270,21 @@ def draft(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
         )
     place = recipe.place
 
-    def table(examples, start: int) -> data.Table:
+    def table(examples, **columns) -> data.Table:
         kept = keeping.columns(
             teaching, examples, objective.temperatures, recipe.cache, place, recipe.compute.dtype
         )
-        return data.Table(tokens=examples, start=np.full(len(examples), start, np.int32), **kept)
+        return data.Table(tokens=examples, **columns, **kept)
 
     tables, shares = [], []
     if mixture.corpus or not mixture.target:
-        tables.append(table(training, 0))
+        whole = {"start": 0, "stop": config.length + 1}
+        ends = {name: np.full(len(training), end, np.int32) for name, end in whole.items()}
+        tables.append(table(training, **ends))
         shares.append(mixture.corpus)
     if mixture.target:
-        samples = teacher.samples(
-            teaching, training, mixture, recipe.cache, config.batch, config.seed
-        )
-        tables.append(table(samples, mixture.prompt_length))
+        samples = teacher.samples(teaching, training, mixture, recipe.cache, config.seed)
+        tables.append(table(samples.pop("tokens"), **samples))
         shares.append(mixture.target)
     total = sum(shares)
     shares = [share / total if total else 1 / len(shares) for share in shares]

@@ -137,8 +137,10 @@ class Progress:
         self._bar.set_postfix_str(shown, refresh=False)
         return speed
 
-    def close(self) -> None:
-        """Leaves the bar as it is."""
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
         self._bar.close()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import pathlib
+import zipfile
 from collections.abc import Sequence
 
 import jax
@@ -168,32 +169,34 @@ def _fingerprint(depends_on, params: PyTree, examples) -> str:
 
 
 def samples(
-    target: Model, examples, mixture: distill.Mixture, folder: pathlib.Path, batch: int, seed: int
-) -> np.ndarray:
-    """[samples, T+1] int32 texts of the target, each after a prompt of the corpus; sampled once.
+    target: Model, examples, mixture: distill.Mixture, folder: pathlib.Path, seed: int
+) -> dict[str, np.ndarray]:
+    """Texts of the target, each after a prompt of the corpus, as `distill.continued` gives them.
 
-    See `Teacher.columns` for `folder`.
+    They are sampled once. See `Teacher.columns` for `folder`.
     """
     length = examples[0].shape[0]
     rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]
     rows = np.resize(rows, mixture.samples)
     depends_on = (target.config, mixture.samples, mixture.prompt_length, mixture.temperature, seed)
     prompts = examples[rows][:, : mixture.prompt_length]
-    path = folder / f"samples-{_fingerprint((depends_on, length), target.params, prompts)}.npy"
+    path = folder / f"samples-{_fingerprint((depends_on, length), target.params, prompts)}.npz"
     if not distributed.everywhere(path.exists()):
         parts = []
-        starts = range(0, len(prompts), batch)
+        starts = range(0, len(prompts), mixture.batch)
         for start in tqdm(starts, desc="samples", unit="batch", disable=not distributed.is_first()):
-            some = prompts[start : start + batch]
+            some = prompts[start : start + mixture.batch]
             parts.append(distill.continued(target, some, length, mixture.temperature, seed + start))
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if distributed.is_first():
             folder.mkdir(parents=True, exist_ok=True)
             with files.whole(path) as partial, open(partial, "wb") as file:
-                np.save(file, np.concatenate(parts))
+                np.savez(file, **whole)
         distributed.wait("samples written")
     try:
-        return np.load(path)
-    except (OSError, ValueError, EOFError) as error:
+        with np.load(path) as found:
+            return dict(found)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path}: expected samples, or no such file, found {one_line(error)}"
         ) from None

@@ -123,15 +123,17 @@ def language_model(config: transformer.Config, compute: Compute) -> Values:
 
 
 def weights(batch: PyTree) -> Array:
-    """[B, T]: 1 for positions that count: those whose next token is not of a prompt.
+    """[B, T]: 1 for positions that count: those whose next token is there, and not of a prompt.
 
-    `start`, where a batch has it, is the number of tokens of each row's prompt.
+    Of each row, `start`, where a batch has it, is the number of tokens of the prompt, and `stop`
+    the number of all tokens that are not padding.
     """
     tokens = batch["tokens"]
-    positions = jnp.arange(1, tokens.shape[1])
-    return (positions >= batch.get("start", jnp.zeros(len(tokens), jnp.int32))[:, None]).astype(
-        jnp.float32
-    )
+    following = jnp.arange(1, tokens.shape[1])
+    start = batch.get("start", jnp.zeros(len(tokens), jnp.int32))
+    stop = batch.get("stop", jnp.full(len(tokens), tokens.shape[1]))
+    counts = (following >= start[:, None]) & (following < stop[:, None])
+    return counts.astype(jnp.float32)
 
 
 def step(values: Values, optimization: Optimization) -> Callable:

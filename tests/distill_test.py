@@ -1,5 +1,7 @@
 """Distillation: every objective, teacher and kind of text brings a draft nearer to its target."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +53,14 @@ def distilled(target, folder, name="forward_kl", temperatures=(1.0,), keep="noth
     how = distill.Objective(name, temperatures)
     values = distill.values(DRAFT, CONFIG, how, FLOAT32)
     mixture = mixture or distill.Mixture()
-    examples, first = EXAMPLES, 0
+    columns = {"tokens": EXAMPLES}
     if mixture.target:
-        examples, first = teacher.samples(target, EXAMPLES, mixture, folder, 16, 0), 3
+        columns = teacher.samples(target, EXAMPLES, mixture, folder, 0)
+    examples = columns["tokens"]
     kept = teacher.Teacher(keep, k=6).columns(
         target, examples, how.temperatures, folder, PLACE, "float32"
     )
-    table = data.Table(tokens=examples, start=np.full(len(examples), first, np.int32), **kept)
+    table = data.Table(**columns, **kept)
     change = None
     if mixture.draft:
         change = distill.on_policy(mixture, lambda params: Model("draft", DRAFT, params), PLACE, 0)
@@ -129,7 +132,7 @@ def test_the_draft_s_own_texts_follow_the_step_and_their_prompts(target):
 
 def test_on_policy_texts_are_samples_of_the_draft(target):
     prompts = np.tile(EXAMPLES[:1, :4], (512, 1))
-    texts = distill.continued(target, prompts, 6, 1.0, seed=0)
+    texts = distill.continued(target, prompts, 6, 1.0, seed=0)["tokens"]
     logits = train.forward(CONFIG, target.params, EXAMPLES[:1, :4]).logits[0, -1]
     law = np.asarray(jax.nn.softmax(logits))
     counts = np.bincount(texts[:, 4], minlength=VOCAB) / 512
@@ -137,17 +140,27 @@ def test_on_policy_texts_are_samples_of_the_draft(target):
     assert texts.shape == (512, 6) and np.array_equal(texts[:, :4], prompts)
 
 
+def test_what_a_context_has_no_room_for_is_padding_and_counts_for_nothing(target):
+    model = dataclasses.replace(target, config=dataclasses.replace(CONFIG, max_positions=16))
+    found = distill.continued(model, EXAMPLES[:4, :5], 17, 1.0, seed=0)
+    assert found["tokens"].shape == (4, 17)
+    assert found["start"].tolist() == [5] * 4 and found["stop"].tolist() == [16] * 4
+    weights = np.asarray(train.weights(jax.tree.map(jnp.asarray, found)))
+    assert weights.tolist() == [[0] * 4 + [1] * 11 + [0]] * 4
+
+
 def test_target_samples_are_drawn_once(target, tmp_path, monkeypatch):
     mixture = distill.Mixture(
         0.0, 1.0, 0.0, samples=80, prompt_length=3
     )  # more than the corpus has
-    first = teacher.samples(target, EXAMPLES, mixture, tmp_path, 16, 0)
+    first = teacher.samples(target, EXAMPLES, mixture, tmp_path, 0)["tokens"]
     assert first.shape == (80, 17) and first.dtype == np.int32
     starts = {row.tobytes() for row in EXAMPLES[:, :3].copy()}
     assert all(row.tobytes() in starts for row in first[:, :3].copy())
     assert len(np.unique(first, axis=0)) > 70
     monkeypatch.setattr(distill, "continued", None)
-    assert np.array_equal(first, teacher.samples(target, EXAMPLES, mixture, tmp_path, 16, 0))
+    again = teacher.samples(target, EXAMPLES, mixture, tmp_path, 0)
+    assert np.array_equal(first, again["tokens"])
 
 
 def test_states_of_another_target_or_text_are_not_taken_for_this_one_s(target, tmp_path):

@@ -13,17 +13,17 @@ FLOORS = (
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},
-    {"data", "tokenizer", "loading", "arguments", "generation"},
-    {"train", "probes", "roofline"},
-    {"benchmark", "ahead"},
-    {"peers"},
+    {"data", "documents", "tokenizer", "loading", "arguments", "generation"},
+    {"corpus", "train", "checkpoints", "runs", "probes", "roofline"},
+    {"distill", "evaluation", "fitting", "benchmark", "ahead"},
+    {"teacher", "peers"},
+    {"recipes"},
 )
 TOP = len(FLOORS)
 # Within a floor, who may use whom.
 BESIDE = {
     ("models.transformer", "models.attention"),
     ("models.huggingface", "models.transformer"),
-    ("data", "tokenizer"),
     ("loading", "tokenizer"),
     ("arguments", "loading"),
     ("generation", "arguments"),

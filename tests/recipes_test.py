@@ -3,6 +3,7 @@
 import json
 import pathlib
 import runpy
+import shutil
 
 import jax
 import numpy as np
@@ -123,6 +124,25 @@ def test_a_finished_run_is_not_trained_again_but_gives_its_model(target, texts):
     assert (log.read_text(), model.read_bytes()) == before
 
 
+def test_any_checkpoint_can_be_made_the_model(target, texts, tmp_path, capsys):
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    final = (folder / "model" / "model.safetensors").read_bytes()
+    for export, step in (("15", 15), ("latest", 30), ("best", 30)):
+        recipes.target(config("target", texts), folder, export=export)
+        assert f"checkpoint of step {step}\n" in capsys.readouterr().out
+        same = (folder / "model" / "model.safetensors").read_bytes() == final
+        assert same == (step == 30)
+    for export, message in (
+        ("7", r": expected a checkpoint of step 7, found 15, 30"),
+        ("x", "exp"),
+    ):
+        with pytest.raises(InputError, match=message):
+            recipes.target(config("target", texts), folder, export=export)
+    with pytest.raises(InputError, match=r": expected a run to export from, found none$"):
+        recipes.target(config("target", texts), tmp_path / "none", export="best")
+
+
 def test_a_run_goes_on_with_its_own_config_only(target, texts):
     changed = config("target", texts, seed=1)
     with pytest.raises(InputError, match=rf"^{target}: expected the config .* seed=0, found 1$"):
@@ -133,7 +153,8 @@ def test_a_run_goes_on_with_its_own_config_only(target, texts):
 def test_a_run_begins_with_a_folder_s_weights_and_shape(target, texts, tmp_path):
     start = spsjax.load(target / "model").params["norm"]["scale"]
     options = {
-        "init": str(target / "model"), "steps": 2, "tokenizer": str(target / "data/tokenizer.model"),
+        "init": str(target / "model"), "steps": 2,
+        "tokenizer": str(target / "data" / "tokenizer.model"),
         "optimization": {"warmup": 1, "learning_rate": 1e-9},
     }  # fmt: skip
     model = recipes.target(config("target", texts, **options), tmp_path / "run")
@@ -149,6 +170,7 @@ def test_a_draft_learns_from_samples_on_a_mesh(target, texts, tmp_path, mixture)
     shares = {"corpus": 0.5, mixture: 0.5, "samples": 8, "prompt_length": 8}
     changes = {
         "target": str(target / "model"), "steps": 4, "eval_every": 4, "mixture": shares,
+        "length": 64,  # the whole context
         "teacher": {"keep": "top_k" if mixture == "target" else "nothing", "k": 16},
         "optimization": {"warmup": 1, "accumulate": 2}, "compute": {"remat": True},
     }  # fmt: skip

@@ -152,8 +152,8 @@ def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(texts, 
     process = start(texts, workdir, limit=20_000)  # bytes that a file may have
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line
+    line = err.splitlines()[-1]
+    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, err
     assert "Traceback" not in err
     assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
     assert "model in" in finished(start(texts, workdir))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from spsjax import benchmark, data, generation, probes, tokenizer
+from spsjax import benchmark, documents, generation, probes, tokenizer
 from spsjax.models import huggingface, transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -22,8 +22,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 def pair(tmp_path_factory) -> list[str]:
     """Flags that name a tiny target and a draft, each with a tokenizer."""
     folder = tmp_path_factory.mktemp("pair")
-    _, held_out = data.split(data.stdlib())
-    pieces = tokenizer.train(list(held_out.values())[:3], folder / "tokenizer.model", 400)
+    texts = [text for name, text in documents.stdlib().items() if documents.is_held_out(name)]
+    pieces = tokenizer.train(texts[:3], folder / "tokenizer.model", 400)
     for seed, name in enumerate(("target", "draft")):
         config = transformer.Config(
             vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -242,15 +242,53 @@ def test_a_missing_package_is_one_line(pair, tmp_path, flag, module):
 
 def test_training_answers_a_mistake_with_one_line(tmp_path):
     fails_with_one_line(run("train_target.py", path=tmp_path), "--workdir")
-    flags = ("--workdir=run", "--config.objective=nosuch")
+    flags = ("--workdir=run", "--config.objective.name=nosuch")
     fails_with_one_line(run("train_drafter.py", *flags, path=tmp_path), "nosuch", "lk_hybrid")
     assert not (tmp_path / "run").exists()
 
 
-def test_training_goes_on_with_its_own_tokenizer_only(tmp_path):
-    tokenizer.train(["def f(x): return x\n"] * 9, tmp_path / "tokenizer.model", 285)
-    result = run("train_target.py", f"--workdir={tmp_path}", path=tmp_path)
-    fails_with_one_line(result, "tokenizer.model", "4096", "285")
+TINY = {
+    "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
+    "length": 32, "batch": 2, "steps": 4, "eval_every": 4, "eval_examples": 2,
+    "optimization": {"warmup": 1}, "trial": {"prompts": 2, "prompt_length": 8, "new_tokens": 8},
+}  # fmt: skip
+
+
+def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
+    pytest.importorskip("matplotlib")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for index in range(30):
+        (texts / f"{index}.txt").write_text(f"def function_{index}(x):\n    return x + {index}\n")
+    common = TINY | {"target": pair[0].partition("=")[2], "data": {"train": (str(texts),)}}
+    config = {
+        "base": "pystdlib_draft",
+        "common": common,
+        "start": {"objective": {"name": "cross_entropy"}},
+        "runs": {name: {"objective": {"name": name}} for name in ("forward_kl", "reverse_kl")},
+        "speed": {
+            "prompts": 1, "prompt_tokens": 8, "max_new_tokens": 8, "repetitions": 1,
+            "num_speculative_tokens": 2, "temperature": 1.0,
+        },
+    }  # fmt: skip
+    path = tmp_path / "config.py"
+    path.write_text(
+        "import ml_collections\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({config!r})\n"
+    )
+    flags = (f"--config={path}", f"--workdir={tmp_path / 'runs'}")
+    first = succeeds("compare_drafts.py", *flags)
+    rows = json.loads((tmp_path / "runs" / "table.json").read_text())
+    assert set(rows) == {"forward_kl", "reverse_kl"}
+    for row in rows.values():
+        assert 0 < row["acceptance"] < 1 and row["ms a draft step"] > 0 and row["speed-up"] > 0
+        assert 1 <= row["tokens a call, greedy"] <= 5
+    assert (tmp_path / "runs" / "table.png").read_bytes().startswith(b"\x89PNG")
+    known = json.loads((tmp_path / "runs" / "forward_kl" / "config.json").read_text())
+    assert known["init"] == str(tmp_path / "runs" / "start" / "model")
+    table = (tmp_path / "runs" / "table.md").read_text()
+    assert table in first.stdout and table.count("\n") == 4
+    assert "step/s" not in succeeds("compare_drafts.py", *flags).stderr  # nothing is trained again
 
 
 def test_a_terminal_that_knows_few_letters_gets_question_marks(pair, monkeypatch):
@@ -318,8 +356,10 @@ def test_parts_are_measured_in_order_of_size():
 
 
 def test_prompts_are_held_out_and_always_the_same(tmp_path):
-    pieces = tokenizer.train(data.stdlib().values(), tmp_path / "tokenizer.model", 400)
+    pieces = tokenizer.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
     prompts = benchmark.held_out_prompts(pieces, 3, 50)
     assert prompts == benchmark.held_out_prompts(pieces, 3, 50)
     assert list(prompts) == list(benchmark.held_out_prompts(pieces, 5, 50))[:3]
-    assert all(data.is_held_out(name) and len(tokens) == 50 for name, tokens in prompts.items())
+    assert all(
+        documents.is_held_out(name) and len(tokens) == 50 for name, tokens in prompts.items()
+    )

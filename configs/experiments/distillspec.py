@@ -22,25 +22,27 @@ def get_config() -> ml_collections.ConfigDict:
         "lk_hybrid",
     )
     texts = {
-        "corpus": {"corpus": 1.0},
         "target": {"corpus": 0.0, "target": 1.0},
         "draft": {"corpus": 0.0, "draft": 1.0},
         "mixed": {"corpus": 0.5, "draft": 0.5},
     }
-    runs = {f"{objective}.corpus": {"objective": {"name": objective}} for objective in objectives}
-    for objective in ("forward_kl", "reverse_kl", "total_variation", "lk_hybrid"):
+    runs = {
+        f"{objective}_on_corpus": {"objective": {"name": objective}} for objective in objectives
+    }
+    for objective in ("forward_kl", "lk_hybrid"):
         for name in ("target", "mixed", "draft"):
-            runs[f"{objective}.{name}"] = {
+            runs[f"{objective}_on_{name}"] = {
                 "objective": {"name": objective},
                 "mixture": texts[name],
             }
     return ml_collections.ConfigDict(
         {
-            "config": "pystdlib_draft",
+            "base": "pystdlib_draft",  # of this folder
             "common": {
                 "objective": {"temperatures": (1.0,)},
                 "teacher": {"keep": "nothing"},
                 "trial": {"prompts": 64, "new_tokens": 96},
+                "mixture": {"samples": 640},
                 "eval_every": 600,
                 "eval_examples": 128,
                 "steps": 600,
@@ -51,7 +53,14 @@ def get_config() -> ml_collections.ConfigDict:
                 "steps": 1500,
                 "optimization": {"learning_rate": 2e-3, "final_rate": 0.5},
             },
-            "runs": {name.replace(".", "__"): changes for name, changes in runs.items()},
-            "speed": {"num_speculative_tokens": 4, "prompts": 4},
+            "runs": runs,
+            "speed": {
+                "prompts": 4,  # 0: speed is not measured
+                "prompt_tokens": 64,
+                "max_new_tokens": 96,
+                "repetitions": 3,
+                "num_speculative_tokens": 4,
+                "temperature": 1.0,
+            },
         }
     )

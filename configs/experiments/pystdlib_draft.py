@@ -28,6 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "target": 0.0,
                 "draft": 0.0,
                 "samples": 1024,
+                "batch": 16,
                 "prompt_length": 32,
                 "temperature": 1.0,
             },
