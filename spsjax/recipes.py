@@ -61,6 +61,7 @@ class _Recipe:
         arguments.check_seed(config.seed)
         self.place = sharding.rows(mesh)
         self.last = {}
+        self.workdir = pathlib.Path(workdir)
         self.folder = runs.Folder(workdir, config)
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
 
@@ -138,8 +139,9 @@ class _Recipe:
         if best not in (None, self.pace.steps):
             print(f"the best checkpoint is that of step {best}: --export={best} makes it the model")
         self.folder.close()
-        path = runs.plot(self.folder)
-        print(f"curves in {path}" if path else "no curves: matplotlib is not installed")
+        drawn = runs.plot(self.folder)
+        curves = self.workdir / "curves.png"
+        print(f"curves in {curves}" if drawn else "no curves: matplotlib is not installed")
         return self.save(model, state["params"], pieces)
 
     def exported(self, like: PyTree) -> PyTree:
@@ -169,7 +171,7 @@ class _Recipe:
         if distributed.is_first():
             loading.save(self.folder.path / "model", whole)
         distributed.wait("model saved")
-        print(f"model in {self.folder.path / 'model'}")
+        print(f"model in {self.workdir / 'model'}")
         return trained
 
     def report(self, step: int, group: str, record: dict) -> None:

@@ -144,20 +144,22 @@ class Progress:
         self._bar.close()
 
 
-def plot(folder: Folder) -> pathlib.Path | None:
-    """Draws loss and acceptance over the steps to `curves.png`; None without matplotlib."""
-    if not distributed.is_first() or not importlib.util.find_spec("matplotlib"):
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def plot(folder: Folder) -> bool:
+    """Draws loss and acceptance over the steps to `curves.png`; False without matplotlib."""
+    if not importlib.util.find_spec("matplotlib"):
+        return False
+    if not distributed.is_first():
+        return True
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     records = folder.records()
     names = {name for record in records for name in record}
     panels = [name for name in ("loss", "acceptance", "block_efficiency") if name in names]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
-    for axis, name in zip(axes[0], panels):
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")  # of no screen
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, name in zip(axes, panels):
         for group in dict.fromkeys(record["group"] for record in records):
             some = [each for each in records if each["group"] == group and name in each]
             if not some:
@@ -171,12 +173,9 @@ def plot(folder: Folder) -> pathlib.Path | None:
                 axis.plot(steps, values, label=group, linewidth=1)
         axis.set(xlabel="step", title=name.replace("_", " "))
         axis.legend()
-    path = folder.path / "curves.png"
-    figure.tight_layout()
-    with files.whole(path) as partial:
+    with files.whole(folder.path / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=120)
-    pyplot.close(figure)
-    return path
+    return True
 
 
 def _check_same(path: pathlib.Path, wanted: dict) -> None:
