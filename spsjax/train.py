@@ -29,9 +29,9 @@ Values = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
 class Optimization:
     """AdamW after clipping by the global norm; the rate rises linearly, and falls by a cosine.
 
-    Norms, biases and embeddings are not decayed. The defaults are Chinchilla's, and Gopher's where
-    it says nothing (Hoffmann et al. 2022, arXiv 2203.15556, section 4.1; Rae et al. 2021, arXiv
-    2112.11446, section 3.2).
+    Norms, biases and embeddings are not decayed. The shape of the schedule is Chinchilla's (Hoffmann
+    et al. 2022, arXiv 2203.15556, section 4.1); warm-up and clipping are Gopher's (Rae et al. 2021,
+    arXiv 2112.11446, section 3.2), to which it refers; decay and moments are nobody's but ours.
 
     Attributes:
         learning_rate: at its peak.

@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
         1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
         2: {"d_model": 200, "d_ff": 624, "head_dim": 26},
         4: {"d_model": 152, "d_ff": 488, "head_dim": 20},
-        8: {"d_model": 112, "d_ff": 384, "head_dim": 16},
+        8: {"d_model": 112, "d_ff": 368, "head_dim": 16},
     }
     return ml_collections.ConfigDict(
         {

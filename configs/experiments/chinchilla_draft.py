@@ -1,0 +1,47 @@
+r"""The 4B draft of Chen et al. 2023 (arXiv 2302.01318), distilled from Chinchilla 70B.
+
+python scripts/train_drafter.py --config=configs/experiments/chinchilla_draft.py \
+    --config.target=/mnt/runs/chinchilla/model --config.data.train="('/mnt/text/**/*.jsonl.gz',)" \
+    --workdir=/mnt/runs/chinchilla_draft --distributed
+
+The paper's draft was trained on the text itself, with Chinchilla's tokenizer and data; its rate and
+number of tokens are stated nowhere. Here it is distilled, with Chinchilla's choices of optimisation
+and a rate for its size. Nobody has run this.
+"""
+
+import pathlib
+import runpy
+
+import ml_collections
+
+_CONFIGS = pathlib.Path(__file__).parent.parent
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Changes of `pystdlib_draft.py`."""
+    config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_draft.py"))["get_config"]()
+    shape = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_draft_4b.py"))["get_config"]()
+    for field in ("vocab_size", "max_positions"):  # the target's
+        del shape[field]
+    config.model = shape
+    config.update(
+        {
+            "length": 2048,
+            "batch": 768,
+            "steps": 50_000,
+            "objective": {"name": "lk_hybrid", "temperatures": (1.0,)},
+            "teacher": {"keep": "nothing"},
+            "optimization": {
+                "learning_rate": 2e-4,
+                "warmup": 1500,
+                "final_rate": 0.1,
+                "weight_decay": 0.1,
+                "accumulate": 6,
+            },
+            "compute": {"dtype": "bfloat16", "remat": True},
+            "mesh": {"data": 16, "model": 16},
+            "eval_every": 1000,
+            "eval_examples": 1024,
+        }
+    )
+    return config
