@@ -40,7 +40,8 @@ def fit(
     folder: runs.Folder,
     checkpoints: Checkpoints,
     pace: Pace,
-    state: PyTree,
+    shapes: PyTree,
+    initial: Callable[[], PyTree],
     step: Callable,
     frozen: PyTree,
     feed: data.Feed,
@@ -58,7 +59,8 @@ def fit(
         folder: the run's.
         checkpoints: the run's; the newest is gone on from.
         pace: how often what.
-        state: parameters and optimiser state to begin with.
+        shapes: of parameters and optimiser state, with their shardings.
+        initial: makes them, where there is no checkpoint: large ones fit into memory once.
         step: `(state, frozen, batch) -> (state, metrics)`, which takes the state's memory.
         frozen: what is not trained.
         feed: the batches.
@@ -70,11 +72,12 @@ def fit(
         Stopped: after a SIGTERM; the message says where.
         NonFiniteError: the loss is not finite; checkpoints before that are there.
     """
-    restored = checkpoints.restore(state)
-    start = 0
+    restored = checkpoints.restore(shapes)
     if restored:
         start, state, position = restored
         feed.restore(position)
+    else:
+        start, state = 0, initial()
     folder.go_on(start)
     if start >= pace.steps:
         return state

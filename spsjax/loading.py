@@ -80,6 +80,11 @@ def load(
     return Model(str(name), config, params, tokenizer, mesh)
 
 
+def load_config(name: str | pathlib.Path) -> transformer.Config:
+    """The shape alone of a model, by its name or folder; raises InputError as `load` does."""
+    return huggingface.read_config(_folder(name))
+
+
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     """Writes a folder that `load` reads, and other tools that know the Hugging Face layout.
 

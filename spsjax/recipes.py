@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -63,6 +64,8 @@ class _Recipe:
         self.last = {}
         self.workdir = pathlib.Path(workdir)
         self.folder = runs.Folder(workdir, config)
+        if export is not None and not self.folder.begun:
+            raise InputError(f"{self.folder.path}: expected a run to export from, found none")
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
 
     def examples(self, pieces: Tokenizer | None, vocab_size: int | None = None):
@@ -93,45 +96,50 @@ class _Recipe:
         count = min(self.config.eval_examples, len(held_out))
         return held_out[np.arange(count) * len(held_out) // count]
 
-    def state(self, model: transformer.Config) -> PyTree:
+    def initial(self, model: transformer.Config) -> PyTree:
         """Parameters and optimiser state to begin with: random, or those of a folder."""
-        params, init = None, self.config.get("init")
-        sharding.places(self.mesh, model)  # raises where the mesh does not divide the model
-        if init:
-            start = loading.load(init, self.mesh, dtype="float32")
-            if (
-                dataclasses.replace(start.config, bos_id=model.bos_id, eos_ids=model.eos_ids)
-                != model
-            ):
-                differing = next(
-                    field.name
-                    for field in dataclasses.fields(model)
-                    if getattr(model, field.name) != getattr(start.config, field.name)
-                )
+        init = self.config.init
+        params = loading.load(init, self.mesh, dtype="float32").params if init else None
+        return train.initial(model, self.optimization, self.mesh, self.config.seed, params)
+
+    def check(self, model: transformer.Config) -> None:
+        """Raises InputError where length, mesh or the folder to begin with do not fit the model."""
+        length = self.config.length
+        if type(length) is not int or not 1 <= length <= model.max_positions:
+            raise InputError(
+                f"length: expected an integer in [1, {model.max_positions}], the context, "
+                f"found {brief(length)}"
+            )
+        if self.mesh is not None:
+            sharding.check(self.mesh, model)
+        found = loading.load_config(self.config.init) if self.config.init else model
+        for field in dataclasses.fields(model):
+            wanted, other = getattr(model, field.name), getattr(found, field.name)
+            if wanted != other and field.name not in ("bos_id", "eos_ids"):
                 raise InputError(
-                    f"init: expected a model with {differing}={getattr(model, differing)}, found "
-                    f"{getattr(start.config, differing)} in {init}"
+                    f"init: expected a model with {field.name}={wanted}, found {other} in "
+                    f"{self.config.init}"
                 )
-            params = start.params
-        state = train.initial(model, self.optimization, self.mesh, self.config.seed, params)
-        print(f"{transformer.num_params(state['params']):,} parameters")
-        return state
 
     def run(
         self, model: transformer.Config, pieces: Tokenizer, values: train.Values, frozen, feed,
         evaluate, change=None, frozen_params: int = 0,
     ) -> Model:  # fmt: skip
         """The training itself, then the model folder and the plot."""
-        state = self.state(model)
-        tokens = self.config.batch * self.config.length
-        mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
-        flops = 6 * (transformer.num_params(state["params"]) + mixing) + 2 * frozen_params
-        if self.export is not None:
-            return self.save(model, self.exported(state)["params"], pieces)
+        shapes = train.shapes(model, self.optimization, self.mesh)
+        count = transformer.num_params(shapes["params"])
+        print(f"{count:,} parameters")
         with self.checkpoints() as checkpoints:
+            if self.export is not None:
+                state = self.exported(checkpoints, shapes)
+                return self.save(model, state["params"], pieces)
+            tokens = self.config.batch * self.config.length
+            mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
+            flops = 6 * (count + mixing) + 2 * frozen_params
             state = fitting.fit(
-                self.folder, checkpoints, self.pace, state, train.step(values, self.optimization),
-                frozen, feed, evaluate, change, tokens, flops * tokens,
+                self.folder, checkpoints, self.pace, shapes, lambda: self.initial(model),
+                train.step(values, self.optimization), frozen, feed, evaluate, change, tokens,
+                flops * tokens,
             )  # fmt: skip
             best = checkpoints.best()
         for line in self.last.values():
@@ -144,20 +152,17 @@ class _Recipe:
         print(f"curves in {curves}" if drawn else "no curves: matplotlib is not installed")
         return self.save(model, state["params"], pieces)
 
-    def exported(self, like: PyTree) -> PyTree:
+    def exported(self, checkpoints: Checkpoints, shapes: PyTree) -> PyTree:
         """The state of the checkpoint that was asked for."""
-        if not self.folder.begun:
-            raise InputError(f"{self.folder.path}: expected a run to export from, found none")
-        with self.checkpoints() as checkpoints:
-            named = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
-            step = named.get(self.export, self.export)
-            if not str(step).isdecimal():
-                raise InputError(
-                    f"export: expected a step, 'best' or 'latest' of a run with checkpoints, "
-                    f"found {brief(self.export)}"
-                )
-            print(f"checkpoint of step {step}")
-            return checkpoints.read(int(step), like)
+        named = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
+        step = named.get(self.export, self.export)
+        if not str(step).isdecimal():
+            raise InputError(
+                "export: expected a step, 'best' or 'latest' of a run with checkpoints, "
+                f"found {brief(self.export)}"
+            )
+        print(f"checkpoint of step {step}")
+        return checkpoints.read(int(step), shapes)
 
     def checkpoints(self) -> Checkpoints:
         """Of this run."""
@@ -167,7 +172,8 @@ class _Recipe:
     def save(self, model: transformer.Config, params: PyTree, pieces: Tokenizer) -> Model:
         """The model folder, in the Hugging Face layout."""
         trained = Model("trained", model, params, pieces, self.mesh)
-        whole = dataclasses.replace(trained, params=distributed.fetch(params))
+        halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        whole = dataclasses.replace(trained, params=distributed.fetch(halves))
         if distributed.is_first():
             loading.save(self.folder.path / "model", whole)
         distributed.wait("model saved")
@@ -213,7 +219,7 @@ def target(
     model = arguments.build(
         "model", transformer.Config, config.model, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,)
     )
-    _check_length(config.length, model)
+    recipe.check(model)
     values = train.language_model(model, recipe.compute)
     held = data.Table(tokens=recipe.some(held_out))
     measure = jax.jit(values)
@@ -264,7 +270,7 @@ def draft(
         bos_id=teaching.config.bos_id,
         eos_ids=teaching.config.eos_ids,
     )
-    _check_length(config.length, model)
+    recipe.check(model)
     if (mixture.target or mixture.draft) and mixture.prompt_length > config.length:
         raise InputError(
             f"mixture.prompt_length: expected at most length={config.length}, "
@@ -351,14 +357,6 @@ class _Trials:
             self.recipe.place,
         )  # fmt: skip
         return {name: dataclasses.asdict(means) for name, means in found.items()}
-
-
-def _check_length(length: int, model: transformer.Config) -> None:
-    if type(length) is not int or not 1 <= length <= model.max_positions:
-        raise InputError(
-            f"length: expected an integer in [1, {model.max_positions}], the context, "
-            f"found {brief(length)}"
-        )
 
 
 def _in(mesh):

@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from spsjax import cache as kv
 from spsjax import loading, losses, sharding
@@ -29,8 +27,8 @@ Values = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
 class Optimization:
     """AdamW after clipping by the global norm; the rate rises linearly, and falls by a cosine.
 
-    Norms, biases and embeddings are not decayed. The shape of the schedule is Chinchilla's (Hoffmann
-    et al. 2022, arXiv 2203.15556, section 4.1); warm-up and clipping are Gopher's (Rae et al. 2021,
+    Norms, biases and embeddings are not decayed. The schedule's shape is Chinchilla's (Hoffmann et
+    al. 2022, arXiv 2203.15556, section 4.1); warm-up and clipping are Gopher's (Rae et al. 2021,
     arXiv 2112.11446, section 3.2), to which it refers; decay and moments are nobody's but ours.
 
     Attributes:
@@ -183,25 +181,29 @@ def _cut(leaf: Array, parts: int) -> Array:
     return jnp.swapaxes(leaf.reshape(rows, parts, *leaf.shape[1:]), 0, 1)
 
 
-def shardings(
+def shapes(
     config: transformer.Config, optimization: Optimization, mesh: jax.sharding.Mesh | None
 ) -> PyTree:
-    """Where each array of a state is: an optimiser's where its parameter's slice is."""
-    where = sharding.places(mesh, config)
-    shapes = transformer.param_shapes(config)
+    """A state's shapes, each with its place: an optimiser's array is where its parameter's is."""
+    where, update = sharding.places(mesh, config), optimization.update()
+    params = transformer.param_shapes(config)
+    state = {"params": params, "optimizer": jax.eval_shape(update.init, params)}
     places = jax.tree_util.tree_map_with_path(
-        lambda path, _: where(tuple(entry.key for entry in path)), shapes
+        lambda path, _: where(tuple(entry.key for entry in path)), params
     )
-    update = optimization.update()
-    scalar = where(()) if mesh is None else NamedSharding(mesh, P())
+    scalar = places["norm"]["scale"]  # whole on every device, as norms are
     optimizer = optax.tree_map_params(
         update,
         lambda _, place: place,
-        jax.eval_shape(update.init, shapes),
+        state["optimizer"],
         places,
         transform_non_params=lambda _: scalar,
     )
-    return {"params": places, "optimizer": optimizer}
+    return jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+        state,
+        {"params": places, "optimizer": optimizer},
+    )
 
 
 def initial(
@@ -212,7 +214,7 @@ def initial(
     params: PyTree | None = None,
 ) -> PyTree:
     """Parameters, random if none are given, and the optimiser's state, made where they belong."""
-    places = shardings(config, optimization, mesh)
+    places = jax.tree.map(lambda shape: shape.sharding, shapes(config, optimization, mesh))
     if params is None:
         init = functools.partial(transformer.init, config)
         params = jax.jit(init, out_shardings=places["params"])(jax.random.key(seed))

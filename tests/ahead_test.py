@@ -19,6 +19,9 @@ from spsjax import InputError, ahead, chips, cli, sharding, theory, train
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
+# What is asked of a pass is asked of every layer: some of Chinchilla's 80, in the time of a test.
+LAYERS = 16
+SHORT = 70.1e9 - (80 - LAYERS) * (5 * 8192**2 + 8 * 8192**2)  # its parameters
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed",
@@ -32,10 +35,11 @@ def counts(program: ahead.Program, scope: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def chinchilla() -> ahead.Report:
-    """Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
+    """A short Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
     target, draft = (
         cli.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
+    target = dataclasses.replace(target, num_layers=LAYERS)
     return ahead.compile_pair(
         target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=1024,
         max_new_tokens=512,
@@ -43,9 +47,9 @@ def chinchilla() -> ahead.Report:
 
 
 @needs_libtpu
-def test_chinchilla_fits_and_its_loops_need_little_beside(chinchilla):
-    assert chinchilla.needed < chinchilla.memory
-    assert chinchilla.weights == pytest.approx((70.1e9 + 4.1e9) * 2 / 16, rel=0.01)
+def test_chinchilla_s_loops_need_little_beside_its_weights(chinchilla):
+    weights = SHORT + 4.1e9
+    assert chinchilla.weights == pytest.approx(weights * 2 / 16, rel=0.01)
     for name, program in chinchilla.programs.items():
         assert program.temporary < 0.5e9, name
 
@@ -63,12 +67,12 @@ def test_caches_are_updated_in_place(chinchilla, name):
 def test_a_pass_reduces_twice_a_layer_once_for_the_embedding_and_gathers_logits_once(chinchilla):
     # The compiler gathers one row of logits by an all-reduce, and several by an all-gather.
     sps = chinchilla.programs["SpS"]
-    assert counts(sps, "/score/") == {"all-reduce": 2 * 80 + 1, "all-gather": 1}
+    assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     each_step = counts(sps, "/propose/while/")
     assert each_step == {"all-reduce": 2 * 8 + 1 + 1}
     assert counts(sps, "/propose/") - each_step == {"all-reduce": 2 * 8 + 1 + 1}
     assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
-    assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * 80 + 1 + 1}
+    assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * LAYERS + 1 + 1}
 
 
 @needs_libtpu
@@ -82,9 +86,11 @@ def test_nothing_larger_than_the_logits_moves(chinchilla):
 def test_the_compilers_cycles_are_told_apart_by_part(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
     assert set(cycles) <= set(ahead.PARTS)
-    assert cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
+    assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
     # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
-    assert cycles["propose, sampling"] + cycles["verify"] < 0.12 * sum(cycles.values())
+    scoring = cycles["score"] * 80 / LAYERS  # of all layers
+    whole = sum(cycles.values()) - cycles["score"] + scoring
+    assert cycles["propose, sampling"] + cycles["verify"] < 0.12 * whole
     assert chinchilla.programs["SpS"].executed["propose"] == 4 * 18
 
 
@@ -93,8 +99,8 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
     passes = chinchilla.passes
     assert passes["target"].memory_seconds == pytest.approx(
         # What projects relative positions is read when the cache is made, and not again.
-        ((70.1e9 - 80 * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
-        rel=0.002,
+        ((SHORT - LAYERS * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
+        rel=0.01,
     )
     assert passes["target"].seconds < passes["scoring"].seconds < 1.1 * passes["target"].seconds
     loop = K * passes["draft"].seconds + passes["scoring"].seconds
@@ -105,7 +111,8 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e:2x4", "v6e:2x2"])
 def test_eight_billion_parameters_on_few_small_chips(name):
-    target = cli.model_config("llama_3_8b", MODELS)
+    layers = {"v5e:2x4": 32, "v6e:2x2": 8}[name]  # the notebook has the former compiled, too
+    target = dataclasses.replace(cli.model_config("llama_3_8b", MODELS), num_layers=layers)
     draft = dataclasses.replace(target, num_layers=2)
     report = ahead.compile_pair(
         target, draft, name, num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
@@ -114,7 +121,7 @@ def test_eight_billion_parameters_on_few_small_chips(name):
     assert report.needed < report.memory
     assert sps.temporary < 0.5e9
     assert sps.aliased >= report.caches
-    assert counts(sps, "/score/")["all-reduce"] in (2 * 32 + 1, 2 * 32 + 2)
+    assert counts(sps, "/score/")["all-reduce"] in (2 * layers + 1, 2 * layers + 2)
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
     assert max(each.num_bytes for each in sps.collectives) <= (K + 1) * 128_256 * 4
 
@@ -218,12 +225,7 @@ def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     mesh = sharding.mesh(2, 2, devices)
     model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
     how = train.Optimization(1e-3, steps=20, warmup=2)
-    shapes = jax.eval_shape(lambda: train.initial(model, how, None, 0))
-    state = jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-        shapes,
-        train.shardings(model, how, mesh),
-    )
+    state = train.shapes(model, how, mesh)
     tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.rows(mesh))
     temporary = {}
     for remat in (False, True):

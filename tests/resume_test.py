@@ -102,6 +102,12 @@ def uninterrupted(texts, tmp_path_factory):
     return note, losses
 
 
+def assert_near(found, expected) -> None:
+    """Another mesh rounds otherwise; nothing else differs."""
+    for (step, loss), (_, other) in zip(found[1], expected[1]):
+        assert loss == pytest.approx(other, abs=2e-3), step
+
+
 def test_killed_and_told_to_end_a_run_is_the_same_to_the_bit(texts, tmp_path, uninterrupted):
     workdir = tmp_path / "run"
     process = start(texts, workdir)
@@ -135,14 +141,14 @@ def test_two_processes_killed_and_told_to_end_go_on(texts, tmp_path, uninterrupt
         assert process.returncode == 128 + signal.SIGTERM, err
     for process in start_two(texts, workdir):
         finished(process)
-    # One device, by one process, rounds otherwise; nothing else differs.
-    for (step, loss), (_, expected) in zip(result(workdir)[1], uninterrupted[1]):
-        assert loss == pytest.approx(expected, abs=2e-3), step
+    assert_near(result(workdir), uninterrupted)
     # And another mesh can go on with it, or find it finished.
     assert "model in" in finished(start(texts, workdir))
 
 
-def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(texts, tmp_path):
+def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(
+    texts, tmp_path, uninterrupted
+):
     workdir = tmp_path / "run"
     process = start(texts, workdir)
     when_logged(workdir, 45, process)
@@ -156,4 +162,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(texts, 
     assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, err
     assert "Traceback" not in err
     assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
-    assert "model in" in finished(start(texts, workdir))
+    # Space was made, and another mesh goes on.
+    mesh = ("--config.mesh.data=2", "--config.mesh.model=4")
+    assert "model in" in finished(start(texts, workdir, *mesh, devices=8))
+    assert_near(result(workdir), uninterrupted)
