@@ -264,7 +264,7 @@ def _compile(
     donated = () if donate is None else donate
     lowered = jax.jit(functools.partial(function, *static), donate_argnums=donated).lower(*args)
     try:
-        with _uncached():
+        with uncached():
             compiled = lowered.compile(compiler_options=dict(options or {}))
     except jax.errors.JaxRuntimeError as error:
         if options and "INVALID_ARGUMENT" in str(error):
@@ -294,7 +294,7 @@ def _compile(
 
 
 @contextlib.contextmanager
-def _uncached() -> Iterator[None]:
+def uncached() -> Iterator[None]:
     """Keeps programs out of the persistent cache: only a TPU could read them back."""
     name = "jax_persistent_cache_min_compile_time_secs"
     least = getattr(jax.config, name)

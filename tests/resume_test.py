@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -44,16 +43,12 @@ def start(texts, workdir, *flags, devices=1, limit=None) -> subprocess.Popen:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
 
-    def set_limit():
-        if limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
     script = ROOT / "scripts" / "train_target.py"
     train = f"--config.data.train=('{texts}',)"
+    limited = ["bash", "-c", f'ulimit -f {limit}; exec "$0" "$@"'] if limit else []
     return subprocess.Popen(
-        [sys.executable, script, f"--workdir={workdir}", train, *FLAGS, *flags],
+        [*limited, sys.executable, script, f"--workdir={workdir}", train, *FLAGS, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", env=environment, cwd=ROOT,
-        preexec_fn=set_limit,
     )  # fmt: skip
 
 
@@ -155,7 +150,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(
     process.kill()
     process.communicate()
     before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
-    process = start(texts, workdir, limit=20_000)  # bytes that a file may have
+    process = start(texts, workdir, limit=20)  # KiB that a file may have
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     line = err.splitlines()[-1]
