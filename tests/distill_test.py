@@ -100,6 +100,22 @@ def test_values_from_what_is_kept_are_those_of_the_target(target, tmp_path):
             np.testing.assert_allclose(found[name], value, atol=2e-2, err_msg=f"{keep} {name}")
 
 
+def test_temperatures_divide_the_logits_of_both_and_are_averaged(target):
+    params = transformer.init(DRAFT, jax.random.key(3))
+    logits = [
+        np.asarray(train.forward(config, weights, HELD_OUT[:, :-1]).logits)
+        for config, weights in ((CONFIG, target.params), (DRAFT, params))
+    ]
+    for temperatures in ((0.5,), (2.0, 0.5)):
+        how = distill.Objective("forward_kl", temperatures)
+        found = distill.values(DRAFT, CONFIG, how, FLOAT32)(
+            params, target.params, {"tokens": HELD_OUT}
+        )
+        each = [losses.forward_kl(*(one / t for one in logits)) for t in temperatures]
+        np.testing.assert_allclose(found["loss"], np.mean(each, axis=0), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found["acceptance"], losses.acceptance(*logits), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "shares", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.5, 0.0, 0.5)], ids=["target", "draft", "both"]
 )

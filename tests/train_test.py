@@ -23,7 +23,7 @@ def optimization(**changes):
 def steps(mesh=None, count=4, compute=FLOAT32, config=CONFIG, batch=None, **changes):
     """State and metrics after some steps on the first examples."""
     how = optimization(**changes)
-    state = train.initial(config, how, mesh, 0)
+    state, metrics = train.initial(config, how, mesh, 0), {}
     step = train.step(train.language_model(config, compute), how)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         batch = data.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
@@ -77,13 +77,14 @@ def test_bfloat16_is_the_type_of_the_products_not_of_the_weights(plain):
 
 def test_weights_and_optimizer_are_split_alike():
     mesh = sharding.mesh(2, 4)
-    state, _ = steps(mesh, count=1)
     where = sharding.places(mesh, CONFIG)
-    moments = state["optimizer"][1][0]
-    for tree in (state["params"], moments.mu, moments.nu):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            expected = where(tuple(entry.key for entry in path))
-            assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), path
+    for count in (0, 2):
+        state, _ = steps(mesh, count=count)
+        moments = state["optimizer"][1][0]
+        for tree in (state["params"], moments.mu, moments.nu):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                expected = where(tuple(entry.key for entry in path))
+                assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), path
     split = [leaf for leaf in jax.tree.leaves(moments.mu) if not leaf.sharding.is_fully_replicated]
     assert len(split) >= 5
 
@@ -107,6 +108,16 @@ def test_prompts_count_for_nothing():
     values = np.asarray(losses.cross_entropy(logits, EXAMPLES[:16, 1:]))
     counted = [values[row, max(0, first - 1) :] for row, first in enumerate(start)]
     np.testing.assert_allclose(metrics["loss"], np.concatenate(counted).mean(), rtol=1e-5)
+
+    def mean(params):
+        logits = train.forward(CONFIG, params, EXAMPLES[:16, :-1]).logits
+        values = losses.cross_entropy(logits, EXAMPLES[:16, 1:])
+        return sum(jnp.sum(values[row, max(0, first - 1) :]) for row, first in enumerate(start)) / (
+            sum(map(len, counted))
+        )
+
+    norm = optax.tree.norm(jax.grad(mean)(params))
+    np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-4)
 
 
 def test_accumulated_parts_weigh_as_many_positions_as_they_have():
