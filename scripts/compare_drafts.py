@@ -32,6 +32,7 @@ def main():
     cli.check_installed("the plot", "matplotlib")
     base = runpy.run_path(str(_CONFIGS / f"{config.base}.py"))["get_config"]()
     base.cache = str(workdir / "cache")
+    base.lock()
     base.update(config.common)
     runs = {name: changed(base, changes) for name, changes in config.runs.items()}
     if config.start:
@@ -70,13 +71,16 @@ def quality(run: pathlib.Path) -> dict[str, float]:
         record = json.loads(line)
         last[record["group"]] = record
     held_out = last["held_out"]
-    return {
+    figures = {
         "acceptance": held_out["acceptance"]["mean"],
-        "± ": held_out["acceptance"]["interval"],
+        "± ": held_out["acceptance"]["interval"] or 0.0,
         "greedy agreement": held_out["greedy_agreement"]["mean"],
-        "tokens a call, T = 1": last["temperature_1"]["block_efficiency"],
-        "tokens a call, greedy": last["temperature_0"]["block_efficiency"],
     }
+    for group in sorted(last):
+        if group.startswith("temperature_"):
+            temperature = group.removeprefix("temperature_")
+            figures[f"tokens a call, T = {temperature}"] = last[group]["block_efficiency"]
+    return figures
 
 
 def speed(config, base, workdir: pathlib.Path, names: list[str]) -> dict[str, dict[str, float]]:

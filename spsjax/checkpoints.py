@@ -38,8 +38,12 @@ class Checkpoints:
         self.folder = folder.absolute()
         for step in self._written():
             path = self.folder / f"step_{step}"
-            if distributed.is_first() and not _readable(path):
+            if not distributed.is_first() or _readable(path):
+                continue
+            if step == self._written()[-1]:
                 self._damaged(path, "its description is none")
+            else:  # an older one, which was being removed when the run was killed
+                shutil.rmtree(path, ignore_errors=True)
         distributed.wait("checkpoints looked at")
         best = preservation_policy.BestN(
             get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False
@@ -71,7 +75,8 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The step with the highest score; None if there is no checkpoint."""
-        return max(self.steps(), key=lambda step: _score(self._manager.metrics(step)), default=None)
+        scores = {step: _score(self._manager.metrics(step)) for step in self.steps()}
+        return max(scores, key=scores.get, default=None)
 
     def save(self, step: int, state: PyTree, feed: dict, score: float = -math.inf) -> None:
         """Begins to write a checkpoint; an earlier one's failure is raised here.
@@ -88,7 +93,7 @@ class Checkpoints:
         )
         try:
             self._manager.wait_until_finished()
-            self._manager.save(step, args=arguments, metrics={"score": score})
+            self._manager.save(step, args=arguments, metrics={"score": float(score)})
         except Exception as error:
             raise self._failed(error) from error
 
@@ -158,8 +163,7 @@ class Checkpoints:
         shutil.rmtree(aside / path.name, ignore_errors=True)
         shutil.move(path, aside / path.name)
         warnings.warn(
-            f"{path}: expected a checkpoint, found it damaged ({found}); it is in {aside} now, "
-            "and the one before is taken",
+            f"{path}: expected a checkpoint, found it damaged ({found}); it is in {aside} now",
             stacklevel=1,
         )
 
@@ -180,16 +184,17 @@ class Checkpoints:
 def _readable(path: pathlib.Path) -> bool:
     """Whether what Orbax reads of a checkpoint when it opens a folder can be read."""
     try:
-        return all(
-            isinstance(json.loads((path / name).read_text(encoding="utf-8")), dict)
+        description, metrics = (
+            json.loads((path / name).read_text(encoding="utf-8"))
             for name in ("_CHECKPOINT_METADATA", "metrics/metrics")
         )
-    except (OSError, ValueError):
+        return isinstance(description, dict) and type(metrics["score"]) is float
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _score(metrics: dict[str, float]) -> float:
-    return metrics["score"]
+def _score(metrics: dict[str, float] | None) -> float:
+    return metrics["score"] if metrics else -math.inf
 
 
 class _Silence:

@@ -33,7 +33,7 @@ def prepare(
 
     A document begins and ends with the tokenizer's ids for that, and the next one follows. The
     folder gets `train.bin`, `held_out.bin`, `tokenizer.model` and at last `manifest.json`: of each
-    file its hash, and how many documents and tokens of it are in which part.
+    file the hash of its text, and how many documents and tokens of it are in which part.
 
     Args:
         folder: where they are kept.
@@ -56,7 +56,7 @@ def prepare(
     }
     if not manifest.exists() or (replace and _manifest(manifest).get("recipe") != recipe):
         manifest.unlink(missing_ok=True)
-        _make(folder, sources, pieces, vocab_size, recipe)
+        _make(folder, sources, length, pieces, vocab_size, recipe)
     found = _manifest(manifest)
     for key, value in recipe.items():
         if found["recipe"].get(key) != value:
@@ -66,6 +66,8 @@ def prepare(
             )
     parts, dtype = found["parts"], np.dtype(found["dtype"])
     pieces = Tokenizer(folder / "tokenizer.model")
+    if _sha256(pieces.proto) != found["tokenizer_sha256"]:
+        raise InputError(f"{pieces.path}: expected the tokenizer of {manifest}, found another one")
     windows = []
     for part in _PARTS:
         path = folder / f"{part}.bin"
@@ -74,6 +76,8 @@ def prepare(
             raise InputError(
                 f"{path}: expected {parts[part]['tokens']} tokens of {dtype}, found {size} bytes"
             )
+        if files.sha256(path) != parts[part]["sha256"]:
+            raise InputError(f"{path}: expected the tokens of {manifest}, found others")
         windows.append(data.Windows(np.memmap(path, dtype, "r") if size else [], length, part))
     return *windows, pieces
 
@@ -82,6 +86,8 @@ def _manifest(path: pathlib.Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         complete = all(type(found["parts"][part]["tokens"]) is int for part in _PARTS)
+        complete &= all(isinstance(found["parts"][part]["sha256"], str) for part in _PARTS)
+        complete &= isinstance(found["tokenizer_sha256"], str)
         if not (complete and isinstance(found["recipe"], dict) and np.dtype(found["dtype"])):
             raise ValueError("other values")
     except (ValueError, KeyError, TypeError) as error:
@@ -89,7 +95,7 @@ def _manifest(path: pathlib.Path) -> dict:
     return found
 
 
-def _make(folder, sources, pieces, vocab_size, recipe) -> None:
+def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     """Writes the files of `prepare`; the manifest comes last: the others are whole then."""
     counts = {"train": 0, "held_out": 0, "copy": 0}
     characters = 0
@@ -128,8 +134,8 @@ def _make(folder, sources, pieces, vocab_size, recipe) -> None:
             outputs[part] = stack.enter_context(open(partial, "wb"))
         total = sum(counts.values())
         for part, document in tqdm(split(sources), "tokenizing", total, unit="doc", delay=2):
-            entry = listed.setdefault(document.file, {"sha256": hashlib.sha256()})
-            entry["sha256"].update(document.text.encode())
+            entry = listed.setdefault(document.file, {"text_sha256": hashlib.sha256()})
+            entry["text_sha256"].update(document.text.encode())
             if part == "copy":
                 entry["copies"] = entry.get("copies", 0) + 1
                 continue
@@ -137,8 +143,12 @@ def _make(folder, sources, pieces, vocab_size, recipe) -> None:
             outputs[part].write(ids.tobytes())
             parts[part]["tokens"] += len(ids)
             entry[f"{part}_tokens"] = entry.get(f"{part}_tokens", 0) + len(ids)
+        for part in _PARTS:
+            data.check_tokens(part, parts[part]["tokens"], length)
     for entry in listed.values():
-        entry["sha256"] = entry["sha256"].hexdigest()
+        entry["text_sha256"] = entry["text_sha256"].hexdigest()
+    for part in _PARTS:
+        parts[part]["sha256"] = files.sha256(folder / f"{part}.bin")
     record = {"recipe": recipe, "dtype": dtype, "parts": parts, "files": listed}
     record["tokenizer_sha256"] = _sha256(pieces.proto)
     files.write(folder / "manifest.json", json.dumps(record, indent=1) + "\n")

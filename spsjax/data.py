@@ -10,6 +10,9 @@ import numpy as np
 from spsjax.errors import InputError
 from spsjax.types import PyTree
 
+# Examples: fewer than a machine's integers count, also when several tables are mixed.
+_FOR_EVER = 1 << 48
+
 
 class Windows:
     """[N, length + 1] int32 examples over a row of tokens, read as they are asked for.
@@ -22,11 +25,7 @@ class Windows:
         if length < 1:
             raise InputError(f"length: expected at least 1, found {length}")
         self.tokens, self.length = np.asanyarray(tokens), length
-        if not len(self):
-            raise InputError(
-                f"{name}: expected at least {length + 1} tokens, one example, "
-                f"found {len(self.tokens)}"
-            )
+        check_tokens(name, len(self.tokens), length)
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.length
@@ -35,6 +34,13 @@ class Windows:
         rows = np.arange(len(self))[rows]
         offsets = rows[..., None] * self.length + np.arange(self.length + 1)
         return self.tokens[offsets].astype(np.int32)
+
+
+def check_tokens(name: str, count: int, length: int) -> None:
+    """Raises InputError where there are too few tokens for one example."""
+    if count < length + 1:
+        expected = f"at least {length + 1} tokens, one example"
+        raise InputError(f"{name}: expected {expected}, found {count}")
 
 
 class Table:
@@ -73,7 +79,10 @@ class Feed:
         self._tables, self._batch, self._place = tables, batch, place
         starts = np.cumsum([0, *map(len, tables)])
         parts = [
-            grain.MapDataset.range(start, stop).seed(seed + index).shuffle().repeat()
+            grain.MapDataset.range(start, stop)
+            .seed(seed + index)
+            .shuffle()
+            .repeat(_FOR_EVER // max(1, stop - start))
             for index, (start, stop) in enumerate(itertools.pairwise(starts))
         ]
         mixed = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, shares)

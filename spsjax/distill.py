@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import data, distributed, generation, losses, train
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.sampling import SamplingParams
@@ -39,12 +39,14 @@ class Objective:
     def __post_init__(self):
         if self.name != "cross_entropy":
             losses.divergence(self.name)
-        object.__setattr__(self, "temperatures", tuple(self.temperatures))
-        if not self.temperatures or not all(each > 0 for each in self.temperatures):
+        if not isinstance(self.temperatures, (tuple, list)) or not self.temperatures:
             raise InputError(
                 "temperatures: expected one or more numbers above 0, "
                 f"found {brief(self.temperatures)}"
             )
+        for temperature in self.temperatures:
+            check_number("temperatures", temperature, 0, 1e30, above=True)
+        object.__setattr__(self, "temperatures", tuple(self.temperatures))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +76,15 @@ class Mixture:
 
     def __post_init__(self):
         shares = self.corpus, self.target, self.draft
-        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        for name, share in zip(("corpus", "target", "draft"), shares):
+            check_number(f"mixture.{name}", share, 0, 1)
+        if abs(sum(shares) - 1) > 1e-6:
             raise InputError(f"mixture: expected three shares that add up to 1, found {shares}")
         for field in ("samples", "batch", "prompt_length"):
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise InputError(f"{field}: expected an integer >= 1, found {brief(value)}")
-        SamplingParams(temperature=self.temperature)
+        check_number("mixture.temperature", self.temperature, 0, 1e30)
 
 
 def values(
@@ -88,8 +92,11 @@ def values(
     target: transformer.Config,
     objective: Objective,
     compute: train.Compute,
+    temperature: float = 1.0,
 ) -> train.Values:
     """Divergence of the draft from the target at each position, and how much would be accepted.
+
+    `acceptance` is that of both laws at `temperature`, above 0.
 
     `frozen` are the target's parameters. A batch has `tokens` [B, T+1], and may have what a
     `Teacher` kept of the target on them; without that, the target is run on them.
@@ -99,7 +106,8 @@ def values(
         tokens = batch["tokens"]
         logits = train.forward(config, params, tokens[:, :-1], compute.dtype, compute.remat).logits
         label_loss = losses.cross_entropy(logits, tokens[:, 1:])
-        pairs, agree = _laws(target, frozen, batch, logits, objective.temperatures, compute.dtype)
+        temperatures = (temperature, *objective.temperatures)
+        pairs, agree = _laws(target, frozen, batch, logits, temperatures, compute.dtype)
         if objective.name == "cross_entropy":
             loss = label_loss
         else:
@@ -116,9 +124,7 @@ def values(
 
 
 def _laws(config, params, batch, logits, temperatures, dtype):
-    """Pairs of laws, target and draft, at temperature 1 and at each of `temperatures`; and whether
-    the likeliest tokens agree."""
-    temperatures = (1.0, *temperatures)
+    """Pairs of laws, target and draft, at each temperature; and whether the likeliest agree."""
     likeliest = jnp.argmax(logits, -1)
     if "ids" in batch:
         pairs = [

@@ -53,6 +53,10 @@ class Sources:
             ):
                 raise InputError(f"{name}: expected a tuple of texts, found {brief(paths)}")
             object.__setattr__(self, name, tuple(paths))
+        for name in ("field", "separator"):
+            if not isinstance(getattr(self, name), str):
+                found = brief(getattr(self, name))
+                raise InputError(f"{name}: expected a text, found {found}")
         if not self.train:
             raise InputError("train: expected one source or more, found none")
 
@@ -89,7 +93,8 @@ def read(sources: Sources, part: str) -> Iterator[Document]:
                 for number, line in enumerate(text.split("\n"), 1):
                     if line.strip():
                         field = _field(line, sources.field, f"{path}:{number}")
-                        yield Document(file, f"{name}:{number}", field)
+                        if field:
+                            yield Document(file, f"{name}:{number}", field)
             elif sources.separator:
                 for number, each in enumerate(text.split(sources.separator), 1):
                     if each.strip():
@@ -101,7 +106,7 @@ def read(sources: Sources, part: str) -> Iterator[Document]:
 def split(sources: Sources) -> Iterator[tuple[str, Document]]:
     """Every document with its part: "train", "held_out", or "copy" of a held-out one.
 
-    No text is in two parts, whatever its name: a copy is trained on by nobody.
+    No text is in two parts, whatever its name: a copy is trained on by nobody, and counted once.
     """
     names = set() if sources.held_out else held_out_names(sources)
     held = {
@@ -109,17 +114,21 @@ def split(sources: Sources) -> Iterator[tuple[str, Document]]:
         for document in read(sources, "held_out" if sources.held_out else "train")
         if sources.held_out or document.name in names
     }
-    for document in read(sources, "train"):
-        if document.name in names:
-            yield "held_out", document
-        else:
-            yield "copy" if _digest(document) in held else "train", document
-    for document in read(sources, "held_out"):
-        yield "held_out", document
+    seen = set()
+    for part in ("train", "held_out"):
+        for document in read(sources, part):
+            digest = _digest(document)
+            if digest not in held:
+                yield "train", document
+            elif digest in seen or (part == "train" and document.name not in names):
+                yield "copy", document
+            else:
+                seen.add(digest)
+                yield "held_out", document
 
 
 def _hash(name: str) -> int:
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16)
+    return int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest(), 16)
 
 
 def _digest(document: Document) -> bytes:
@@ -135,7 +144,10 @@ def _files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
             for name in sorted(path.relative_to(root) for path in root.rglob("*.py"))
             if not _NOT_PROSE & set(name.parts)
         ]
-    path = pathlib.Path(source).expanduser()
+    try:
+        path = pathlib.Path(source).expanduser()
+    except RuntimeError as error:  # no such user
+        raise InputError(f"{source}: expected a path, found {one_line(error)}") from None
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
@@ -177,7 +189,7 @@ def _text(path: pathlib.Path, errors: str) -> str:
 def _field(line: str, field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: expected a JSON object, found {one_line(error)}") from None
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected a JSON object, found {brief(record)}")

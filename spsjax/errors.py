@@ -22,6 +22,15 @@ def brief(value) -> str:
     return " ".join(short.repr(value).split())
 
 
+def check_number(name: str, value, least: float, most: float, above: bool = False) -> None:
+    """Raises InputError unless it is a finite number in [least, most], or above `least`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and least <= value <= most and not (above and value == least)):
+        wanted = f"above {least:g}" if above else f"of {least:g} or more"
+        wanted += f", at most {most:g}" if most < 1e30 else ""
+        raise InputError(f"{name}: expected a finite number {wanted}, found {brief(value)}")
+
+
 def one_line(error: Exception) -> str:
     """What an exception says, or its type where it says nothing, on one line."""
     text = getattr(error, "strerror", None) or str(error)

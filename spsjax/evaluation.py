@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from spsjax import data, distributed, generation, train
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.sampling import SamplingParams
 from spsjax.types import PyTree
@@ -19,13 +19,14 @@ class Means:
 
     Attributes:
         mean: over all positions that count.
-        interval: half the width of a 95% confidence interval of it. Positions of a text depend on
-            each other, texts do not: it is that of a mean of texts.
+        interval: half the width of a 95% confidence interval of it; None of a single text.
+            Positions of an example depend on each other, and count as one; examples count as
+            independent, which those of one document are not quite.
         by_position: mean over the texts, in each of at most 16 equal stretches of their positions.
     """
 
     mean: float
-    interval: float
+    interval: float | None
     by_position: list[float]
 
 
@@ -42,7 +43,7 @@ def means(values_NT: np.ndarray, weights_NT: np.ndarray, stretches: int = 16) ->
         float((values_NT[:, part] * weights_NT[:, part]).sum() / weights_NT[:, part].sum())
         for part in np.array_split(used, min(stretches, len(used)))
     ]
-    return Means(float(mean), float(1.96 * spread), by_position)
+    return Means(float(mean), float(1.96 * spread) if len(sums) > 1 else None, by_position)
 
 
 def on_examples(
@@ -94,6 +95,12 @@ class Drafting:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise InputError(f"trial.{field}: expected an integer >= 1, found {value!r}")
+        if not isinstance(self.temperatures, (tuple, list)):
+            raise InputError(
+                f"trial.temperatures: expected a tuple of numbers, found {brief(self.temperatures)}"
+            )
+        for temperature in self.temperatures:
+            check_number("trial.temperatures", temperature, 0, 1e30)
 
 
 @dataclasses.dataclass(frozen=True)

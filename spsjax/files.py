@@ -1,6 +1,8 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import glob
+import hashlib
 import os
 import pathlib
 import stat
@@ -18,14 +20,42 @@ def whole(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
         yield path
         return
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
+    _forget(path)
     try:
         partial.touch()
         mode = stat.S_IMODE((path if path.exists() else partial).stat().st_mode)
         yield partial
         partial.chmod(mode)
         partial.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # who is told of a full disk wants to know
+        raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _forget(path: pathlib.Path) -> None:
+    """Removes what processes that were killed have left of this file."""
+    for partial in path.parent.glob(f".{glob.escape(path.name[:200])}.*.partial"):
+        process = partial.name.split(".")[-2]
+        if process.isdecimal() and not _alive(int(process)):
+            partial.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def sha256(path: pathlib.Path) -> str:
+    """The hash of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write(path: str | pathlib.Path, data: str | bytes) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from spsjax import data, runs
+from spsjax import data, runs, train
 from spsjax.checkpoints import Checkpoints
 from spsjax.errors import InputError, NonFiniteError, Stopped
 from spsjax.types import PyTree
@@ -99,6 +99,9 @@ def fit(
                 folder.log(number, "train", **metrics, **progress.measure(metrics["loss"]))
             if whole or stop:
                 progress.pause()
+                if not train.all_finite(state["params"]):
+                    found = "a NaN or an infinity, which are not saved"
+                    raise NonFiniteError(f"step {number}: expected finite weights, found {found}")
                 score = evaluate(number, state["params"]) if whole else -math.inf
                 checkpoints.save(number, state, feed.state(), score)
                 progress.go_on()

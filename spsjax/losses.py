@@ -97,7 +97,7 @@ def divergence(name: str) -> Callable[[Array, Array], Array]:
 
     Raises InputError for any other.
     """
-    base, colon, beta = name.partition(":")
+    base, colon, beta = str(name).partition(":")
     if base not in DIVERGENCES or (colon and base != "jensen_shannon"):
         raise InputError(
             f"objective: expected cross_entropy or one of {', '.join(DIVERGENCES)}, "

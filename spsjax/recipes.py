@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -60,7 +61,13 @@ class _Recipe:
         if type(config.eval_examples) is not int or config.eval_examples < 1:
             raise InputError(f"eval_examples: expected at least 1, found {config.eval_examples!r}")
         arguments.check_seed(config.seed)
+        if type(config.length) is not int or config.length < 1:
+            raise InputError(f"length: expected an integer >= 1, found {brief(config.length)}")
+        for field in ("tokenizer", "init", "cache"):
+            if not isinstance(config.get(field, ""), str):
+                raise InputError(f"{field}: expected a text, found {brief(config[field])}")
         self.place = sharding.rows(mesh)
+        self.rows = config.batch // self.optimization.accumulate  # what fits into memory at once
         self.last = {}
         self.workdir = pathlib.Path(workdir)
         self.folder = runs.Folder(workdir, config)
@@ -77,6 +84,7 @@ class _Recipe:
                 replace=not self.folder.begun,
             )  # fmt: skip
 
+        self.folder.hold()
         if distributed.is_first():
             prepare()
         distributed.wait("corpus prepared")
@@ -105,10 +113,9 @@ class _Recipe:
     def check(self, model: transformer.Config) -> None:
         """Raises InputError where length, mesh or the folder to begin with do not fit the model."""
         length = self.config.length
-        if type(length) is not int or not 1 <= length <= model.max_positions:
+        if length > model.max_positions:
             raise InputError(
-                f"length: expected an integer in [1, {model.max_positions}], the context, "
-                f"found {brief(length)}"
+                f"length: expected at most the context, {model.max_positions}, found {length}"
             )
         if self.mesh is not None:
             sharding.check(self.mesh, model)
@@ -184,7 +191,7 @@ class _Recipe:
         """Logs a measurement; the last of each group is printed when the run ends."""
         self.folder.log(step, group, **record)
         shown = [
-            f"{name} {value['mean']:.4f} ± {value['interval']:.4f}"
+            f"{name} {value['mean']:.4f} ± {value['interval'] or math.nan:.4f}"
             if isinstance(value, dict)
             else f"{name} {value:.4f}"
             for name, value in record.items()
@@ -226,7 +233,7 @@ def target(
 
     def evaluate(step: int, params: PyTree) -> float:
         with _in(mesh):
-            found = evaluation.on_examples(measure, params, {}, held, config.batch, recipe.place)
+            found = evaluation.on_examples(measure, params, {}, held, recipe.rows, recipe.place)
         recipe.report(step, "held_out", {"loss": dataclasses.asdict(found["loss"])})
         return -found["loss"].mean
 
@@ -271,14 +278,25 @@ def draft(
         eos_ids=teaching.config.eos_ids,
     )
     recipe.check(model)
-    if (mixture.target or mixture.draft) and mixture.prompt_length > config.length:
+    if (mixture.target or mixture.draft) and mixture.prompt_length >= config.length:
         raise InputError(
-            f"mixture.prompt_length: expected at most length={config.length}, "
+            f"mixture.prompt_length: expected less than length={config.length}, "
             f"found {mixture.prompt_length}"
         )
+    recipe.folder.pin(target=teacher.fingerprint(teaching.params))
     place = recipe.place
 
+    def as_model(params: PyTree) -> Model:
+        return Model("draft", model, params, pieces, mesh)
+
+    def measure(temperature: float) -> train.Values:
+        return distill.values(model, teaching.config, objective, recipe.compute, temperature)
+
+    trials = _Trials(recipe, measure, teaching, as_model, recipe.some(held_out), trial)
+
     def table(examples, **columns) -> data.Table:
+        if mixture.draft == 1:  # the texts are prompts only
+            return data.Table(tokens=examples, **columns)
         kept = keeping.columns(
             teaching, examples, objective.temperatures, recipe.cache, place, recipe.compute.dtype
         )
@@ -298,15 +316,10 @@ def draft(
     shares = [share / total if total else 1 / len(shares) for share in shares]
     feed = data.Feed(tables, shares, config.batch, config.seed, place)
 
-    def as_model(params: PyTree) -> Model:
-        return Model("draft", model, params, pieces, mesh)
-
     change = None
     if mixture.draft:
         change = distill.on_policy(mixture, as_model, place, config.seed)
     values = distill.values(model, teaching.config, objective, recipe.compute)
-    held = recipe.some(held_out)
-    trials = _Trials(recipe, values, teaching, as_model, held, trial)
     seen = 0 if keeping.keep != "nothing" else transformer.num_params(teaching.params)
     with _in(mesh):
         return recipe.run(
@@ -319,43 +332,56 @@ class _Trials:
     """Measures a draft: on held-out text, and on texts that the target wrote with it."""
 
     recipe: _Recipe
-    values: train.Values
+    values: Callable[[float], train.Values]
     target: Model
     model: Callable[[PyTree], Model]
     held: np.ndarray
     trial: evaluation.Drafting
 
     def __post_init__(self):
-        self.measure = jax.jit(self.values)
-        width = self.trial.prompt_length
-        if not 1 <= width <= self.held.shape[1]:
+        trial, context = self.trial, self.target.config.max_positions
+        width = min(self.held.shape[1], context - 1)
+        if trial.prompt_length > width:
             raise InputError(
-                f"trial.prompt_length: expected one in [1, {self.held.shape[1]}], found {width}"
+                f"trial.prompt_length: expected at most {width}, found {trial.prompt_length}"
             )
-        rows = np.arange(self.trial.prompts) % len(self.held)
-        self.prompts = self.held[rows, :width].tolist()
+        room = context - trial.prompt_length
+        if trial.new_tokens > room:
+            raise InputError(
+                f"trial.new_tokens: expected at most {room}, in a context of {context}, "
+                f"found {trial.new_tokens}"
+            )
+        if trial.num_speculative_tokens >= context:
+            raise InputError(
+                f"trial.num_speculative_tokens: expected less than the context of {context}, "
+                f"found {trial.num_speculative_tokens}"
+            )
+        # At temperature 0 there is no acceptance but agreement, which any values tell.
+        self.measures = {t: jax.jit(self.values(t or 1.0)) for t in (1.0, *trial.temperatures)}
+        self.prompts = self.held[: trial.prompts, : trial.prompt_length].tolist()
 
     def evaluate(self, step: int, params: PyTree) -> float:
         """Logs it; the score is the acceptance on held-out text."""
-        found = self._exact(params, data.Table(tokens=self.held))
+        found = self._exact(1.0, params, data.Table(tokens=self.held))
         self.recipe.report(step, "held_out", found)
         for temperature in self.trial.temperatures:
             drafted = evaluation.by_sampling(
-                self.target, self.model(params), self.prompts, self.trial, temperature,
-                step,
-            )  # fmt: skip
+                self.target, self.model(params), self.prompts, self.trial, temperature, step
+            )
             start = np.full(len(self.prompts), self.trial.prompt_length, np.int32)
-            exact = self._exact(params, data.Table(tokens=drafted.samples, start=start))
-            record = {name: exact[name] for name in ("acceptance", "greedy_agreement")}
+            table = data.Table(tokens=drafted.samples, start=start)
+            exact = self._exact(temperature, params, table)
+            names = ("acceptance", "greedy_agreement") if temperature else ("greedy_agreement",)
+            record = {name: exact[name] for name in names}
             record |= {"counted": drafted.counted, "block_efficiency": drafted.block_efficiency}
             self.recipe.report(step, f"temperature_{temperature:g}", record)
         return found["acceptance"]["mean"]
 
-    def _exact(self, params: PyTree, table: data.Table) -> dict[str, dict]:
+    def _exact(self, temperature: float, params: PyTree, table: data.Table) -> dict[str, dict]:
+        measure, rows = self.measures[temperature], self.recipe.rows
         found = evaluation.on_examples(
-            self.measure, params, self.target.params, table, self.recipe.config.batch,
-            self.recipe.place,
-        )  # fmt: skip
+            measure, params, self.target.params, table, rows, self.recipe.place
+        )
         return {name: dataclasses.asdict(means) for name, means in found.items()}
 
 

@@ -1,7 +1,9 @@
 """The folder of a run: what made it, its log, its curves; and what is seen while it goes on."""
 
+import fcntl
 import importlib.metadata
 import importlib.util
+import io
 import json
 import pathlib
 import platform
@@ -15,11 +17,14 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from spsjax import chips, distributed, files
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, NonFiniteError, brief, one_line
 
 # A run may go on with others of these: they change no result, but for rounding.
 _FREE = "mesh", "cache", "keep", "keep_best", "log_every"
 _PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
+
+# Folders that this process works on.
+_HELD: dict[pathlib.Path, io.TextIOWrapper] = {}
 
 
 class Folder:
@@ -44,7 +49,37 @@ class Folder:
         known = self.path / "config.json"
         self.begun = distributed.everywhere(known.exists())
         if self.begun:
-            _check_same(known, self._config)
+            _check_same(known, self._config, pinned=False)
+
+    def hold(self) -> None:
+        """Keeps others from the run while this process lives: they would remove what it saves."""
+        if not distributed.is_first() or self.path in _HELD:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115 (till the process ends)
+        except OSError as error:
+            found = one_line(error)
+            raise InputError(f"{self.path}: expected a folder for a run, found {found}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{self.path}: expected a run that nobody works on, found another process at it"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            pass
+        _HELD[self.path] = lock
+
+    def pin(self, **facts: str) -> None:
+        """What the run depends on beside its config, as its target's weights: part of it now.
+
+        Raises InputError where the run that is there had others.
+        """
+        self._config |= {"pinned": facts}
+        distributed.check_same(facts)
+        if self.begun:
+            _check_same(self.path / "config.json", self._config)
 
     def go_on(self, step: int) -> None:
         """The run begins, or goes on after `step`; what was logged later is forgotten."""
@@ -52,18 +87,34 @@ class Folder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         files.write(self.path / "config.json", json.dumps(self._config, indent=2) + "\n")
-        files.write(self.path / "environment.json", json.dumps(_environment(), indent=2) + "\n")
+        starts = _starts(self.path / "environment.json") if step else []
+        starts.append({"step": step, **_environment()})
+        files.write(self.path / "environment.json", json.dumps(starts, indent=2) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]
         lines = "".join(json.dumps(record) + "\n" for record in kept)
         files.write(self.path / "log.jsonl", lines)
-        self._events = SummaryWriter(str(self.path), purge_step=step + 1 if step else None)
+        self._events = SummaryWriter(str(self.path), purge_step=step + 1)
 
     def log(self, step: int, group: str, **record: Any) -> None:
-        """Appends a line; numbers in it become curves, those of a mean with its interval one."""
+        """Appends a line; numbers in it become curves, those of a mean with its interval one.
+
+        Raises NonFiniteError where one of them is not finite.
+        """
         if not distributed.is_first():
             return
-        with open(self.path / "log.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "group": group, **record}) + "\n")
+        try:
+            line = json.dumps({"step": step, "group": group, **record}, allow_nan=False) + "\n"
+        except ValueError:
+            found = "a NaN or an infinity"
+            raise NonFiniteError(
+                f"step {step}: expected finite figures of {group}, found {found}"
+            ) from None
+        try:
+            with open(self.path / "log.jsonl", "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            error.filename = error.filename or str(self.path / "log.jsonl")
+            raise
         for name, value in record.items():
             value = value.get("mean") if isinstance(value, dict) else value
             if isinstance(value, (int, float)):
@@ -71,14 +122,15 @@ class Folder:
         self._events.flush()
 
     def records(self) -> list[dict]:
-        """The lines of the log, without a last one that was cut off."""
+        """The lines of the log, but for damaged ones, such as a last one that was cut off."""
         path, found = self.path / "log.jsonl", []
         if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
-                    found.append(json.loads(line))
-                except ValueError:
-                    break
+                    record = json.loads(line)
+                    found += [record] if type(record["step"]) is int and record["group"] else []
+                except (ValueError, KeyError, TypeError):
+                    continue
         return found
 
     def close(self) -> None:
@@ -167,7 +219,7 @@ def plot(folder: Folder) -> bool:
             steps, values = [each["step"] for each in some], [each[name] for each in some]
             if isinstance(values[0], dict):
                 means = [value["mean"] for value in values]
-                spread = [value["interval"] for value in values]
+                spread = [value["interval"] or 0.0 for value in values]
                 axis.errorbar(steps, means, spread, label=group, capsize=2)
             else:
                 axis.plot(steps, values, label=group, linewidth=1)
@@ -178,14 +230,24 @@ def plot(folder: Folder) -> bool:
     return True
 
 
-def _check_same(path: pathlib.Path, wanted: dict) -> None:
+def _starts(path: pathlib.Path) -> list[dict]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _check_same(path: pathlib.Path, wanted: dict, pinned: bool = True) -> None:
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        if not pinned:
+            found.pop("pinned", None)
+    except (ValueError, TypeError) as error:
         raise InputError(f"{path}: expected a config, found {one_line(error)}") from None
     for name in sorted(_flat(wanted).keys() | _flat(found).keys()):
         before, now = _flat(found).get(name), _flat(wanted).get(name)
-        if before != now and name.split(".")[0] not in _FREE:
+        if json.dumps(before) != json.dumps(now) and name.split(".")[0] not in _FREE:
             raise InputError(
                 f"{path.parent}: expected the config of the run that is there, with "
                 f"{name}={brief(before)}, found {brief(now)}"

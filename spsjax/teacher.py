@@ -127,6 +127,8 @@ def _kept(folder, name, run, params, examples, batch, place) -> dict[str, np.nda
     for column, path in paths.items():
         try:
             columns[column] = np.load(path, mmap_mode="r")
+            if columns[column].shape != (len(examples), *shapes[column].shape[1:]):
+                raise ValueError(f"an array of {columns[column].shape}")
         except (OSError, ValueError, EOFError) as error:
             raise InputError(
                 f"{path}: expected what was kept of the target, or no such file, "
@@ -160,9 +162,13 @@ def _rows(place: jax.sharding.Sharding) -> int:
     return place.mesh.shape["data"] if isinstance(place, NamedSharding) else 1
 
 
+def fingerprint(params: PyTree) -> str:
+    """A short text that no other weights have."""
+    return hashlib.sha256(repr(checkpoints.sums(params)).encode()).hexdigest()[:16]
+
+
 def _fingerprint(depends_on, params: PyTree, examples) -> str:
-    digest = hashlib.sha256(repr(depends_on).encode())
-    digest.update(repr(checkpoints.sums(params)).encode())
+    digest = hashlib.sha256(repr((depends_on, fingerprint(params))).encode())
     for start in range(0, len(examples), 1024):
         digest.update(examples[np.arange(start, min(start + 1024, len(examples)))].tobytes())
     return digest.hexdigest()[:16]
@@ -178,7 +184,8 @@ def samples(
     length = examples[0].shape[0]
     rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]
     rows = np.resize(rows, mixture.samples)
-    depends_on = (target.config, mixture.samples, mixture.prompt_length, mixture.temperature, seed)
+    depends_on = (target.config, mixture.samples, mixture.prompt_length, mixture.temperature)
+    depends_on += (mixture.batch, seed)
     prompts = examples[rows][:, : mixture.prompt_length]
     path = folder / f"samples-{_fingerprint((depends_on, length), target.params, prompts)}.npz"
     if not distributed.everywhere(path.exists()):
@@ -186,7 +193,8 @@ def samples(
         starts = range(0, len(prompts), mixture.batch)
         for start in tqdm(starts, desc="samples", unit="batch", disable=not distributed.is_first()):
             some = prompts[start : start + mixture.batch]
-            parts.append(distill.continued(target, some, length, mixture.temperature, seed + start))
+            key = (seed + start) % 2**32
+            parts.append(distill.continued(target, some, length, mixture.temperature, key))
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if distributed.is_first():
             folder.mkdir(parents=True, exist_ok=True)
@@ -195,8 +203,11 @@ def samples(
         distributed.wait("samples written")
     try:
         with np.load(path) as found:
-            return dict(found)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            whole = {name: found[name] for name in ("tokens", "start", "stop")}
+        if whole["tokens"].shape != (mixture.samples, length):
+            raise ValueError(f"an array of {whole['tokens'].shape}")
+        return whole
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path}: expected samples, or no such file, found {one_line(error)}"
         ) from None

@@ -15,7 +15,7 @@ import optax
 
 from spsjax import cache as kv
 from spsjax import loading, losses, sharding
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_number
 from spsjax.models import transformer
 from spsjax.types import Array, PyTree
 
@@ -59,12 +59,11 @@ class Optimization:
                 raise InputError(f"{field}: expected an integer >= {least}, found {value!r}")
         if self.warmup >= self.steps:
             raise InputError(f"warmup: expected fewer than steps={self.steps}, found {self.warmup}")
-        if not self.learning_rate > 0:
-            raise InputError(f"learning_rate: expected more than 0, found {self.learning_rate!r}")
-        if not self.clip > 0:
-            raise InputError(f"clip: expected more than 0, found {self.clip!r}")
-        if not 0 <= self.final_rate <= 1:
-            raise InputError(f"final_rate: expected a share in [0, 1], found {self.final_rate!r}")
+        check_number("learning_rate", self.learning_rate, 0, 1e30, above=True)
+        check_number("clip", self.clip, 0, 1e30, above=True)
+        check_number("weight_decay", self.weight_decay, 0, 1e30)
+        for field in ("final_rate", "b1", "b2"):
+            check_number(field, getattr(self, field), 0, 1)
 
     def schedule(self) -> optax.Schedule:
         """The rate of each step."""
@@ -97,6 +96,8 @@ class Compute:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", loading.compute_type(self.dtype or None))
+        if type(self.remat) is not bool:
+            raise InputError(f"remat: expected True or False, found {self.remat!r}")
 
 
 def forward(
@@ -173,6 +174,12 @@ def step(values: Values, optimization: Optimization) -> Callable:
         return {"params": optax.apply_updates(params, change), "optimizer": optimizer}, metrics
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+@jax.jit
+def all_finite(params: PyTree) -> Array:
+    """Whether no array holds a NaN or an infinity."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
 def _cut(leaf: Array, parts: int) -> Array:

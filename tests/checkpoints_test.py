@@ -123,6 +123,16 @@ def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_read(copy, d
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_an_older_one_that_was_being_removed_is_removed_without_a_word(copy, recwarn):
+    for path in (copy / "step_2").iterdir():
+        if path.name != "state":
+            forget(path) if path.is_dir() else None
+            path.rmdir() if path.is_dir() else path.unlink()
+    assert_is(read(copy), 3)
+    assert not (copy / "step_2").exists() and not (copy.parent / "damaged").exists()
+    assert not [each for each in recwarn if "damaged" in str(each.message)]
+
+
 def test_where_all_are_damaged_none_is_invented(copy):
     for step in (1, 2, 3):
         flip(copy / f"step_{step}")

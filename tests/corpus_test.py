@@ -53,7 +53,7 @@ def test_the_manifest_tells_of_every_file(tmp_path, texts):
     assert len(manifest["files"]) == 30
     name = str(tmp_path / "texts" / "7.txt")
     text = (tmp_path / "texts" / "7.txt").read_bytes()
-    assert manifest["files"][name]["sha256"] == hashlib.sha256(text).hexdigest()
+    assert manifest["files"][name]["text_sha256"] == hashlib.sha256(text).hexdigest()
     total = sum(entry.get("train_tokens", 0) for entry in manifest["files"].values())
     assert total == len(training.tokens)
 
@@ -84,6 +84,18 @@ def test_token_files_that_were_cut_off_are_named(tmp_path, texts, name):
     path = tmp_path / "data" / name
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(InputError, match=f"^{path}: expected .* tokens of uint16, found .* bytes$"):
+        prepare(tmp_path, texts)
+
+
+def test_tokens_and_a_tokenizer_that_are_not_the_manifest_s_are_named(tmp_path, texts):
+    _, _, pieces = prepare(tmp_path, texts)
+    path = tmp_path / "data" / "train.bin"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(InputError, match=rf"^{path}: expected the tokens of .*, found others$"):
+        prepare(tmp_path, texts)
+    prepare(tmp_path / "other", texts, vocab_size=310)
+    pieces.path.write_bytes((tmp_path / "other" / "data" / "tokenizer.model").read_bytes())
+    with pytest.raises(InputError, match=r": expected the tokenizer of .*, found another one$"):
         prepare(tmp_path, texts)
 
 
@@ -120,6 +132,16 @@ def test_too_little_text_for_one_example_is_refused(tmp_path, texts):
         InputError, match=r"^held_out: expected at least 513 tokens, one example, f"
     ):
         prepare(tmp_path, texts, length=512)
+
+
+def test_more_text_helps_where_there_was_too_little(tmp_path, texts):
+    with pytest.raises(InputError, match=r"^held_out: expected at least 101 tokens"):
+        prepare(tmp_path, texts, length=100)
+    for index in range(100, 200):
+        (tmp_path / "texts" / f"{index}.txt").write_text(
+            f"def more_{index}(x):\n    return {index}\n"
+        )
+    prepare(tmp_path, texts, length=100)
 
 
 def test_long_texts_are_part_of_the_tokenizer_s_training(tmp_path):

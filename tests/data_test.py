@@ -73,6 +73,11 @@ def test_a_mesh_gets_the_same_batches_in_the_same_order(shape):
     assert next(split)["tokens"].addressable_shards[0].data.shape == (8 // shape[0], 3)
 
 
+def test_a_batch_of_one_may_come_from_several_tables():
+    batches = take(feed([table(40), table(10, start=1000)], (0.5, 0.5), batch=1), 8)
+    assert sum(int(batch["tokens"][0, 0] >= 1000) for batch in batches) == 4
+
+
 def test_columns_stay_together():
     tokens = np.arange(24).reshape(12, 2)
     both = data.Table(tokens=tokens, start=tokens[:, 0] * 10)

@@ -218,14 +218,15 @@ def test_an_interrupted_pass_leaves_nothing(target, tmp_path, monkeypatch):
     [
         (lambda: distill.Objective("kl"), "objective: expected cross_entropy or one of forward_kl"),
         (lambda: distill.Objective("forward_kl", ()), "temperatures: expected one or more numbers"),
-        (lambda: distill.Objective("forward_kl", (0.0,)), "temperatures: expected one or more num"),
+        (lambda: distill.Objective("forward_kl", (0.0,)), "temperatures: expected a finite number"),
         (lambda: distill.Mixture(0.5, 0.0, 0.4), "mixture: expected three shares that add up to 1"),
-        (lambda: distill.Mixture(1.5, 0.0, -0.5), "mixture: expected three shares that add up to"),
+        (lambda: distill.Mixture(1.5, 0.0, -0.5), "mixture.corpus: expected a finite number of 0"),
+        (lambda: distill.Mixture(float("nan")), "mixture.corpus: expected a finite number of 0"),
         (
             lambda: distill.Mixture(prompt_length=0),
             "prompt_length: expected an integer >= 1, found",
         ),
-        (lambda: distill.Mixture(temperature=-1.0), "temperature: expected "),
+        (lambda: distill.Mixture(temperature=-1.0), "mixture.temperature: expected "),
         (lambda: teacher.Teacher("logits"), "keep: expected 'nothing', 'states' or 'top_k', found"),
         (lambda: teacher.Teacher("top_k", 0), "k: expected an integer >= 1, found 0"),
     ],

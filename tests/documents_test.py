@@ -115,6 +115,13 @@ def test_a_copy_of_a_held_out_text_is_trained_on_by_nobody(tmp_path):
     assert not texts & {each.text for each in found["held_out"]}
 
 
+def test_a_held_out_text_counts_once(tmp_path):
+    for index in range(60):
+        (tmp_path / f"module_{index}.py").write_text(f"text {index}")
+    found = parts(Sources((str(tmp_path), str(tmp_path / "*.py"))))
+    assert len(found["held_out"]) == 5 and len(found["copy"]) == 5
+
+
 def test_held_out_documents_may_be_named(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text {name}")
@@ -145,6 +152,7 @@ def test_of_a_few_documents_one_is_held_out_all_the_same(tmp_path):
         ("a.jsonl", b'\n["text"]\n', r"a.jsonl:2: expected a JSON object, found \['text'\]$"),
         ("a.jsonl", b'{"text": "x\n', r"a.jsonl:1: expected a JSON object, found Unterminated"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a.jsonl:1: expected text in valid Unicode, found "),
+        ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: expected a JSON object, found "),
         ("a.txt", b"abc\xff", r"a.txt: expected text in UTF-8, found another byte at 3$"),
         ("a.txt.gz", b"no gzip", r"a.txt.gz: expected a text file, found Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"x" * 99)[:-9], r"a.txt.gz: expected a text file, found "),

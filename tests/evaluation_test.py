@@ -50,7 +50,7 @@ def test_every_example_counts_once_whatever_the_batch_and_the_mesh():
         assert len(found["acceptance"].by_position) == 16
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
 def test_what_is_counted_is_what_is_expected(temperature):
     target = spread_model(32)
     draft = nearby_model(target, distance=0.1)
@@ -59,7 +59,13 @@ def test_what_is_counted_is_what_is_expected(temperature):
     drafted = evaluation.by_sampling(target, draft, prompts, drafting, temperature, 0)
     assert drafted.samples.shape == (64, 52)
     values = jax.jit(
-        distill.values(draft.config, target.config, distill.Objective("forward_kl"), FLOAT32)
+        distill.values(
+            draft.config,
+            target.config,
+            distill.Objective("forward_kl"),
+            FLOAT32,
+            temperature or 1.0,
+        )
     )
     table = data.Table(tokens=drafted.samples, start=np.full(64, 4, np.int32))
     found = evaluation.on_examples(
@@ -83,6 +89,16 @@ def test_samples_are_the_target_s_whatever_the_draft():
     )
     assert np.array_equal(one.samples, other.samples)
     assert one.samples[:, :3].tolist() == prompts
+
+
+def test_one_text_has_no_interval():
+    assert evaluation.means(np.ones((1, 8)), np.ones((1, 8))).interval is None
+
+
+@pytest.mark.parametrize("temperatures", [None, 1.5, ("a",), (-1.0,), (float("nan"),)])
+def test_temperatures_of_a_trial_that_are_none_are_refused(temperatures):
+    with pytest.raises(InputError, match=r"^trial.temperatures: expected "):
+        evaluation.Drafting(temperatures=temperatures)
 
 
 @pytest.mark.parametrize(

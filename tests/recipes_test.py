@@ -4,6 +4,8 @@ import json
 import pathlib
 import runpy
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import spsjax
-from spsjax import InputError, recipes, runs, sharding, tokenizer
+from spsjax import InputError, NonFiniteError, loading, recipes, runs, sharding, tokenizer
+from spsjax.checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHAPE = {"d_model": 32, "d_ff": 32, "num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
@@ -89,13 +92,14 @@ def test_a_draft_s_acceptance_is_logged_exactly_and_as_counted(draft):
         last = records(draft, group)[-1]
         assert last["step"] == 30 and 0 <= last["counted"] <= 1
         assert 1 <= last["block_efficiency"] <= 5
-        assert last["acceptance"]["interval"] > 0
+        assert last["greedy_agreement"]["interval"] > 0
+        assert ("acceptance" in last) == (group == "temperature_1")
 
 
 def test_a_run_folder_holds_what_made_it(target, texts):
     known = json.loads((target / "config.json").read_text())
     assert known == json.loads(config("target", texts).to_json())
-    environment = json.loads((target / "environment.json").read_text())
+    (environment, *_) = json.loads((target / "environment.json").read_text())
     assert environment["packages"]["jax"] == jax.__version__ and environment["processes"] == 1
     assert (target / "data" / "manifest.json").exists()
     assert (target / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -191,7 +195,9 @@ BAD = [
     ),
     ("target", {"data": {"train": ()}}, "train: expected one source or more, found none"),
     ("target", {"steps": 0}, "steps: expected an integer >= 1, found 0"),
-    ("target", {"length": 65}, r"length: expected an integer in \[1, 64\], the context, found 65"),
+    ("target", {"length": 65}, "length: expected at most the context, 64, found 65"),
+    ("target", {"length": 0}, "length: expected an integer >= 1, found 0"),
+    ("target", {"optimization": {"b1": 1.5}}, "b1: expected a finite number of 0 or more, at most"),
     ("target", {"eval_every": 0}, "eval_every: expected an integer >= 1, found 0"),
     ("target", {"eval_examples": 0}, "eval_examples: expected at least 1, found 0"),
     ("target", {"batch": 3}, r"batch: expected a multiple of 2 \(accumulate times"),
@@ -220,7 +226,9 @@ BAD = [
         {"mixture": {"corpus": 0.0, "draft": 1.0, "prompt_length": 40}},
         "mixture.prompt_length",
     ),
-    ("draft", {"trial": {"prompt_length": 64}}, r"trial.prompt_length: expected one in \[1, 33\]"),
+    ("draft", {"trial": {"prompt_length": 64}}, "trial.prompt_length: expected at most 33, found"),
+    ("draft", {"trial": {"new_tokens": 57}}, "trial.new_tokens: expected at most 56, in a context"),
+    ("draft", {"trial": {"num_speculative_tokens": 64}}, "trial.num_speculative_tokens: expected"),
     (
         "draft",
         {"init": "pystdlib/draft"},
@@ -239,7 +247,7 @@ def test_a_mistake_is_one_line_and_leaves_no_run(target, texts, tmp_path, name, 
         run(wrong, tmp_path / "run", sharding.mesh(2, 4))
     assert "\n" not in str(caught.value)
     left = {path.name for path in (tmp_path / "run").glob("*")}
-    assert left <= {"data", "cache"}, "nothing that would be taken for a run"
+    assert left <= {"data", "cache", ".lock"}, "nothing that would be taken for a run"
 
 
 def test_after_a_mistake_the_same_folder_can_be_used(target, texts, tmp_path):
@@ -250,6 +258,43 @@ def test_after_a_mistake_the_same_folder_can_be_used(target, texts, tmp_path):
     other = config("target", texts, steps=1, optimization={"warmup": 0})
     other.model.vocab_size = 340
     recipes.target(other, tmp_path / "run")
+
+
+def test_another_target_in_the_same_place_is_noticed(target, texts, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(target / "model", folder)
+    small = {"target": str(folder), "teacher": {"keep": "nothing"}}
+    recipes.draft(config("draft", texts, **small), tmp_path / "run")
+    other = spsjax.load(folder)
+    other.params["norm"]["scale"] = other.params["norm"]["scale"] * 1.5
+    loading.save(folder, other)
+    with pytest.raises(InputError, match=r": expected the config .*pinned.target='.*, found '"):
+        recipes.draft(config("draft", texts, **small), tmp_path / "run")
+
+
+def test_weights_that_are_not_finite_are_not_saved(texts, tmp_path):
+    wild = config("target", texts, eval_every=1)
+    wild.optimization.update({"learning_rate": 1e29, "warmup": 0})
+    with pytest.raises(NonFiniteError, match=r"^step \d+: expected (a )?finite "):
+        recipes.target(wild, tmp_path / "run")
+    for step in Checkpoints(tmp_path / "run" / "checkpoints").steps():
+        scores = [each["loss"]["mean"] for each in records(tmp_path / "run", "held_out")]
+        assert step <= len(scores) and np.isfinite(scores).all()
+
+
+def test_a_run_that_another_process_works_on_is_left_alone(target, texts):
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:2]\n"
+        "import ml_collections, spsjax.runs as runs\n"
+        "folder = runs.Folder(sys.argv[2], ml_collections.ConfigDict(eval(sys.argv[3])))\n"
+        "folder.hold()\n"
+    )
+    known = json.loads((target / "config.json").read_text())
+    known["data"]["train"] = tuple(known["data"]["train"])
+    command = [sys.executable, "-c", code, str(ROOT), str(target), repr(known)]
+    runs.Folder(target, config("target", texts)).hold()
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
+    assert "expected a run that nobody works on, found another process at it" in result.stderr
 
 
 def test_a_field_that_a_config_lacks_is_named(target, texts, tmp_path):
@@ -281,11 +326,13 @@ def test_a_tokenizer_of_more_pieces_than_the_model_has_is_refused(texts, tmp_pat
 
 def test_a_log_that_was_cut_off_in_the_middle_of_a_line_goes_on(target, texts, tmp_path):
     folder = runs.Folder(tmp_path, config("target", texts))
+    folder.hold()
     folder.go_on(0)
     for step in (1, 2, 3):
         folder.log(step, "train", loss=float(step))
     path = tmp_path / "log.jsonl"
-    path.write_text(path.read_text() + '{"step": 4, "gro')
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "3", '{"a": 1}', *lines[1:], '{"step": 4, "gro']))
     folder.go_on(2)
     folder.log(3, "train", loss=0.5)
     assert [(line["step"], line["loss"]) for line in records(tmp_path, "train")] == [

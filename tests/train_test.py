@@ -169,9 +169,15 @@ def test_a_position_never_sees_what_follows():
         ({"steps": 2.5}, r"steps: expected an integer >= 1, found 2.5"),
         ({"warmup": 20}, r"warmup: expected fewer than steps=20, found 20"),
         ({"accumulate": 0}, r"accumulate: expected an integer >= 1, found 0"),
-        ({"learning_rate": 0.0}, r"learning_rate: expected more than 0, found 0.0"),
-        ({"clip": -1.0}, r"clip: expected more than 0, found -1.0"),
-        ({"final_rate": 2}, r"final_rate: expected a share in \[0, 1\], found 2"),
+        ({"learning_rate": 0.0}, r"learning_rate: expected a finite number above 0, found 0.0"),
+        ({"clip": -1.0}, r"clip: expected a finite number above 0, found -1.0"),
+        (
+            {"final_rate": 2},
+            r"final_rate: expected a finite number of 0 or more, at most 1, found 2",
+        ),
+        ({"learning_rate": float("nan")}, r"learning_rate: expected .*, found nan"),
+        ({"b1": None}, r"b1: expected .*, found None"),
+        ({"weight_decay": float("inf")}, r"weight_decay: expected .*, found inf"),
     ],
 )
 def test_an_optimization_that_is_none_is_refused(changes, message):
