@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.tokenizer import Tokenizer
+from spsjax.trials import Trials
 from spsjax.types import PyTree
 
 
@@ -292,7 +292,8 @@ def draft(
     def measure(temperature: float) -> train.Values:
         return distill.values(model, teaching.config, objective, recipe.compute, temperature)
 
-    trials = _Trials(recipe, measure, teaching, as_model, recipe.some(held_out), trial)
+    held = recipe.some(held_out)
+    trials = Trials(trial, measure, teaching, as_model, held, recipe.rows, place, recipe.report)
 
     def table(examples, **columns) -> data.Table:
         if mixture.draft == 1:  # the texts are prompts only
@@ -325,64 +326,6 @@ def draft(
         return recipe.run(
             model, pieces, values, teaching.params, feed, trials.evaluate, change, seen
         )
-
-
-@dataclasses.dataclass
-class _Trials:
-    """Measures a draft: on held-out text, and on texts that the target wrote with it."""
-
-    recipe: _Recipe
-    values: Callable[[float], train.Values]
-    target: Model
-    model: Callable[[PyTree], Model]
-    held: np.ndarray
-    trial: evaluation.Drafting
-
-    def __post_init__(self):
-        trial, context = self.trial, self.target.config.max_positions
-        width = min(self.held.shape[1], context - 1)
-        if trial.prompt_length > width:
-            raise InputError(
-                f"trial.prompt_length: expected at most {width}, found {trial.prompt_length}"
-            )
-        room = context - trial.prompt_length
-        if trial.new_tokens > room:
-            raise InputError(
-                f"trial.new_tokens: expected at most {room}, in a context of {context}, "
-                f"found {trial.new_tokens}"
-            )
-        if trial.num_speculative_tokens >= context:
-            raise InputError(
-                f"trial.num_speculative_tokens: expected less than the context of {context}, "
-                f"found {trial.num_speculative_tokens}"
-            )
-        # At temperature 0 there is no acceptance but agreement, which any values tell.
-        self.measures = {t: jax.jit(self.values(t or 1.0)) for t in (1.0, *trial.temperatures)}
-        self.prompts = self.held[: trial.prompts, : trial.prompt_length].tolist()
-
-    def evaluate(self, step: int, params: PyTree) -> float:
-        """Logs it; the score is the acceptance on held-out text."""
-        found = self._exact(1.0, params, data.Table(tokens=self.held))
-        self.recipe.report(step, "held_out", found)
-        for temperature in self.trial.temperatures:
-            drafted = evaluation.by_sampling(
-                self.target, self.model(params), self.prompts, self.trial, temperature, step
-            )
-            start = np.full(len(self.prompts), self.trial.prompt_length, np.int32)
-            table = data.Table(tokens=drafted.samples, start=start)
-            exact = self._exact(temperature, params, table)
-            names = ("acceptance", "greedy_agreement") if temperature else ("greedy_agreement",)
-            record = {name: exact[name] for name in names}
-            record |= {"counted": drafted.counted, "block_efficiency": drafted.block_efficiency}
-            self.recipe.report(step, f"temperature_{temperature:g}", record)
-        return found["acceptance"]["mean"]
-
-    def _exact(self, temperature: float, params: PyTree, table: data.Table) -> dict[str, dict]:
-        measure, rows = self.measures[temperature], self.recipe.rows
-        found = evaluation.on_examples(
-            measure, params, self.target.params, table, rows, self.recipe.place
-        )
-        return {name: dataclasses.asdict(means) for name, means in found.items()}
 
 
 def _in(mesh):

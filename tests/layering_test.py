@@ -16,7 +16,7 @@ FLOORS = (
     {"data", "documents", "tokenizer", "loading", "arguments", "generation"},
     {"corpus", "train", "checkpoints", "runs", "probes", "roofline"},
     {"distill", "evaluation", "fitting", "benchmark", "ahead"},
-    {"teacher", "peers"},
+    {"teacher", "trials", "peers"},
     {"recipes"},
 )
 TOP = len(FLOORS)
