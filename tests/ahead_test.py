@@ -109,19 +109,17 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["v5e:2x4", "v6e:2x2"])
-def test_eight_billion_parameters_on_few_small_chips(name):
-    layers = {"v5e:2x4": 32, "v6e:2x2": 8}[name]  # the notebook has the former compiled, too
-    target = dataclasses.replace(cli.model_config("llama_3_8b", MODELS), num_layers=layers)
+def test_eight_billion_parameters_on_few_small_chips():
+    target = cli.model_config("llama_3_8b", MODELS)  # whole: the notebook has it compiled, too
     draft = dataclasses.replace(target, num_layers=2)
     report = ahead.compile_pair(
-        target, draft, name, num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
+        target, draft, "v5e:2x4", num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
     )
     sps = report.programs["SpS"]
     assert report.needed < report.memory
     assert sps.temporary < 0.5e9
     assert sps.aliased >= report.caches
-    assert counts(sps, "/score/")["all-reduce"] in (2 * layers + 1, 2 * layers + 2)
+    assert counts(sps, "/score/")["all-reduce"] in (2 * 32 + 1, 2 * 32 + 2)
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
     assert max(each.num_bytes for each in sps.collectives) <= (K + 1) * 128_256 * 4
 
