@@ -270,13 +270,15 @@ def bars(rows: dict[str, dict[str, float]], path) -> None:
     unplotted = ("± ", "greedy agreement", "ms a draft step")
     panels = [name for name in first if name not in unplotted]
     size = 3.2 * len(panels) + 2, 0.3 * len(rows) + 1.2
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained")
-    for axis, panel in zip(axes, panels):
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, panel in zip(grid[0], panels):
         values = [rows[name][panel] for name in names]
         spread = [rows[name]["± "] for name in names] if panel == "acceptance" else None
         axis.barh(names, values, xerr=spread, color="C0", height=0.6)
         axis.set(xlabel=panel, xlim=(0.9 * min(values), 1.03 * max(values)))
-    axes[0].invert_yaxis()
+    grid[0, 0].invert_yaxis()
     with files.whole(path) as partial:
         figure.savefig(partial, dpi=120, format="png")
     pyplot.close(figure)
