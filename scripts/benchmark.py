@@ -1,4 +1,4 @@
-"""Measures autoregressive against speculative sampling on held-out code, over a range of K.
+"""Measures autoregressive against speculative sampling on held-out text, over a range of K.
 
 python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
 python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick

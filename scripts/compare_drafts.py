@@ -17,7 +17,8 @@ import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import benchmark, cli, distributed, files, loading, probes, recipes
+from spsjax import arguments, benchmark, cli, distributed, files, loading, probes, recipes, runs
+from spsjax.documents import Sources
 from spsjax.sampling import SamplingParams
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -34,16 +35,18 @@ def main():
     base.cache = str(workdir / "cache")
     base.lock()
     base.update(config.common)
-    runs = {name: changed(base, changes) for name, changes in config.runs.items()}
+    drafts = {name: changed(base, changes) for name, changes in config.runs.items()}
+    target = loading.load(base.target, cli.mesh(base.mesh))
+    prompts = prompts_of(config.speed, base, target.tokenizer)
     if config.start:
         train("start", changed(base, config.start), workdir)
-        for each in runs.values():
+        for each in drafts.values():
             each.init = str(workdir / "start" / "model")
-    for name, each in runs.items():
+    for name, each in drafts.items():
         train(name, each, workdir)
-    rows = {name: quality(workdir / name) for name in runs}
-    if config.speed.prompts:
-        for name, figures in speed(config, base, workdir, list(runs)).items():
+    rows = {name: quality(workdir / name) for name in drafts}
+    if prompts:
+        for name, figures in speed(config.speed, target, prompts, workdir, list(drafts)).items():
             rows[name] |= figures
     if distributed.is_first():
         files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
@@ -66,10 +69,7 @@ def train(name: str, config: ConfigDict, workdir: pathlib.Path) -> None:
 
 def quality(run: pathlib.Path) -> dict[str, float]:
     """The last measurements of a run."""
-    last = {}
-    for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        last[record["group"]] = record
+    last = {record["group"]: record for record in runs.records(run)}
     held_out = last["held_out"]
     figures = {
         "acceptance": held_out["acceptance"]["mean"],
@@ -83,26 +83,33 @@ def quality(run: pathlib.Path) -> dict[str, float]:
     return figures
 
 
-def speed(config, base, workdir: pathlib.Path, names: list[str]) -> dict[str, dict[str, float]]:
+def prompts_of(how: ConfigDict, base: ConfigDict, tokenizer) -> list[list[int]]:
+    """What speed is measured on, chosen before anything is trained: there may be too few."""
+    if not how.prompts or tokenizer is None:  # training refuses such a target
+        return []
+    sources = arguments.build("data", Sources, base.data)
+    size = how.prompts, how.prompt_tokens
+    return list(benchmark.held_out_prompts(tokenizer, *size, sources).values())
+
+
+def speed(
+    how: ConfigDict, target: loading.Model, prompts: list, workdir: pathlib.Path, names: list[str]
+) -> dict[str, dict[str, float]]:
     """Drafts in turn with plain sampling, on the same prompts: speed-ups, and ms a draft step."""
-    how, mesh = config.speed, cli.mesh(base.mesh)
-    target = loading.load(base.target, mesh)
-    prompts = benchmark.held_out_prompts(target.tokenizer, how.prompts, how.prompt_tokens)
     params = SamplingParams(temperature=how.temperature)
     contenders = [
         benchmark.contender(benchmark.BASELINE, "", target, None, params, how.max_new_tokens)
     ]
     parts_of, count = {}, how.num_speculative_tokens
     for name in names:
-        draft = loading.load(workdir / name / "model", mesh)
+        draft = loading.load(workdir / name / "model", target.mesh)
         contenders.append(
             benchmark.contender(name, "", target, draft, params, how.max_new_tokens, count)
         )
         length = how.prompt_tokens + how.max_new_tokens
         parts_of[name, "", count] = probes.probe(target, draft, count, params, length)
     lines = benchmark.race(
-        contenders, list(prompts.values()), how.repetitions, 0, parts_of,
-        display.progress("measuring"),
+        contenders, prompts, how.repetitions, 0, parts_of, display.progress("measuring"),
     )  # fmt: skip
     return {
         line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}

@@ -6,7 +6,6 @@ by noise alone and their median is a clean figure.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import platform
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from spsjax import arguments, documents, generation, probes
+from spsjax.documents import Sources
 from spsjax.drafters import base, ngram
 from spsjax.errors import InputError
 from spsjax.loading import Model
@@ -193,12 +193,14 @@ def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
     return [float(after / before) if before else None for before, after in pairs]
 
 
-def held_out_prompts(tokenizer: Tokenizer, count: int, length: int) -> dict[str, list[int]]:
-    """First `length` tokens of held-out standard library files, by name: a fixed choice.
+def held_out_prompts(
+    tokenizer: Tokenizer, count: int, length: int, sources: Sources
+) -> dict[str, list[int]]:
+    """First `length` tokens of held-out documents, by name: a fixed choice.
 
     The first `count` in the order of their names' hashes that are twice as long.
     """
-    texts = {name: text for name, text in documents.stdlib().items() if documents.is_held_out(name)}
+    texts = {document.name: document.text for document in documents.held_out(sources)}
     chosen = {}
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         tokens = tokenizer.encode(texts[name])
@@ -208,14 +210,14 @@ def held_out_prompts(tokenizer: Tokenizer, count: int, length: int) -> dict[str,
             break
     else:
         raise InputError(
-            f"prompts: expected at most {len(chosen)} (held-out files of {2 * length} tokens), "
-            f"found {count}"
+            f"prompts: expected at most {len(chosen)} (held-out documents of {2 * length} "
+            f"tokens), found {count}"
         )
     return chosen
 
 
 def random_prompts(vocab_size: int, count: int, length: int) -> dict[str, list[int]]:
-    """The same for a model without a tokenizer: random tokens."""
+    """For a model without a tokenizer: random tokens, by number."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (count, length))
     return {f"random {row}": tokens[row].tolist() for row in range(count)}
 
@@ -278,11 +280,12 @@ def compare(
     for count in counts:
         if not isinstance(count, int) or count < 1:
             raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
-    choose = functools.partial(
-        held_out_prompts if target.tokenizer else random_prompts,
-        target.tokenizer or target.config.vocab_size,
-    )
-    prompts = choose(config.prompts, config.prompt_tokens)
+    size = config.prompts, config.prompt_tokens
+    if target.tokenizer:
+        sources = arguments.build("data", Sources, config.data)
+        prompts = held_out_prompts(target.tokenizer, *size, sources)
+    else:
+        prompts = random_prompts(target.config.vocab_size, *size)
     contenders, parts_of = [], {}
     for setting, params in settings(config).items():
         entries = [(BASELINE, None, 0), *(("SpS", draft, count) for count in counts)]

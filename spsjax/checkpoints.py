@@ -1,5 +1,6 @@
 """Checkpoints of a run: written beside the training, checked when they are read."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -65,7 +66,9 @@ class Checkpoints:
     def __exit__(self, kind, error, trace) -> None:
         if kind is None:
             self.wait()
-        self._manager.close()
+        # On a full disk a save in the background fails, too: the first error is the one to tell.
+        with contextlib.suppress(*([] if kind is None else [Exception])):
+            self._manager.close()
         gc.collect()  # what failed is told to nobody now
         self._silence.__exit__(None, None, None)
 

@@ -87,6 +87,13 @@ def everywhere(fine: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.asarray(fine))))
 
 
+def agreed(number: int) -> int:
+    """The first process's number, in all of them."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.asarray(number)).ravel()[0])
+
+
 def wait(name: str) -> None:
     """Until all processes are here; `name` says where."""
     if jax.process_count() > 1:

@@ -103,17 +103,22 @@ def read(sources: Sources, part: str) -> Iterator[Document]:
                 yield Document(file, name, text)
 
 
+def held_out(sources: Sources) -> Iterator[Document]:
+    """The documents to evaluate on, copies and all."""
+    if sources.held_out:
+        yield from read(sources, "held_out")
+        return
+    names = held_out_names(sources)
+    yield from (document for document in read(sources, "train") if document.name in names)
+
+
 def split(sources: Sources) -> Iterator[tuple[str, Document]]:
     """Every document with its part: "train", "held_out", or "copy" of a held-out one.
 
     No text is in two parts, whatever its name: a copy is trained on by nobody, and counted once.
     """
     names = set() if sources.held_out else held_out_names(sources)
-    held = {
-        _digest(document)
-        for document in read(sources, "held_out" if sources.held_out else "train")
-        if sources.held_out or document.name in names
-    }
+    held = set(map(_digest, held_out(sources)))
     seen = set()
     for part in ("train", "held_out"):
         for document in read(sources, part):

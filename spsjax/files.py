@@ -1,6 +1,7 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import os
@@ -50,6 +51,23 @@ def _alive(process: int) -> bool:
     except OSError:
         return True
     return True
+
+
+@contextlib.contextmanager
+def lock(path: str | pathlib.Path, wait: bool = True) -> Iterator[None]:
+    """Held by one at a time; a process that ends, however, gives it back.
+
+    Where the file system knows no locks, everyone holds it. Raises BlockingIOError if another one
+    holds it and `wait` is false.
+    """
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
 
 
 def sha256(path: pathlib.Path) -> str:

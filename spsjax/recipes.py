@@ -153,7 +153,6 @@ class _Recipe:
             print(line)
         if best not in (None, self.pace.steps):
             print(f"the best checkpoint is that of step {best}: --export={best} makes it the model")
-        self.folder.close()
         drawn = runs.plot(self.folder)
         curves = self.workdir / "curves.png"
         print(f"curves in {curves}" if drawn else "no curves: matplotlib is not installed")

@@ -1,9 +1,8 @@
 """The folder of a run: what made it, its log, its curves; and what is seen while it goes on."""
 
-import fcntl
+import contextlib
 import importlib.metadata
 import importlib.util
-import io
 import json
 import pathlib
 import platform
@@ -13,10 +12,9 @@ from typing import Any
 
 import jax
 from ml_collections import ConfigDict
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from spsjax import chips, distributed, files
+from spsjax import chips, distributed, events, files
 from spsjax.errors import InputError, NonFiniteError, brief, one_line
 
 # A run may go on with others of these: they change no result, but for rounding.
@@ -24,7 +22,7 @@ _FREE = "mesh", "cache", "keep", "keep_best", "log_every"
 _PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
 
 # Folders that this process works on.
-_HELD: dict[pathlib.Path, io.TextIOWrapper] = {}
+_HELD: dict[pathlib.Path, contextlib.AbstractContextManager] = {}
 
 
 class Folder:
@@ -57,18 +55,15 @@ class Folder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "w")  # noqa: SIM115 (till the process ends)
-        except OSError as error:
-            found = one_line(error)
-            raise InputError(f"{self.path}: expected a folder for a run, found {found}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = files.lock(self.path / ".lock", wait=False)
+            lock.__enter__()  # till the process ends
         except BlockingIOError:
             raise InputError(
                 f"{self.path}: expected a run that nobody works on, found another process at it"
             ) from None
-        except OSError:  # a file system that knows no locks
-            pass
+        except OSError as error:
+            found = one_line(error)
+            raise InputError(f"{self.path}: expected a folder for a run, found {found}") from None
         _HELD[self.path] = lock
 
     def pin(self, **facts: str) -> None:
@@ -90,10 +85,10 @@ class Folder:
         starts = _starts(self.path / "environment.json") if step else []
         starts.append({"step": step, **_environment()})
         files.write(self.path / "environment.json", json.dumps(starts, indent=2) + "\n")
-        kept = [record for record in self.records() if record["step"] <= step]
+        kept = [record for record in records(self.path) if record["step"] <= step]
         lines = "".join(json.dumps(record) + "\n" for record in kept)
         files.write(self.path / "log.jsonl", lines)
-        self._events = SummaryWriter(str(self.path), purge_step=step + 1)
+        self._events = events.Writer(self.path, step + 1)
 
     def log(self, step: int, group: str, **record: Any) -> None:
         """Appends a line; numbers in it become curves, those of a mean with its interval one.
@@ -109,34 +104,18 @@ class Folder:
             raise NonFiniteError(
                 f"step {step}: expected finite figures of {group}, found {found}"
             ) from None
+        curves = {
+            f"{group}/{name}": value.get("mean") if isinstance(value, dict) else value
+            for name, value in record.items()
+        }
+        curves = {name: y for name, y in curves.items() if isinstance(y, (int, float))}
         try:
             with open(self.path / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(line)
+            self._events.add(step, **curves)
         except OSError as error:
-            error.filename = error.filename or str(self.path / "log.jsonl")
+            error.filename = error.filename or str(self.path)
             raise
-        for name, value in record.items():
-            value = value.get("mean") if isinstance(value, dict) else value
-            if isinstance(value, (int, float)):
-                self._events.add_scalar(f"{group}/{name}", value, step)
-        self._events.flush()
-
-    def records(self) -> list[dict]:
-        """The lines of the log, but for damaged ones, such as a last one that was cut off."""
-        path, found = self.path / "log.jsonl", []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    record = json.loads(line)
-                    found += [record] if type(record["step"]) is int and record["group"] else []
-                except (ValueError, KeyError, TypeError):
-                    continue
-        return found
-
-    def close(self) -> None:
-        """Ends the event file."""
-        if self._events is not None:
-            self._events.close()
 
 
 class Progress:
@@ -196,6 +175,19 @@ class Progress:
         self._bar.close()
 
 
+def records(folder: str | pathlib.Path) -> list[dict]:
+    """A run's log, but for damaged lines, such as a last one that was cut off."""
+    path, found = pathlib.Path(folder) / "log.jsonl", []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+                found += [record] if type(record["step"]) is int and record["group"] else []
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found
+
+
 def plot(folder: Folder) -> bool:
     """Draws loss and acceptance over the steps to `curves.png`; False without matplotlib."""
     if not importlib.util.find_spec("matplotlib"):
@@ -205,15 +197,15 @@ def plot(folder: Folder) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = folder.records()
-    names = {name for record in records for name in record}
+    log = records(folder.path)
+    names = {name for record in log for name in record}
     panels = [name for name in ("loss", "acceptance", "block_efficiency") if name in names]
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")  # of no screen
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, name in zip(axes, panels):
-        for group in dict.fromkeys(record["group"] for record in records):
-            some = [each for each in records if each["group"] == group and name in each]
+        for group in dict.fromkeys(record["group"] for record in log):
+            some = [each for each in log if each["group"] == group and name in each]
             if not some:
                 continue
             steps, values = [each["step"] for each in some], [each[name] for each in some]

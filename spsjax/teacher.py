@@ -1,20 +1,17 @@
 """What is kept of a large target, so that it runs once on texts that are seen many times."""
 
-import contextlib
 import dataclasses
 import hashlib
 import pathlib
-import zipfile
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from tqdm import tqdm
 
-from spsjax import checkpoints, data, distill, distributed, files, losses, train
-from spsjax.errors import InputError, brief, one_line
+from spsjax import checkpoints, data, distill, distributed, kept, losses, train
+from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.types import PyTree
 
@@ -63,7 +60,7 @@ class Teacher:
             target: the target.
             examples: [N, T+1] int32; the last token of each is a label only.
             temperatures: of the objective.
-            folder: where the files are, under names made of what they depend on: found there, they
+            folder: where they are kept, under names made of what they depend on: found there, they
                 are not computed again.
             place: of a batch's rows.
             dtype: the compute type.
@@ -84,77 +81,19 @@ class Teacher:
             laws = [losses.coarse(output.logits / each, ids) for each in temperatures]
             return {"ids": ids, "log_probs": jnp.stack(laws, axis=-2)}
 
-        depends_on = (
-            config,
-            self.keep,
-            k,
-            temperatures,
-            str(dtype),
-            len(examples),
-            examples[0].shape,
-        )
-        name = _fingerprint(depends_on, target.params, examples)
+        batch = -(-self.batch // _rows(place)) * _rows(place)
+        mine, run = data.local_rows(place, batch), jax.jit(run)
+
+        def compute(start):
+            rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
+            given = data.put(examples[rows[mine]], batch, place)
+            return distributed.fetch(run(target.params, given))
+
+        shape = len(examples), *examples[0].shape
+        depends_on = config, self.keep, k, temperatures, str(dtype), shape
+        name = f"{self.keep}-{_fingerprint(depends_on, target.params, examples)}"
         with target.in_mesh():
-            return _kept(folder, name, jax.jit(run), target.params, examples, self.batch, place)
-
-
-def _kept(folder, name, run, params, examples, batch, place) -> dict[str, np.ndarray]:
-    """Outputs of `run` on all examples, from files of that name, which are made if need be."""
-    batch = -(-batch // _rows(place)) * _rows(place)
-    shapes = jax.eval_shape(run, params, examples[np.zeros(1, int)])
-    paths = {column: folder / f"{column}-{name}.npy" for column in shapes}
-    if not all(distributed.everywhere(path.exists()) for path in paths.values()):
-        mine = data.local_rows(place, batch)
-
-        def parts():
-            starts = range(0, len(examples), batch)
-            for start in tqdm(
-                starts, desc="target", unit="batch", disable=not distributed.is_first()
-            ):
-                rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
-                output = run(params, data.put(examples[rows[mine]], batch, place))
-                output = distributed.fetch(output)
-                yield {each: column[: len(examples) - start] for each, column in output.items()}
-
-        if distributed.is_first():
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(paths, shapes, len(examples), parts())
-        else:
-            for _ in parts():
-                pass
-        distributed.wait(f"{name} written")
-    columns = {}
-    for column, path in paths.items():
-        try:
-            columns[column] = np.load(path, mmap_mode="r")
-            if columns[column].shape != (len(examples), *shapes[column].shape[1:]):
-                raise ValueError(f"an array of {columns[column].shape}")
-        except (OSError, ValueError, EOFError) as error:
-            raise InputError(
-                f"{path}: expected what was kept of the target, or no such file, "
-                f"found {one_line(error)}"
-            ) from None
-    return columns
-
-
-def _write(paths, shapes, count, parts) -> None:
-    with contextlib.ExitStack() as stack:
-        outputs = {}
-        for column, path in paths.items():
-            partial = stack.enter_context(files.whole(path))
-            outputs[column] = stack.enter_context(open(partial, "wb"))
-            shape = shapes[column]
-            np.lib.format.write_array_header_1_0(
-                outputs[column],
-                {
-                    "descr": np.lib.format.dtype_to_descr(np.dtype(shape.dtype)),
-                    "fortran_order": False,
-                    "shape": (count, *shape.shape[1:]),
-                },
-            )
-        for part in parts:
-            for column, output in outputs.items():
-                output.write(np.ascontiguousarray(part[column]).tobytes())
+            return kept.columns(folder / name, len(examples), batch, compute, "target")
 
 
 def _rows(place: jax.sharding.Sharding) -> int:
@@ -179,7 +118,7 @@ def samples(
 ) -> dict[str, np.ndarray]:
     """Texts of the target, each after a prompt of the corpus, as `distill.continued` gives them.
 
-    They are sampled once. See `Teacher.columns` for `folder`.
+    They are sampled once. See `Teacher.columns` for `folder` and errors.
     """
     length = examples[0].shape[0]
     rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]
@@ -187,27 +126,10 @@ def samples(
     depends_on = (target.config, mixture.samples, mixture.prompt_length, mixture.temperature)
     depends_on += (mixture.batch, seed)
     prompts = examples[rows][:, : mixture.prompt_length]
-    path = folder / f"samples-{_fingerprint((depends_on, length), target.params, prompts)}.npz"
-    if not distributed.everywhere(path.exists()):
-        parts = []
-        starts = range(0, len(prompts), mixture.batch)
-        for start in tqdm(starts, desc="samples", unit="batch", disable=not distributed.is_first()):
-            some = prompts[start : start + mixture.batch]
-            key = (seed + start) % 2**32
-            parts.append(distill.continued(target, some, length, mixture.temperature, key))
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        if distributed.is_first():
-            folder.mkdir(parents=True, exist_ok=True)
-            with files.whole(path) as partial, open(partial, "wb") as file:
-                np.savez(file, **whole)
-        distributed.wait("samples written")
-    try:
-        with np.load(path) as found:
-            whole = {name: found[name] for name in ("tokens", "start", "stop")}
-        if whole["tokens"].shape != (mixture.samples, length):
-            raise ValueError(f"an array of {whole['tokens'].shape}")
-        return whole
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(
-            f"{path}: expected samples, or no such file, found {one_line(error)}"
-        ) from None
+    name = f"samples-{_fingerprint((depends_on, length), target.params, prompts)}"
+
+    def compute(start):
+        some = prompts[start : start + mixture.batch]
+        return distill.continued(target, some, length, mixture.temperature, (seed + start) % 2**32)
+
+    return kept.columns(folder / name, mixture.samples, mixture.batch, compute, "samples")

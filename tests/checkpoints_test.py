@@ -176,3 +176,9 @@ def test_sums_tell_any_bit_and_any_place_apart_and_no_sharding():
 def test_numbers_to_keep_that_are_none_are_refused(tmp_path, keep, keep_best):
     with pytest.raises(InputError, match=r"^keep(_best)?: expected an integer >= "):
         Checkpoints(tmp_path, keep, keep_best)
+
+
+def test_the_first_of_two_errors_is_told(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="the first"), Checkpoints(tmp_path, 1, 1) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "close", lambda: 1 / 0)
+        raise OSError("the first")

@@ -188,29 +188,17 @@ def test_states_of_another_target_or_text_are_not_taken_for_this_one_s(target, t
         states = keeping.columns(model, tokens, (1.0,), tmp_path, PLACE, "float32")["states"]
         expected = train.forward(CONFIG, weights, tokens[:, :-1]).hidden
         np.testing.assert_allclose(states, expected, rtol=1e-2, atol=2e-3)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("states-*"))) == 3
 
 
 @pytest.mark.parametrize("size", [0, 50, -10])
 def test_damaged_states_are_named(target, tmp_path, size):
     arguments = target, HELD_OUT, (1.0,), tmp_path, PLACE, "float32"
     teacher.Teacher("states").columns(*arguments)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*/*.npy")
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(
-        InputError, match=f"^{path}: expected what was kept of the target, or no suc"
-    ):
+    with pytest.raises(InputError, match=f"^{path}: expected {len(HELD_OUT)} rows that were kept,"):
         teacher.Teacher("states").columns(*arguments)
-
-
-def test_an_interrupted_pass_leaves_nothing(target, tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(teacher, "tqdm", stop)
-    with pytest.raises(KeyboardInterrupt):
-        teacher.Teacher("top_k").columns(target, HELD_OUT, (1.0,), tmp_path, PLACE, "float32")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_is_stored_with_small_outputs(path):
 # What is too much for a test, and what is done in its place.
 SMALLER = {
     "distill_a_draft": {'"steps": 300': '"steps": 30', '"eval_every": 100': '"eval_every": 30'},
+    "plan_a_pod": {"num_layers=32": "num_layers=8"},
     "quickstart": {"KS = (1, 2, 4, 8)": "KS = (1, 4)"},
 }
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from conftest import FAST
 
 from spsjax import InputError, SamplingParams, sampling
 
@@ -168,7 +169,8 @@ def test_the_law_of_a_draw_is_that_of_its_weights(vocab):
     """Bisects, over all numbers that float32 uniforms can be, to where a draw changes."""
     rng = np.random.default_rng(0)
     weights = rng.permutation(np.arange(1, vocab + 1) ** -1.5).astype(np.float32)
-    draw = jax.jit(jax.vmap(functools.partial(sampling.draw, jnp.asarray(weights))))
+    draw = jax.vmap(functools.partial(sampling.draw, jnp.asarray(weights)))
+    draw = jax.jit(draw, compiler_options=FAST)
 
     def masses(count, drawn_below):
         """[count] the measure of each outcome of a draw that grows with its number."""

@@ -357,9 +357,10 @@ def test_parts_are_measured_in_order_of_size():
 
 def test_prompts_are_held_out_and_always_the_same(tmp_path):
     pieces = tokenizer.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
-    prompts = benchmark.held_out_prompts(pieces, 3, 50)
-    assert prompts == benchmark.held_out_prompts(pieces, 3, 50)
-    assert list(prompts) == list(benchmark.held_out_prompts(pieces, 5, 50))[:3]
+    stdlib = documents.Sources(("stdlib",))
+    prompts = benchmark.held_out_prompts(pieces, 3, 50, stdlib)
+    assert prompts == benchmark.held_out_prompts(pieces, 3, 50, stdlib)
+    assert list(prompts) == list(benchmark.held_out_prompts(pieces, 5, 50, stdlib))[:3]
     assert all(
         documents.is_held_out(name) and len(tokens) == 50 for name, tokens in prompts.items()
     )

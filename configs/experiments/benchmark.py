@@ -29,6 +29,8 @@ def get_config() -> ml_collections.ConfigDict:
             "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8),
             "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "parts": True,  # time draft step and scoring pass on their own, too
+            # Prompts begin held-out documents of this, as in pystdlib_target.py.
+            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "prompts": 8,
             "prompt_tokens": 100,
             "max_new_tokens": 128,

@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
             "num_speculative_tokens": (2, 4, 5, 6, 8),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "parts": False,
+            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "prompts": 4,
             "prompt_tokens": 100,
             "max_new_tokens": 128,
