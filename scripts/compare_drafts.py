@@ -32,9 +32,9 @@ def main():
     print(config)
     cli.check_installed("the plot", "matplotlib")
     base = runpy.run_path(str(_CONFIGS / f"{config.base}.py"))["get_config"]()
-    base.cache = str(workdir / "cache")
     base.lock()
     base.update(config.common)
+    base.cache = base.cache or str(workdir / "cache")
     drafts = {name: changed(base, changes) for name, changes in config.runs.items()}
     target = loading.load(base.target, cli.mesh(base.mesh))
     prompts = prompts_of(config.speed, base, target.tokenizer)

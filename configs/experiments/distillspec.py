@@ -40,7 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
             "base": "pystdlib_draft",  # of this folder
             "common": {
                 "objective": {"temperatures": (1.0,)},
-                "teacher": {"keep": "nothing"},
+                "cache": "",  # of the target's states; none: of this comparison alone
                 "trial": {"prompts": 64, "new_tokens": 96},
                 "mixture": {"samples": 640},
                 "eval_every": 600,

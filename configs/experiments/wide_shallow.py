@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
             "base": "pystdlib_draft",  # of this folder
             "common": {
                 "objective": {"name": "forward_kl", "temperatures": (1.0,)},
-                "teacher": {"keep": "nothing"},
+                "cache": "",  # of the target's states; none: of this comparison alone
                 "trial": {"prompts": 64, "new_tokens": 96},
                 "eval_every": 1000,
                 "eval_examples": 128,
