@@ -31,6 +31,7 @@ setup(
         "ml-collections",
         "numpy",
         "optax",
+        "pyyaml",
         "orbax-checkpoint",
         "rich",
         "safetensors",

@@ -29,7 +29,7 @@ flags.mark_flag_as_required("workdir")
 
 def main():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
-    print(config)
+    print(cli.shown(config))
     cli.check_installed("the plot", "matplotlib")
     base = runpy.run_path(str(_CONFIGS / f"{config.base}.py"))["get_config"]()
     base.lock()

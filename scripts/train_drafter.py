@@ -23,7 +23,7 @@ flags.mark_flag_as_required("workdir")
 
 def main():
     config = _CONFIG.value
-    print(config)
+    print(cli.shown(config))
     recipes.draft(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
 
 

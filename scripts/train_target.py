@@ -24,7 +24,7 @@ flags.mark_flag_as_required("workdir")
 
 def main():
     config = _CONFIG.value
-    print(config)
+    print(cli.shown(config))
     recipes.target(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
 
 

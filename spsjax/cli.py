@@ -1,6 +1,7 @@
 """What the scripts share: flags into objects, and a user's mistake into one line."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import runpy
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
+import yaml
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
@@ -102,6 +104,11 @@ def _leave(message: str) -> NoReturn:
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def shown(config: ConfigDict) -> str:
+    """A config as people read it: YAML, without the names of Python's types."""
+    return yaml.safe_dump(json.loads(config.to_json()), default_flow_style=None)
 
 
 def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:

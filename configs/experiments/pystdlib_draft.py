@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "length": 512,
             "batch": 2,
-            "steps": 15_500,
+            "steps": 10_000,
             "optimization": {
                 "learning_rate": 2e-3,
                 "warmup": 100,
@@ -57,7 +57,7 @@ def get_config() -> ml_collections.ConfigDict:
             "compute": {"dtype": "", "remat": False},
             "mesh": {"data": 1, "model": 1},
             "seed": 0,
-            "eval_every": 500,
+            "eval_every": 1000,
             "eval_examples": 64,
             "log_every": 10,
             "keep": 2,
