@@ -18,12 +18,22 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 90
 FLAGS = (
-    "--config.model.vocab_size=320", "--config.model.d_model=32", "--config.model.d_ff=32",
+    "--config.model.d_model=32", "--config.model.d_ff=32",
     "--config.model.num_heads=8", "--config.model.num_kv_heads=4", "--config.model.head_dim=4",
-    "--config.model.num_layers=1", "--config.model.max_positions=64", "--config.length=32",
-    "--config.batch=4", f"--config.steps={STEPS}", "--config.eval_every=20",
-    "--config.eval_examples=4", "--config.log_every=1", "--config.optimization.warmup=3",
-    "--config.compute.dtype=float32",
+    "--config.model.num_layers=1", "--config.length=32", "--config.batch=4",
+    "--config.eval_every=20", "--config.eval_examples=4", "--config.log_every=1",
+    "--config.optimization.warmup=3", "--config.compute.dtype=float32",
+)  # fmt: skip
+TARGET = (
+    *FLAGS, f"--config.steps={STEPS}", "--config.model.vocab_size=320",
+    "--config.model.max_positions=64",
+)  # fmt: skip
+# From what is kept of the target, on its own texts and on the corpus.
+DRAFT = (
+    *FLAGS, "--config.steps=8", "--config.mixture.corpus=0.5", "--config.mixture.target=0.5",
+    "--config.mixture.samples=8", "--config.mixture.batch=4", "--config.mixture.prompt_length=8",
+    "--config.trial.prompts=2", "--config.trial.prompt_length=8", "--config.trial.new_tokens=8",
+    "--config.teacher.keep=top_k",
 )  # fmt: skip
 
 
@@ -37,30 +47,35 @@ def texts(tmp_path_factory) -> str:
     return str(folder)
 
 
-def start(texts, workdir, *flags, devices=1, limit=None) -> subprocess.Popen:
+def start(
+    texts, workdir, *flags, script="train_target.py", devices=1, limit=None
+) -> subprocess.Popen:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-
-    script = ROOT / "scripts" / "train_target.py"
+    of_script = DRAFT if script == "train_drafter.py" else TARGET
     train = f"--config.data.train=('{texts}',)"
     limited = ["bash", "-c", f'ulimit -f {limit}; exec "$0" "$@"'] if limit else []
     return subprocess.Popen(
-        [*limited, sys.executable, script, f"--workdir={workdir}", train, *FLAGS, *flags],
+        [
+            *limited, sys.executable, ROOT / "scripts" / script, f"--workdir={workdir}", train,
+            *of_script, *flags,
+        ],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", env=environment, cwd=ROOT,
     )  # fmt: skip
 
 
-def start_two(texts, workdir) -> list[subprocess.Popen]:
+def start_two(texts, workdir, *flags, script="train_target.py") -> list[subprocess.Popen]:
     """Two processes of four devices each."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     mesh = "--config.mesh.data=2", "--config.mesh.model=4"
-    together = (*mesh, f"--coordinator=localhost:{port}", "--num_processes=2")
+    together = (*mesh, *flags, f"--coordinator=localhost:{port}", "--num_processes=2")
     return [
-        start(texts, workdir, *together, f"--process_id={index}", devices=4) for index in range(2)
+        start(texts, workdir, *together, f"--process_id={index}", script=script, devices=4)
+        for index in range(2)
     ]
 
 
@@ -78,20 +93,26 @@ def finished(process) -> str:
     return out + err
 
 
-def result(workdir):
+def result(workdir, step=STEPS):
     """Sums of the last checkpoint's bits, and the losses of every step."""
-    note = json.loads((workdir / "checkpoints" / f"step_{STEPS}" / "note" / "metadata").read_text())
+    note = json.loads((workdir / "checkpoints" / f"step_{step}" / "note" / "metadata").read_text())
     records = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
     losses = [(each["step"], each["loss"]) for each in records if each["group"] == "train"]
     return note, losses
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(texts, tmp_path_factory):
-    """What a run is that nobody disturbs."""
+def target(texts, tmp_path_factory) -> pathlib.Path:
+    """A run that nobody disturbed."""
     workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
     finished(start(texts, workdir))
-    note, losses = result(workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(target):
+    """What a run is that nobody disturbs."""
+    note, losses = result(target)
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert note["feed"] == {"next_index": STEPS} and len(note["sums"]) > 10
     return note, losses
@@ -139,6 +160,21 @@ def test_two_processes_killed_and_told_to_end_go_on(texts, tmp_path, uninterrupt
     assert_near(result(workdir), uninterrupted)
     # And another mesh can go on with it, or find it finished.
     assert "model in" in finished(start(texts, workdir))
+
+
+def test_two_processes_distil_as_one_does(texts, tmp_path, target):
+    teaching = f"--config.target={target / 'model'}"
+    finished(start(texts, tmp_path / "one", teaching, script="train_drafter.py"))
+    for process in start_two(texts, tmp_path / "two", teaching, script="train_drafter.py"):
+        finished(process)
+    one, two = (result(tmp_path / name, step=8) for name in ("one", "two"))
+    assert len(one[1]) == 8
+    assert_near(two, one)
+    kept = [
+        {path.relative_to(cache): path.stat().st_size for path in cache.glob("*/*.npy")}
+        for cache in (tmp_path / "one" / "cache", tmp_path / "two" / "cache")
+    ]
+    assert kept[0] == kept[1] and len(kept[0]) == 3 + 2 * 2  # of two tables, ids and laws
 
 
 def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(
