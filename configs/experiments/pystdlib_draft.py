@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "length": 512,
             "batch": 2,
-            "steps": 10_000,
+            "steps": 15_500,
             "optimization": {
                 "learning_rate": 2e-3,
                 "warmup": 100,
