@@ -7,6 +7,7 @@ import pathlib
 import runpy
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -21,6 +22,7 @@ from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError, Stopped, brief, one_line
 from spsjax.models import huggingface, transformer
 
+_GRACE_SECONDS = 5
 _PACKAGE = pathlib.Path(__file__).parent
 
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the processes that JAX finds: a pod.")
@@ -103,6 +105,8 @@ def _leave(message: str) -> NoReturn:
     """Ends a process of several at once: an orderly end would wait for those that are gone."""
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
+    if distributed.is_first():  # its end aborts the others, who may be about to say the same
+        time.sleep(_GRACE_SECONDS)
     os._exit(1)
 
 

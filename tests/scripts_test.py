@@ -286,7 +286,7 @@ def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
     assert (tmp_path / "runs" / "table.png").read_bytes().startswith(b"\x89PNG")
     known = json.loads((tmp_path / "runs" / "forward_kl" / "config.json").read_text())
     assert known["init"] == str(tmp_path / "runs" / "start" / "model")
-    assert "cache: ''" in first.stdout and "!!" not in first.stdout
+    assert "base: pystdlib_draft" in first.stdout and "!!" not in first.stdout
     table = (tmp_path / "runs" / "table.md").read_text()
     assert table in first.stdout and table.count("\n") == 3
     assert "step/s" not in succeeds("compare_drafts.py", *flags).stderr  # nothing is trained again
