@@ -67,7 +67,7 @@ class Checkpoints:
         if kind is None:
             self.wait()
         # On a full disk a save in the background fails, too: the first error is the one to tell.
-        with contextlib.suppress(*([] if kind is None else [Exception])):
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             self._manager.close()
         gc.collect()  # what failed is told to nobody now
         self._silence.__exit__(None, None, None)

@@ -58,6 +58,8 @@ def columns(
                 f"{file}: expected {count} rows that were kept, or no such folder, "
                 f"found {one_line(error)}"
             ) from None
+    if not found:
+        raise InputError(f"{path}: expected columns that were kept, or no such folder, found none")
     return found
 
 

@@ -60,6 +60,9 @@ def test_what_is_interrupted_goes_on(tmp_path, ends):
     computed = Computed()
     assert_whole(columns(tmp_path, computed))
     assert computed.starts == list(range(ends, COUNT, BATCH))
+    columns(tmp_path / "undisturbed", Computed())
+    for path in (tmp_path / "it").iterdir():
+        assert path.read_bytes() == (tmp_path / "undisturbed" / "it" / path.name).read_bytes()
 
 
 def test_a_note_of_rows_that_are_not_there_is_refused(tmp_path):
@@ -68,6 +71,14 @@ def test_a_note_of_rows_that_are_not_there_is_refused(tmp_path):
     path = tmp_path / ".it.partial" / "squares.npy"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError, match=rf"^{path}: expected 6 rows of 11, or no such folder, fo"):
+        columns(tmp_path, Computed())
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    (tmp_path / "it").mkdir()
+    with pytest.raises(
+        InputError, match=rf"^{tmp_path}/it: expected columns that were kept,"
+    ):
         columns(tmp_path, Computed())
 
 
