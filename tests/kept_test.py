@@ -76,9 +76,7 @@ def test_a_note_of_rows_that_are_not_there_is_refused(tmp_path):
 
 def test_an_empty_folder_is_refused(tmp_path):
     (tmp_path / "it").mkdir()
-    with pytest.raises(
-        InputError, match=rf"^{tmp_path}/it: expected columns that were kept,"
-    ):
+    with pytest.raises(InputError, match=rf"^{tmp_path}/it: expected columns that were kept,"):
         columns(tmp_path, Computed())
 
 
