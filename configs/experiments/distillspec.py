@@ -55,10 +55,10 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "runs": runs,
             "speed": {
-                "prompts": 4,  # 0: speed is not measured
+                "prompts": 16,  # 0: speed is not measured
                 "prompt_tokens": 64,
                 "max_new_tokens": 96,
-                "repetitions": 3,
+                "repetitions": 2,
                 "num_speculative_tokens": 4,
                 "temperature": 1.0,
             },

@@ -35,10 +35,10 @@ def get_config() -> ml_collections.ConfigDict:
                 for layers, shape in shapes.items()
             },
             "speed": {
-                "prompts": 4,
+                "prompts": 16,
                 "prompt_tokens": 64,
                 "max_new_tokens": 96,
-                "repetitions": 3,
+                "repetitions": 2,
                 "num_speculative_tokens": 4,
                 "temperature": 1.0,
             },
