@@ -28,6 +28,7 @@ setup(
         "flax",
         "grain",
         "jax>=0.10,<0.13",
+        "jinja2",
         "ml-collections",
         "numpy",
         "optax",
@@ -37,11 +38,13 @@ setup(
         "safetensors",
         "sentencepiece",
         "tensorboardX",
+        "tokenizers",
         "tqdm",
     ],
     extras_require={
         "test": ["pytest", "pytest-xdist", "ruff", "scipy"],
         "plots": ["matplotlib"],
+        "hub": ["huggingface_hub"],
         "ahead": ["libtpu"],  # the TPU's compiler, for machines without a TPU
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],

@@ -3,7 +3,8 @@
 python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
 python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick
 python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5
-python scripts/benchmark.py --random=90M
+python scripts/benchmark.py --size=90M
+python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random
 
 Every key of the config is a flag; configs/experiments/benchmark.py lists them.
 """
@@ -21,10 +22,14 @@ from spsjax import benchmark, cli, distributed, files, loading, peers
 from spsjax.errors import InputError
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
+_MODELS = _CONFIGS.parent / "models"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to measure.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
-_RANDOM = flags.DEFINE_string("random", None, "Time ArS of a random model of this size, as 90M.")
+_SIZE = flags.DEFINE_string("size", None, "Time ArS of a random model of this size, as 90M.")
+_RANDOM = flags.DEFINE_bool(
+    "random", False, "Time random weights of the config's shapes: those of configs/models."
+)
 _PEER = flags.DEFINE_enum("peer", None, ["hf"], "Race Hugging Face generate, too.")
 _JSON = flags.DEFINE_string("json", None, "Write all figures to this file.")
 _PLOT = flags.DEFINE_string("plot", None, "Write a PNG to this file.")
@@ -40,19 +45,31 @@ def main():
     if _PLOT.value:
         cli.check_installed("--plot", "matplotlib")
     mesh = cli.mesh(config.mesh)
-    if _RANDOM.value:
-        shape = benchmark.config_of_size(parse_size(_RANDOM.value))
+    if _SIZE.value and _RANDOM.value:
+        raise InputError("--size, --random: expected one of the two, found both")
+    if _SIZE.value:
+        shape = benchmark.config_of_size(parse_size(_SIZE.value))
         target, draft = loading.random(shape, mesh=mesh, dtype=config.dtype), None
+    elif _RANDOM.value:
+        shapes = [cli.model_config(name, _MODELS) for name in (config.target, config.draft)]
+        target, draft = (
+            loading.random(shape, seed, mesh, config.dtype) for seed, shape in enumerate(shapes)
+        )
     else:
         target = loading.load(config.target, mesh, config.dtype)
         draft = loading.load(config.draft, mesh, config.dtype)
+        if config.texts and target.tokenizer is None:
+            raise InputError(f"{target.name}: expected a tokenizer for texts, found none")
     others = peers.contenders(config, target, draft) if _PEER.value else []
     report = benchmark.compare(config, target, draft, others, display.progress("measuring"))
-    display.table(report.lines)
-    display.positions(report.lines)
-    display.summary(report)
+    mark = "random weights" if _SIZE.value or _RANDOM.value else ""
+    display.table(report.lines, mark)
+    display.positions(report.lines, mark)
+    display.summary(report, mark)
+    display.prediction(report.lines, mark)
     if _JSON.value and distributed.is_first():
-        figures = {"config": config.to_dict(), **dataclasses.asdict(report)}
+        weights = mark or "as loaded"
+        figures = {"config": config.to_dict(), "weights": weights, **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
         files.write(_JSON.value, text)
     if _PLOT.value and distributed.is_first():
@@ -72,7 +89,7 @@ def parse_size(text: str) -> int:
     """90M -> 90,000,000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", text, re.IGNORECASE)
     if not match:
-        raise InputError(f"--random: expected a size as 90M or 0.5B, found {text!r}")
+        raise InputError(f"--size: expected a size as 90M or 0.5B, found {text!r}")
     return int(float(match[1]) * {"M": 10**6, "B": 10**9}[match[2].upper()])
 
 

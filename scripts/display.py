@@ -87,8 +87,10 @@ class Figures:
         return line + f" (compiling and a first round apart: {self.warm_up:.1f} s)"
 
 
-def stream(model, prompt, drafter, num_speculative_tokens, *, colour: bool, **options) -> Figures:
-    """Prints the prompt and its continuation as it grows; in colour, what each token was."""
+def stream(
+    model, prompt, shown: str, drafter, num_speculative_tokens, *, colour: bool, **options
+) -> Figures:
+    """Prints `shown` and the prompt's continuation as it grows; in colour, what each token was."""
     console, figures = Console(highlight=False), Figures()
     start = time.perf_counter()
     with Console(stderr=True).status("compiling"):
@@ -96,7 +98,7 @@ def stream(model, prompt, drafter, num_speculative_tokens, *, colour: bool, **op
         next(rounds, None)
     figures.warm_up = time.perf_counter() - start
     ids, rounds = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
-    paint(console, prompt, "dim" if colour else "")
+    paint(console, shown, "dim" if colour else "")
     for text, style in pieces(model.tokenizer, ids, figures.count(rounds)):
         paint(console, text, style if colour else "")
     print(flush=True)
@@ -118,8 +120,11 @@ def progress(description: str):
     return wrap
 
 
-def table(lines, console: Console | None = None) -> None:
-    """One row a contender, a block a setting; the best speed-up of a block in bold."""
+def table(lines, mark: str = "", console: Console | None = None) -> None:
+    """One row a contender, a block a setting; the best speed-up of a block in bold.
+
+    `mark` is what must be known of all figures; it is in every row.
+    """
     shown = Table(show_edge=False, pad_edge=False, header_style="dim")
     parts = any(line.loop_over_parts for line in lines)
     columns = ("setting", "sampler", "K", "ms a\ntoken", "speed-\nup", "tokens\na call", "accepted")
@@ -131,7 +136,7 @@ def table(lines, console: Console | None = None) -> None:
             shown.add_section()
         cells = [
             line.setting,
-            line.name,
+            f"{line.name}, {mark}" if mark else line.name,
             str(line.num_speculative_tokens or "-"),
             f"{line.ms_per_token:.2f}",
             _cell(line.speedup, "{:.2f}"),
@@ -154,7 +159,7 @@ def columns(header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int]
     print()
 
 
-def positions(lines) -> None:
+def positions(lines, mark: str = "") -> None:
     """Acceptance by position: P(accepted | reached), at the largest K of each setting."""
     lines = _longest(lines)
     if not lines:
@@ -165,41 +170,64 @@ def positions(lines) -> None:
         shown.add_column(str(position + 1), justify="right")
     for line in lines:
         cells = (_cell(value, "{:.0%}") for value in line.acceptance_by_position)
-        shown.add_row(f"{line.setting}, K = {line.num_speculative_tokens}", *cells)
+        name = f"{line.setting}, K = {line.num_speculative_tokens}"
+        shown.add_row(f"{name}, {mark}" if mark else name, *cells)
     Console().print(shown)
 
 
-def summary(report) -> None:
+def summary(report, mark: str = "") -> None:
     """The floor, and who is how much faster than whom."""
-    machine = report.machine
+    machine, mark = report.machine, f"{mark}: " if mark else ""
     print(
-        f"{machine['device']}, {machine['cores']} cores, {machine['dtype']}, "
+        f"{mark}{machine['device']}, {machine['cores']} cores, {machine['dtype']}, "
         f"Python {machine['python']}, jax {machine['jax']}; compiling, which no figure contains, "
         f"took {sum(line.compile_seconds or 0 for line in report.lines):.0f} s"
     )
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s ({name})" for name, rate in report.bandwidth.items())
     print(
-        f"memory: {rates}; weights: {report.weights_bytes / 1e6:.1f} MB; "
+        f"{mark}memory: {rates}; weights: {report.weights_bytes / 1e6:.1f} MB; "
         f"floor of an ArS token: {report.floor_ms:.2f} ms"
     )
     best, peers = best_lines(report.lines), [x for x in report.lines if x.name.startswith("HF")]
     for setting, ratio in report.ars_over_floor.items():
         speed = report.weights_bytes / (ratio * report.floor_ms * 1e6)
-        text = f"{setting}: ArS at {ratio:.2f} x the floor, reading weights at {speed:.1f} GB/s"
+        text = (
+            f"{mark}{setting}: ArS at {ratio:.2f} x the floor, reading weights at {speed:.1f} GB/s"
+        )
         if setting in best:
             line = best[setting]
-            text += f"; SpS at K = {line.num_speculative_tokens} is {line.speedup:.2f} x faster"
+            text += f"; SpS at K = {line.num_speculative_tokens} is {line.speedup:.2f} x as fast"
         print(text)
         for name in dict.fromkeys(line.name for line in peers):
             rivals = [x for x in peers if (x.name, x.setting) == (name, setting)]
             rival = min(rivals, key=lambda line: line.ms_per_token)
-            text = f"  over {name}"
+            text = f"  {mark}over {name}"
             if rival.num_speculative_tokens:
                 text += f" at its best K = {rival.num_speculative_tokens}"
             text += f": ArS {1 / rival.speedup:.2f} x"
             if setting in best:
                 text += f", SpS {rival.ms_per_token / best[setting].ms_per_token:.2f} x"
             print(text)
+
+
+def prediction(lines, mark: str = "") -> None:
+    """What the parts of a round let one expect, beside what was measured."""
+    mark = f"{mark}: " if mark else ""
+    for line in lines:
+        if line.predicted_speedup is None:
+            continue
+        K, base = line.num_speculative_tokens, next(x for x in lines if x.setting == line.setting)
+        text = (
+            f"{mark}{line.setting}, K = {K}: r' = {line.block_efficiency / (K + 1):.4f}, "
+            f"t_target = {1e3 * base.parts.scoring:.2f} ms, "
+            f"t_draft = {1e3 * line.parts.draft_step:.2f} ms; "
+            "speed-up r' (K + 1) t_target / (K t_draft + t_target) = "
+            f"{line.predicted_speedup:.2f} predicted, {line.speedup:.2f} measured"
+        )
+        if line.same_text is not None:
+            same = "the text is" if line.same_text else "THE TEXT IS NOT"
+            text += f"; {same} that of plain decoding, token for token"
+        print(text)
 
 
 def best_lines(lines) -> dict:

@@ -4,6 +4,7 @@ python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.num_speculative_tokens=6
 python scripts/generate.py --prompt="import os" --config.sampling.temperature=0 --json
 python scripts/generate.py --prompts=prompts.txt --config.mesh.data=4   # one a line, in one batch
+python scripts/generate.py --target=FOLDER --draft=FOLDER --prompt="Who are you?" --chat
 python scripts/generate.py --prompt="import os" --config.mesh.model=0   # over all devices
 python scripts/generate.py --prompt="import os" --config.mesh.model=0 --distributed   # of a pod
 
@@ -31,6 +32,7 @@ _FILE = flags.DEFINE_string("file", None, "Where to read it instead; - is the st
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "File of prompts, one a line; prints a JSON object for each."
 )
+_CHAT = flags.DEFINE_bool("chat", False, "A prompt is a message, and what comes is the answer.")
 _SHOW = flags.DEFINE_bool("show", False, "Colour what was drafted and what was not.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.")
 
@@ -49,14 +51,20 @@ def main():
     mesh = cli.mesh(config.mesh)
     target = spsjax.load(config.target, mesh, config.dtype)
     if target.tokenizer is None:
-        raise spsjax.InputError(f"{target.name}: expected a tokenizer.model, found none")
+        raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
     drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     count = None if drafter is None else config.num_speculative_tokens
+    given = prompts
+    if _CHAT.value:
+        given = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
     if not _JSON.value and _PROMPTS.value is None:
-        figures = display.stream(target, prompts[0], drafter, count, colour=_SHOW.value, **options)
+        shown = f"{prompts[0]}\n\n" if _CHAT.value else prompts[0]
+        figures = display.stream(
+            target, given[0], shown, drafter, count, colour=_SHOW.value, **options
+        )
         display.note(str(figures))
         return
-    out = spsjax.generate(target, prompts, drafter, count, **options)
+    out = spsjax.generate(target, given, drafter, count, **options)
     results = [
         {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
         for prompt, text, tokens in zip(prompts, out.texts, out.tokens)

@@ -29,7 +29,7 @@ def main():
     for model in (target, draft):
         print(f"{model.name}: {transformer.num_params(model.params) / 1e6:.1f}M parameters")
     if target.tokenizer is None:
-        raise spsjax.InputError(f"{target.name}: expected a tokenizer.model, found none")
+        raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
 
     options = {
         "sampling": benchmark.settings(config, [config.show.setting])[config.show.setting],
@@ -38,9 +38,9 @@ def main():
     }
     K = config.show.num_speculative_tokens
     display.heading("Autoregressive sampling (ArS)")
-    print(display.stream(target, config.prompt, None, None, colour=False, **options))
+    print(display.stream(target, config.prompt, config.prompt, None, None, colour=False, **options))
     display.heading(f"Speculative sampling (SpS), K = {K}: the same law, other random numbers")
-    print(display.stream(target, config.prompt, draft, K, colour=True, **options))
+    print(display.stream(target, config.prompt, config.prompt, draft, K, colour=True, **options))
 
     display.heading(f"{config.max_new_tokens} tokens after held-out code, one text at a time")
     report = benchmark.compare(config, target, draft, progress=display.progress("measuring"))

@@ -57,7 +57,7 @@ def drafter(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter
     if isinstance(drafter, Model):
         _check_pair(model, drafter)
         params = drafter.params
-        drafter = draft_model.Drafter(drafter.config)
+        drafter = draft_model.Drafter(drafter.config, vocab_size=model.config.vocab_size)
     elif isinstance(drafter, draft_model.Drafter):
         raise InputError(
             "drafter: expected the loaded draft model itself, found a drafter without it"
@@ -123,13 +123,17 @@ def _is_integer(value) -> bool:
 
 def _check_pair(target: Model, draft: Model) -> None:
     name = f"drafter {draft.name}"
-    if target.config.vocab_size != draft.config.vocab_size:
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        if target.tokenizer != draft.tokenizer:
+            raise InputError(f"{name}: expected the target's tokenizer, found another one")
+    elif (
+        draft.config.vocab_size != target.config.vocab_size
+        and draft.config.vocab_rows != target.config.vocab_rows
+    ):  # nothing says that they are one
         raise InputError(
             f"{name}: expected the target's vocabulary of {target.config.vocab_size}, "
             f"found {draft.config.vocab_size}"
         )
-    if target.tokenizer and draft.tokenizer and target.tokenizer != draft.tokenizer:
-        raise InputError(f"{name}: expected the target's tokenizer, found another one")
     if target.mesh != draft.mesh:
         raise InputError(f"{name}: expected the target's mesh, found another one")
 
@@ -150,7 +154,7 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
             raise InputError(
                 f"{name}: expected a text of at least one token, found {brief(prompt)}"
             )
-        return ids
+        return _checked(model, name, ids)
     try:
         ids = np.asarray(prompt)
     except ValueError:  # lists of several lengths
@@ -161,9 +165,14 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
         )
     if not ids.size:
         raise InputError(f"{name}: expected at least one token, found none")
-    wrong = ids[(ids < 0) | (ids >= model.config.vocab_size)]
-    if wrong.size:
-        raise InputError(
-            f"{name}: expected token ids in [0, {model.config.vocab_size}), found {wrong[0]}"
-        )
-    return ids.tolist()
+    return _checked(model, name, ids.tolist())
+
+
+def _checked(model: Model, name: str, ids: list[int]) -> list[int]:
+    """The ids; raises InputError for one that the model does not have, as a tokenizer may."""
+    for token in ids:
+        if not 0 <= token < model.config.vocab_size:
+            raise InputError(
+                f"{name}: expected token ids in [0, {model.config.vocab_size}), found {token}"
+            )
+    return ids

@@ -29,10 +29,10 @@ BASELINE = "ArS"
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One continuation: run time, prompt included; `stats` where the contender is ours."""
+    """One continuation: its tokens; run time, prompt included; `stats` where it is ours."""
 
     seconds: float
-    tokens: int
+    tokens: Sequence[int]
     stats: generation.Stats | None = None
 
 
@@ -44,6 +44,7 @@ class Contender:
     setting: str
     num_speculative_tokens: int
     call: Callable[[list[int], int], Sample]
+    greedy: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Line:
         acceptance_by_position: P(the i-th draft token is accepted | it is reached), a round that
             proposes nothing counting as one that accepts nothing; None where none was reached.
         loop_over_parts: `ms_per_round` / (K draft steps + scoring K + 1 positions).
+        predicted_speedup: tokens a call x t_target / (K t_draft + t_target), with what `BASELINE`'s
+            pass and a draft step take alone: that scoring K + 1 positions costs no more than one.
+        same_text: whether the tokens are `BASELINE`'s, of each prompt, in a greedy setting.
         compile_seconds: of the first call.
     """
 
@@ -73,6 +77,8 @@ class Line:
     ms_per_round: float | None = None
     loop_over_parts: float | None = None
     parts: probes.Parts | None = None
+    predicted_speedup: float | None = None
+    same_text: bool | None = None
     compile_seconds: float | None = None
 
 
@@ -98,9 +104,9 @@ def contender(
             seed,
             stop_at_eos=False,
         )
-        return Sample(out.stats.seconds, len(out.tokens[0]), out.stats)
+        return Sample(out.stats.seconds, out.tokens[0], out.stats)
 
-    return Contender(name, setting, num_speculative_tokens, call)
+    return Contender(name, setting, num_speculative_tokens, call, not params.temperature)
 
 
 def race(
@@ -137,25 +143,36 @@ def race(
             measured = parts_of[key]()
             if turn >= 0:
                 parts.setdefault(key, []).append(measured)
-    lines = []
+    lines, texts = {}, {}
     for each in contenders:
         key = each.name, each.setting, each.num_speculative_tokens
         rows = [samples[*key, row] for row in range(len(prompts))]
-        lines.append(_line(each, rows, first[key], parts.get(key)))
-    base_ms = {line.setting: line.ms_per_token for line in lines if line.name == BASELINE}
-    return [
-        dataclasses.replace(line, speedup=base_ms[line.setting] / line.ms_per_token)
-        if line.setting in base_ms
-        else line
-        for line in lines
-    ]
+        lines[key] = _line(each, rows, first[key], parts.get(key))
+        texts[key] = [list(row[0].tokens) for row in rows]
+    for each in contenders:
+        key = each.name, each.setting, each.num_speculative_tokens
+        base = BASELINE, each.setting, 0
+        if base in lines:
+            same = texts[key] == texts[base] if each.greedy and key != base else None
+            lines[key] = dataclasses.replace(_compared(lines[key], lines[base]), same_text=same)
+    return list(lines.values())
+
+
+def _compared(line: Line, base: Line) -> Line:
+    """The line with what can be said of it beside that of the baseline."""
+    predicted = None
+    if line.parts and base.parts and line.num_speculative_tokens:
+        target, drafts = base.parts.scoring, line.num_speculative_tokens * line.parts.draft_step
+        predicted = line.block_efficiency * target / (drafts + target)
+    speedup = base.ms_per_token / line.ms_per_token
+    return dataclasses.replace(line, speedup=speedup, predicted_speedup=predicted)
 
 
 def _line(
     each: Contender, rows: list[list[Sample]], first: Sample, parts: list[probes.Parts] | None
 ) -> Line:
     seconds = sum(statistics.median(sample.seconds for sample in row) for row in rows)
-    tokens = sum(row[0].tokens for row in rows)
+    tokens = sum(len(row[0].tokens) for row in rows)
     K = each.num_speculative_tokens
     line = Line(each.name, each.setting, K, 1e3 * seconds / tokens)
     if first.stats is None:
@@ -281,11 +298,14 @@ def compare(
         if not isinstance(count, int) or count < 1:
             raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
     size = config.prompts, config.prompt_tokens
-    if target.tokenizer:
+    if target.tokenizer and config.texts:
+        prompts = dict(zip(config.texts, arguments.prompts(target, config.texts)))
+    elif target.tokenizer:
         sources = arguments.build("data", Sources, config.data)
         prompts = held_out_prompts(target.tokenizer, *size, sources)
     else:
         prompts = random_prompts(target.config.vocab_size, *size)
+    longest = max(map(len, prompts.values()))
     contenders, parts_of = [], {}
     for setting, params in settings(config).items():
         entries = [(BASELINE, None, 0), *(("SpS", draft, count) for count in counts)]
@@ -298,7 +318,7 @@ def compare(
             )
             if config.parts and name != "n-gram":
                 parts_of[name, setting, count] = probes.probe(
-                    target, drafter, count, params, config.prompt_tokens + config.max_new_tokens
+                    target, drafter, count, params, longest + config.max_new_tokens
                 )
         contenders += [each for each in others if each.setting == setting]
     before = probes.memory_bandwidth()

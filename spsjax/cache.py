@@ -69,3 +69,8 @@ def causal_mask(positions_BT: Array, slots: int) -> Array:
     Slots and positions coincide for a chain, so this also hides every stale slot.
     """
     return jnp.arange(slots) <= positions_BT[:, :, None]
+
+
+def window_mask(positions_BT: Array, slots: int, window: int) -> Array:
+    """[B, T, S] bool: a query sees no slot that is `window` or more positions before its own."""
+    return jnp.arange(slots) > positions_BT[:, :, None] - window

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import runpy
 import signal
 import sys
@@ -226,17 +227,32 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=No
 
 
 def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
-    """A model's shape: of a file in `folder`, without its suffix, or of a model folder.
+    """A model's shape: of a file in `folder`, as "chinchilla_70b" or "llama:2-7b"; or of a model
+    folder.
 
     Raises InputError where there is neither, or what is there describes no model.
     """
-    path = folder / f"{name}.py"
-    if name.isidentifier() and path.is_file():
-        return arguments.build(name, transformer.Config, runpy.run_path(str(path))["get_config"]())
+    stem, _, size = name.partition(":")
+    path = folder / f"{stem}.py"
+    if name in model_names(folder):
+        args = (size,) if size else ()
+        fields = runpy.run_path(str(path))["get_config"](*args)
+        return arguments.build(name, transformer.Config, fields)
     if pathlib.Path(name).is_dir():
         return huggingface.read_config(pathlib.Path(name))
-    names = ", ".join(sorted(path.stem for path in folder.glob("*.py")))
-    raise InputError(f"{brief(name)}: expected a model folder or one of {names}, found neither")
+    names = model_names(folder)
+    near = [each for each in names if each.partition(":")[0] == stem]
+    known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", each) for each in names))
+    raise InputError(f"{brief(name)}: expected a model folder or one of {known}, found neither")
+
+
+def model_names(folder: pathlib.Path) -> list[str]:
+    """What `model_config` finds in a folder: files, each with its sizes where it has such."""
+    names = []
+    for path in sorted(folder.glob("*.py")):
+        sizes = runpy.run_path(str(path)).get("SIZES")
+        names += [path.stem] if sizes is None else [f"{path.stem}:{size}" for size in sizes]
+    return names
 
 
 def check_writable(path: str | None) -> None:

@@ -32,7 +32,7 @@ def prepare(
     """Token files of both parts, made once and then found again.
 
     A document begins and ends with the tokenizer's ids for that, and the next one follows. The
-    folder gets `train.bin`, `held_out.bin`, `tokenizer.model` and at last `manifest.json`: of each
+    folder gets `train.bin`, `held_out.bin`, the tokenizer and at last `manifest.json`: of each
     file the hash of its text, and how many documents and tokens of it are in which part.
 
     Args:
@@ -52,7 +52,7 @@ def prepare(
     manifest = folder / "manifest.json"
     recipe = {
         "sources": json.loads(json.dumps(dataclasses.asdict(sources))),
-        "tokenizer": f"of {vocab_size} pieces" if pieces is None else _sha256(pieces.proto),
+        "tokenizer": f"of {vocab_size} pieces" if pieces is None else pieces.sha256,
     }
     if not manifest.exists() or (replace and _manifest(manifest).get("recipe") != recipe):
         manifest.unlink(missing_ok=True)
@@ -65,8 +65,8 @@ def prepare(
                 f"found {brief(found['recipe'].get(key))}"
             )
     parts, dtype = found["parts"], np.dtype(found["dtype"])
-    pieces = Tokenizer(folder / "tokenizer.model")
-    if _sha256(pieces.proto) != found["tokenizer_sha256"]:
+    pieces = tokenizer.load(folder)
+    if pieces.sha256 != found["tokenizer_sha256"]:
         raise InputError(f"{pieces.path}: expected the tokenizer of {manifest}, found another one")
     windows = []
     for part in _PARTS:
@@ -119,10 +119,8 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
             if index % every == 0
             for start in range(0, len(text), _CHUNK)
         )
-        tokenizer.train(some, folder / "tokenizer.model", vocab_size)
-        pieces = Tokenizer(folder / "tokenizer.model")
-    else:
-        files.write(folder / "tokenizer.model", pieces.proto)
+        pieces = tokenizer.train(some, folder / "tokenizer.model", vocab_size)
+    pieces.save(folder)
     if pieces.eos_id is None:
         raise InputError("tokenizer: expected one with an end-of-sequence id, found none")
     dtype = "uint16" if pieces.vocab_size <= 1 << 16 else "uint32"
@@ -150,9 +148,5 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     for part in _PARTS:
         parts[part]["sha256"] = files.sha256(folder / f"{part}.bin")
     record = {"recipe": recipe, "dtype": dtype, "parts": parts, "files": listed}
-    record["tokenizer_sha256"] = _sha256(pieces.proto)
+    record["tokenizer_sha256"] = pieces.sha256
     files.write(folder / "manifest.json", json.dumps(record, indent=1) + "\n")
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

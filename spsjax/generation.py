@@ -151,7 +151,13 @@ def continuation(tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str
     """The text that `tokens` add to the prompt's; some tokenizers read them otherwise alone."""
     before = tokenizer.decode(prompt)
     both = tokenizer.decode([*prompt, *tokens])
-    return both[len(before) :] if both.startswith(before) else tokenizer.decode(tokens)
+    for start in (
+        before,
+        before.rstrip("\ufffd"),
+    ):  # tokens may complete the prompt's last character
+        if both.startswith(start):
+            return both[len(start) :]
+    return tokenizer.decode(tokens)
 
 
 def bucket(length: int) -> int:

@@ -2,17 +2,19 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import pathlib
 
 import jax
 import jax.numpy as jnp
 
-from spsjax import files, sharding
+from spsjax import sharding, tokenizer
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import huggingface, transformer
 from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
 
+_HUB = "hf://"
 _SHIPPED = pathlib.Path(__file__).parent / "pretrained"
 
 
@@ -62,7 +64,8 @@ def load(
 
     Args:
         name: a shipped name ("pystdlib/target", "pystdlib/draft"), or a folder in the Hugging Face
-            layout: config.json, model.safetensors or its shards, tokenizer.model.
+            layout: config.json, model.safetensors or its shards, a tokenizer; or, with the extra
+            `hub`, one of its repositories: "hf://openai-community/gpt2-xl", "hf://...@revision".
         mesh: where the weights go (`sharding.mesh`); None: the default device.
         dtype: compute type; None: float32 on the CPU, bfloat16 on an accelerator.
         replicate: with a mesh, keeps all weights on every device: for a draft so small that
@@ -74,10 +77,12 @@ def load(
     folder, dtype = _folder(name), compute_type(dtype)
     _check_mesh(mesh)
     config = huggingface.read_config(folder)
-    tokenizer = _tokenizer(folder, config)
+    pieces = _tokenizer(folder, config)
+    if pieces is not None:
+        config = _unpadded(config, pieces)
     where = sharding.places(mesh, config, replicate)
     params = huggingface.read_params(folder, config, dtype, where)
-    return Model(str(name), config, params, tokenizer, mesh)
+    return Model(str(name), config, params, pieces, mesh)
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
@@ -88,20 +93,22 @@ def load_config(name: str | pathlib.Path) -> transformer.Config:
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     """Writes a folder that `load` reads, and other tools that know the Hugging Face layout.
 
-    Raises InputError where `dtype` is none that `load` would take, or the folder cannot be made.
+    Raises InputError where `dtype` is none that `load` would take, or the folder cannot be written.
     """
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
     folder, dtype = pathlib.Path(folder), compute_type(dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        huggingface.save(folder, model.config, model.params, dtype)
+        if model.tokenizer is not None:
+            model.tokenizer.save(folder)
+        else:
+            for name in tokenizer.NAMES:  # another model's
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: expected a folder, found {one_line(error)}") from None
-    huggingface.save(folder, model.config, model.params, dtype)
-    if model.tokenizer is None:
-        (folder / "tokenizer.model").unlink(missing_ok=True)  # another model's
-    else:
-        files.write(folder / "tokenizer.model", model.tokenizer.proto)
+        path = error.filename or folder
+        raise InputError(f"{path}: expected a place to write to, found {one_line(error)}") from None
 
 
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
@@ -116,6 +123,8 @@ def _folder(name: str | pathlib.Path) -> pathlib.Path:
     """The folder of that name, or the shipped model's."""
     if not isinstance(name, (str, pathlib.Path)):
         raise InputError(f"name: expected a text or a path, found {type(name).__name__}")
+    if str(name).startswith(_HUB):
+        return _downloaded(str(name))
     names = sorted(
         path.parent.relative_to(_SHIPPED).as_posix() for path in _SHIPPED.rglob("config.json")
     )
@@ -129,6 +138,26 @@ def _folder(name: str | pathlib.Path) -> pathlib.Path:
         return _SHIPPED / name
     shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
     raise InputError(f"{brief(str(name))}: expected a model folder or {shipped}, found {found}")
+
+
+def _downloaded(name: str) -> pathlib.Path:
+    """The folder of a repository of the hub, of which no file is fetched that is not read."""
+    if not importlib.util.find_spec("huggingface_hub"):
+        raise InputError(f"{name}: expected huggingface_hub (the extra `hub`), found it not there")
+    import huggingface_hub
+
+    repository, _, revision = name.removeprefix(_HUB).partition("@")
+    weights = "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"
+    wanted = ["config.json", "generation_config.json", *weights, *tokenizer.NAMES]
+    try:
+        found = huggingface_hub.snapshot_download(
+            repository, revision=revision or None, allow_patterns=wanted
+        )
+    except Exception as error:  # no such name, no permission, no network: of many types
+        raise InputError(
+            f"{name}: expected a repository of the hub, found {one_line(error)[:300]}"
+        ) from None
+    return pathlib.Path(found)
 
 
 def compute_type(dtype) -> jnp.dtype:
@@ -159,13 +188,20 @@ def _check_mesh(mesh) -> None:
 
 
 def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | None:
-    path = folder / "tokenizer.model"
-    if not path.exists():
+    if not tokenizer.exists(folder):
         return None
-    tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > config.vocab_size:
+    found = tokenizer.load(folder)
+    size = 1 + max(found.pieces, default=-1)
+    if size > config.vocab_size:
         raise InputError(
-            f"{path}: expected at most the model's {config.vocab_size} pieces, "
-            f"found {tokenizer.vocab_size}"
+            f"{found.path}: expected at most the model's {config.vocab_size} pieces, found {size}"
         )
-    return tokenizer
+    return found
+
+
+def _unpadded(config: transformer.Config, found: Tokenizer) -> transformer.Config:
+    """The model without the ids of no token, to which many a head is padded."""
+    size = max(found.vocab_size, *(id + 1 for id in config.eos_ids), 1)
+    if size >= config.vocab_size:
+        return config
+    return dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_rows)

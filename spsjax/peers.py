@@ -87,7 +87,7 @@ class HuggingFace:
                     max_new_tokens=max_new_tokens,
                     **options,
                 )
-            new = len(out[0].tolist()) - len(prompt)
+            new = out[0].tolist()[len(prompt) :]
             return benchmark.Sample(time.perf_counter() - start, new)
 
         kind = "assisted" if num_speculative_tokens else "plain"

@@ -23,6 +23,7 @@ from spsjax import (
     runs,
     sharding,
     teacher,
+    tokenizer,
     train,
 )
 from spsjax.checkpoints import Checkpoints
@@ -215,7 +216,7 @@ def target(
         Stopped: SIGTERM came. NonFiniteError: the loss is not finite.
     """
     recipe = _Recipe(config, workdir, mesh, export)
-    pieces = Tokenizer(config.tokenizer) if config.tokenizer else None
+    pieces = tokenizer.load(config.tokenizer) if config.tokenizer else None
     training, held_out, pieces = recipe.examples(pieces, config.model.vocab_size)
     if pieces.vocab_size > config.model.vocab_size:
         raise InputError(
@@ -263,9 +264,7 @@ def draft(
     trial = build("trial", evaluation.Drafting, config.trial)
     teaching = loading.load(config.target, mesh, recipe.compute.dtype)
     if teaching.tokenizer is None:
-        raise InputError(
-            f"{config.target}: expected a tokenizer.model beside the weights, found none"
-        )
+        raise InputError(f"{config.target}: expected a tokenizer beside the weights, found none")
     training, held_out, pieces = recipe.examples(teaching.tokenizer)
     model = build(
         "model",

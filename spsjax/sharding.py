@@ -2,7 +2,7 @@
 
 Axes: `data` splits the rows of a batch, `model` splits the weights. Column-parallel query, key,
 value, gate and up; row-parallel out and down, each followed by the one all-reduce that the compiler
-puts there: two a layer. Embedding and head are split by vocabulary.
+puts there: two a layer. Embedding and head are split by vocabulary, a bias as what it is added to.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,11 @@ _RULES = {
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
     "down": P("model", None),  # [F_model, D]
+    "experts_gate": P(None, None, "model"),  # [E, D, F_model]; or [E_model, D, F], see `spec`
+    "experts_up": P(None, None, "model"),
+    "experts_down": P(None, "model", None),
 }
+_EXPERTS = "experts_gate", "experts_up", "experts_down"
 
 
 def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh:
@@ -47,7 +51,8 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
 def check(mesh: Mesh, config) -> None:
     """Raises InputError where the mesh does not divide the model."""
     size = mesh.shape["model"]
-    for field in ("num_heads", "d_ff", "vocab_size"):
+    whole = config.num_experts and config.num_experts % size == 0  # experts are split, not they
+    for field in ("num_heads",) if whole else ("num_heads", "d_ff"):
         if getattr(config, field) % size:
             raise InputError(
                 f"{field}: expected a multiple of the mesh's model axis, {size}, "
@@ -56,11 +61,20 @@ def check(mesh: Mesh, config) -> None:
 
 
 def spec(path: tuple, mesh: Mesh, config) -> P:
-    """How the parameter at `path` is split; undivided key-value heads are on every device."""
-    owner, leaf = path[-2:]
-    if owner in ("key", "value") and config.num_kv_heads % mesh.shape["model"]:
+    """How the parameter at `path` is split.
+
+    Key-value heads and vocabularies that the mesh does not divide are on every device; experts that
+    it does divide are split as they are, and else each of them inside.
+    """
+    (owner, leaf), size = path[-2:], mesh.shape["model"]
+    if owner in ("key", "value") and config.num_kv_heads % size:
         return P()
-    return _RULES.get(owner, _RULES.get(leaf, P()))
+    if owner in ("embed", "head") and config.vocab_rows % size:
+        return P()
+    if leaf in _EXPERTS and config.num_experts % size == 0:
+        return P("model")
+    rule = _RULES.get(owner, _RULES.get(leaf, P()))
+    return P(rule[-1]) if leaf == "bias" and owner in _RULES else rule
 
 
 def places(mesh: Mesh | None, config, replicate: bool = False) -> Callable[[tuple], Sharding]:

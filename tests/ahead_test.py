@@ -110,7 +110,7 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
 
 @needs_libtpu
 def test_llama_s_shape_on_few_small_chips():
-    whole = cli.model_config("llama_3_8b", MODELS)
+    whole = cli.model_config("llama:3-8b", MODELS)
     target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook has it compiled, too
     draft = dataclasses.replace(target, num_layers=2)
     report = ahead.compile_pair(

@@ -1,37 +1,104 @@
 """The models of `configs/models` have as many parameters as their sources say."""
 
+import dataclasses
 import math
 import pathlib
 import runpy
 
 import jax
 import pytest
+from bad_input import one_line
 
 from spsjax import arguments, cli, distill, documents, evaluation, teacher, train
-from spsjax.models import transformer
+from spsjax.models import config_json, transformer
 from spsjax.models.transformer import param_shapes
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"
-BILLIONS = {
+# What a paper says in billions, or what the files of the published weights add up to.
+COUNTS = {
     "chinchilla_70b": 70.1,
     "chinchilla_draft_4b": 4.1,
-    "llama_2_7b": 6.7,
-    "llama_3_8b": 8.0,
+    "gemma:2-2b": 2_614_341_888,
+    "gemma:2-9b": 9_241_705_984,
+    "gemma:2-27b": 27_227_128_320,
+    "gemma:3-270m": 268_098_176,
+    "gemma:3-1b": 999_885_952,
+    "gemma:3-4b": 3_880_263_168,  # with its eyes 4,300,079,472
+    "gemma:3-12b": 11_766_034_176,  # 12,187,325,040
+    "gemma:3-27b": 27_009_346_304,  # 27,432,406,640
+    "gpt2:small": 124_439_808,
+    "gpt2:medium": 354_823_168,
+    "gpt2:large": 774_030_080,
+    "gpt2:xl": 1_557_611_200,
+    "llama:2-7b": 6_738_415_616,
+    "llama:2-13b": 13_015_864_320,
+    "llama:2-70b": 68_976_648_192,
+    "llama:3-8b": 8_030_261_248,
+    "llama:3-70b": 70_553_706_496,
+    "llama:3.1-8b": 8_030_261_248,
+    "llama:3.1-70b": 70_553_706_496,
+    "llama:3.1-405b": 405_853_388_800,
+    "llama:3.2-1b": 1_235_814_400,
+    "llama:3.2-3b": 3_212_749_824,
+    "mistral:7b": 7_241_732_096,
+    "mistral:7b-v0.3": 7_248_023_552,
+    "mistral:8x7b": 46_702_792_704,
+    "qwen:2.5-0.5b": 494_032_768,
+    "qwen:2.5-1.5b": 1_543_714_304,
+    "qwen:2.5-3b": 3_085_938_688,
+    "qwen:2.5-7b": 7_615_616_512,
+    "qwen:2.5-14b": 14_770_033_664,
+    "qwen:2.5-32b": 32_763_876_352,
+    "qwen:2.5-72b": 72_706_203_648,
+    "qwen:3-0.6b": 596_049_920,
+    "qwen:3-1.7b": 1_720_574_976,
+    "qwen:3-4b": 4_022_468_096,
+    "qwen:3-8b": 8_190_735_360,
+    "qwen:3-14b": 14_768_307_200,
+    "qwen:3-32b": 32_762_123_264,
+    "qwen:3-30b-a3b": 30_532_122_624,
 }
 
 
 def test_every_model_s_count_is_tested_here():
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(BILLIONS)
+    assert set(cli.model_names(FOLDER)) == set(COUNTS)
 
 
-@pytest.mark.parametrize("name", BILLIONS)
+def num_params(config):
+    """By `jax.eval_shape` of two small depths: all layers are of one size."""
+    sizes = []
+    for layers in (1, 2):
+        shapes = param_shapes(dataclasses.replace(config, num_layers=layers))
+        sizes.append(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)))
+    return sizes[0] + (config.num_layers - 1) * (sizes[1] - sizes[0])
+
+
+def test_a_deep_model_is_its_layers():
+    config = cli.model_config("gpt2:small", FOLDER)
+    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+    assert whole == num_params(config) == COUNTS["gpt2:small"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
 def test_a_model_has_the_published_number_of_parameters(name):
-    fields = runpy.run_path(FOLDER / f"{name}.py")["get_config"]()
-    config = arguments.build("model", transformer.Config, fields)
-    shapes = jax.tree.leaves(transformer.param_shapes(config))
-    count = sum(math.prod(shape.shape) for shape in shapes)
-    digits = len(str(BILLIONS[name]).partition(".")[2])
-    assert round(count / 1e9, digits) == BILLIONS[name]
+    config, expected = cli.model_config(name, FOLDER), COUNTS[name]
+    count = num_params(config)
+    assert count == expected if type(expected) is int else round(count / 1e9, 1) == expected
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_model_can_be_written(name):
+    config = cli.model_config(name, FOLDER)
+    family = config_json.family_of(config)
+    stem = "mixtral" if "8x7b" in name else name.partition(":")[0].partition("_")[0]
+    assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
+
+
+def test_a_model_that_there_is_not():
+    with one_line("'llama:2-8b'", "llama:2-7b"):
+        cli.model_config("llama:2-8b", FOLDER)
+    with one_line("'lama'", "llama:SIZE", "chinchilla_70b"):
+        cli.model_config("lama", FOLDER)
 
 
 EXPERIMENTS = FOLDER.parent / "experiments"

@@ -49,7 +49,7 @@ def test_the_manifest_tells_of_every_file(tmp_path, texts):
     assert (
         manifest["parts"]["train"]["documents"] + manifest["parts"]["held_out"]["documents"] == 30
     )
-    assert manifest["tokenizer_sha256"] == hashlib.sha256(pieces.proto).hexdigest()
+    assert manifest["tokenizer_sha256"] == pieces.sha256
     assert len(manifest["files"]) == 30
     name = str(tmp_path / "texts" / "7.txt")
     text = (tmp_path / "texts" / "7.txt").read_bytes()
@@ -67,7 +67,7 @@ def test_it_is_made_once_and_is_the_same_anywhere(tmp_path, texts):
     sizes = [sum(len(each.tokens) for each in made[:2]) for made in (first, elsewhere)]
     assert sizes[1] < sizes[0]
     again = prepare(tmp_path / "again", texts)
-    assert again[2].proto == elsewhere[2].proto
+    assert again[2].files == elsewhere[2].files
     assert np.array_equal(again[0].tokens, elsewhere[0].tokens)
 
 
@@ -112,7 +112,7 @@ def test_a_stop_while_it_is_made_leaves_no_corpus(tmp_path, texts, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokenizer.Tokenizer, "encode", stop)
+    monkeypatch.setattr(tokenizer._SentencePiece, "encode", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, texts)
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"tokenizer.model"}

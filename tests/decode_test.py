@@ -81,7 +81,7 @@ def lookup(tokens):
 @pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
 def test_generate_is_the_oracle_with_the_same_numbers(vocab, name):
     """Token for token, with ends of sequences, a budget of its own a row, and mixed sampling."""
-    target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 48)))
+    target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 24)))
     draft = nearby_model(target)
     budgets, ended = [NEW, 13, 18, 2], 0
     model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}

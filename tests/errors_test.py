@@ -180,7 +180,7 @@ def test_a_draft_with_another_tokenizer(tmp_path, model):
         for name, text in texts.items()
     )
     refused(target, "draft", "tokenizer", drafter=draft)
-    again = tokenizer.Tokenizer(tmp_path / "target")
+    again = tokenizer.load(tmp_path / "target")
     same = spsjax.Model("same", model.config, model.params, again)
     assert spsjax.generate(target, [[1, 2]], drafter=same, max_new_tokens=2).texts
 

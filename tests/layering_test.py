@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
 # What is not named here stands on the top floor, where nothing of the package may import it.
 FLOORS = (
     {"types", "errors", "files", "events"},
-    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed", "chips"},
+    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed", "chips", "chat"},
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},
@@ -22,7 +22,16 @@ FLOORS = (
 TOP = len(FLOORS)
 # Within a floor, who may use whom.
 BESIDE = {
+    ("models.blocks", "models.attention"),
+    ("models.blocks", "models.config"),
     ("models.transformer", "models.attention"),
+    ("models.transformer", "models.blocks"),
+    ("models.transformer", "models.config"),
+    ("models.families", "models.config"),
+    ("models.config_json", "models.config"),
+    ("models.config_json", "models.families"),
+    ("models.huggingface", "models.config_json"),
+    ("models.huggingface", "models.families"),
     ("models.huggingface", "models.transformer"),
     ("loading", "tokenizer"),
     ("arguments", "loading"),

@@ -1,8 +1,12 @@
 """A bad name or a damaged folder gets one clear line; each is damaged in one way at a time."""
 
 import dataclasses
+import importlib.util
 import json
+import pathlib
 import shutil
+import sys
+import types
 
 import jax
 import numpy as np
@@ -123,22 +127,22 @@ def test_a_missing_size(folder, field):
 @pytest.mark.parametrize(
     ("field", "value", "found"),
     [
-        ("model_type", "mistral", "'mistral'"),
+        ("model_type", "bloom", "'bloom'"),
         ("model_type", None, "none"),
         ("hidden_act", "gelu", "'gelu'"),
         ("attention_bias", True, "True"),
         ("mlp_bias", True, "True"),
         ("attention_bias", "false", "'false'"),
         ("tie_word_embeddings", 1, "1"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "'llama3'"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "'linear'"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "none"),
+        ("rope_scaling", {"type": "linear", "factor": -2.0}, "-2.0"),
         ("rope_scaling", [], "[]"),
         ("rope_parameters", {"rope_type": "yarn"}, "'yarn'"),
         ("rope_parameters", {"partial_rotary_factor": 0.5}, "0.5"),
         ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}, "{'full_attention'"),
         ("quantization_config", {"quant_method": "fp8"}, "one"),
-        ("bos_token_id", 64, "64"),
-        ("eos_token_id", [2, 64], "[2, 64]"),
+        ("bos_token_id", "x", "'x'"),
+        ("eos_token_id", [2, -1], "[2, -1]"),
         ("eos_token_id", -1, "-1"),
         ("eos_token_id", True, "True"),
         ("eos_token_id", "2", "'2'"),
@@ -153,10 +157,46 @@ def test_a_model_that_this_code_does_not_know(folder, field, value, found):
         loading.load(folder)
 
 
+def test_ends_that_cannot_come_are_left_out(folder):
+    """Such as the default of a GPT-2 with a vocabulary of its own."""
+    edit(folder, bos_token_id=50_256, eos_token_id=[3, 50_256])
+    config = loading.load(folder).config
+    assert (config.bos_id, config.eos_ids) == (None, (3,))
+
+
 def test_heads_that_do_not_divide_the_width(folder):
     edit(folder, head_dim=None, num_attention_heads=12)
     with one_line("hidden_size", "num_attention_heads=12"):
         loading.load(folder)
+
+
+# The hub.
+
+
+def test_a_repository_of_the_hub(folder, monkeypatch):
+    hub = types.SimpleNamespace(calls=[])
+
+    def snapshot_download(repository, *, revision, allow_patterns):
+        hub.calls.append((repository, revision))
+        assert {"config.json", "model-*.safetensors", "merges.txt"} <= {*allow_patterns}
+        if repository == "someone/none":
+            raise OSError("401 Client Error\nRepository Not Found")
+        return str(folder)
+
+    hub.snapshot_download = snapshot_download
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: hub)
+    assert loading.load("hf://someone/tiny").config == loading.load(folder).config
+    assert loading.load_config("hf://someone/tiny@v2").vocab_size == 64
+    assert hub.calls == [("someone/tiny", None), ("someone/tiny", "v2")]
+    with one_line("hf://someone/none", "Repository Not Found"):
+        loading.load("hf://someone/none")
+
+
+def test_the_hub_without_its_library(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with one_line("hf://someone/tiny", "huggingface_hub"):
+        loading.load("hf://someone/tiny")
 
 
 # Weights.
@@ -184,6 +224,33 @@ def test_no_weights_at_all(folder):
         loading.load(folder)
     (folder / "model.safetensors").mkdir()
     with one_line("model.safetensors", "none"):
+        loading.load(folder)
+
+
+def test_weights_that_may_not_be_read(folder, monkeypatch):
+    real = pathlib.Path.open
+
+    def opened(path, *args, **options):
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(pathlib.Path, "open", opened)
+    with one_line("model.safetensors", "Permission denied"):
+        loading.load(folder)
+
+
+def test_a_tied_head_that_is_not_the_embedding(folder):
+    edit(folder, tie_word_embeddings=True)
+    with one_line("lm_head.weight", "tie_word_embeddings"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_pickled_weights_are_not_opened(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/oh'\ntR.")
+    with one_line(str(folder), "pickle", "save_pretrained"):
         loading.load(folder)
 
 
@@ -267,7 +334,7 @@ def test_a_damaged_tokenizer(folder, pieces):
             loading.load(folder)
     (folder / "tokenizer.model").unlink()
     (folder / "tokenizer.model").mkdir()
-    with one_line("tokenizer.model", "SentencePiece"):
+    with one_line("tokenizer.model", "tokenizer"):
         loading.load(folder)
 
 

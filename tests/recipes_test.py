@@ -216,7 +216,7 @@ BAD = [
     (
         "target",
         {"tokenizer": "nosuch.model"},
-        "nosuch.model: expected a SentencePiece model, found",
+        "nosuch.model: expected a tokenizer's file, found",
     ),
     ("draft", {"target": "nosuch"}, "'nosuch': expected a model folder or one of"),
     ("draft", {"objective": {"name": "kl"}}, "objective: expected cross_entropy or one of"),
@@ -309,9 +309,7 @@ def test_a_target_without_a_tokenizer_is_refused(target, texts, tmp_path):
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((target / "model" / name).read_bytes())
-    with pytest.raises(
-        InputError, match=r": expected a tokenizer.model beside the weights, found n"
-    ):
+    with pytest.raises(InputError, match=r": expected a tokenizer beside the weights, found n"):
         recipes.draft(config("draft", texts, target=str(folder)), tmp_path / "run")
 
 

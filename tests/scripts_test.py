@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -102,6 +103,19 @@ def test_generate_continues_every_line_of_a_file(pair, tmp_path):
     fails_with_one_line(found, "line 2: expected a text, found an empty one")
 
 
+def test_generate_answers_a_message(pair, tmp_path):
+    found = run("generate.py", *pair, *SHORT, "--prompt=Hi", "--chat")
+    fails_with_one_line(found, "target: expected a chat template, found none")
+    shutil.copytree(pair[0].removeprefix("--target="), tmp_path / "target")
+    template = "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    flags = (f"--target={tmp_path / 'target'}", pair[1], *SHORT, "--prompt=Hi", "--chat")
+    result = json.loads(succeeds("generate.py", *flags, "--json").stdout)
+    plain = json.loads(succeeds("generate.py", *pair, *SHORT, "--prompt=[Hi]", "--json").stdout)
+    assert result["prompt"] == "Hi" and result["tokens"] == plain["tokens"]
+    assert succeeds("generate.py", *flags).stdout == f"Hi\n\n{result['text']}\n"
+
+
 def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
     pytest.importorskip("matplotlib")
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
@@ -123,11 +137,37 @@ def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
 
 
 def test_benchmark_of_a_random_model(tmp_path):
-    flags = ("--random=1M", "--config.what=greedy", "--config.parts=false", *QUICK)
+    flags = ("--size=1M", "--config.what=greedy", "--config.parts=false", *QUICK)
     succeeds("benchmark.py", *flags, f"--json={tmp_path / 'figures.json'}")
     report = json.loads((tmp_path / "figures.json").read_text())
     assert [line["name"] for line in report["lines"]] == ["ArS"]
     assert report["weights_bytes"] >= 4e6
+
+
+def test_benchmark_of_random_shapes_says_so_in_every_line(pair, tmp_path):
+    """A config's own shapes: here those of the tiny pair, by its folders."""
+    config = ROOT / "configs" / "experiments" / "gpt2_xl.py"
+    result = succeeds("benchmark.py", f"--config={config}", *pair, *QUICK, "--random")
+    lines = [line for line in result.stdout.splitlines() if not {*"┃━"} & {*line}]  # no heads
+    assert len(lines) == 9 and all("random weights" in line for line in lines), result.stdout
+    assert "predicted" in result.stdout and "the text is that of plain decoding" in result.stdout
+
+
+def test_benchmark_of_one_s_own_text(pair, tmp_path):
+    """The report of configs/experiments/gpt2_xl.py, on a tiny pair."""
+    config = ROOT / "configs" / "experiments" / "gpt2_xl.py"
+    flags = (f"--config={config}", "--config.max_new_tokens=12", "--config.repetitions=1")
+    path = tmp_path / "figures.json"
+    result = succeeds("benchmark.py", *pair, *flags, "--config.texts='def f(x):'", f"--json={path}")
+    report = json.loads(path.read_text())
+    assert report["prompts"] == ["def f(x):"]
+    base, line = report["lines"]
+    K, parts = 4, line["parts"]
+    share = line["block_efficiency"] / (K + 1)
+    one = base["parts"]["scoring"]
+    predicted = share * (K + 1) * one / (K * parts["draft_step"] + one)
+    assert line["predicted_speedup"] == pytest.approx(predicted, rel=2e-3)
+    assert line["same_text"] is True and f"r' = {share:.3f}" in result.stdout
 
 
 def test_quickstart(pair):
@@ -221,7 +261,9 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
         (["--config.prompts=100000"], "prompts: expected"),
         (["--json=nosuch/figures.json"], "nosuch/figures.json"),
         (["--json=."], "found a folder"),
-        (["--random=90"], "--random: expected"),
+        (["--size=90"], "--size: expected"),
+        (["--size=1M", "--random"], "--size, --random: expected"),
+        (["--random", "--target=lama"], "'lama'"),
         (["--peer=nosuch"], "peer"),
     ],
 )
@@ -333,7 +375,7 @@ def test_race_is_interleaved_and_takes_medians():
     def contender(name):
         def call(prompt, seed):
             calls.append(name)
-            return benchmark.Sample(next(clock[name]), 2)
+            return benchmark.Sample(next(clock[name]), [1, 2])
 
         return benchmark.Contender(name, "greedy", 0, call)
 

@@ -172,14 +172,18 @@ def test_a_saved_model_is_read_back(pair, tmp_path):
 
 
 def test_what_is_no_flag_or_no_family_is_refused_in_one_line(pair, tmp_path):
-    with pytest.raises(InputError, match=r"^positions: expected rotary or relative, found 'none'$"):
+    with pytest.raises(
+        InputError, match=r"^positions: expected rotary or relative or learned, found 'none'$"
+    ):
         dataclasses.replace(CONFIGS[0], positions="none")
-    with pytest.raises(InputError, match=r"^ffn: expected swiglu or gelu, found 'relu'$"):
+    with pytest.raises(InputError, match=r"^ffn: expected swiglu or geglu or gelu, found 'relu'$"):
         dataclasses.replace(CONFIGS[0], ffn="relu")
     with pytest.raises(InputError, match=r"^d_model: expected an even number, found 15$"):
         dataclasses.replace(CONFIGS[0], d_model=15)
     config = tiny_config(VOCAB, ffn="gelu")
     mixed = dataclasses.replace(pair[0], config=config)
-    with pytest.raises(InputError, match="llama or chinchilla, found rotary and gelu"):
+    with pytest.raises(
+        InputError, match=r"^model: expected the flags of gpt2, .*, found those of none"
+    ):
         loading.save(tmp_path / "mixed", mixed)
     assert not (tmp_path / "mixed").exists() or not list((tmp_path / "mixed").iterdir())

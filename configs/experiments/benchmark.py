@@ -3,7 +3,7 @@
 python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
 python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick
 python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5 --config.prompts=4
-python scripts/benchmark.py --random=90M
+python scripts/benchmark.py --size=90M
 
 Hardware: any; made for a laptop's CPU with nothing else running.
 Expected on two cores: docs/results.md.
@@ -31,6 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
             "parts": True,  # time draft step and scoring pass on their own, too
             # Prompts begin held-out documents of this, as in pystdlib_target.py.
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "texts": (),  # or these prompts, whole, of a target with a tokenizer
             "prompts": 8,
             "prompt_tokens": 100,
             "max_new_tokens": 128,

@@ -28,6 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "parts": False,
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "texts": (),
             "prompts": 4,
             "prompt_tokens": 100,
             "max_new_tokens": 128,

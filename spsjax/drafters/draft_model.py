@@ -16,11 +16,14 @@ from spsjax.types import Proposal
 class Drafter(base.Drafter):
     """Samples K tokens from a draft model, one after another. Lossless.
 
-    `params["drafter"]` are the draft's parameters; the state is its cache.
+    `params["drafter"]` are the draft's parameters; the state is its cache. `vocab_size` is the
+    target's, which may be padded otherwise: the draft gives tokens of its own alone no probability,
+    and those of the target alone zero. None: both have the same.
     """
 
     config: transformer.Config
     num_speculative_tokens: int = 4
+    vocab_size: int | None = None
 
     def init(self, params, tokens_BT, lengths_B, slots):
         B, T = tokens_BT.shape
@@ -34,8 +37,11 @@ class Drafter(base.Drafter):
         uniforms = jnp.stack(jnp.split(uniforms, self.num_speculative_tokens, axis=1))  # [K, B, 2]
 
         def pick(logits_BV, uniforms_B2):
-            probs = sampling.warp(sharding.by_rows(logits_BV), rows)
-            return sampling.draw(probs, uniforms_B2), probs
+            logits_BV = sharding.by_rows(logits_BV)[:, : self.vocab_size]
+            probs = sampling.warp(logits_BV, rows)
+            missing = (self.vocab_size or 0) - probs.shape[1]
+            wide = jnp.pad(probs, [(0, 0), (0, max(missing, 0))])
+            return sampling.draw(probs, uniforms_B2), wide
 
         # The first step feeds the last two tokens: if all K drafts were accepted, the last of them
         # was never fed; if not, its slot is written again with the same values. A prompt of one

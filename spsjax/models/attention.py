@@ -10,9 +10,27 @@ from spsjax import sharding
 from spsjax.types import Array
 
 
-def rope_angles(positions_BT: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosine and sine [B, T, 1, C/2] of the rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
+def rope_frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> Array:
+    """[C/2] of the rotary embedding (Su et al. 2021, arXiv 2104.09864).
+
+    `scaling` is as in `Config.rope_scaling`: all are divided by a factor; or (Llama 3.1) those of
+    wavelengths above `original / low` are, those below `original / high` are not, and what is
+    between is interpolated.
+    """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if not scaling:
+        return frequencies
+    kind, factor, *limits = scaling
+    if kind == "linear":
+        return frequencies / factor
+    low, high, original = limits
+    turns = original * frequencies / (2 * jnp.pi)
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def rope_angles(positions_BT: Array, frequencies: Array) -> tuple[Array, Array]:
+    """Cosine and sine [B, T, 1, C/2] of the rotary embedding."""
     angles = positions_BT[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -57,16 +75,24 @@ def relative_scores(query_BTHC: Array, table_HSC: Array, positions_BT: Array) ->
     return scores
 
 
+def capped(x: Array, limit: float) -> Array:
+    """Within (-limit, limit), smoothly; as it is where the limit is 0."""
+    return limit * jnp.tanh(x / limit) if limit else x
+
+
 def attend(
     query_BTHC: Array,
     keys_BGSC: Array,
     values_BGSC: Array,
     mask_BTS: Array,
-    bias_BTHS: Array | None = None,
+    bias_BTHS: Array | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> Array:
     """Softmax attention: [B, T, H, C]. The softmax is float32; masked slots weigh exactly zero.
 
-    `bias_BTHS` is added to the products of queries and keys before they are scaled.
+    `bias_BTHS` is added to the products of queries and keys before they are scaled, and then capped
+    unless `softcap` is 0.
     """
     (B, T, H, C), G = query_BTHC.shape, keys_BGSC.shape[1]
     if G % sharding.model_axis():
@@ -87,7 +113,8 @@ def attend(
         scores = scores.reshape(B, G, T, H // G, -1)
     if bias_BTHS is not None:
         scores += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
-    scores = jnp.where(mask_BTS[:, None, :, None], scores * C**-0.5, -jnp.inf)
+    scores = capped(scores * scale, softcap)
+    scores = jnp.where(mask_BTS[:, None, :, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1)
     if single:
         mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)

@@ -1,0 +1,63 @@
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118) and 3 (2025, arXiv 2503.19786): `gemma:2-9b`.
+
+Of Gemma 3 of 4B and more, which also see pictures, this is the language model.
+"""
+
+import ml_collections
+
+
+def _shape(layers: int, width: int, d_ff: int, heads: int, groups: int, head_dim=256) -> dict:
+    return {
+        "num_layers": layers,
+        "d_model": width,
+        "d_ff": d_ff,
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_dim": head_dim,
+    }
+
+
+_SECOND = {
+    "vocab_size": 256_000,
+    "max_positions": 8192,
+    "windows": (4096, 0),
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+}
+_THIRD = {"qk_norm": True, "rope_theta": 1e6, "rope_theta_local": 10_000.0}
+_SMALL = _THIRD | {
+    "vocab_size": 262_144,
+    "max_positions": 32_768,
+    "windows": (512,) * 5 + (0,),
+}
+_LARGE = _THIRD | {
+    "vocab_size": 262_145,
+    "padded_vocab_size": 262_208,
+    "max_positions": 131_072,
+    "windows": (1024,) * 5 + (0,),
+    "rope_scaling": ("linear", 8.0),
+}
+SIZES = {
+    "2-2b": _SECOND | _shape(26, 2304, 9216, 8, 4),
+    "2-9b": _SECOND | _shape(42, 3584, 14_336, 16, 8),
+    "2-27b": _SECOND | _shape(46, 4608, 36_864, 32, 16, 128) | {"query_scale": 144**-0.5},
+    "3-270m": _SMALL | _shape(18, 640, 2048, 4, 1),
+    "3-1b": _SMALL | _shape(26, 1152, 6912, 4, 1),
+    "3-4b": _LARGE | _shape(34, 2560, 10_240, 8, 4),
+    "3-12b": _LARGE | _shape(48, 3840, 15_360, 16, 8),
+    "3-27b": _LARGE | _shape(62, 5376, 21_504, 32, 16, 128) | {"query_scale": 168**-0.5},
+}
+
+
+def get_config(size: str) -> ml_collections.ConfigDict:
+    """The fields of `spsjax.models.transformer.Config`."""
+    return ml_collections.ConfigDict(
+        {
+            "ffn": "geglu",
+            "norm_offset": 1.0,
+            "post_norms": True,
+            "embed_scale": True,
+            "norm_eps": 1e-6,
+            **SIZES[size],
+        }
+    )

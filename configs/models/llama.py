@@ -1,0 +1,46 @@
+"""Llama 2 (Touvron et al. 2023, arXiv 2307.09288), and Llama 3 to 3.2: `llama:2-7b`.
+
+3 is of Grattafiori et al. 2024 (arXiv 2407.21783); 3.1 and 3.2 scale its rotary frequencies.
+"""
+
+import ml_collections
+
+
+def _shape(layers: int, width: int, d_ff: int, heads: int, groups: int) -> dict:
+    return {
+        "num_layers": layers,
+        "d_model": width,
+        "d_ff": d_ff,
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_dim": width // heads,
+    }
+
+
+def _scaled(factor: float) -> dict:
+    scaling = ("llama3", factor, 1.0, 4.0, 8192.0)
+    return {"max_positions": 131_072, "rope_scaling": scaling}
+
+
+_SHAPES = {
+    "2-7b": _shape(32, 4096, 11_008, 32, 32),
+    "2-13b": _shape(40, 5120, 13_824, 40, 40),
+    "2-70b": _shape(80, 8192, 28_672, 64, 8),
+    "3-8b": _shape(32, 4096, 14_336, 32, 8),
+    "3-70b": _shape(80, 8192, 28_672, 64, 8),
+}
+_SECOND = {"vocab_size": 32_000, "max_positions": 4096, "rope_theta": 10_000.0}
+_THIRD = {"vocab_size": 128_256, "max_positions": 8192, "rope_theta": 500_000.0}
+SIZES = {
+    **{size: (_SECOND if size[0] == "2" else _THIRD) | shape for size, shape in _SHAPES.items()},
+    "3.1-8b": _THIRD | _SHAPES["3-8b"] | _scaled(8.0),
+    "3.1-70b": _THIRD | _SHAPES["3-70b"] | _scaled(8.0),
+    "3.1-405b": _THIRD | _shape(126, 16_384, 53_248, 128, 8) | _scaled(8.0),
+    "3.2-1b": _THIRD | _shape(16, 2048, 8192, 32, 8) | _scaled(32.0) | {"tie_embeddings": True},
+    "3.2-3b": _THIRD | _shape(28, 3072, 8192, 24, 8) | _scaled(32.0) | {"tie_embeddings": True},
+}
+
+
+def get_config(size: str) -> ml_collections.ConfigDict:
+    """The fields of `spsjax.models.transformer.Config`."""
+    return ml_collections.ConfigDict({"tie_embeddings": False, **SIZES[size]})

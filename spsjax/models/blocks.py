@@ -1,0 +1,193 @@
+"""The modules of a decoder block."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spsjax import cache as kv
+from spsjax import sharding
+from spsjax.models.attention import (
+    attend,
+    relative_positions,
+    relative_scores,
+    rope_angles,
+    rope_frequencies,
+    rotate,
+)
+from spsjax.models.config import Config
+from spsjax.types import Array
+
+INIT = nnx.initializers.normal(0.02)
+
+
+class Norm(nnx.Module):
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) or LayerNorm, over the last axis."""
+
+    def __init__(self, config: Config, size: int, *, dtype):
+        self.config, self.dtype = config, dtype
+        self.scale = nnx.Param(jnp.full(size, 1 - config.norm_offset, dtype))
+        if config.norm == "layer":
+            self.bias = nnx.Param(jnp.zeros(size, dtype))
+
+    def __call__(self, x):
+        config, x = self.config, x.astype(jnp.float32)
+        if config.norm == "layer":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+        x = x * (config.norm_offset + self.scale[...].astype(jnp.float32))
+        if config.norm == "layer":
+            x = x + self.bias[...].astype(jnp.float32)
+        return x.astype(self.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention: H query heads read G key-value heads."""
+
+    def __init__(self, config: Config, layer: int, *, dtype, rngs: nnx.Rngs):
+        self.config, self.dtype, self.window = config, dtype, config.window(layer)
+        bias = config.biases != "none"
+        linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
+        size = config.head_dim
+        self.query = linear(config.d_model, config.num_heads * size, bias)
+        self.key = linear(config.d_model, config.num_kv_heads * size, bias)
+        self.value = linear(config.d_model, config.num_kv_heads * size, bias)
+        self.out = linear(config.num_heads * size, config.d_model, config.biases == "all")
+        if config.qk_norm:
+            self.query_norm, self.key_norm = (Norm(config, size, dtype=dtype) for _ in range(2))
+        if config.positions == "relative":
+            self.position = linear(config.d_model, config.num_heads * size, False)
+            zeros = jnp.zeros((config.num_heads, size), dtype)
+            self.content_bias, self.position_bias = nnx.Param(zeros), nnx.Param(zeros)
+
+    def __call__(self, x_BTD, positions_BT, mask_BTS, past: kv.Layer | None):
+        """The output, and this layer's keys and values: of the cache if there is one."""
+        config, (B, T, _) = self.config, x_BTD.shape
+        # Without the barrier the TPU's compiler lets the layout of heads choose the
+        # kernels', and keeps a second, transposed copy of each (2 GB a chip for 70B on 16 chips).
+        query, key, value = jax.lax.optimization_barrier(
+            (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        )
+        query = query.reshape(B, T, config.num_heads, config.head_dim)
+        key = key.reshape(B, T, config.num_kv_heads, config.head_dim)
+        value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
+        if config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        bias = None
+        if config.positions == "rotary":
+            local = self.window and config.rope_theta_local
+            theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
+            frequencies = rope_frequencies(config.head_dim, theta, scaling)
+            rope = rope_angles(positions_BT, frequencies)
+            query, key = rotate(query, *rope), rotate(key, *rope)
+        elif config.positions == "relative":
+            # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
+            table = self.distances(T) if past is None else past.distances
+            bias = relative_scores(query + self.position_bias[...], table, positions_BT)
+            query = query + self.content_bias[...]
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        # A masked slot weighs zero, and zero times NaN is NaN: what is not finite moves from the
+        # value to the key, where only those who see the slot meet it.
+        finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+        key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+        if past is not None:
+            key = kv.write(past.keys, key, past.lengths)
+            value = kv.write(past.values, value, past.lengths)
+            if key.shape[1] % sharding.model_axis():
+                key, value = sharding.by_rows(key), sharding.by_rows(value)
+        if self.window:
+            mask_BTS &= kv.window_mask(positions_BT, mask_BTS.shape[-1], self.window)
+        scale = config.query_scale or config.head_dim**-0.5
+        mixed = attend(query, key, value, mask_BTS, bias, scale, config.attention_softcap)
+        return self.out(mixed.reshape(B, T, -1)), key, value
+
+    def distances(self, slots: int) -> Array:
+        """[H, S, C]: what the distances S-1, ..., 0 are to each head."""
+        positions = relative_positions(slots, self.config.d_model).astype(self.dtype)
+        heads = self.position(positions).reshape(slots, -1, self.config.head_dim)
+        return jnp.swapaxes(heads, 0, 1)
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202), or GELU without a gate."""
+
+    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+        self.config = config
+        linear = functools.partial(_linear, bias=config.biases == "all", dtype=dtype, rngs=rngs)
+        if config.ffn != "gelu":
+            self.gate = linear(config.d_model, config.d_ff)
+        self.up = linear(config.d_model, config.d_ff)
+        self.down = linear(config.d_ff, config.d_model)
+
+    def __call__(self, x_BTD):
+        if self.config.ffn == "gelu":
+            return self.down(jax.nn.gelu(self.up(x_BTD)))
+        return self.down(_ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Experts(nnx.Module):
+    """A mixture of gated feed-forward networks (Jiang et al. 2024, arXiv 2401.04088, 2.1).
+
+    Every expert sees every token, and those that the router did not choose weigh zero: experts that
+    are split over a mesh need no communication but the one sum.
+    """
+
+    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.router = _linear(config.d_model, config.num_experts, False, dtype=dtype, rngs=rngs)
+        E, D, F = config.num_experts, config.d_model, config.d_ff
+        for name, shape in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D))):
+            setattr(self, f"experts_{name}", nnx.Param(INIT(rngs.params(), shape, dtype)))
+
+    def __call__(self, x_BTD):
+        config = self.config
+        # Which experts are chosen must not depend on the compute type more than it has to.
+        probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
+        best, ids = jax.lax.top_k(probs, config.experts_per_token)
+        if config.renormalize:
+            best = best / jnp.sum(best, axis=-1, keepdims=True)
+        chosen = jax.nn.one_hot(ids, config.num_experts)
+        weights_BTE = jnp.sum(chosen * best[..., None], axis=-2).astype(x_BTD.dtype)
+        gate = jnp.einsum("btd,edf->btef", x_BTD, self.experts_gate[...])
+        up = jnp.einsum("btd,edf->btef", x_BTD, self.experts_up[...])
+        inner = _ACTIVATIONS[config.ffn](gate) * up * weights_BTE[..., None]
+        return jnp.einsum("btef,efd->btd", inner, self.experts_down[...])
+
+
+class Block(nnx.Module):
+    """Pre-norm attention, then pre-norm feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: Config, layer: int, *, dtype, rngs: nnx.Rngs):
+        self.config = config
+        norm = functools.partial(Norm, config, config.d_model, dtype=dtype)
+        self.attention_norm, self.ffn_norm = norm(), norm()
+        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.ffn = (Experts if config.num_experts else FeedForward)(config, dtype=dtype, rngs=rngs)
+        if config.post_norms:
+            self.attention_post_norm, self.ffn_post_norm = norm(), norm()
+
+    def __call__(self, x_BTD, positions_BT, mask_BTS, past):
+        attended, key, value = self.attention(
+            self.attention_norm(x_BTD), positions_BT, mask_BTS, past
+        )
+        if self.config.post_norms:
+            attended = self.attention_post_norm(attended)
+        x_BTD = x_BTD + attended
+        fed = self.ffn(self.ffn_norm(x_BTD))
+        return x_BTD + (self.ffn_post_norm(fed) if self.config.post_norms else fed), key, value
+
+
+_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+
+
+def _linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
+    return nnx.Linear(
+        features_in,
+        features_out,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        kernel_init=INIT,
+        rngs=rngs,
+    )

@@ -1,0 +1,124 @@
+"""Every family of models against `transformers`, by what golden/make.py wrote down.
+
+With the extra `parity`, the same live: the folders are made anew.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from conftest import spread_params
+
+import spsjax
+from spsjax import InputError, SamplingParams, loading, sharding, train
+from spsjax import cache as kv
+from spsjax.models import config_json, huggingface, transformer
+from spsjax.models.families import FAMILIES
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+ALIKE = "llama2", "multi_query", "qwen2"  # others do all that they do
+TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.cache
+def loaded(name: str) -> loading.Model:
+    return loading.load(GOLDEN / name, dtype="float32")
+
+
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / name / "expected.npz") as found:
+        return dict(found)
+
+
+def test_a_whole_pass_gives_the_logits(name):
+    model, found = loaded(name), expected(name)
+    logits = train.forward(model.config, model.params, found["tokens"]).logits
+    assert np.abs(logits - found["logits"]).max() < TOLERANCE
+
+
+def test_cached_passes_give_the_logits(name):
+    """A prompt, single tokens, and a block that goes back behind the last ones."""
+    model, found = loaded(name), expected(name)
+    tokens, slots = found["tokens"], 32
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(count, cache, given):
+        positions = cache.lengths[:, None] + jnp.arange(count)
+        mask = kv.causal_mask(positions, slots)
+        output = transformer.apply(model.config, model.params, given, positions, mask, cache)
+        return output.logits, output.cache
+
+    cache = transformer.empty_cache(model.config, model.params, 2, slots)
+    for start, stop in ((0, 9), (9, 10), (10, 11), (11, 16), (13, 18), (18, 19)):
+        logits, cache = step(stop - start, cache.at(jnp.full(2, start)), tokens[:, start:stop])
+        assert np.abs(logits - found["logits"][:, start:stop]).max() < TOLERANCE, start
+
+
+def test_speculation_gives_the_greedy_text(name):
+    """With a random sibling of one layer as the draft."""
+    if name in ALIKE:
+        pytest.skip("another family does all that this one does")
+    model, found = loaded(name), expected(name)
+    config = dataclasses.replace(model.config, num_layers=1)
+    params = {**model.params, "layers": {0: model.params["layers"][0]}}
+    noise = spread_params(config, 1)
+    params = jax.tree.map(lambda leaf, other: leaf + 0.02 * other, params, noise)
+    draft = loading.Model("draft", config, params)
+    out = spsjax.generate(
+        model, found["tokens"].tolist(), draft, 3, SamplingParams(temperature=0.0),
+        len(found["greedy"]), stop_at_eos=False,
+    )  # fmt: skip
+    assert out.tokens[0].tolist() == found["greedy"].tolist()
+
+
+def test_what_is_written_is_what_was_read(name, tmp_path):
+    model = loaded(name)
+    stored = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
+    (dtype,) = {str(tensor.dtype) for tensor in stored.values()}
+    huggingface.save(tmp_path, model.config, model.params, dtype)
+    again = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert stored.keys() - again.keys() <= {"lm_head.weight"} and again.keys() <= stored.keys()
+    for key, tensor in again.items():
+        np.testing.assert_array_equal(tensor, stored[key], err_msg=key)
+    assert config_json.read(tmp_path) == model.config
+    family = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
+    assert config_json.family_of(model.config) in (family, "llama") and family in FAMILIES
+
+
+def test_a_mesh_gives_the_logits(name):
+    found, mesh = expected(name), sharding.mesh(2, 4)
+    try:
+        model = loading.load(GOLDEN / name, mesh, "float32")
+    except InputError as error:
+        pytest.fail(str(error))
+    with model.in_mesh():
+        logits = jax.jit(functools.partial(train.forward, model.config))(
+            model.params, found["tokens"]
+        ).logits
+    assert np.abs(logits - found["logits"]).max() < TOLERANCE
+
+
+def test_transformers_gives_the_same_now(name, tmp_path):
+    pytest.importorskip("torch", reason="needs the extra: pip install -e '.[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra parity")
+    make = runpy.run_path(str(GOLDEN / "make.py"))
+    theirs = make["model"](name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = make["expected"](theirs)
+    model = loading.load(tmp_path / "theirs", dtype="float32")
+    logits = train.forward(model.config, model.params, found["tokens"]).logits
+    assert np.abs(logits - found["logits"]).max() < TOLERANCE
+    # And it reads what is written here.
+    huggingface.save(tmp_path / "ours", model.config, model.params, "float32")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert np.abs(make["expected"](back)["logits"] - found["logits"]).max() < TOLERANCE
