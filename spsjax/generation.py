@@ -151,10 +151,8 @@ def continuation(tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str
     """The text that `tokens` add to the prompt's; some tokenizers read them otherwise alone."""
     before = tokenizer.decode(prompt)
     both = tokenizer.decode([*prompt, *tokens])
-    for start in (
-        before,
-        before.rstrip("\ufffd"),
-    ):  # tokens may complete the prompt's last character
+    # The new tokens may complete the prompt's last character.
+    for start in (before, before.rstrip("\ufffd")):
         if both.startswith(start):
             return both[len(start) :]
     return tokenizer.decode(tokens)

@@ -267,7 +267,7 @@ def test_a_gemma_without_windows_keeps_their_size(tmp_path, name):
 def test_a_shape_that_no_config_json_says(tmp_path):
     config = dataclasses.replace(config_json.read(GOLDEN / "mixtral"), windows=(8, 0))
     with one_line("model", "mixtral"):
-        config_json.write(tmp_path, config, "float32")
+        huggingface.save(tmp_path, config, spread_params(config, 0))
     assert not list(tmp_path.iterdir())
 
 

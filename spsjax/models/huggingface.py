@@ -180,7 +180,7 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
         name: np.ascontiguousarray(np.concatenate([parts[i] for i in sorted(parts)], axis=-1))
         for name, parts in pieces.items()
     }
+    config_json.write(folder, config, jnp.dtype(dtype).name)  # first: it may refuse the shape
     with files.whole(folder / "model.safetensors") as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
-    config_json.write(folder, config, jnp.dtype(dtype).name)
     (folder / "generation_config.json").unlink(missing_ok=True)  # another model's, and goes first
