@@ -17,7 +17,18 @@ import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import arguments, benchmark, cli, distributed, files, loading, probes, recipes, runs
+from spsjax import (
+    arguments,
+    benchmark,
+    cli,
+    distributed,
+    files,
+    loading,
+    probes,
+    race,
+    recipes,
+    runs,
+)
 from spsjax.documents import Sources
 from spsjax.sampling import SamplingParams
 
@@ -97,24 +108,22 @@ def speed(
 ) -> dict[str, dict[str, float]]:
     """Drafts in turn with plain sampling, on the same prompts: speed-ups, and ms a draft step."""
     params = SamplingParams(temperature=how.temperature)
-    contenders = [
-        benchmark.contender(benchmark.BASELINE, "", target, None, params, how.max_new_tokens)
-    ]
+    contenders = [race.contender(race.BASELINE, "", target, None, params, how.max_new_tokens)]
     parts_of, count = {}, how.num_speculative_tokens
     for name in names:
         draft = loading.load(workdir / name / "model", target.mesh)
         contenders.append(
-            benchmark.contender(name, "", target, draft, params, how.max_new_tokens, count)
+            race.contender(name, "", target, draft, params, how.max_new_tokens, count)
         )
         length = how.prompt_tokens + how.max_new_tokens
         parts_of[name, "", count] = probes.probe(target, draft, count, params, length)
-    lines = benchmark.race(
+    lines = race.run(
         contenders, prompts, how.repetitions, 0, parts_of, display.progress("measuring"),
     )  # fmt: skip
     return {
         line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}
         for line in lines
-        if line.name != benchmark.BASELINE
+        if line.name != race.BASELINE
     }
 
 

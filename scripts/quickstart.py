@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax import benchmark, cli
+from spsjax import benchmark, cli, race
 from spsjax.models import transformer
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -49,7 +49,7 @@ def main():
     print(f"\n{verdict(report.lines)}\nThe proof that nothing else changed: bash scripts/test.sh")
 
 
-def verdict(lines: list[benchmark.Line]) -> str:
+def verdict(lines: list[race.Line]) -> str:
     """The best K of each setting, and what it gains."""
     best = display.best_lines(lines)
     parts = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from spsjax import benchmark, probes
+from spsjax import benchmark, probes, race
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import huggingface
@@ -52,7 +52,7 @@ class HuggingFace:
         params: SamplingParams,
         max_new_tokens: int,
         num_speculative_tokens: int = 0,
-    ) -> benchmark.Contender:
+    ) -> race.Contender:
         """Plain generation, or assisted with a constant number of draft tokens a round.
 
         Without an end-of-sequence id it goes on to the budget, as ours does.
@@ -69,7 +69,7 @@ class HuggingFace:
         if num_speculative_tokens:
             options["assistant_model"] = self.draft
 
-        def call(prompt: Sequence[int], seed: int) -> benchmark.Sample:
+        def call(prompt: Sequence[int], seed: int) -> race.Sample:
             torch = self.torch
             if num_speculative_tokens:
                 config = self.draft.generation_config
@@ -88,14 +88,14 @@ class HuggingFace:
                     **options,
                 )
             new = out[0].tolist()[len(prompt) :]
-            return benchmark.Sample(time.perf_counter() - start, new)
+            return race.Sample(time.perf_counter() - start, new)
 
         kind = "assisted" if num_speculative_tokens else "plain"
         name = f"HF {kind} {_DTYPES[self.dtype]}"
-        return benchmark.Contender(name, setting, num_speculative_tokens, call)
+        return race.Contender(name, setting, num_speculative_tokens, call)
 
 
-def contenders(config, target: Model, draft: Model | None) -> list[benchmark.Contender]:
+def contenders(config, target: Model, draft: Model | None) -> list[race.Contender]:
     """Plain and assisted generation in every setting, as configs/experiments/benchmark.py says."""
     found = []
     for dtype in config.peer.dtypes:

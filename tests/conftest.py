@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import ahead, loading, sharding
+from spsjax import ahead, decode, loading, sharding
 from spsjax import cache as kv
 from spsjax.models import transformer
 
@@ -114,6 +114,14 @@ def logits_of(model: loading.Model):
         return np.asarray(logits(padded, len(tokens)), np.float64)
 
     return lambda tokens: cached(tuple(tokens))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Frees what a module compiled: one process may not map the programs of all of them."""
+    yield
+    decode._compiled.clear()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

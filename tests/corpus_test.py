@@ -112,7 +112,7 @@ def test_a_stop_while_it_is_made_leaves_no_corpus(tmp_path, texts, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokenizer._SentencePiece, "encode", stop)
+    monkeypatch.setattr(tokenizer.SentencePiece, "encode", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, texts)
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"tokenizer.model"}

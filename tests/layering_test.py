@@ -9,15 +9,15 @@ ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
 # What is not named here stands on the top floor, where nothing of the package may import it.
 FLOORS = (
     {"types", "errors", "files", "events"},
-    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed", "chips", "chat"},
+    {"sharding", "cache", "sampling", "losses", "hlo", "theory", "distributed", "chips", "text"},
     {"verify", "models", "drafters.base"},
     {"drafters"},
     {"decode"},
     {"data", "kept", "documents", "tokenizer", "loading", "arguments", "generation"},
     {"corpus", "train", "checkpoints", "runs", "probes", "roofline"},
-    {"distill", "evaluation", "fitting", "benchmark", "ahead"},
-    {"teacher", "trials", "peers"},
-    {"recipes"},
+    {"distill", "evaluation", "fitting", "race", "ahead"},
+    {"teacher", "trials", "benchmark"},
+    {"recipes", "peers"},
 )
 TOP = len(FLOORS)
 # Within a floor, who may use whom.
@@ -33,6 +33,9 @@ BESIDE = {
     ("models.huggingface", "models.config_json"),
     ("models.huggingface", "models.families"),
     ("models.huggingface", "models.transformer"),
+    ("text.base", "text.chat"),
+    ("text.hugging_face", "text.base"),
+    ("text.sentence_piece", "text.base"),
     ("loading", "tokenizer"),
     ("arguments", "loading"),
     ("generation", "arguments"),

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from spsjax import benchmark, documents, generation, probes, tokenizer
+from spsjax import benchmark, documents, generation, probes, race, tokenizer
 from spsjax.models import huggingface, transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -341,8 +341,8 @@ def test_a_terminal_that_knows_few_letters_gets_question_marks(pair, monkeypatch
 
 def test_acceptance_by_position():
     # Of 10 rounds 4 accepted nothing, 3 one, 0 two, 3 three.
-    assert benchmark.acceptance_by_position([4, 3, 0, 3]) == [0.6, 0.5, 1.0]
-    assert benchmark.acceptance_by_position([5, 0, 0]) == [0.0, None]
+    assert race.acceptance_by_position([4, 3, 0, 3]) == [0.6, 0.5, 1.0]
+    assert race.acceptance_by_position([5, 0, 0]) == [0.0, None]
 
 
 def test_colours_tell_drafts_from_residual_and_bonus_tokens():
@@ -375,11 +375,11 @@ def test_race_is_interleaved_and_takes_medians():
     def contender(name):
         def call(prompt, seed):
             calls.append(name)
-            return benchmark.Sample(next(clock[name]), [1, 2])
+            return race.Sample(next(clock[name]), [1, 2])
 
-        return benchmark.Contender(name, "greedy", 0, call)
+        return race.Contender(name, "greedy", 0, call)
 
-    lines = benchmark.race([contender("ArS"), contender("fast")], [[1]], repetitions=3)
+    lines = race.run([contender("ArS"), contender("fast")], [[1]], repetitions=3)
     assert calls == ["ArS", "fast"] * 4  # the warm-up, and three
     assert [line.ms_per_token for line in lines] == [3000, 1500]
     assert [line.speedup for line in lines] == [1, 2]

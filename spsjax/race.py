@@ -1,0 +1,204 @@
+"""Contenders that continue the same prompts in turn, and what is said of each.
+
+Everything that is compared is measured in one run, interleaved, so that a machine that slows down
+slows all down; each prompt is continued with the same seed every time, so that repetitions differ
+by noise alone and their median is a clean figure.
+"""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from spsjax import generation, probes
+from spsjax.drafters import base
+from spsjax.errors import InputError
+from spsjax.loading import Model
+from spsjax.sampling import SamplingParams
+
+BASELINE = "ArS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One continuation: its tokens; run time, prompt included; `stats` where it is ours."""
+
+    seconds: float
+    tokens: Sequence[int]
+    stats: generation.Stats | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A way to continue a prompt; `call` takes token ids and a seed."""
+
+    name: str
+    setting: str
+    num_speculative_tokens: int
+    call: Callable[[list[int], int], Sample]
+    greedy: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A contender's figures over all prompts.
+
+    Attributes:
+        ms_per_token: whole calls, prompts included, without compile time.
+        ms_per_round: of the loop alone.
+        speedup: over `BASELINE` in the same setting.
+        block_efficiency: tokens a target call.
+        acceptance_rate: accepted / proposed draft tokens.
+        acceptance_by_position: P(the i-th draft token is accepted | it is reached), a round that
+            proposes nothing counting as one that accepts nothing; None where none was reached.
+        loop_over_parts: `ms_per_round` / (K draft steps + scoring K + 1 positions).
+        predicted_speedup: tokens a call x t_target / (K t_draft + t_target), with what `BASELINE`'s
+            pass and a draft step take alone: that scoring K + 1 positions costs no more than one.
+        same_text: whether the tokens are `BASELINE`'s, of each prompt, in a greedy setting.
+        compile_seconds: of the first call.
+    """
+
+    name: str
+    setting: str
+    num_speculative_tokens: int
+    ms_per_token: float
+    speedup: float | None = None
+    block_efficiency: float | None = None
+    acceptance_rate: float | None = None
+    acceptance_by_position: list[float | None] | None = None
+    ms_per_round: float | None = None
+    loop_over_parts: float | None = None
+    parts: probes.Parts | None = None
+    predicted_speedup: float | None = None
+    same_text: bool | None = None
+    compile_seconds: float | None = None
+
+
+def contender(
+    name: str,
+    setting: str,
+    target: Model,
+    drafter: Model | base.Drafter | None,
+    params: SamplingParams,
+    max_new_tokens: int,
+    num_speculative_tokens: int = 0,
+) -> Contender:
+    """`generate`, always to the full budget so that all do the same work."""
+
+    def call(prompt: list[int], seed: int) -> Sample:
+        out = generation.generate(
+            target,
+            [prompt],
+            drafter,
+            num_speculative_tokens,
+            params,
+            max_new_tokens,
+            seed,
+            stop_at_eos=False,
+        )
+        return Sample(out.stats.seconds, out.tokens[0], out.stats)
+
+    return Contender(name, setting, num_speculative_tokens, call, not params.temperature)
+
+
+def run(
+    contenders: Sequence[Contender],
+    prompts: Sequence[list[int]],
+    repetitions: int,
+    seed: int = 0,
+    parts_of: dict[tuple[str, str, int], Callable[[], probes.Parts]] | None = None,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> list[Line]:
+    """Every contender on every prompt, in turn, `repetitions` times after one warm-up.
+
+    `parts_of` times the parts of a contender's round, once a repetition, by (name, setting, K);
+    `progress` wraps the list of what is to be done.
+    """
+    if not prompts or repetitions < 1:
+        raise InputError(
+            "prompts, repetitions: expected at least one each, "
+            f"found {len(prompts)} and {repetitions}"
+        )
+    parts_of = parts_of or {}
+    samples: dict[tuple, list[Sample]] = {}
+    parts: dict[tuple, list[probes.Parts]] = {}
+    first: dict[tuple, Sample] = {}
+    turns = [(-1, 0)] + [(turn, row) for turn in range(repetitions) for row in range(len(prompts))]
+    for turn, row, each in progress([(*place, each) for place in turns for each in contenders]):
+        key = each.name, each.setting, each.num_speculative_tokens
+        sample = each.call(prompts[row], seed + row)
+        if turn < 0:  # compiles, and is not counted
+            first[key] = sample
+        else:
+            samples.setdefault((*key, row), []).append(sample)
+        if key in parts_of and row == 0:
+            measured = parts_of[key]()
+            if turn >= 0:
+                parts.setdefault(key, []).append(measured)
+    lines, texts = {}, {}
+    for each in contenders:
+        key = each.name, each.setting, each.num_speculative_tokens
+        rows = [samples[*key, row] for row in range(len(prompts))]
+        lines[key] = _line(each, rows, first[key], parts.get(key))
+        texts[key] = [list(row[0].tokens) for row in rows]
+    for each in contenders:
+        key = each.name, each.setting, each.num_speculative_tokens
+        base = BASELINE, each.setting, 0
+        if base in lines:
+            same = texts[key] == texts[base] if each.greedy and key != base else None
+            lines[key] = dataclasses.replace(_compared(lines[key], lines[base]), same_text=same)
+    return list(lines.values())
+
+
+def _compared(line: Line, base: Line) -> Line:
+    """The line with what can be said of it beside that of the baseline."""
+    predicted = None
+    if line.parts and base.parts and line.num_speculative_tokens:
+        target, drafts = base.parts.scoring, line.num_speculative_tokens * line.parts.draft_step
+        predicted = line.block_efficiency * target / (drafts + target)
+    speedup = base.ms_per_token / line.ms_per_token
+    return dataclasses.replace(line, speedup=speedup, predicted_speedup=predicted)
+
+
+def _line(
+    each: Contender, rows: list[list[Sample]], first: Sample, parts: list[probes.Parts] | None
+) -> Line:
+    seconds = sum(statistics.median(sample.seconds for sample in row) for row in rows)
+    tokens = sum(len(row[0].tokens) for row in rows)
+    K = each.num_speculative_tokens
+    line = Line(each.name, each.setting, K, 1e3 * seconds / tokens)
+    if first.stats is None:
+        return line
+    stats = [row[0].stats for row in rows]  # counts are the same in every repetition
+    calls = sum(one.target_calls for one in stats)
+    histogram = np.sum([one.accepted_histogram for one in stats], axis=0)
+    proposed = sum(one.proposed_tokens for one in stats)
+    loops = sum(
+        statistics.median(sample.seconds - sample.stats.prompt_seconds for sample in row)
+        for row in rows
+    )
+    line = dataclasses.replace(
+        line,
+        block_efficiency=tokens / calls,
+        acceptance_rate=float(np.arange(K + 1) @ histogram) / proposed if proposed else None,
+        acceptance_by_position=acceptance_by_position(histogram) if K else None,
+        ms_per_round=1e3 * loops / calls,
+        compile_seconds=first.stats.compile_seconds,
+    )
+    if not parts:
+        return line
+    median = probes.Parts(
+        draft_step=statistics.median(one.draft_step for one in parts),
+        scoring=statistics.median(one.scoring for one in parts),
+    )
+    together = K * median.draft_step + median.scoring
+    return dataclasses.replace(line, parts=median, loop_over_parts=loops / calls / together)
+
+
+def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
+    """[K+1] rounds by how many drafts they accepted -> [K] chances of one that is reached."""
+    reached = np.cumsum(np.asarray(histogram)[::-1])[::-1]
+    pairs = itertools.pairwise(reached)
+    return [float(after / before) if before else None for before, after in pairs]

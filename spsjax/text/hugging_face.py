@@ -1,0 +1,106 @@
+"""Tokenizers that the `tokenizers` library reads: `tokenizer.json`, and GPT-2's two files."""
+
+import functools
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+
+import tokenizers
+
+from spsjax.errors import InputError, brief, one_line
+from spsjax.text import base
+
+_END = "<|endoftext|>"  # of GPT-2, whose own files do not say so
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of one byte, of tokenizers that fall back to them
+
+
+class HuggingFace(base.Tokenizer):
+    """One that the `tokenizers` library reads; what begins a text is as its own file says."""
+
+    def __init__(self, folder: pathlib.Path, names: Sequence[str]):
+        super().__init__(folder, names)
+        try:
+            if names == base.KINDS[0]:
+                model = tokenizers.Tokenizer.from_str(self.files[names[0]].decode())
+            else:
+                model = self._gpt2(folder)
+        except (InputError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises Exception, and where it panics more
+            raise InputError(
+                f"{self.path}: expected a tokenizer, found {one_line(error)}"
+            ) from None
+        model.no_truncation()  # some files have the settings of what they were trained for
+        model.no_padding()
+        self._model = model
+        self.vocab_size = max(model.get_vocab().values(), default=-1) + 1
+        if model.token_to_id(_END) is not None:
+            self._settings = {"bos_token": _END, "eos_token": _END} | self._settings
+        self.bos_id, self.eos_id = (
+            None if token is None else model.token_to_id(token)
+            for token in map(self._special, ("bos_token", "eos_token"))
+        )
+        self._prefix = []
+        begins = self._settings.get("add_bos_token") and self.bos_id is not None
+        self._bytes = {
+            id: int(piece[3:5], 16)
+            for piece, id in model.get_vocab().items()
+            if model.decoder is not None and _BYTE.fullmatch(piece)
+        }
+        if names != base.KINDS[0]:
+            self._check_complete()
+        if begins and not self.encode(""):  # older files leave it to the class that reads them
+            self._prefix = [self.bos_id]
+
+    def _gpt2(self, folder: pathlib.Path) -> tokenizers.Tokenizer:
+        """Byte-level BPE (Radford et al. 2019); others have such files, but split otherwise."""
+        known = self._settings.get("tokenizer_class", "GPT2Tokenizer")
+        config = base.read(folder / "config.json") if (folder / "config.json").exists() else b"{}"
+        kind = json.loads(config).get("model_type", "gpt2")
+        if not str(known).startswith("GPT2Tokenizer") or kind != "gpt2":
+            raise InputError(
+                f"{folder}: expected tokenizer.json or tokenizer.model, found only vocab.json, "
+                f"which does for GPT-2 but not for {brief(known if kind == 'gpt2' else kind)}"
+            )
+        vocab = json.loads(self.files["vocab.json"])
+        lines = self.files["merges.txt"].decode().replace("\r\n", "\n").split("\n")
+        merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
+        made = {*map("".join, merges), _END}
+        for piece in vocab:
+            if len(piece) > 1 and piece not in made:
+                raise InputError(
+                    f"{folder / 'merges.txt'}: expected a merge for each piece of vocab.json, "
+                    f"found none for {brief(piece)}"
+                )
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        if _END in vocab:
+            model.add_special_tokens([_END])
+        return model
+
+    @functools.cached_property
+    def pieces(self):
+        added = self._model.get_added_tokens_decoder()
+        vocab = self._model.get_vocab().items()
+        return {id: piece for piece, id in vocab if not (id in added and added[id].special)}
+
+    def encode(self, text, whole=True):
+        base.check_unicode(text)
+        ids = self._model.encode(text, add_special_tokens=whole).ids
+        return self._prefix + ids if whole else ids
+
+    def decode(self, ids):
+        ids = [int(id) for id in ids if id < self.vocab_size]
+        if self._bytes.keys().isdisjoint(ids):
+            return self._model.decode(ids)
+        # The library gives up a whole run of bytes where the last character of it is not complete.
+        tokens = []
+        for is_byte, run in itertools.groupby(ids, self._bytes.__contains__):
+            if is_byte:
+                tokens.append(bytes(self._bytes[id] for id in run).decode(errors="replace"))
+            else:
+                tokens += [self._model.id_to_token(id) for id in run if id in self.pieces]
+        return self._model.decoder.decode(tokens)
