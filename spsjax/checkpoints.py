@@ -1,7 +1,9 @@
 """Checkpoints of a run: written beside the training, checked when they are read."""
 
 import contextlib
+import errno
 import gc
+import hashlib
 import json
 import logging
 import math
@@ -37,14 +39,8 @@ class Checkpoints:
             if type(value) is not int or value < least:
                 raise InputError(f"{name}: expected an integer >= {least}, found {value!r}")
         self.folder = folder.absolute()
-        for step in self._written():
-            path = self.folder / f"step_{step}"
-            if not distributed.is_first() or _readable(path):
-                continue
-            if step == self._written()[-1]:
-                self._damaged(path, "its description is none")
-            else:  # an older one, which was being removed when the run was killed
-                shutil.rmtree(path, ignore_errors=True)
+        self._aside = self.folder.parent / "damaged"
+        self._unreadable = self._hide_unreadable() if distributed.is_first() else []
         distributed.wait("checkpoints looked at")
         best = preservation_policy.BestN(
             get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False
@@ -90,7 +86,7 @@ class Checkpoints:
             feed: what `data.Feed.state` gave.
             score: the higher, the better; minus infinity where it was not measured.
         """
-        note = {"feed": feed, "sums": sums(state)}
+        note = {"feed": feed, "feed_sha256": _digest(feed), "sums": sums(state)}
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note)
         )
@@ -111,32 +107,33 @@ class Checkpoints:
     def restore(self, like: PyTree) -> tuple[int, PyTree, dict] | None:
         """The newest sound checkpoint: its step, its state and the feed's; None if there is none.
 
-        A damaged one is named in a warning, and moved out of the way, so that its step can be
-        saved again.
+        Newer ones are damaged then: they are named in a warning, and moved out of the way, so that
+        their steps can be saved again.
 
         Args:
             like: arrays or their shapes, with the shardings that the state's are to have.
 
         Raises:
-            InputError: there are checkpoints, and all are damaged.
+            InputError: there are checkpoints, and all are damaged; or the system refuses to read
+                them. Nothing is moved.
         """
-        steps = self.steps()
-        for step in reversed(steps):
+        faults: dict[int, str] = {}
+        for step in reversed(self.steps()):
             found = None
             try:
                 state, feed = self._read(step, like)
             except Exception as error:
                 found = one_line(error)[:200]
-            if not distributed.everywhere(found is None):
-                path = self.folder / f"step_{step}"
-                if distributed.is_first():
-                    self._damaged(path, found or "another process could not read it")
-                distributed.wait(f"{path.name} set aside")
-                self._manager.reload()
-                continue
-            return step, state, feed
-        if steps:
-            raise InputError(f"{self.folder}: expected a sound checkpoint, found only damaged ones")
+                if _of_the_system(error):
+                    path = self.folder / f"step_{step}"
+                    raise InputError(f"{path}: expected to read it, found {found}") from None
+            if distributed.everywhere(found is None):
+                self._set_aside(step, faults)
+                return step, state, feed
+            faults[step] = found or "another process could not read it"
+        if faults:
+            found = "; ".join(f"step_{step}: {fault}" for step, fault in faults.items())
+            raise _none_sound(self.folder, found)
         return None
 
     def read(self, step: int, like: PyTree) -> PyTree:
@@ -158,17 +155,50 @@ class Checkpoints:
         read = self._manager.restore(step, args=arguments)
         if sums(read.state) != read.note["sums"]:
             raise ValueError("arrays are not those that were saved")
+        if read.note["feed_sha256"] != _digest(read.note["feed"]):
+            raise ValueError("the place in the data is not the one that was saved")
         return read.state, read.note["feed"]
 
-    def _damaged(self, path: pathlib.Path, found: str) -> None:
-        aside = self.folder.parent / "damaged"
-        aside.mkdir(exist_ok=True)
-        shutil.rmtree(aside / path.name, ignore_errors=True)
-        shutil.move(path, aside / path.name)
-        warnings.warn(
-            f"{path}: expected a checkpoint, found it damaged ({found}); it is in {aside} now",
-            stacklevel=1,
-        )
+    def _hide_unreadable(self) -> list[int]:
+        """Moves aside those that Orbax would fail on when it opens the folder; their steps.
+
+        Raises InputError where there is no other; nothing is moved then.
+        """
+        written = self._written()
+        hidden = [step for step in written if not _readable(self.folder / f"step_{step}")]
+        if hidden and hidden == written:
+            raise _none_sound(self.folder, "descriptions that are none")
+        for step in hidden:
+            self._move(step)
+        return hidden
+
+    def _set_aside(self, sound: int, faults: dict[int, str]) -> None:
+        """What stood in the way of a checkpoint that was read."""
+        if distributed.is_first():
+            for step in faults:
+                self._move(step)
+            for step in self._unreadable:
+                if step > sound:
+                    faults[step] = "its description is none"
+                else:  # it was being removed when the run was killed
+                    shutil.rmtree(self._aside / f"step_{step}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._aside.rmdir()  # if there is nothing in it
+            for step, fault in sorted(faults.items()):
+                warnings.warn(
+                    f"{self.folder / f'step_{step}'}: expected a checkpoint, found it damaged "
+                    f"({fault}); it is in {self._aside} now",
+                    stacklevel=1,
+                )
+        distributed.wait("damaged checkpoints set aside")
+        if faults:
+            self._manager.reload()
+
+    def _move(self, step: int) -> None:
+        name = f"step_{step}"
+        self._aside.mkdir(exist_ok=True)
+        shutil.rmtree(self._aside / name, ignore_errors=True)
+        shutil.move(self.folder / name, self._aside / name)
 
     def _written(self) -> list[int]:
         """The steps whose folders are complete: until then they have another name."""
@@ -185,15 +215,47 @@ class Checkpoints:
 
 
 def _readable(path: pathlib.Path) -> bool:
-    """Whether what Orbax reads of a checkpoint when it opens a folder can be read."""
+    """Whether what Orbax reads of a checkpoint when it opens a folder can be read.
+
+    Raises OSError where the system refuses to read what is there.
+    """
     try:
         description, metrics = (
             json.loads((path / name).read_text(encoding="utf-8"))
             for name in ("_CHECKPOINT_METADATA", "metrics/metrics")
         )
         return isinstance(description, dict) and type(metrics["score"]) is float
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _none_sound(folder: pathlib.Path, found: str) -> InputError:
+    return InputError(
+        f"{folder}: expected a sound checkpoint, found only damaged ones ({found}); "
+        "to begin anew, take another --workdir"
+    )
+
+
+# Errors that say nothing of a file. Orbax's libraries give some of them as a text only.
+_SYSTEM = "EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ESTALE", "ETIMEDOUT", "ENOBUFS"
+
+
+def _of_the_system(error: BaseException) -> bool:
+    while error is not None:
+        name = errno.errorcode.get(error.errno) if isinstance(error, OSError) else None
+        text = str(error)
+        if isinstance(error, MemoryError) or name in _SYSTEM or "RESOURCE_EXHAUSTED" in text:
+            return True
+        if any(f": {each} " in text or f"({each})" in text for each in _SYSTEM):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _digest(feed: dict) -> str:
+    return hashlib.sha256(json.dumps(feed, sort_keys=True).encode()).hexdigest()
 
 
 def _score(metrics: dict[str, float] | None) -> float:

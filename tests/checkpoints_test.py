@@ -1,5 +1,7 @@
 """A checkpoint is there whole or not at all, and is read as it was written or not at all."""
 
+import errno
+import json
 import pathlib
 import resource
 
@@ -109,7 +111,14 @@ def exchange(folder):
     (folder / "note" / "metadata").write_text('{"feed": {"next_index": 3}, "sums": [1, 2]}')
 
 
-@pytest.mark.parametrize("damage", [flip, cut, empty, forget, exchange])
+def advance(folder):
+    path = folder / "note" / "metadata"
+    note = json.loads(path.read_text())
+    note["feed"]["next_index"] += 1
+    path.write_text(json.dumps(note))
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, forget, exchange, advance])
 def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_read(copy, damage, capfd):
     damage(copy / "step_3")
     with pytest.warns(UserWarning, match=rf"^{copy}/step_3: expected a checkpoint, found it dam"):
@@ -133,16 +142,46 @@ def test_an_older_one_that_was_being_removed_is_removed_without_a_word(copy, rec
     assert not [each for each in recwarn if "damaged" in str(each.message)]
 
 
-def test_where_all_are_damaged_none_is_invented(copy):
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("damage", [flip, empty])
+def test_where_all_are_damaged_none_is_invented_and_nothing_is_moved(copy, damage):
     for step in (1, 2, 3):
-        flip(copy / f"step_{step}")
-    with (
-        pytest.warns(UserWarning, match="found it damaged"),
-        pytest.raises(
+        damage(copy / f"step_{step}")
+    before = names(copy.parent)
+    for _ in range(2):  # a scheduler tries again
+        with pytest.raises(
             InputError, match=rf"^{copy}: expected a sound checkpoint, found only damaged"
-        ),
-    ):
-        read(copy)
+        ):
+            read(copy)
+        assert names(copy.parent) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        ValueError("Error opening kvstore [OS error 24: EMFILE Too many open files]"),
+        MemoryError("no room"),
+    ],
+)
+def test_what_the_system_refuses_is_not_damaged(copy, error, monkeypatch):
+    before = names(copy.parent)
+    with Checkpoints(copy) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_read", lambda *_: raised(error))
+            with pytest.raises(
+                InputError, match=r"step_3: expected to read it, found .*(open|no r)"
+            ):
+                checkpoints.restore(state(99))
+        assert names(copy.parent) == before
+        assert_is(checkpoints.restore(state(99)), 3)
+
+
+def raised(error):
+    raise error
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_older_ones(copy):
