@@ -30,6 +30,7 @@ from spsjax import (
     runs,
 )
 from spsjax.documents import Sources
+from spsjax.errors import InputError, one_line
 from spsjax.sampling import SamplingParams
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -42,15 +43,16 @@ def main():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
     print(cli.shown(config))
     cli.check_installed("the plot", "matplotlib")
-    base = runpy.run_path(str(_CONFIGS / f"{config.base}.py"))["get_config"]()
-    base.lock()
-    base.update(config.common)
-    base.cache = base.cache or str(workdir / "cache")
-    drafts = {name: changed(base, changes) for name, changes in config.runs.items()}
-    target = loading.load(base.target, cli.mesh(base.mesh))
-    prompts = prompts_of(config.speed, base, target.tokenizer)
-    if config.start:
-        train("start", changed(base, config.start), workdir)
+    base, drafts = configs(config, workdir)
+    target = None
+    for name, each in drafts.items():  # all of them, before the first is trained
+        try:
+            target = recipes.check_draft(each, workdir / name, cli.mesh(each.mesh))
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+    prompts = prompts_of(config.speed, base, target)
+    if "start" in drafts:
+        train("start", drafts.pop("start"), workdir)
         for each in drafts.values():
             each.init = str(workdir / "start" / "model")
     for name, each in drafts.items():
@@ -66,10 +68,34 @@ def main():
         print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 
-def changed(base: ConfigDict, changes: ConfigDict) -> ConfigDict:
+def configs(config: ConfigDict, workdir: pathlib.Path) -> tuple[ConfigDict, dict[str, ConfigDict]]:
+    """What all have in common, and the config of each run by name, `start` among them."""
+    if not isinstance(config.runs, ConfigDict) or not config.runs or "start" in config.runs:
+        raise InputError("runs: expected one or more by name, none of them 'start', found others")
+    path = _CONFIGS / f"{config.base}.py"
+    if not path.is_file():
+        raise InputError(f"base: expected a config of {_CONFIGS}, found {config.base!r}")
+    base = runpy.run_path(str(path))["get_config"]()
+    base.lock()
+    base = changed("common", base, config.common)
+    if "cache" not in base or "trial" not in base:
+        raise InputError(f"base: expected the config of a draft, found {config.base!r}")
+    base.cache = base.cache or str(workdir / "cache")
+    runs_of = {"start": config.start} if config.start else {}
+    runs_of |= dict(config.runs.items())
+    return base, {name: changed(name, base, changes) for name, changes in runs_of.items()}
+
+
+def changed(name: str, config: ConfigDict, changes: ConfigDict) -> ConfigDict:
     """A copy of a config with some values replaced."""
-    config = base.copy_and_resolve_references()
-    config.update(changes)
+    config = config.copy_and_resolve_references()
+    if not isinstance(changes, ConfigDict):
+        raise InputError(f"{name}: expected keys and values, found {changes!r}")
+    try:
+        config.update(changes)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = one_line(error).strip("\"'")
+        raise InputError(f"{name}: expected keys and values of the config, found {found}") from None
     return config
 
 
@@ -94,13 +120,24 @@ def quality(run: pathlib.Path) -> dict[str, float]:
     return figures
 
 
-def prompts_of(how: ConfigDict, base: ConfigDict, tokenizer) -> list[list[int]]:
-    """What speed is measured on, chosen before anything is trained: there may be too few."""
-    if not how.prompts or tokenizer is None:  # training refuses such a target
+def prompts_of(how: ConfigDict, base: ConfigDict, target: loading.Model) -> list[list[int]]:
+    """What speed is measured on, checked before anything is trained: there may be too few."""
+    least = {"prompts": 0, "prompt_tokens": 1, "max_new_tokens": 1, "repetitions": 1}
+    for field, value in (least | {"num_speculative_tokens": 1}).items():
+        if type(how[field]) is not int or how[field] < value:
+            raise InputError(f"speed.{field}: expected an integer >= {value}, found {how[field]!r}")
+    SamplingParams(temperature=how.temperature)
+    length, context = how.prompt_tokens + how.max_new_tokens, target.config.max_positions
+    if length > context:
+        raise InputError(
+            f"speed.max_new_tokens: expected at most {context - how.prompt_tokens} after "
+            f"{how.prompt_tokens} in a context of {context}, found {how.max_new_tokens}"
+        )
+    if not how.prompts:
         return []
     sources = arguments.build("data", Sources, base.data)
     size = how.prompts, how.prompt_tokens
-    return list(benchmark.held_out_prompts(tokenizer, *size, sources).values())
+    return list(benchmark.held_out_prompts(target.tokenizer, *size, sources).values())
 
 
 def speed(
@@ -129,10 +166,10 @@ def speed(
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Markdown; the interval stands beside its mean."""
-    columns = [name for name in next(iter(rows.values())) if name != "± "]
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row if name != "± "))
     lines = [["draft", *columns], ["---"] * (1 + len(columns))]
     for name, row in rows.items():
-        cells = [f"{row[column]:.3f}" for column in columns]
+        cells = [f"{row[column]:.3f}" if column in row else "-" for column in columns]
         cells[columns.index("acceptance")] += f" ± {row['± ']:.3f}"
         lines.append([name, *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

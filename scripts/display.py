@@ -296,7 +296,8 @@ def bars(rows: dict[str, dict[str, float]], path) -> None:
 
     names, first = list(rows), next(iter(rows.values()))
     unplotted = ("± ", "greedy agreement", "ms a draft step")
-    panels = [name for name in first if name not in unplotted]
+    shared = [name for name in first if all(name in row for row in rows.values())]
+    panels = [name for name in shared if name not in unplotted]
     size = 3.2 * len(panels) + 2, 0.3 * len(rows) + 1.2
     figure, grid = pyplot.subplots(
         1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"

@@ -27,7 +27,7 @@ def held_out_prompts(
     """
     texts = {document.name: document.text for document in documents.held_out(sources)}
     chosen = {}
-    for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+    for name in sorted(texts, key=_hash):
         tokens = tokenizer.encode(texts[name])
         if len(tokens) >= 2 * length:
             chosen[name] = tokens[:length]
@@ -39,6 +39,10 @@ def held_out_prompts(
             f"tokens), found {count}"
         )
     return chosen
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
 
 
 def random_prompts(vocab_size: int, count: int, length: int) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from spsjax import data, files, tokenizer
-from spsjax.documents import Sources, split
+from spsjax.documents import Sources, Split, listing
 from spsjax.errors import InputError, brief, one_line
 from spsjax.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ def prepare(
         length: tokens of an example.
         pieces: the tokenizer; None: one of `vocab_size` pieces is trained on the training part.
         vocab_size: see there.
-        replace: makes another corpus anew, which the folder holds.
+        replace: makes the corpus anew if the folder holds another, or the files have changed.
 
     Returns:
         Training examples, held-out examples, and the tokenizer.
@@ -54,7 +54,7 @@ def prepare(
         "sources": json.loads(json.dumps(dataclasses.asdict(sources))),
         "tokenizer": f"of {vocab_size} pieces" if pieces is None else pieces.sha256,
     }
-    if not manifest.exists() or (replace and _manifest(manifest).get("recipe") != recipe):
+    if not manifest.exists() or (replace and _stale(manifest, recipe, sources)):
         manifest.unlink(missing_ok=True)
         _make(folder, sources, length, pieces, vocab_size, recipe)
     found = _manifest(manifest)
@@ -82,6 +82,11 @@ def prepare(
     return *windows, pieces
 
 
+def _stale(manifest: pathlib.Path, recipe: dict, sources: Sources) -> bool:
+    found = _manifest(manifest)
+    return found["recipe"] != recipe or found.get("listing") != listing(sources)
+
+
 def _manifest(path: pathlib.Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -97,14 +102,18 @@ def _manifest(path: pathlib.Path) -> dict:
 
 def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     """Writes the files of `prepare`; the manifest comes last: the others are whole then."""
+    before = listing(sources)
+    documents = Split(sources)
     counts = {"train": 0, "held_out": 0, "copy": 0}
     characters = 0
-    for part, document in split(sources):
+    for part, document in documents:
         counts[part] += 1
         characters += len(document.text) if part == "train" else 0
     for part in _PARTS:
         if not counts[part]:
-            hint = "; `separator` cuts files into documents" if sum(counts.values()) == 1 else ""
+            several = sum(counts.values()) > 1
+            hint = "those of one name are in one part" if several else ""
+            hint = f"; {hint or '`separator` cuts files into documents'}"
             raise InputError(
                 f"{', '.join(sources.train)}: expected documents to train on and to hold out, "
                 f"found {counts['train']} and {counts['held_out']}{hint}"
@@ -112,7 +121,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if pieces is None:
         every = -(-characters // _TOKENIZER_CHARACTERS)
-        train = (document.text for part, document in split(sources) if part == "train")
+        train = (document.text for part, document in documents if part == "train")
         some = (
             text[start : start + _CHUNK]
             for index, text in enumerate(train)
@@ -131,7 +140,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
             partial = stack.enter_context(files.whole(folder / f"{part}.bin"))
             outputs[part] = stack.enter_context(open(partial, "wb"))
         total = sum(counts.values())
-        for part, document in tqdm(split(sources), "tokenizing", total, unit="doc", delay=2):
+        for part, document in tqdm(documents, "tokenizing", total, unit="doc", delay=2):
             entry = listed.setdefault(document.file, {"text_sha256": hashlib.sha256()})
             entry["text_sha256"].update(document.text.encode())
             if part == "copy":
@@ -147,6 +156,6 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
         entry["text_sha256"] = entry["text_sha256"].hexdigest()
     for part in _PARTS:
         parts[part]["sha256"] = files.sha256(folder / f"{part}.bin")
-    record = {"recipe": recipe, "dtype": dtype, "parts": parts, "files": listed}
+    record = {"recipe": recipe, "listing": before, "dtype": dtype, "parts": parts, "files": listed}
     record["tokenizer_sha256"] = pieces.sha256
     files.write(folder / "manifest.json", json.dumps(record, indent=1) + "\n")

@@ -57,6 +57,8 @@ class Sources:
             if not isinstance(getattr(self, name), str):
                 found = brief(getattr(self, name))
                 raise InputError(f"{name}: expected a text, found {found}")
+        if not all(path.strip() and "\0" not in path for path in self.train + self.held_out):
+            raise InputError("train, held_out: expected paths, found an empty one or a zero byte")
         if not self.train:
             raise InputError("train: expected one source or more, found none")
 
@@ -73,11 +75,26 @@ def is_held_out(name: str) -> bool:
 
 def held_out_names(sources: Sources) -> set[str]:
     """Of a corpus so small that chance left none out, the one with the least hash is."""
-    names = {document.name for document in read(sources, "train")}
-    found = set(filter(is_held_out, names))
-    if found or len(names) < 2:
-        return found
-    return {min(names, key=_hash)}
+    return _held_out(sources)[0]
+
+
+def _held_out(sources: Sources) -> tuple[set[str], set[bytes]]:
+    """Names of the documents of `train` that are held out, and digests of their texts."""
+    names, digests = set(), set()
+    alone = {}  # the names with the two least hashes, while none is held out
+    for document in read(sources, "train"):
+        name = document.name
+        if is_held_out(name):
+            names.add(name)
+            digests.add(_digest(document))
+        elif not names:
+            alone.setdefault(name, set()).add(_digest(document))
+            if len(alone) > 2:
+                del alone[max(alone, key=_hash)]
+    if names or len(alone) < 2:
+        return names, digests
+    least = min(alone, key=_hash)
+    return {least}, alone[least]
 
 
 def read(sources: Sources, part: str) -> Iterator[Document]:
@@ -112,24 +129,44 @@ def held_out(sources: Sources) -> Iterator[Document]:
     yield from (document for document in read(sources, "train") if document.name in names)
 
 
-def split(sources: Sources) -> Iterator[tuple[str, Document]]:
+def listing(sources: Sources) -> str:
+    """A hash of the names, sizes and times of all files: it changes when one of them does."""
+    digest = hashlib.sha256()
+    for part in ("train", "held_out"):
+        for source in getattr(sources, part):
+            for name, path in _files(source):
+                stat = path.stat()
+                entry = part, source, name, stat.st_size, stat.st_mtime_ns
+                digest.update(repr(entry).encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+class Split:
     """Every document with its part: "train", "held_out", or "copy" of a held-out one.
 
     No text is in two parts, whatever its name: a copy is trained on by nobody, and counted once.
+    Each iteration reads the sources again, and so does the making of a split, once.
     """
-    names = set() if sources.held_out else held_out_names(sources)
-    held = set(map(_digest, held_out(sources)))
-    seen = set()
-    for part in ("train", "held_out"):
-        for document in read(sources, part):
-            digest = _digest(document)
-            if digest not in held:
-                yield "train", document
-            elif digest in seen or (part == "train" and document.name not in names):
-                yield "copy", document
-            else:
-                seen.add(digest)
-                yield "held_out", document
+
+    def __init__(self, sources: Sources):
+        self._sources, self._names = sources, set()
+        if sources.held_out:
+            self._held = {_digest(document) for document in read(sources, "held_out")}
+        else:
+            self._names, self._held = _held_out(sources)
+
+    def __iter__(self) -> Iterator[tuple[str, Document]]:
+        seen = set()
+        for part in ("train", "held_out"):
+            for document in read(self._sources, part):
+                digest = _digest(document)
+                if digest not in self._held:
+                    yield "train", document
+                elif digest in seen or (part == "train" and document.name not in self._names):
+                    yield "copy", document
+                else:
+                    seen.add(digest)
+                    yield "held_out", document
 
 
 def _hash(name: str) -> int:

@@ -90,6 +90,12 @@ def load_config(name: str | pathlib.Path) -> transformer.Config:
     return huggingface.read_config(_folder(name))
 
 
+def load_tokenizer(name: str | pathlib.Path) -> Tokenizer | None:
+    """The tokenizer alone of a model, if there is one; raises InputError as `load` does."""
+    folder = _folder(name)
+    return _tokenizer(folder, huggingface.read_config(folder))
+
+
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     """Writes a folder that `load` reads, and other tools that know the Hugging Face layout.
 

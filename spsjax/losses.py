@@ -106,10 +106,12 @@ def divergence(name: str) -> Callable[[Array, Array], Array]:
     if not colon:
         return DIVERGENCES[base]
     try:
-        if not 0 < float(beta) < 1:
+        if not 1e-6 <= float(beta) <= 1 - 1e-6:  # others are 0 or 1 in float32
             raise ValueError
     except ValueError:
-        raise InputError(f"objective: expected beta in (0, 1), found {brief(name)}") from None
+        raise InputError(
+            f"objective: expected beta in [1e-6, 1 - 1e-6], found {brief(name)}"
+        ) from None
     return functools.partial(jensen_shannon, beta=float(beta))
 
 

@@ -1,6 +1,7 @@
 """Whole trainings: from a config to a model folder, by way of everything that a run keeps."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import pathlib
@@ -25,13 +26,13 @@ from spsjax import (
     teacher,
     tokenizer,
     train,
+    trials,
 )
 from spsjax.checkpoints import Checkpoints
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.tokenizer import Tokenizer
-from spsjax.trials import Trials
 from spsjax.types import PyTree
 
 
@@ -65,8 +66,9 @@ class _Recipe:
         if type(config.length) is not int or config.length < 1:
             raise InputError(f"length: expected an integer >= 1, found {brief(config.length)}")
         for field in ("tokenizer", "init", "cache"):
-            if not isinstance(config.get(field, ""), str):
-                raise InputError(f"{field}: expected a text, found {brief(config[field])}")
+            value = config.get(field, "")
+            if not isinstance(value, str) or "\0" in value:
+                raise InputError(f"{field}: expected a path, found {brief(value)}")
         self.place = sharding.rows(mesh)
         self.rows = config.batch // self.optimization.accumulate  # what fits into memory at once
         self.last = {}
@@ -77,7 +79,10 @@ class _Recipe:
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
 
     def examples(self, pieces: Tokenizer | None, vocab_size: int | None = None):
-        """Training examples, held-out ones, and the tokenizer."""
+        """Training examples, held-out ones, and the tokenizer; and a name of what they are made of.
+
+        The corpus is part of the run: made anew from other texts, it would go on as another.
+        """
 
         def prepare():
             return corpus.prepare(
@@ -92,13 +97,30 @@ class _Recipe:
         training, held_out, pieces = prepare()
         manifest = json.loads((self.folder.path / "data" / "manifest.json").read_text("utf-8"))
         distributed.check_same(manifest)
+        manifest.pop("listing", None)  # of times, too, which make no difference
+        made_of = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         parts = manifest["parts"]
         print(
             f"{parts['train']['tokens']:,} training tokens in {parts['train']['documents']:,} "
             f"documents, {parts['held_out']['tokens']:,} in {parts['held_out']['documents']:,} "
             "held out"
         )
-        return training, held_out, pieces
+        return training, held_out, pieces, made_of
+
+    def same_pieces(self, given: Tokenizer | None) -> Tokenizer | None:
+        """The tokenizer of the folder to begin with, if there is one.
+
+        Raises InputError where another one is given: the weights would mean other texts.
+        """
+        found = loading.load_tokenizer(self.config.init) if self.config.init else None
+        if given is None or found is None:
+            return given or found
+        if given != found:
+            raise InputError(
+                f"init: expected a model with the tokenizer in {given.path.parent}, "
+                f"found another one in {self.config.init}"
+            )
+        return given
 
     def some(self, held_out: data.Windows) -> np.ndarray:
         """Held-out examples to evaluate on: as many as asked for, from all over the text."""
@@ -163,7 +185,7 @@ class _Recipe:
         """The state of the checkpoint that was asked for."""
         named = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
         step = named.get(self.export, self.export)
-        if not str(step).isdecimal():
+        if not str(step).isdecimal() or len(str(step)) > 18:
             raise InputError(
                 "export: expected a step, 'best' or 'latest' of a run with checkpoints, "
                 f"found {brief(self.export)}"
@@ -216,8 +238,10 @@ def target(
         Stopped: SIGTERM came. NonFiniteError: the loss is not finite.
     """
     recipe = _Recipe(config, workdir, mesh, export)
-    pieces = tokenizer.load(config.tokenizer) if config.tokenizer else None
-    training, held_out, pieces = recipe.examples(pieces, config.model.vocab_size)
+    # What can be checked without the corpus is: it may take hours to make.
+    recipe.check(arguments.build("model", transformer.Config, config.model))
+    pieces = recipe.same_pieces(tokenizer.load(config.tokenizer) if config.tokenizer else None)
+    training, held_out, pieces, made_of = recipe.examples(pieces, config.model.vocab_size)
     if pieces.vocab_size > config.model.vocab_size:
         raise InputError(
             f"model.vocab_size: expected at least the tokenizer's {pieces.vocab_size}, "
@@ -226,7 +250,7 @@ def target(
     model = arguments.build(
         "model", transformer.Config, config.model, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,)
     )
-    recipe.check(model)
+    recipe.folder.pin(corpus=made_of)
     values = train.language_model(model, recipe.compute)
     held = data.Table(tokens=recipe.some(held_out))
     measure = jax.jit(values)
@@ -240,6 +264,43 @@ def target(
     feed = data.Feed([data.Table(tokens=training)], [1.0], config.batch, config.seed, recipe.place)
     with _in(mesh):
         return recipe.run(model, pieces, values, {}, feed, evaluate)
+
+
+class _Distillation:
+    """The parts of a config for `draft`, checked; nothing is written."""
+
+    def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
+        self.recipe = recipe = _Recipe(config, workdir, mesh, export)
+        build = arguments.build
+        self.objective = build("objective", distill.Objective, config.objective)
+        self.mixture = build("mixture", distill.Mixture, config.mixture)
+        self.teacher = build("teacher", teacher.Teacher, config.teacher)
+        self.trial = build("trial", evaluation.Drafting, config.trial)
+        self.target = loading.load(config.target, mesh, recipe.compute.dtype)
+        if self.target.tokenizer is None:
+            raise InputError(
+                f"{config.target}: expected a tokenizer beside the weights, found none"
+            )
+        shared = {
+            field: getattr(self.target.config, field)
+            for field in ("vocab_size", "max_positions", "bos_id", "eos_ids")
+        }
+        self.model = build("model", transformer.Config, config.model, **shared)
+        recipe.check(self.model)
+        recipe.same_pieces(self.target.tokenizer)
+        if (self.mixture.target or self.mixture.draft) and (
+            self.mixture.prompt_length >= config.length
+        ):
+            raise InputError(
+                f"mixture.prompt_length: expected less than length={config.length}, "
+                f"found {self.mixture.prompt_length}"
+            )
+        trials.check(self.trial, self.target.config.max_positions, config.length + 1)
+
+
+def check_draft(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
+    """Raises InputError where `draft` would before it makes anything; gives the target."""
+    return _Distillation(config, workdir, mesh, None).target
 
 
 def draft(
@@ -256,33 +317,11 @@ def draft(
     Raises:
         InputError, Stopped, NonFiniteError: see `target`.
     """
-    recipe = _Recipe(config, workdir, mesh, export)
-    build = arguments.build
-    objective = build("objective", distill.Objective, config.objective)
-    mixture = build("mixture", distill.Mixture, config.mixture)
-    keeping = build("teacher", teacher.Teacher, config.teacher)
-    trial = build("trial", evaluation.Drafting, config.trial)
-    teaching = loading.load(config.target, mesh, recipe.compute.dtype)
-    if teaching.tokenizer is None:
-        raise InputError(f"{config.target}: expected a tokenizer beside the weights, found none")
-    training, held_out, pieces = recipe.examples(teaching.tokenizer)
-    model = build(
-        "model",
-        transformer.Config,
-        config.model,
-        vocab_size=teaching.config.vocab_size,
-        max_positions=teaching.config.max_positions,
-        bos_id=teaching.config.bos_id,
-        eos_ids=teaching.config.eos_ids,
-    )
-    recipe.check(model)
-    if (mixture.target or mixture.draft) and mixture.prompt_length >= config.length:
-        raise InputError(
-            f"mixture.prompt_length: expected less than length={config.length}, "
-            f"found {mixture.prompt_length}"
-        )
-    recipe.folder.pin(target=teacher.fingerprint(teaching.params))
-    place = recipe.place
+    parts = _Distillation(config, workdir, mesh, export)
+    recipe, teaching, model, mixture = parts.recipe, parts.target, parts.model, parts.mixture
+    training, held_out, pieces, made_of = recipe.examples(teaching.tokenizer)
+    recipe.folder.pin(corpus=made_of, target=teacher.fingerprint(teaching.params))
+    objective, trial, place = parts.objective, parts.trial, recipe.place
 
     def as_model(params: PyTree) -> Model:
         return Model("draft", model, params, pieces, mesh)
@@ -291,12 +330,16 @@ def draft(
         return distill.values(model, teaching.config, objective, recipe.compute, temperature)
 
     held = recipe.some(held_out)
-    trials = Trials(trial, measure, teaching, as_model, held, recipe.rows, place, recipe.report)
+    if len(held) < trial.prompts:
+        print(f"trial: {len(held)} prompts, as many as held-out examples, not {trial.prompts}")
+    tried = trials.Trials(
+        trial, measure, teaching, as_model, held, recipe.rows, place, recipe.report
+    )
 
     def table(examples, **columns) -> data.Table:
         if mixture.draft == 1:  # the texts are prompts only
             return data.Table(tokens=examples, **columns)
-        kept = keeping.columns(
+        kept = parts.teacher.columns(
             teaching, examples, objective.temperatures, recipe.cache, place, recipe.compute.dtype
         )
         return data.Table(tokens=examples, **columns, **kept)
@@ -319,10 +362,10 @@ def draft(
     if mixture.draft:
         change = distill.on_policy(mixture, as_model, place, config.seed)
     values = distill.values(model, teaching.config, objective, recipe.compute)
-    seen = 0 if keeping.keep != "nothing" else transformer.num_params(teaching.params)
+    seen = 0 if parts.teacher.keep != "nothing" else transformer.num_params(teaching.params)
     with _in(mesh):
         return recipe.run(
-            model, pieces, values, teaching.params, feed, trials.evaluate, change, seen
+            model, pieces, values, teaching.params, feed, tried.evaluate, change, seen
         )
 
 

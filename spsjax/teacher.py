@@ -66,7 +66,7 @@ class Teacher:
             dtype: the compute type.
 
         Raises:
-            InputError: a file is there, and damaged.
+            InputError: a file is there, and damaged; or states are too large to be kept.
         """
         if self.keep == "nothing":
             return {}
@@ -87,7 +87,13 @@ class Teacher:
         def compute(start):
             rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
             given = data.put(examples[rows[mine]], batch, place)
-            return distributed.fetch(run(target.params, given))
+            found = distributed.fetch(run(target.params, given))
+            if "states" in found and not np.isfinite(found["states"]).all():
+                raise InputError(
+                    "teacher.keep: expected final states that float16 can hold, found larger "
+                    "ones; 'top_k' keeps probabilities instead"
+                )
+            return found
 
         shape = len(examples), *examples[0].shape
         depends_on = config, self.keep, k, temperatures, str(dtype), shape

@@ -23,22 +23,26 @@ from spsjax.types import Array, PyTree
 Values = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
 
 
+_DECAYED = "kernel", "experts_"  # how the names of matrices begin
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimization:
     """AdamW after clipping by the global norm; the rate rises linearly, and falls by a cosine.
 
-    Norms, biases and embeddings are not decayed. The schedule's shape is Chinchilla's (Hoffmann et
-    al. 2022, arXiv 2203.15556, section 4.1); warm-up and clipping are Gopher's (Rae et al. 2021,
-    arXiv 2112.11446, section 3.2), to which it refers; decay and moments are nobody's but ours.
+    Matrices are decayed; embeddings are not, nor are norms and biases. The schedule's shape is
+    Chinchilla's (Hoffmann et al. 2022, arXiv 2203.15556, section 4.1); warm-up and clipping are
+    Gopher's (Rae et al. 2021, arXiv 2112.11446, section 3.2), to which it refers; decay and moments
+    are nobody's but ours.
 
     Attributes:
         learning_rate: at its peak.
-        steps: of the whole run, of which `warmup` first ones raise the rate from 0.
-        warmup: see there.
+        steps: of the whole run.
+        warmup: the step whose rate is the peak; 0: the first.
         final_rate: the last step's rate, as a share of the peak.
         weight_decay: of weights, times the rate.
         clip: the largest norm of a gradient.
-        b1, b2: of AdamW.
+        b1, b2: of AdamW, below 1.
         accumulate: into how many parts a batch is cut, whose gradients are added up.
     """
 
@@ -64,12 +68,17 @@ class Optimization:
         check_number("weight_decay", self.weight_decay, 0, 1e30)
         for field in ("final_rate", "b1", "b2"):
             check_number(field, getattr(self, field), 0, 1)
+        for field in ("b1", "b2"):
+            if getattr(self, field) == 1:
+                raise InputError(f"{field}: expected a number below 1, found 1")
 
     def schedule(self) -> optax.Schedule:
-        """The rate of each step."""
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.warmup, self.steps, self.final_rate * self.learning_rate
+        """The rate of each step, of which optax counts the first as 0."""
+        peak, warmup = self.learning_rate, max(self.warmup, 1)
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, peak, warmup, max(self.steps, warmup + 1), self.final_rate * peak
         )
+        return lambda count: rate(count + 1)
 
     def update(self) -> optax.GradientTransformation:
         """Gradients to changes of the parameters."""
@@ -81,7 +90,7 @@ class Optimization:
                 self.b2,
                 weight_decay=self.weight_decay,
                 mask=lambda params: jax.tree_util.tree_map_with_path(
-                    lambda path, _: path[-1].key == "kernel", params
+                    lambda path, _: path[-1].key.startswith(_DECAYED), params
                 ),
             ),
         )

@@ -26,9 +26,6 @@ class Trials:
         rows: examples at a time.
         place: where they go.
         report: `(step, group, record)` takes what was found.
-
-    Raises:
-        InputError: a trial's texts do not fit the target's context.
     """
 
     trial: Drafting
@@ -41,26 +38,12 @@ class Trials:
     report: Callable[[int, str, dict], None]
 
     def __post_init__(self):
-        trial, context = self.trial, self.target.config.max_positions
-        width = min(self.held.shape[1], context - 1)
-        if trial.prompt_length > width:
-            raise InputError(
-                f"trial.prompt_length: expected at most {width}, found {trial.prompt_length}"
-            )
-        room = context - trial.prompt_length
-        if trial.new_tokens > room:
-            raise InputError(
-                f"trial.new_tokens: expected at most {room}, in a context of {context}, "
-                f"found {trial.new_tokens}"
-            )
-        if trial.num_speculative_tokens >= context:
-            raise InputError(
-                f"trial.num_speculative_tokens: expected less than the context of {context}, "
-                f"found {trial.num_speculative_tokens}"
-            )
+        trial = self.trial
         # At temperature 0 there is no acceptance but agreement, which any values tell.
         self.measures = {t: jax.jit(self.values(t or 1.0)) for t in (1.0, *trial.temperatures)}
-        self.prompts = self.held[: trial.prompts, : trial.prompt_length].tolist()
+        count = min(trial.prompts, len(self.held))
+        chosen = np.arange(count) * len(self.held) // count  # from all over the text
+        self.prompts = self.held[chosen, : trial.prompt_length].tolist()
 
     def evaluate(self, step: int, params: PyTree) -> float:
         """Logs it; the score is the acceptance on held-out text."""
@@ -84,3 +67,23 @@ class Trials:
             self.measures[temperature], params, self.target.params, table, self.rows, self.place
         )
         return {name: dataclasses.asdict(means) for name, means in found.items()}
+
+
+def check(trial: evaluation.Drafting, context: int, length: int) -> None:
+    """Raises InputError where texts of this length, or this context, are too short for a trial."""
+    width = min(length, context - 1)
+    if trial.prompt_length > width:
+        raise InputError(
+            f"trial.prompt_length: expected at most {width}, found {trial.prompt_length}"
+        )
+    room = context - trial.prompt_length
+    if trial.new_tokens > room:
+        raise InputError(
+            f"trial.new_tokens: expected at most {room}, in a context of {context}, "
+            f"found {trial.new_tokens}"
+        )
+    if trial.num_speculative_tokens >= context:
+        raise InputError(
+            f"trial.num_speculative_tokens: expected less than the context of {context}, "
+            f"found {trial.num_speculative_tokens}"
+        )

@@ -15,7 +15,7 @@ def read(*train, **options):
 
 def parts(sources):
     found = {"train": [], "held_out": [], "copy": []}
-    for part, document in documents.split(sources):
+    for part, document in documents.Split(sources):
         found[part].append(document)
     return found
 

@@ -98,6 +98,7 @@ def test_a_draft_s_acceptance_is_logged_exactly_and_as_counted(draft):
 
 def test_a_run_folder_holds_what_made_it(target, texts):
     known = json.loads((target / "config.json").read_text())
+    assert list(known.pop("pinned")) == ["corpus"]
     assert known == json.loads(config("target", texts).to_json())
     (environment, *_) = json.loads((target / "environment.json").read_text())
     assert environment["packages"]["jax"] == jax.__version__ and environment["processes"] == 1
@@ -158,7 +159,6 @@ def test_a_run_begins_with_a_folder_s_weights_and_shape(target, texts, tmp_path)
     start = spsjax.load(target / "model").params["norm"]["scale"]
     options = {
         "init": str(target / "model"), "steps": 2,
-        "tokenizer": str(target / "data" / "tokenizer.model"),
         "optimization": {"warmup": 1, "learning_rate": 1e-9},
     }  # fmt: skip
     model = recipes.target(config("target", texts, **options), tmp_path / "run")
@@ -167,6 +167,47 @@ def test_a_run_begins_with_a_folder_s_weights_and_shape(target, texts, tmp_path)
     wrong.model.num_layers = 3
     with pytest.raises(InputError, match=r"^init: expected a model with num_layers=3, found 2 in "):
         recipes.target(wrong, tmp_path / "other")
+
+
+def test_a_model_that_is_trained_on_keeps_its_tokenizer(target, texts, tmp_path):
+    other = tmp_path / "texts"
+    shutil.copytree(texts, other)
+    for index in range(40):  # from which other pieces would be learned
+        (other / f"more_{index}.txt").write_text(f"while {index}: wait(for_{index}, what)\n" * 9)
+    options = {"init": str(target / "model"), "steps": 1, "optimization": {"warmup": 0}}
+    model = recipes.target(config("target", str(other), **options), tmp_path / "run")
+    assert model.tokenizer == tokenizer.load(target / "model")
+    stranger = tokenizer.train(
+        [f"{i * 7919} others {i * i}\n" * 9 for i in range(99)], tmp_path / "t", 320
+    )
+    wrong = config("target", texts, **options, tokenizer=str(stranger.path))
+    with pytest.raises(InputError, match=r"^init: expected a model with the tokenizer in "):
+        recipes.target(wrong, tmp_path / "wrong")
+
+
+def test_a_draft_begins_with_one_of_its_target_s_tokenizer(target, draft, texts, tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(draft / "model", folder)
+    pieces = tokenizer.train(
+        [f"{i * 7919} others {i * i}\n" * 9 for i in range(99)], tmp_path / "t", 320
+    )
+    pieces.save(folder)
+    wrong = config("draft", texts, target=str(target / "model"), init=str(folder))
+    with pytest.raises(InputError, match=r"^init: expected a model with the tokenizer in "):
+        recipes.draft(wrong, tmp_path / "wrong")
+
+
+def test_a_run_does_not_go_on_with_another_corpus(texts, tmp_path):
+    other = tmp_path / "texts"
+    shutil.copytree(texts, other)
+    small = {"steps": 1, "optimization": {"warmup": 0}}
+    recipes.target(config("target", str(other), **small), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "data")
+    recipes.target(config("target", str(other), **small), tmp_path / "run")  # the same again
+    shutil.rmtree(tmp_path / "run" / "data")
+    (other / "3.txt").write_text("another text\n" * 20)
+    with pytest.raises(InputError, match=r": expected the config .*pinned.corpus='.*, found '"):
+        recipes.target(config("target", str(other), **small), tmp_path / "run")
 
 
 @pytest.mark.parametrize("mixture", ["target", "draft"])
@@ -198,6 +239,11 @@ BAD = [
     ("target", {"length": 65}, "length: expected at most the context, 64, found 65"),
     ("target", {"length": 0}, "length: expected an integer >= 1, found 0"),
     ("target", {"optimization": {"b1": 1.5}}, "b1: expected a finite number of 0 or more, at most"),
+    ("target", {"optimization": {"b2": 1.0}}, "b2: expected a number below 1, found 1"),
+    ("target", {"model": {"num_layers": True}}, "num_layers: expected an integer, found True"),
+    ("target", {"tokenizer": "a\0b"}, "tokenizer: expected a path, found 'a"),
+    ("target", {"data": {"train": ("",)}}, "train, held_out: expected paths, found an empty"),
+    ("target", {"model": {"vocab_size": 10**12}}, "vocab_size: expected an integer"),
     ("target", {"eval_every": 0}, "eval_every: expected an integer >= 1, found 0"),
     ("target", {"eval_examples": 0}, "eval_examples: expected at least 1, found 0"),
     ("target", {"batch": 3}, r"batch: expected a multiple of 2 \(accumulate times"),
@@ -291,6 +337,7 @@ def test_a_run_that_another_process_works_on_is_left_alone(target, texts):
     )
     known = json.loads((target / "config.json").read_text())
     known["data"]["train"] = tuple(known["data"]["train"])
+    del known["pinned"]
     command = [sys.executable, "-c", code, str(ROOT), str(target), repr(known)]
     runs.Folder(target, config("target", texts)).hold()
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)

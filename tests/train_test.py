@@ -127,18 +127,23 @@ def test_accumulated_parts_weigh_as_many_positions_as_they_have():
 
 def test_the_rate_rises_and_falls_by_a_cosine():
     rate = train.Optimization(1.0, steps=110, warmup=10, final_rate=0.1).schedule()
-    found = [float(rate(step)) for step in (0, 5, 10, 60, 110, 200)]
-    np.testing.assert_allclose(found, [0, 0.5, 1, 0.55, 0.1, 0.1], atol=1e-6)
+    found = [float(rate(step - 1)) for step in (1, 5, 10, 60, 110)]  # optax counts from 0
+    np.testing.assert_allclose(found, [0.1, 0.5, 1, 0.55, 0.1], atol=1e-6)
+    for steps in (1, 3):
+        rate = train.Optimization(1.0, steps=steps, warmup=0, final_rate=0.5).schedule()
+        assert float(rate(0)) == 1 and float(rate(steps - 1)) == (0.5 if steps > 1 else 1)
 
 
-def test_only_kernels_are_decayed():
+@pytest.mark.parametrize("experts", [{}, {"num_experts": 2, "experts_per_token": 1}])
+def test_only_matrices_are_decayed(experts):
     update = optimization(warmup=0, learning_rate=1.0, weight_decay=0.5).update()
-    params = transformer.init(tiny_config(VOCAB), jax.random.key(0))
+    params = transformer.init(tiny_config(VOCAB, **experts), jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf + 1, params)
     zeros = jax.tree.map(np.zeros_like, params)
     change, _ = update.update(zeros, update.init(params), params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(change):
-        assert np.any(leaf != 0) == (path[-1].key == "kernel"), path
+        embeds = path[-1].key == "embedding"
+        assert np.any(leaf != 0) == (leaf.ndim > 1 and not embeds), path
 
 
 def test_a_gradient_is_clipped_to_its_norm():

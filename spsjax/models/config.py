@@ -78,6 +78,10 @@ class Config:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and type(value) is not int:
+                raise InputError(f"{field.name}: expected an integer, found {brief(value)}")
         if self.vocab_rows < self.vocab_size:
             raise InputError(
                 f"padded_vocab_size: expected at least vocab_size={self.vocab_size}, "

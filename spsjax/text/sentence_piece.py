@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import sentencepiece
 
 from spsjax import files
-from spsjax.errors import InputError, one_line
+from spsjax.errors import InputError, brief, one_line
 from spsjax.text import base
 
 _SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
@@ -63,9 +63,12 @@ def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> Se
     """Trains a byte-fallback BPE that keeps white space as it is, and writes it to `path`.
 
     Runs of 2, 4, 8, 12 and 16 spaces are pieces of their own, because indentation is what code
-    is made of; nothing is normalised, so that decoding gives back the text that was encoded.
+    is made of; nothing is normalised, so that decoding gives back the text that was encoded
+    (but for U+2581, which SentencePiece writes for a space).
     Raises InputError if the texts are too few, or too varied, for `vocab_size` pieces.
     """
+    if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
+        raise InputError(f"vocab_size: expected an integer >= 1, found {brief(vocab_size)}")
     path, model = pathlib.Path(path), io.BytesIO()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
