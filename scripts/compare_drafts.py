@@ -44,8 +44,10 @@ def main():
     print(cli.shown(config))
     cli.check_installed("the plot", "matplotlib")
     base, drafts = configs(config, workdir)
-    target = None
+    begin_with = {} if "start" not in drafts else {"init": str(workdir / "start" / "model")}
     for name, each in drafts.items():  # all of them, before the first is trained
+        if name != "start" and (workdir / "start" / "model").exists():
+            each.update(begin_with)
         try:
             target = recipes.check_draft(each, workdir / name, cli.mesh(each.mesh))
         except InputError as error:
@@ -53,9 +55,8 @@ def main():
     prompts = prompts_of(config.speed, base, target)
     if "start" in drafts:
         train("start", drafts.pop("start"), workdir)
-        for each in drafts.values():
-            each.init = str(workdir / "start" / "model")
     for name, each in drafts.items():
+        each.update(begin_with)
         train(name, each, workdir)
     rows = {name: quality(workdir / name) for name in drafts}
     if prompts:

@@ -296,16 +296,15 @@ TINY = {
 }  # fmt: skip
 
 
-def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
-    pytest.importorskip("matplotlib")
-    texts = tmp_path / "texts"
+def comparison(pair, folder, **changes):
+    """Flags for a comparison of one draft after a start."""
+    texts = folder / "texts"
     texts.mkdir()
     for index in range(30):
         (texts / f"{index}.txt").write_text(f"def function_{index}(x):\n    return x + {index}\n")
-    common = TINY | {"target": pair[0].partition("=")[2], "data": {"train": (str(texts),)}}
     config = {
         "base": "pystdlib_draft",
-        "common": common,
+        "common": TINY | {"target": pair[0].partition("=")[2], "data": {"train": (str(texts),)}},
         "start": {"objective": {"name": "cross_entropy"}},
         "runs": {"forward_kl": {"objective": {"name": "forward_kl"}}},
         "speed": {
@@ -313,12 +312,19 @@ def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
             "num_speculative_tokens": 2, "temperature": 1.0,
         },
     }  # fmt: skip
-    path = tmp_path / "config.py"
+    for name, value in changes.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+    path = folder / "config.py"
     path.write_text(
         "import ml_collections\n"
         f"def get_config():\n    return ml_collections.ConfigDict({config!r})\n"
     )
-    flags = (f"--config={path}", f"--workdir={tmp_path / 'runs'}")
+    return f"--config={path}", f"--workdir={folder / 'runs'}"
+
+
+def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
+    pytest.importorskip("matplotlib")
+    flags = comparison(pair, tmp_path)
     first = succeeds("compare_drafts.py", *flags)
     rows = json.loads((tmp_path / "runs" / "table.json").read_text())
     assert set(rows) == {"forward_kl"}
@@ -332,6 +338,25 @@ def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
     table = (tmp_path / "runs" / "table.md").read_text()
     assert table in first.stdout and table.count("\n") == 3
     assert "step/s" not in succeeds("compare_drafts.py", *flags).stderr  # nothing is trained again
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": {"b": {"objectve": {}}}}, "b: expected keys and values of the config, found"),
+        ({"runs": {"b": {"model": {"d_model": -3}}}}, "b: d_model: expected at least 1, found -3"),
+        ({"runs": {"start": {}}}, "runs: expected one or more by name, none of them 'start'"),
+        ({"common": {"steps": "abc"}}, "common: expected keys and values of the config, found"),
+        ({"base": "pystdlib_target"}, "found"),
+        ({"speed": {"repetitions": 0}}, "speed.repetitions: expected an integer >= 1, found 0"),
+        ({"speed": {"max_new_tokens": 9999}}, "speed.max_new_tokens: expected at most "),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_trains_nothing(pair, tmp_path, changes, message):
+    pytest.importorskip("matplotlib")
+    result = run("compare_drafts.py", *comparison(pair, tmp_path, **changes), path=tmp_path)
+    fails_with_one_line(result, message)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_terminal_that_knows_few_letters_gets_question_marks(pair, monkeypatch):
