@@ -96,7 +96,8 @@ class Teacher:
             return found
 
         shape = len(examples), *examples[0].shape
-        depends_on = config, self.keep, k, temperatures, str(dtype), shape
+        laws = (k, temperatures) if self.keep == "top_k" else ()  # states are of no temperature
+        depends_on = config, self.keep, laws, str(dtype), shape
         name = f"{self.keep}-{_fingerprint(depends_on, target.params, examples)}"
         with target.in_mesh():
             return kept.columns(folder / name, len(examples), batch, compute, "target")
