@@ -35,6 +35,7 @@ setup(
         "orbax-checkpoint",
         "pyyaml",
         "rich",
+        "rouge-score",
         "safetensors",
         "sentencepiece",
         "tensorboardX",

@@ -60,7 +60,7 @@ def main():
         draft = loading.load(config.draft, mesh, config.dtype)
         if config.texts and target.tokenizer is None:
             raise InputError(f"{target.name}: expected a tokenizer for texts, found none")
-    others = peers.contenders(config, target, draft) if _PEER.value else []
+    others = peers.samplers(config.peer, target, draft) if _PEER.value else []
     report = benchmark.compare(config, target, draft, others, display.progress("measuring"))
     mark = "random weights" if _SIZE.value or _RANDOM.value else ""
     display.table(report.lines, mark)
@@ -73,7 +73,9 @@ def main():
         text = json.dumps(rounded(figures), indent=2) + "\n"
         files.write(_JSON.value, text)
     if _PLOT.value and distributed.is_first():
-        display.plot(report.lines, _PLOT.value)
+        import pictures
+
+        pictures.speed(report.lines, _PLOT.value)
 
 
 def rounded(tree):

@@ -28,6 +28,7 @@ from spsjax import (
     race,
     recipes,
     runs,
+    samplers,
 )
 from spsjax.documents import Sources
 from spsjax.errors import InputError, one_line
@@ -65,7 +66,9 @@ def main():
     if distributed.is_first():
         files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
         files.write(workdir / "table.md", table(rows))
-        display.bars(rows, workdir / "table.png")
+        import pictures
+
+        pictures.bars(rows, workdir / "table.png")
         print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 
@@ -146,18 +149,15 @@ def speed(
 ) -> dict[str, dict[str, float]]:
     """Drafts in turn with plain sampling, on the same prompts: speed-ups, and ms a draft step."""
     params = SamplingParams(temperature=how.temperature)
-    contenders = [race.contender(race.BASELINE, "", target, None, params, how.max_new_tokens)]
-    parts_of, count = {}, how.num_speculative_tokens
+    length, count = how.prompt_tokens + how.max_new_tokens, how.num_speculative_tokens
+    entries, parts_of = [samplers.ours(race.BASELINE, target)], {}
     for name in names:
         draft = loading.load(workdir / name / "model", target.mesh)
-        contenders.append(
-            race.contender(name, "", target, draft, params, how.max_new_tokens, count)
-        )
-        length = how.prompt_tokens + how.max_new_tokens
+        entries.append(samplers.ours(name, target, draft, count))
         parts_of[name, "", count] = probes.probe(target, draft, count, params, length)
-    lines = race.run(
-        contenders, prompts, how.repetitions, 0, parts_of, display.progress("measuring"),
-    )  # fmt: skip
+    contenders = [race.Contender(each, "", params, how.max_new_tokens) for each in entries]
+    progress = display.progress("measuring")
+    lines = race.run(contenders, prompts, how.repetitions, 0, parts_of, progress)
     return {
         line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}
         for line in lines

@@ -1,4 +1,4 @@
-"""How the scripts show things: text in colour as it grows, tables, a plot."""
+"""How the scripts show things: text in colour as it grows, tables."""
 
 import dataclasses
 import sys
@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from spsjax import distributed, files, generation
+from spsjax import distributed, generation
 
 _STYLES = {
     "accepted draft token": "green",
@@ -161,7 +161,7 @@ def columns(header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int]
 
 def positions(lines, mark: str = "") -> None:
     """Acceptance by position: P(accepted | reached), at the largest K of each setting."""
-    lines = _longest(lines)
+    lines = longest(lines)
     if not lines:
         return
     shown = Table(show_edge=False, pad_edge=False, header_style="dim")
@@ -239,7 +239,7 @@ def best_lines(lines) -> dict:
     return best
 
 
-def _longest(lines) -> list:
+def longest(lines) -> list:
     """The line of the largest K of each setting."""
     found = {}
     for line in lines:
@@ -252,65 +252,6 @@ def _longest(lines) -> list:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def plot(lines, path: str) -> None:
-    """Speed-up over K, and acceptance by position, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for index, setting in enumerate(dict.fromkeys(line.setting for line in lines)):
-        ours = [line for line in lines if line.setting == setting and line.name == "SpS"]
-        colour = f"C{index}"
-        ks = [line.num_speculative_tokens for line in ours]
-        left.plot(ks, [line.speedup for line in ours], "o-", color=colour, label=setting)
-        for line in lines:
-            if line.setting == setting and line.name == "n-gram":
-                left.axhline(line.speedup, color=colour, ls=":", label=f"{setting}, n-gram")
-    left.axhline(1, color="grey", lw=0.8)
-    left.set(xlabel="K, draft tokens a round", ylabel="speed-up over ArS", ylim=(0, None))
-    for index, line in enumerate(_longest(lines)):
-        values = [float("nan") if x is None else x for x in line.acceptance_by_position]
-        positions = range(1, len(values) + 1)
-        right.plot(positions, values, "o-", color=f"C{index}", label=line.setting)
-    right.set(xlabel="position of the draft token", ylabel="P(accepted | reached)", ylim=(0, 1.02))
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower left")
-    with files.whole(path) as partial:
-        figure.savefig(partial, dpi=150, format="png")
-    pyplot.close(figure)
-
-
-def bars(rows: dict[str, dict[str, float]], path) -> None:
-    """Drafts side by side, as a PNG: acceptance, tokens a call, and speed-up if it was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names, first = list(rows), next(iter(rows.values()))
-    unplotted = ("± ", "greedy agreement", "ms a draft step")
-    shared = [name for name in first if all(name in row for row in rows.values())]
-    panels = [name for name in shared if name not in unplotted]
-    size = 3.2 * len(panels) + 2, 0.3 * len(rows) + 1.2
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, panel in zip(grid[0], panels):
-        values = [rows[name][panel] for name in names]
-        spread = [rows[name]["± "] for name in names] if panel == "acceptance" else None
-        axis.barh(names, values, xerr=spread, color="C0", height=0.6)
-        axis.set(xlabel=panel, xlim=(0.9 * min(values), 1.03 * max(values)))
-    grid[0, 0].invert_yaxis()
-    with files.whole(path) as partial:
-        figure.savefig(partial, dpi=120, format="png")
-    pyplot.close(figure)
 
 
 def heading(text: str) -> None:

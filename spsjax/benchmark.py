@@ -2,18 +2,18 @@
 
 import dataclasses
 import hashlib
-import platform
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 
-from spsjax import arguments, documents, probes, race
+from spsjax import arguments, documents, probes, race, samplers
 from spsjax.documents import Sources
 from spsjax.drafters import ngram
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.samplers import Sampler
 from spsjax.sampling import SamplingParams
 from spsjax.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ def compare(
     config,
     target: Model,
     draft: Model | None,
-    others: Sequence[race.Contender] = (),
+    others: Sequence[Sampler] = (),
     progress: Callable[[Sequence], Iterable] = iter,
 ) -> Report:
     """ArS, SpS over K, prompt lookup and `others`, as configs/experiments/benchmark.py says."""
@@ -118,21 +118,23 @@ def compare(
     else:
         prompts = random_prompts(target.config.vocab_size, *size)
     longest = max(map(len, prompts.values()))
+    entries = [samplers.ours(race.BASELINE, target)]
+    entries += [samplers.ours("SpS", target, draft, count) for count in counts]
+    if draft and config.ngram.num_speculative_tokens:
+        lookup = arguments.build("ngram", ngram.Drafter, config.ngram)
+        entries.append(samplers.ours("n-gram", target, lookup, lookup.num_speculative_tokens))
     contenders, parts_of = [], {}
     for setting, params in settings(config).items():
-        entries = [(race.BASELINE, None, 0), *(("SpS", draft, count) for count in counts)]
-        if draft and config.ngram.num_speculative_tokens:
-            lookup = arguments.build("ngram", ngram.Drafter, config.ngram)
-            entries.append(("n-gram", lookup, lookup.num_speculative_tokens))
-        for name, drafter, count in entries:
-            contenders.append(
-                race.contender(name, setting, target, drafter, params, config.max_new_tokens, count)
-            )
-            if config.parts and name != "n-gram":
-                parts_of[name, setting, count] = probes.probe(
-                    target, drafter, count, params, longest + config.max_new_tokens
+        for each in (*entries, *others):
+            contenders.append(race.Contender(each, setting, params, config.max_new_tokens))
+            if config.parts and each.name in (race.BASELINE, "SpS"):
+                parts_of[contenders[-1].key] = probes.probe(
+                    target,
+                    draft,
+                    each.num_speculative_tokens,
+                    params,
+                    longest + config.max_new_tokens,
                 )
-        contenders += [each for each in others if each.setting == setting]
     before = probes.memory_bandwidth()
     lines = race.run(
         contenders, list(prompts.values()), config.repetitions, config.seed, parts_of, progress
@@ -141,15 +143,8 @@ def compare(
     after = probes.memory_bandwidth()
     bandwidth = {name: max(rate, after[name]) for name, rate in before.items()}
     floor_ms = 1e3 * target.num_bytes / max(bandwidth.values())
-    device = jax.devices()[0]
     return Report(
-        machine={
-            "device": device.device_kind,
-            "cores": probes.num_cores(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "dtype": str(target.params["norm"]["scale"].dtype),
-        },
+        machine=probes.machine(target),
         weights_bytes=target.num_bytes,
         bandwidth=bandwidth,
         floor_ms=floor_ms,

@@ -1,16 +1,16 @@
-"""Hugging Face `generate` as a contender: the same weights, prompts and numbers of new tokens."""
+"""Hugging Face `generate` as a sampler: the same weights, on the same kind of device."""
 
 import pathlib
 import tempfile
 import time
-from collections.abc import Sequence
 
 import jax
 
-from spsjax import benchmark, probes, race
+from spsjax import probes
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import huggingface
+from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -45,37 +45,26 @@ class HuggingFace:
 
         self.target = convert(target)
         self.draft = convert(draft) if draft else None
+        self._eos_ids = target.config.eos_ids
+        contexts = [model.config.max_positions for model in (target, draft) if model]
+        self._context = min(contexts)
 
-    def contender(
-        self,
-        setting: str,
-        params: SamplingParams,
-        max_new_tokens: int,
-        num_speculative_tokens: int = 0,
-    ) -> race.Contender:
-        """Plain generation, or assisted with a constant number of draft tokens a round.
+    def sampler(self, num_speculative_tokens: int = 0) -> Sampler:
+        """Plain generation, or assisted with a constant number of draft tokens a round."""
 
-        Without an end-of-sequence id it goes on to the budget, as ours does.
-        """
-        options = {"do_sample": False}
-        if params.temperature:
-            options = {
-                "do_sample": True,
-                "temperature": params.temperature,
-                "top_k": params.top_k,
-                "top_p": params.top_p,
-                "min_p": params.min_p or None,
-            }
-        if num_speculative_tokens:
-            options["assistant_model"] = self.draft
-
-        def call(prompt: Sequence[int], seed: int) -> race.Sample:
+        def call(prompt, params, max_new_tokens, seed, stop_at_eos):
             torch = self.torch
+            options = _options(params)
             if num_speculative_tokens:
                 config = self.draft.generation_config
                 config.num_assistant_tokens = num_speculative_tokens
                 config.num_assistant_tokens_schedule = "constant"
                 config.assistant_confidence_threshold = 0.0  # no early stop: always K
+                options["assistant_model"] = self.draft
+            if stop_at_eos:
+                options["eos_token_id"] = list(self._eos_ids) or None
+            else:
+                options["min_new_tokens"] = max_new_tokens
             torch.manual_seed(seed)
             tokens = torch.tensor([list(prompt)], device=self.device)
             start = time.perf_counter()
@@ -83,26 +72,42 @@ class HuggingFace:
                 out = self.target.generate(
                     tokens,
                     attention_mask=torch.ones_like(tokens),
-                    min_new_tokens=max_new_tokens,
                     max_new_tokens=max_new_tokens,
                     **options,
                 )
             new = out[0].tolist()[len(prompt) :]
-            return race.Sample(time.perf_counter() - start, new)
+            return Sample(time.perf_counter() - start, new)
 
         kind = "assisted" if num_speculative_tokens else "plain"
         name = f"HF {kind} {_DTYPES[self.dtype]}"
-        return race.Contender(name, setting, num_speculative_tokens, call)
+        return Sampler(name, num_speculative_tokens, self._context, call)
 
 
-def contenders(config, target: Model, draft: Model | None) -> list[race.Contender]:
-    """Plain and assisted generation in every setting, as configs/experiments/benchmark.py says."""
-    found = []
-    for dtype in config.peer.dtypes:
+def _options(params: SamplingParams) -> dict:
+    if not params.temperature:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p or None,
+    }
+
+
+def samplers(options, target: Model, draft: Model | None) -> list[Sampler]:
+    """Plain and assisted generation.
+
+    Args:
+        options: `dtypes`, and the `num_speculative_tokens` of assisted generation.
+        target, draft: whose weights are taken.
+    """
+    for dtype in options.dtypes:
         if dtype not in _DTYPES:
             raise InputError(f"peer.dtypes: expected some of {', '.join(_DTYPES)}, found {dtype!r}")
-        pair = HuggingFace(target, draft, dtype)
-        for setting, params in benchmark.settings(config).items():
-            for count in (0, *(config.peer.num_speculative_tokens if draft else ())):
-                found.append(pair.contender(setting, params, config.max_new_tokens, count))
-    return found
+    counts = (0, *(options.num_speculative_tokens if draft else ()))
+    return [
+        pair.sampler(count)
+        for pair in (HuggingFace(target, draft, dtype) for dtype in options.dtypes)
+        for count in counts
+    ]

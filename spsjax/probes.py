@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import os
+import platform
 import time
 from collections.abc import Callable
 
@@ -132,6 +133,17 @@ def _best_rate(call: Callable, size: int, times: int) -> float:
         call()
         best = min(best, time.perf_counter() - start)
     return size / best
+
+
+def machine(model: Model) -> dict[str, object]:
+    """What times depend on: device, cores, versions and the model's compute type."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": num_cores(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "dtype": str(model.params["norm"]["scale"].dtype),
+    }
 
 
 def num_cores() -> int:

@@ -12,33 +12,31 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from spsjax import generation, probes
-from spsjax.drafters import base
+from spsjax import probes
 from spsjax.errors import InputError
-from spsjax.loading import Model
+from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
 BASELINE = "ArS"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """One continuation: its tokens; run time, prompt included; `stats` where it is ours."""
-
-    seconds: float
-    tokens: Sequence[int]
-    stats: generation.Stats | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Contender:
-    """A way to continue a prompt; `call` takes token ids and a seed."""
+    """A sampler in one setting, always to the full budget so that all do the same work."""
 
-    name: str
+    sampler: Sampler
     setting: str
-    num_speculative_tokens: int
-    call: Callable[[list[int], int], Sample]
-    greedy: bool = False
+    params: SamplingParams
+    max_new_tokens: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Its name, its setting and K."""
+        return self.sampler.name, self.setting, self.sampler.num_speculative_tokens
+
+    def sample(self, prompt: list[int], seed: int) -> Sample:
+        """One continuation."""
+        return self.sampler.call(prompt, self.params, self.max_new_tokens, seed, stop_at_eos=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,33 +74,6 @@ class Line:
     compile_seconds: float | None = None
 
 
-def contender(
-    name: str,
-    setting: str,
-    target: Model,
-    drafter: Model | base.Drafter | None,
-    params: SamplingParams,
-    max_new_tokens: int,
-    num_speculative_tokens: int = 0,
-) -> Contender:
-    """`generate`, always to the full budget so that all do the same work."""
-
-    def call(prompt: list[int], seed: int) -> Sample:
-        out = generation.generate(
-            target,
-            [prompt],
-            drafter,
-            num_speculative_tokens,
-            params,
-            max_new_tokens,
-            seed,
-            stop_at_eos=False,
-        )
-        return Sample(out.stats.seconds, out.tokens[0], out.stats)
-
-    return Contender(name, setting, num_speculative_tokens, call, not params.temperature)
-
-
 def run(
     contenders: Sequence[Contender],
     prompts: Sequence[list[int]],
@@ -127,8 +98,8 @@ def run(
     first: dict[tuple, Sample] = {}
     turns = [(-1, 0)] + [(turn, row) for turn in range(repetitions) for row in range(len(prompts))]
     for turn, row, each in progress([(*place, each) for place in turns for each in contenders]):
-        key = each.name, each.setting, each.num_speculative_tokens
-        sample = each.call(prompts[row], seed + row)
+        key = each.key
+        sample = each.sample(prompts[row], seed + row)
         if turn < 0:  # compiles, and is not counted
             first[key] = sample
         else:
@@ -139,15 +110,14 @@ def run(
                 parts.setdefault(key, []).append(measured)
     lines, texts = {}, {}
     for each in contenders:
-        key = each.name, each.setting, each.num_speculative_tokens
-        rows = [samples[*key, row] for row in range(len(prompts))]
-        lines[key] = _line(each, rows, first[key], parts.get(key))
-        texts[key] = [list(row[0].tokens) for row in rows]
+        rows = [samples[*each.key, row] for row in range(len(prompts))]
+        lines[each.key] = _line(each.key, rows, first[each.key], parts.get(each.key))
+        texts[each.key] = [list(row[0].tokens) for row in rows]
     for each in contenders:
-        key = each.name, each.setting, each.num_speculative_tokens
+        key, greedy = each.key, not each.params.temperature
         base = BASELINE, each.setting, 0
         if base in lines:
-            same = texts[key] == texts[base] if each.greedy and key != base else None
+            same = texts[key] == texts[base] if greedy and key != base else None
             lines[key] = dataclasses.replace(_compared(lines[key], lines[base]), same_text=same)
     return list(lines.values())
 
@@ -163,12 +133,15 @@ def _compared(line: Line, base: Line) -> Line:
 
 
 def _line(
-    each: Contender, rows: list[list[Sample]], first: Sample, parts: list[probes.Parts] | None
+    key: tuple[str, str, int],
+    rows: list[list[Sample]],
+    first: Sample,
+    parts: list[probes.Parts] | None,
 ) -> Line:
+    name, setting, K = key
     seconds = sum(statistics.median(sample.seconds for sample in row) for row in rows)
     tokens = sum(len(row[0].tokens) for row in rows)
-    K = each.num_speculative_tokens
-    line = Line(each.name, each.setting, K, 1e3 * seconds / tokens)
+    line = Line(name, setting, K, 1e3 * seconds / tokens)
     if first.stats is None:
         return line
     stats = [row[0].stats for row in rows]  # counts are the same in every repetition

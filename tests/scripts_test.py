@@ -3,55 +3,22 @@
 import dataclasses
 import importlib.util
 import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
+from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
-from spsjax import benchmark, documents, generation, probes, race, tokenizer
-from spsjax.models import huggingface, transformer
-
-ROOT = pathlib.Path(__file__).parent.parent
+from spsjax import benchmark, documents, generation, probes, race, samplers, tokenizer
+from spsjax.models import transformer
+from spsjax.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> list[str]:
     """Flags that name a tiny target and a draft, each with a tokenizer."""
-    folder = tmp_path_factory.mktemp("pair")
-    texts = [text for name, text in documents.stdlib().items() if documents.is_held_out(name)]
-    pieces = tokenizer.train(texts[:3], folder / "tokenizer.model", 400)
-    for seed, name in enumerate(("target", "draft")):
-        config = transformer.Config(
-            vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,
-            head_dim=8, max_positions=256, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,),
-        )  # fmt: skip
-        huggingface.save(folder / name, config, transformer.init(config, jax.random.key(seed)))
-        (folder / name / "tokenizer.model").write_bytes(pieces.path.read_bytes())
-    return [f"--target={folder / 'target'}", f"--draft={folder / 'draft'}"]
-
-
-def run(script: str, *flags: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / script, *flags],
-        capture_output=True,
-        encoding="utf-8",
-        env=environment,
-        cwd=path,
-        timeout=600,
-    )
-
-
-def succeeds(script: str, *flags: str) -> subprocess.CompletedProcess:
-    result = run(script, *flags)
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr
-    return result
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 SHORT = ("--config.max_new_tokens=12", "--config.num_speculative_tokens=3")
@@ -190,13 +157,6 @@ def test_benchmark_against_hugging_face(pair, tmp_path):
     lines = json.loads((tmp_path / "figures.json").read_text())["lines"]
     names = {line["name"] for line in lines}
     assert {"HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"} <= names
-
-
-def fails_with_one_line(result: subprocess.CompletedProcess, *pieces: str):
-    assert result.returncode not in (0, None)
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
-    for piece in pieces:
-        assert piece in result.stderr
 
 
 OWN = f"""
@@ -398,11 +358,12 @@ def test_race_is_interleaved_and_takes_medians():
     calls, clock = [], {"ArS": iter([9, 4, 8, 6]), "fast": iter([9, 2, 50, 3])}
 
     def contender(name):
-        def call(prompt, seed):
+        def call(prompt, params, max_new_tokens, seed, stop_at_eos):
             calls.append(name)
-            return race.Sample(next(clock[name]), [1, 2])
+            return samplers.Sample(next(clock[name]), [1, 2])
 
-        return race.Contender(name, "greedy", 0, call)
+        sampler = samplers.Sampler(name, 0, 512, call)
+        return race.Contender(sampler, "greedy", SamplingParams(temperature=0.0), 2)
 
     lines = race.run([contender("ArS"), contender("fast")], [[1]], repetitions=3)
     assert calls == ["ArS", "fast"] * 4  # the warm-up, and three
@@ -418,7 +379,7 @@ def test_parts_are_measured_in_order_of_size():
     target = benchmark.Model("target", config, transformer.init(config, jax.random.key(0)))
     small = dataclasses.replace(config, d_model=16, d_ff=16, num_layers=1)
     draft = benchmark.Model("draft", small, transformer.init(small, jax.random.key(0)))
-    measure = probes.probe(target, draft, 4, benchmark.SamplingParams(), 20, 40)
+    measure = probes.probe(target, draft, 4, SamplingParams(), 20, 40)
     parts = [measure() for _ in range(5)]
     assert np.median([p.draft_step for p in parts]) < np.median([p.scoring for p in parts])
 

@@ -1,0 +1,60 @@
+"""The table, the figure and the benchmark of the literature, for any pair and tasks.
+
+python scripts/reproduce.py --what=table1 --workdir=runs/table1
+python scripts/reproduce.py --what=figure1 --workdir=runs/figure1
+python scripts/reproduce.py --what=specbench --workdir=runs/specbench \\
+    --config.tasks.spec_bench.path=question.jsonl
+
+A task of which no file is named is left out. Results: docs/results.md.
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Chen et al. 2023 (arXiv 2302.01318): batch 1, K = 4."""
+    plan = {
+        "settings": (),  # of those that a task has; (): all
+        "samples": 1,  # of each prompt, setting and sampler
+        "new_tokens": 0,  # 0: as the task has it
+        "limit": 0,  # prompts; 0: all that fit into the context
+        "seed": 0,
+    }
+    return ml_collections.ConfigDict(
+        {
+            "target": "pystdlib/target",
+            "draft": "pystdlib/draft",
+            "drafter": "model",  # or a module of spsjax.drafters
+            "ngram": {"max_ngram": 3, "min_ngram": 1},
+            "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
+            "tasks": {  # the fields of spsjax/tasks/*.py
+                "stdlib": {"lines": 20, "count": 100, "max_new_tokens": 128},
+                # The solved example, and what is to be summarised; words: of an article, 0 for all.
+                "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
+                "human_eval": {"path": "", "max_new_tokens": 512},
+                "spec_bench": {"path": "", "max_new_tokens": 1024},
+            },
+            "table1": {
+                "tasks": ("stdlib", "xsum", "human_eval"),
+                "num_speculative_tokens": (4,),
+                "plan": plan,
+            },
+            "figure1": {
+                "tasks": ("stdlib", "xsum", "human_eval"),
+                "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
+                "plan": plan | {"settings": ("nucleus",), "new_tokens": 128, "limit": 30},
+            },
+            "specbench": {
+                "tasks": ("spec_bench",),
+                "num_speculative_tokens": (4,),
+                "plan": plan,
+            },
+            "attribution": 40,  # texts a setting, of which every token is looked at
+            "peer": {
+                "num_speculative_tokens": (4,),  # of assisted generation
+                "dtypes": ("float32",),
+            },
+        }
+    )

@@ -1,0 +1,114 @@
+r"""What speed-up the theory expects over K, and the best K.
+
+python scripts/predict.py --acceptance=0.8 --draft_ms=1.8 --target_ms=14.1
+python scripts/predict.py --acceptance=0.9,0.85,0.8,0.8 --draft_ms=1.8 --target_ms=14.1
+python scripts/predict.py --measured=runs/figure1/report.json --plot=predicted.png
+
+Acceptance is one rate, the same everywhere, or one a position; --measured takes both from what
+reproduce.py has found. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
+"""
+
+import json
+
+import display
+import numpy as np
+from absl import flags
+
+from spsjax import cli, theory
+from spsjax.errors import InputError, brief
+
+_RATES = flags.DEFINE_list("acceptance", None, "A rate, or one a position: 0.8 or 0.9,0.85,0.8.")
+_DRAFT = flags.DEFINE_float("draft_ms", None, "Of a draft token.", lower_bound=0)
+_TARGET = flags.DEFINE_float("target_ms", None, "Of the target's pass.", lower_bound=1e-9)
+_MEASURED = flags.DEFINE_string("measured", None, "report.json of reproduce.py.")
+_MOST = flags.DEFINE_integer("most", 16, "The largest K, where there is one rate.", lower_bound=1)
+_PLOT = flags.DEFINE_string("plot", None, "A PNG of the curves.")
+
+
+def main():
+    if _PLOT.value:
+        cli.check_installed("--plot", "matplotlib")
+        cli.check_writable(_PLOT.value)
+    curves = {}
+    for name, (rates, draft_cost, scoring) in cases().items():
+        curves[name] = curve = predict(rates, draft_cost, scoring)
+        if name:
+            display.heading(name)
+        header = ["K", "tokens a call", "speed-up", "target's arithmetic a token"]
+        rows = [(K, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}") for K, (a, b, c) in curve.items()]
+        display.columns(header, rows)
+        best = max(curve, key=lambda K: curve[K][1])
+        if curve[best][1] > 1:
+            print(f"best: K = {best}, {curve[best][1]:.2f} x plain sampling")
+        else:
+            print("best: plain sampling; no K is faster")
+    if _PLOT.value:
+        import pictures
+
+        pictures.predicted(curves, _PLOT.value)
+
+
+def predict(rates, draft_cost: float, scoring) -> dict[int, tuple[float, float, float]]:
+    """K -> tokens a call, speed-up, operations; costs are in passes of the target."""
+    counts = range(1, (len(rates) if np.ndim(rates) else _MOST.value) + 1)
+    return {
+        K: (
+            theory.block_efficiency(rates, K),
+            theory.speedup(rates, K, draft_cost, scoring(K)),
+            theory.operations(rates, K, 0.0),
+        )
+        for K in counts
+    }
+
+
+def cases() -> dict[str, tuple]:
+    """By name: rates, the cost of a draft token, and that of scoring as a function of K."""
+    given = {"acceptance": _RATES.value, "draft_ms": _DRAFT.value, "target_ms": _TARGET.value}
+    if _MEASURED.value:
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(f"--{name}: expected none beside --measured, found {brief(value)}")
+        return measured(_MEASURED.value)
+    for name, value in given.items():
+        if value is None:
+            raise InputError(f"--{name}: expected a value, or --measured, found none")
+    try:
+        rates = [float(rate) for rate in _RATES.value]
+    except ValueError:
+        found = brief(",".join(_RATES.value))
+        raise InputError(f"--acceptance: expected numbers, found {found}") from None
+    cost = _DRAFT.value / _TARGET.value
+    return {"": (rates if len(rates) > 1 else rates[0], cost, lambda K: 1.0)}
+
+
+def measured(path: str) -> dict[str, tuple]:
+    """From what reproduce.py wrote: by position, and as if all positions were alike."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            tasks = json.load(file)["tasks"]
+        found = {}
+        for task, each in tasks.items():
+            for setting, costs in each["costs"].items():
+                counts = sorted(map(int, costs["scoring"]))
+                prices = [1.0, *(costs["scoring"][str(K)] for K in counts)]
+
+                def scoring(K, counts=counts, prices=prices):
+                    return float(np.interp(K, [0, *counts], prices))
+
+                rates = each["rates"][setting]
+                alike = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
+                name = f"{task}, {setting}"
+                found[name] = rates, costs["draft_step"], scoring
+                found[f"{name}, all positions at {alike:.3f}"] = (
+                    [alike] * len(rates), costs["draft_step"], scoring,
+                )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = type(error).__name__
+        raise InputError(f"{path}: expected a report.json of reproduce.py, found {kind}") from None
+    if not found:
+        raise InputError(f"{path}: expected figures of a draft model, found none")
+    return found
+
+
+if __name__ == "__main__":
+    cli.run(main)

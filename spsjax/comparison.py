@@ -1,0 +1,154 @@
+"""What the records of several samplers say: time, tokens a call, quality, and if they differ."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spsjax import race, side_by_side, statistics
+from spsjax.tasks.base import Example, Task
+
+Interval = tuple[float, float]
+Scores = Mapping[tuple, Mapping[str, Mapping[str, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sampler in one setting, over all examples. Intervals are of 95%, over examples.
+
+    Attributes:
+        ms_per_token: whole calls, prompts included.
+        spread_ms: its standard deviation over texts.
+        latency_ms: of a call, by percentile: 50, 90, 99.
+        tokens_per_call: new tokens a target call; None where the sampler does not say.
+        acceptance: accepted / proposed draft tokens; None where none was proposed.
+        acceptance_by_position: as `race.acceptance_by_position` has it.
+        ms_per_round: of the loop, prompts apart.
+        speedup, speedup_interval: over the first sampler; None for itself.
+        metrics: of the task: mean and interval.
+        chances: p values of being the first sampler: of each metric, "1-grams" and "2-grams".
+    """
+
+    setting: str
+    sampler: str
+    num_speculative_tokens: int
+    examples: int
+    texts: int
+    tokens: int
+    ms_per_token: float
+    spread_ms: float
+    latency_ms: dict[int, float]
+    tokens_per_call: float | None = None
+    acceptance: float | None = None
+    acceptance_by_position: list[float | None] | None = None
+    ms_per_round: float | None = None
+    speedup: float | None = None
+    speedup_interval: Interval | None = None
+    metrics: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
+    chances: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def scores_of(
+    task: Task, examples: Sequence[Example], records: Sequence[dict], progress=iter
+) -> Scores:
+    """Who (`side_by_side.WHO`) -> metric -> example -> value."""
+    found: dict[tuple, dict[str, dict[str, float]]] = {}
+    for example, who, texts in progress(list(side_by_side.answers(task, examples, records))):
+        for metric, value in task.scores(example, texts).items():
+            found.setdefault(who, {}).setdefault(metric, {})[example.name] = value
+    return found
+
+
+def rows(records: Sequence[dict], scores: Scores) -> list[Row]:
+    """A row for each setting and sampler; the first sampler of a setting is the baseline.
+
+    Only examples that every sampler of the setting has done count.
+    """
+    by_who: dict[tuple, dict[str, list[dict]]] = {}
+    for record in records:
+        examples = by_who.setdefault(side_by_side.who(record), {})
+        examples.setdefault(record["example"], []).append(record)
+    found = []
+    for setting in dict.fromkeys(who[0] for who in by_who):
+        mine = {who: examples for who, examples in by_who.items() if who[0] == setting}
+        base, first = next(iter(mine.items()))
+        names = [name for name in first if all(name in each for each in mine.values())]
+        for who, examples in mine.items() if names else ():
+            part = [examples[name] for name in names]
+            row = _row(who, part, names, scores.get(who, {}))
+            if who != base:
+                base_part = [first[name] for name in names]
+                pair = scores.get(who, {}), scores.get(base, {})
+                row = _against(row, part, base_part, names, *pair)
+            found.append(row)
+    return found
+
+
+def _per_token(part: Sequence[Sequence[dict]]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and tokens of each example."""
+    seconds = [sum(record["seconds"] for record in records) for records in part]
+    tokens = [sum(len(record["tokens"]) for record in records) for records in part]
+    return np.asarray(seconds), np.asarray(tokens, float)
+
+
+def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
+    seconds, tokens = _per_token(part)
+    records = [record for each in part for record in each]
+    latencies = [1e3 * record["seconds"] for record in records]
+    per_token = [1e3 * record["seconds"] / max(len(record["tokens"]), 1) for record in records]
+    metrics = {}
+    for metric, by_name in scores.items():
+        values = [by_name[name] for name in names if name in by_name]
+        if values:
+            metrics[metric] = float(np.mean(values)), statistics.interval(np.mean, values)
+    row = Row(
+        *who,
+        examples=len(part),
+        texts=len(records),
+        tokens=int(tokens.sum()),
+        ms_per_token=float(1e3 * seconds.sum() / tokens.sum()),
+        spread_ms=float(np.std(per_token)),
+        latency_ms={level: float(np.percentile(latencies, level)) for level in (50, 90, 99)},
+        metrics=metrics,
+    )
+    calls = sum(record.get("target_calls", 0) for record in records)
+    if not calls:
+        return row
+    histogram = np.sum([record["accepted"] for record in records], axis=0)
+    proposed = sum(record["proposed"] for record in records)
+    loops = sum(record["seconds"] - record["prompt_seconds"] for record in records)
+    positions = race.acceptance_by_position(histogram) if proposed else None
+    return dataclasses.replace(
+        row,
+        tokens_per_call=float(tokens.sum() / calls),
+        acceptance=float(np.arange(len(histogram)) @ histogram / proposed) if proposed else None,
+        acceptance_by_position=positions,
+        ms_per_round=1e3 * loops / calls,
+    )
+
+
+def _against(row: Row, part, base_part, names, scores, base_scores) -> Row:
+    """The row with what sets it apart from the baseline, or does not."""
+    (seconds, tokens), (base_seconds, base_tokens) = _per_token(part), _per_token(base_part)
+
+    def speedup(base_seconds, base_tokens, seconds, tokens):
+        return (base_seconds.sum() / base_tokens.sum()) / (seconds.sum() / tokens.sum())
+
+    columns = base_seconds, base_tokens, seconds, tokens
+    chances = {}
+    for metric, by_name in scores.items():
+        others = base_scores.get(metric, {})
+        both = [name for name in names if name in by_name and name in others]
+        one, other = ([values[name] for name in both] for values in (by_name, others))
+        chances[metric] = statistics.chance_of_difference(one, other)
+    texts = [
+        [[record["tokens"] for record in records] for records in each] for each in (part, base_part)
+    ]
+    for n in (1, 2):
+        chances[f"{n}-grams"] = statistics.chance_of_ngrams(*texts, n)
+    return dataclasses.replace(
+        row,
+        speedup=float(speedup(*columns)),
+        speedup_interval=statistics.interval(speedup, *columns),
+        chances=chances,
+    )

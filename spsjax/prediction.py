@@ -1,0 +1,103 @@
+"""Speed-up of the loop as theory expects it of measured acceptance and costs."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from spsjax import comparison, probes, race, theory
+from spsjax.loading import Model
+from spsjax.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What parts of a round cost, in passes of the target over one token, timed in one run.
+
+    Attributes:
+        pass_ms: that pass.
+        draft_step: a token of the draft.
+        scoring: by K, the pass over K + 1 tokens.
+    """
+
+    pass_ms: float
+    draft_step: float
+    scoring: dict[int, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """What the theory makes of acceptance and costs, beside what was measured.
+
+    Attributes:
+        num_speculative_tokens: K.
+        tokens_per_call: from acceptance by position at the largest K, theorem 3.8's numerator.
+        speedup: of the loop, with the costs as they were measured.
+        free: the same if scoring K + 1 tokens cost what one costs (Leviathan et al., theorem 3.8).
+        measured: of the loop: prompts apart, and end of sequence and full budget included.
+    """
+
+    num_speculative_tokens: int
+    tokens_per_call: float
+    speedup: float
+    free: float
+    measured: float
+
+
+def measure(
+    target: Model,
+    draft: Model,
+    rows: Sequence[comparison.Row],
+    params: SamplingParams,
+    length: int,
+    progress: Callable[[Sequence], Iterable] = iter,
+    repetitions: int = 5,
+) -> Costs:
+    """The costs at every K of the rows, in turn, by medians of so many repetitions and a first."""
+    counts = sorted({row.num_speculative_tokens for row in rows if row.sampler == "SpS"})
+    parts = {K: probes.probe(target, draft, K, params, length) for K in (0, *counts)}
+    times: dict[int, list[probes.Parts]] = {K: [] for K in parts}
+    turns = [(turn, K) for turn in range(repetitions + 1) for K in parts]
+    for turn, K in progress(turns):
+        measured = parts[K]()
+        if turn:
+            times[K].append(measured)
+    scoring = {K: statistics.median(one.scoring for one in times[K]) for K in parts}
+    steps = [one.draft_step for K in counts for one in times[K]]
+    return Costs(
+        pass_ms=1e3 * scoring[0],
+        draft_step=statistics.median(steps) / scoring[0],
+        scoring={K: scoring[K] / scoring[0] for K in counts},
+    )
+
+
+def rates_of(rows: Sequence[comparison.Row]) -> list[float]:
+    """Acceptance by position at the largest K of rows of one setting; none where none drafted."""
+    ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
+    rates: list[float] = []
+    if not ours:
+        return rates
+    longest = max(ours, key=lambda row: row.num_speculative_tokens)
+    for rate in longest.acceptance_by_position:
+        rates.append(rates[-1] if rate is None else rate)
+    return rates
+
+
+def predict(
+    rows: Sequence[comparison.Row], rates: Sequence[float], costs: Costs
+) -> list[Predicted]:
+    """What is expected of each row of speculative sampling, of one setting with its baseline."""
+    base = next(row for row in rows if row.sampler == race.BASELINE)
+    ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
+    found = []
+    for row in ours:
+        K = row.num_speculative_tokens
+        found.append(
+            Predicted(
+                K,
+                tokens_per_call=theory.block_efficiency(rates, K),
+                speedup=theory.speedup(rates, K, costs.draft_step, costs.scoring[K]),
+                free=theory.speedup(rates, K, costs.draft_step),
+                measured=base.ms_per_round * row.tokens_per_call / row.ms_per_round,
+            )
+        )
+    return found

@@ -1,0 +1,60 @@
+"""HumanEval: functions from their docstrings (Chen et al. 2021, arXiv 2107.03374), by execution."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from spsjax.sampling import SamplingParams
+from spsjax.tasks import base, sandbox
+
+# Where a completion that goes on has ended its function (arXiv 2107.03374, 2.3).
+_STOPS = "\nclass", "\ndef", "\n#", "\nif", "\nprint"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(base.Task):
+    """As in Chen et al. 2023, table 1: 512 tokens at temperature 0.8 and nucleus 0.95.
+
+    Attributes:
+        path: `HumanEval.jsonl.gz`.
+        ks: the k of pass@k that are given.
+        limits: of a program.
+        max_new_tokens: of an answer.
+    """
+
+    path: str
+    ks: tuple[int, ...] = (1, 10, 100)
+    limits: sandbox.Limits = sandbox.Limits()
+    max_new_tokens: int = 512
+
+    settings: ClassVar = {"nucleus": SamplingParams(temperature=0.8, top_p=0.95)}
+    code: ClassVar = True
+
+    def examples(self):
+        kinds = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), str)
+        for _, row in base.read_rows(self.path, kinds):
+            yield base.Example(row["task_id"], (row["prompt"],), row)
+
+    def answer(self, example, text):
+        return base.before_any(text, _STOPS)
+
+    def scores(self, example, answers):
+        passed = sum(
+            sandbox.run(program(example, answer), self.limits).passed for answer in answers
+        )
+        ks = [k for k in self.ks if k <= len(answers)]
+        return {f"pass@{k}": pass_at(k, len(answers), passed) for k in ks}
+
+
+def program(example: base.Example, answer: str) -> str:
+    """The function, its tests, and the call that runs them."""
+    row = example.reference
+    return f"{row['prompt']}{answer}\n{row['test']}\ncheck({row['entry_point']})\n"
+
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """Chance that one of k is right, of so many samples of which so many passed: equation 1.
+
+    Unbiased, which 1 - (1 - passed / samples)**k is not.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)

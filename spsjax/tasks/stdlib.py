@@ -1,0 +1,126 @@
+"""Bodies of functions of the standard library that no shipped model was trained on."""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import textwrap
+from collections.abc import Iterator
+from typing import ClassVar
+
+from spsjax import documents
+from spsjax.errors import InputError
+from spsjax.sampling import SamplingParams
+from spsjax.tasks import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(base.Task):
+    """A held-out file up to a function's docstring; what comes is its body.
+
+    Attributes:
+        sources: of the files: those held out (`documents.held_out`).
+        lines: of the file before the body, the last so many.
+        count: examples, chosen by the hash of their names; 0: all.
+        least: lines that a body must have.
+        max_new_tokens: of an answer.
+    """
+
+    sources: documents.Sources = documents.Sources(("stdlib",))
+    lines: int = 20
+    count: int = 100
+    least: int = 3
+    max_new_tokens: int = 128
+
+    settings: ClassVar = {
+        "nucleus": SamplingParams(temperature=0.8, top_p=0.95),
+        "greedy": SamplingParams(temperature=0.0),
+    }
+    code: ClassVar = True
+
+    def __post_init__(self):
+        for field, least in (("lines", 1), ("count", 0), ("least", 1)):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise InputError(f"{field}: expected an integer >= {least}, found {value!r}")
+
+    def examples(self):
+        found = [
+            example
+            for document in documents.held_out(self.sources)
+            for example in self._functions(document)
+        ]
+        if not found:
+            raise InputError("sources: expected held-out files with functions, found none")
+        found.sort(key=lambda example: hashlib.sha256(example.name.encode()).hexdigest())
+        yield from found[: self.count or None]
+
+    def _functions(self, document: documents.Document) -> Iterator[base.Example]:
+        try:
+            tree = ast.parse(document.text)
+        except (SyntaxError, ValueError):  # not Python, or of another version
+            return
+        rows = document.text.splitlines(keepends=True)
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            body = node.body[1:] if ast.get_docstring(node, clean=False) else node.body
+            before = node.body[0].end_lineno if len(body) < len(node.body) else _head(node)
+            if not body or body[0].lineno <= before:  # on the line of what comes before it
+                continue
+            if node.end_lineno - before < self.least:
+                continue
+            start = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
+            first = max(before - self.lines, 0)
+            reference = {
+                "head": "".join(rows[start:before]),
+                "body": "".join(rows[before : node.end_lineno]),
+                "indent": body[0].col_offset,
+            }
+            name = f"{document.name}:{node.lineno} {node.name}"
+            yield base.Example(name, ("".join(rows[first:before]),), reference)
+
+    def answer(self, example, text):
+        """Up to the first line that is indented less than the body."""
+        kept = []
+        for line in text.splitlines(keepends=True):
+            stripped = line.strip()
+            if stripped and len(line) - len(line.lstrip()) < example.reference["indent"]:
+                break
+            kept.append(line)
+        return "".join(kept).rstrip() + "\n"
+
+    def scores(self, example, answers):
+        """Means over the answers."""
+        judged = [judge(example, answer) for answer in answers]
+        return {name: sum(each[name] for each in judged) / len(judged) for name in judged[0]}
+
+
+def _head(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The last line of what comes before a body without a docstring."""
+    parts = [node.args, node.returns, *node.decorator_list]
+    ends = [
+        getattr(each, "end_lineno", 0) or 0 for part in parts if part for each in ast.walk(part)
+    ]
+    return max([node.lineno, *ends])
+
+
+def judge(example: base.Example, answer: str) -> dict[str, float]:
+    """Whether it parses, whether its next line is right, and how like the original it is."""
+    head, body = example.reference["head"], example.reference["body"]
+    lines, answered = (
+        [line.strip() for line in text.splitlines() if line.strip()] for text in (body, answer)
+    )
+    return {
+        "parses": float(_parses(head + answer)),
+        "next line": float(bool(answered) and answered[0] == lines[0]),
+        "similarity": difflib.SequenceMatcher(None, body, answer, autojunk=False).ratio(),
+    }
+
+
+def _parses(text: str) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return len(tree.body) == 1  # and the head alone does not parse

@@ -1,0 +1,139 @@
+"""From a pair and tasks to tables and curves; the script that shows them."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from bad_input import one_line
+from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
+from ml_collections import ConfigDict
+
+from spsjax import comparison, prediction, reproduction
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[str]:
+    """Flags that name a tiny target and a draft."""
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+ROW = comparison.Row(
+    "warm", "ArS", 0, examples=3, texts=3, tokens=30, ms_per_token=11.0, spread_ms=1.0,
+    latency_ms={50: 1.0, 90: 1.0, 99: 1.0}, tokens_per_call=1.0, ms_per_round=10.0,
+)  # fmt: skip
+
+
+def drafted(K, rates, tokens_per_call, ms_per_round):
+    return dataclasses.replace(
+        ROW, sampler="SpS", num_speculative_tokens=K, acceptance_by_position=rates,
+        tokens_per_call=tokens_per_call, ms_per_round=ms_per_round,
+    )  # fmt: skip
+
+
+def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
+    rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8, 0.5, None], 2.2, 20.0)]
+    rates = prediction.rates_of(rows)
+    assert rates == [0.8, 0.5, 0.5]
+    costs = prediction.Costs(10.0, draft_step=0.1, scoring={1: 1.2, 3: 1.5})
+    one, three = prediction.predict(rows, rates, costs)
+    assert one.tokens_per_call == pytest.approx(1.8)
+    assert one.speedup == pytest.approx(1.8 / (0.1 + 1.2))
+    assert one.free == pytest.approx(1.8 / (0.1 + 1.0))
+    assert one.measured == pytest.approx(10.0 / (12.0 / 1.9))
+    assert three.tokens_per_call == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    assert three.speedup == pytest.approx(2.4 / (0.3 + 1.5))
+    assert prediction.rates_of([ROW]) == []
+
+
+def test_tasks_without_files_are_left_out():
+    fields = {
+        "stdlib": {"count": 3},
+        "xsum": {"path": "", "shots": "a"},
+        "spec_bench": {"path": "b"},
+    }
+    config = ConfigDict({"tasks": fields})
+    found = reproduction.tasks(config, ["stdlib", "spec_bench"])
+    assert list(found) == ["stdlib", "spec_bench"] and found["stdlib"].count == 3
+    with one_line("tasks.xsum.path", "none"):
+        reproduction.tasks(config, ["xsum"])
+    config.tasks.xsum.shots = ""
+    assert list(reproduction.tasks(config, ["stdlib", "xsum"])) == ["stdlib"]
+    with one_line("tasks.xsum.path", "none"):
+        reproduction.tasks(config, ["xsum"])
+    with one_line("tasks", "'chess'"):
+        reproduction.tasks(config, ["chess"])
+
+
+def flags(what, pair, folder, *more):
+    small = f"{what}.plan.limit=2", "tasks.stdlib.lines=4", "tasks.stdlib.max_new_tokens=9"
+    small = [f"--config.{flag}" for flag in (*small, "attribution=1")]
+    return ["reproduce.py", f"--what={what}", f"--workdir={folder}", *pair, *small, *more]
+
+
+def test_a_run_that_is_killed_goes_on(pair, tmp_path):
+    arguments = flags("figure1", pair, tmp_path, "--config.figure1.num_speculative_tokens=2")
+    journal = tmp_path / "stdlib.jsonl"
+    program = [sys.executable, str(ROOT / "scripts" / arguments[0]), *arguments[1:]]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL) as process:
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    before = journal.read_bytes()
+    before = before[: before.rindex(b"\n") + 1]
+    assert before.count(b"\n") >= 3
+    result = succeeds(*arguments)
+    assert journal.read_bytes().startswith(before)
+    records = [json.loads(line) for line in journal.read_text("utf-8").splitlines()[1:]]
+    keys = {(r["example"], r["num_speculative_tokens"]) for r in records}
+    assert len(records) == len(keys) == 2 * 2  # none twice, none missing
+    for text in ("stdlib: time", "next line", "by theory", "where drafts are accepted"):
+        assert text in result.stdout.replace("\n", " ")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing but itself
+    report = json.loads((tmp_path / "report.json").read_text("utf-8"))
+    rows = report["tasks"]["stdlib"]["rows"]
+    assert [row["num_speculative_tokens"] for row in rows] == [0, 2]
+    predicted = succeeds("predict.py", f"--measured={tmp_path / 'report.json'}").stdout
+    assert predicted.count("best:") == 2 and "stdlib, nucleus" in predicted
+
+
+def test_prompt_lookup_drafts_too_and_greedy_texts_are_the_same(pair, tmp_path):
+    succeeds(*flags("table1", pair, tmp_path, "--config.drafter=ngram"))
+    found = json.loads((tmp_path / "report.json").read_text("utf-8"))["tasks"]["stdlib"]
+    assert found["costs"] == {} and found["partings"] == {"greedy": {"SpS, K = 4": [2, []]}}
+    assert [row["setting"] for row in found["rows"]] == ["nucleus"] * 2 + ["greedy"] * 2
+    assert found["rows"][3]["chances"]["next line"] == 1
+
+
+@pytest.mark.parametrize(
+    "flag, named",
+    [
+        ("--config.table1.plan.settings=cold", "settings: expected"),
+        ("--config.table1.plan.samples=0", "samples: expected"),
+        ("--config.tasks.xsum.path=nosuch", "shots"),
+        ("--config.tasks.stdlib.max_new_tokens=0", "max_new_tokens"),
+        ("--config.tasks.human_eval.path=nosuch", "nosuch"),
+        ("--config.table1.num_speculative_tokens=()", "num_speculative_tokens"),
+    ],
+)
+def test_a_mistake_is_one_line(pair, tmp_path, flag, named):
+    result = run(*flags("table1", pair, tmp_path / "out", flag), path=tmp_path)
+    fails_with_one_line(result, named)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_theory_expects(tmp_path):
+    times = "--draft_ms=1.8", "--target_ms=14.1"
+    shown = succeeds("predict.py", "--acceptance=0.8", *times, "--most=6").stdout
+    assert "best: K = 5, 2.25 x plain sampling" in shown  # by hand: 3.689 / (5 * 1.8 / 14.1 + 1)
+    plot = tmp_path / "plot.png"
+    shown = succeeds("predict.py", "--acceptance=0.1,0.1", *times, f"--plot={plot}").stdout
+    assert "no K is faster" in shown and plot.read_bytes().startswith(b"\x89PNG")
+    result = run("predict.py", "--acceptance=2", *times, path=tmp_path)
+    fails_with_one_line(result, "acceptance", "[0, 1]")

@@ -1,0 +1,64 @@
+"""Intervals hold what they should as often as they say, and tests see what is there."""
+
+import numpy as np
+import pytest
+
+from spsjax import statistics
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    held = 0
+    for trial in range(200):
+        below = rng.gamma(4.0, size=60)
+        above = 2.0 * below + rng.normal(0, 0.5, 60)
+        low, high = statistics.interval(
+            statistics.ratio, above, below, level=0.9, resamples=300, seed=trial
+        )
+        held += low <= 2.0 <= high
+    assert 165 <= held <= 193  # 180 expected
+
+
+def test_an_interval_keeps_an_example_s_values_together():
+    values = np.random.default_rng(0).gamma(2.0, size=50)
+    assert statistics.interval(statistics.ratio, 3 * values, values) == pytest.approx((3, 3))
+
+
+def test_a_difference_is_seen_and_none_is_not():
+    rng = np.random.default_rng(1)
+    chances = []
+    for trial in range(100):
+        one, other = rng.normal(0, 1, (2, 30))
+        chances.append(statistics.chance_of_difference(one, other, 400, trial))
+    assert 30 < np.sum(np.asarray(chances) < 0.5) < 70
+    assert 0 < np.sum(np.asarray(chances) < 0.1) < 22
+    shared = rng.normal(0, 5, 30)  # what an example shares does not hide a difference
+    one, other = shared + rng.normal(0.5, 0.2, 30), shared + rng.normal(0, 0.2, 30)
+    assert statistics.chance_of_difference(one, other) < 1e-3
+    assert statistics.chance_of_difference(one, one) == 1
+
+
+def texts(rng, law, examples=40, samples=2, length=50):
+    return [[rng.choice(len(law), length, p=law) for _ in range(samples)] for _ in range(examples)]
+
+
+def test_ngrams_of_one_law_are_not_told_apart_and_those_of_another_are():
+    rng = np.random.default_rng(2)
+    law = rng.dirichlet(np.ones(20))
+    other = 0.85 * law + 0.15 * rng.dirichlet(np.ones(20))
+    for n in (1, 2):
+        chances = [
+            statistics.chance_of_ngrams(texts(rng, law), texts(rng, law), n, 200, trial)
+            for trial in range(40)
+        ]
+        assert 9 < np.sum(np.asarray(chances) < 0.5) < 31
+        assert np.sum(np.asarray(chances) < 0.02) <= 4
+        assert statistics.chance_of_ngrams(texts(rng, law), texts(rng, other), n) < 0.01
+
+
+def test_the_order_of_tokens_is_seen_by_pairs_alone():
+    rng = np.random.default_rng(3)
+    one = texts(rng, np.full(4, 0.25))
+    other = [[np.sort(tokens) for tokens in example] for example in one]
+    assert statistics.chance_of_ngrams(one, other, 1) == 1
+    assert statistics.chance_of_ngrams(one, other, 2) < 0.01
