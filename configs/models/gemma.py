@@ -5,17 +5,7 @@ Of Gemma 3 of 4B and more, which also see pictures, this is the language model.
 
 import ml_collections
 
-
-def _shape(layers: int, width: int, d_ff: int, heads: int, groups: int, head_dim=256) -> dict:
-    return {
-        "num_layers": layers,
-        "d_model": width,
-        "d_ff": d_ff,
-        "num_heads": heads,
-        "num_kv_heads": groups,
-        "head_dim": head_dim,
-    }
-
+from spsjax.models.config import shape
 
 _SECOND = {
     "vocab_size": 256_000,
@@ -38,14 +28,14 @@ _LARGE = _THIRD | {
     "rope_scaling": ("linear", 8.0),
 }
 SIZES = {
-    "2-2b": _SECOND | _shape(26, 2304, 9216, 8, 4),
-    "2-9b": _SECOND | _shape(42, 3584, 14_336, 16, 8),
-    "2-27b": _SECOND | _shape(46, 4608, 36_864, 32, 16, 128) | {"query_scale": 144**-0.5},
-    "3-270m": _SMALL | _shape(18, 640, 2048, 4, 1),
-    "3-1b": _SMALL | _shape(26, 1152, 6912, 4, 1),
-    "3-4b": _LARGE | _shape(34, 2560, 10_240, 8, 4),
-    "3-12b": _LARGE | _shape(48, 3840, 15_360, 16, 8),
-    "3-27b": _LARGE | _shape(62, 5376, 21_504, 32, 16, 128) | {"query_scale": 168**-0.5},
+    "2-2b": _SECOND | shape(26, 2304, 9216, 8, 4, 256),
+    "2-9b": _SECOND | shape(42, 3584, 14_336, 16, 8, 256),
+    "2-27b": _SECOND | shape(46, 4608, 36_864, 32, 16, 128) | {"query_scale": 144**-0.5},
+    "3-270m": _SMALL | shape(18, 640, 2048, 4, 1, 256),
+    "3-1b": _SMALL | shape(26, 1152, 6912, 4, 1, 256),
+    "3-4b": _LARGE | shape(34, 2560, 10_240, 8, 4, 256),
+    "3-12b": _LARGE | shape(48, 3840, 15_360, 16, 8, 256),
+    "3-27b": _LARGE | shape(62, 5376, 21_504, 32, 16, 128) | {"query_scale": 168**-0.5},
 }
 
 

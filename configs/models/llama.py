@@ -5,16 +5,7 @@
 
 import ml_collections
 
-
-def _shape(layers: int, width: int, d_ff: int, heads: int, groups: int) -> dict:
-    return {
-        "num_layers": layers,
-        "d_model": width,
-        "d_ff": d_ff,
-        "num_heads": heads,
-        "num_kv_heads": groups,
-        "head_dim": width // heads,
-    }
+from spsjax.models.config import shape
 
 
 def _scaled(factor: float) -> dict:
@@ -23,11 +14,11 @@ def _scaled(factor: float) -> dict:
 
 
 _SHAPES = {
-    "2-7b": _shape(32, 4096, 11_008, 32, 32),
-    "2-13b": _shape(40, 5120, 13_824, 40, 40),
-    "2-70b": _shape(80, 8192, 28_672, 64, 8),
-    "3-8b": _shape(32, 4096, 14_336, 32, 8),
-    "3-70b": _shape(80, 8192, 28_672, 64, 8),
+    "2-7b": shape(32, 4096, 11_008, 32, 32),
+    "2-13b": shape(40, 5120, 13_824, 40, 40),
+    "2-70b": shape(80, 8192, 28_672, 64, 8),
+    "3-8b": shape(32, 4096, 14_336, 32, 8),
+    "3-70b": shape(80, 8192, 28_672, 64, 8),
 }
 _SECOND = {"vocab_size": 32_000, "max_positions": 4096, "rope_theta": 10_000.0}
 _THIRD = {"vocab_size": 128_256, "max_positions": 8192, "rope_theta": 500_000.0}
@@ -35,9 +26,9 @@ SIZES = {
     **{size: (_SECOND if size[0] == "2" else _THIRD) | shape for size, shape in _SHAPES.items()},
     "3.1-8b": _THIRD | _SHAPES["3-8b"] | _scaled(8.0),
     "3.1-70b": _THIRD | _SHAPES["3-70b"] | _scaled(8.0),
-    "3.1-405b": _THIRD | _shape(126, 16_384, 53_248, 128, 8) | _scaled(8.0),
-    "3.2-1b": _THIRD | _shape(16, 2048, 8192, 32, 8) | _scaled(32.0) | {"tie_embeddings": True},
-    "3.2-3b": _THIRD | _shape(28, 3072, 8192, 24, 8) | _scaled(32.0) | {"tie_embeddings": True},
+    "3.1-405b": _THIRD | shape(126, 16_384, 53_248, 128, 8) | _scaled(8.0),
+    "3.2-1b": _THIRD | shape(16, 2048, 8192, 32, 8) | _scaled(32.0) | {"tie_embeddings": True},
+    "3.2-3b": _THIRD | shape(28, 3072, 8192, 24, 8) | _scaled(32.0) | {"tie_embeddings": True},
 }
 
 

@@ -5,41 +5,29 @@ Embedding and head have more rows than the tokenizer has tokens, and not all siz
 
 import ml_collections
 
-
-def _shape(layers: int, width: int, d_ff: int, heads: int, groups: int, **more) -> dict:
-    return {
-        "num_layers": layers,
-        "d_model": width,
-        "d_ff": d_ff,
-        "num_heads": heads,
-        "num_kv_heads": groups,
-        "head_dim": width // heads,
-        "padded_vocab_size": 151_936,
-        "tie_embeddings": False,
-        **more,
-    }
-
+from spsjax.models.config import shape
 
 _TIED = {"tie_embeddings": True}
 _LARGE = {"padded_vocab_size": 152_064}
-_SECOND = {"vocab_size": 151_665, "max_positions": 32_768, "biases": "qkv"}
-_THIRD = {"vocab_size": 151_669, "max_positions": 40_960, "qk_norm": True}
+_BOTH = {"padded_vocab_size": 151_936, "tie_embeddings": False}
+_SECOND = _BOTH | {"vocab_size": 151_665, "max_positions": 32_768, "biases": "qkv"}
+_THIRD = _BOTH | {"vocab_size": 151_669, "max_positions": 40_960, "qk_norm": True}
 _EXPERTS = {"num_experts": 128, "experts_per_token": 8}
 SIZES = {
-    "2.5-0.5b": _SECOND | _shape(24, 896, 4864, 14, 2, **_TIED),
-    "2.5-1.5b": _SECOND | _shape(28, 1536, 8960, 12, 2, **_TIED),
-    "2.5-3b": _SECOND | _shape(36, 2048, 11_008, 16, 2, **_TIED),
-    "2.5-7b": _SECOND | _shape(28, 3584, 18_944, 28, 4, **_LARGE),
-    "2.5-14b": _SECOND | _shape(48, 5120, 13_824, 40, 8, **_LARGE),
-    "2.5-32b": _SECOND | _shape(64, 5120, 27_648, 40, 8, **_LARGE),
-    "2.5-72b": _SECOND | _shape(80, 8192, 29_568, 64, 8, **_LARGE),
-    "3-0.6b": _THIRD | _shape(28, 1024, 3072, 16, 8, head_dim=128, **_TIED),
-    "3-1.7b": _THIRD | _shape(28, 2048, 6144, 16, 8, head_dim=128, **_TIED),
-    "3-4b": _THIRD | _shape(36, 2560, 9728, 32, 8, head_dim=128, **_TIED),
-    "3-8b": _THIRD | _shape(36, 4096, 12_288, 32, 8),
-    "3-14b": _THIRD | _shape(40, 5120, 17_408, 40, 8),
-    "3-32b": _THIRD | _shape(64, 5120, 25_600, 64, 8, head_dim=128),
-    "3-30b-a3b": _THIRD | _shape(48, 2048, 768, 32, 4, head_dim=128, **_EXPERTS),
+    "2.5-0.5b": _SECOND | shape(24, 896, 4864, 14, 2, **_TIED),
+    "2.5-1.5b": _SECOND | shape(28, 1536, 8960, 12, 2, **_TIED),
+    "2.5-3b": _SECOND | shape(36, 2048, 11_008, 16, 2, **_TIED),
+    "2.5-7b": _SECOND | shape(28, 3584, 18_944, 28, 4, **_LARGE),
+    "2.5-14b": _SECOND | shape(48, 5120, 13_824, 40, 8, **_LARGE),
+    "2.5-32b": _SECOND | shape(64, 5120, 27_648, 40, 8, **_LARGE),
+    "2.5-72b": _SECOND | shape(80, 8192, 29_568, 64, 8, **_LARGE),
+    "3-0.6b": _THIRD | shape(28, 1024, 3072, 16, 8, head_dim=128, **_TIED),
+    "3-1.7b": _THIRD | shape(28, 2048, 6144, 16, 8, head_dim=128, **_TIED),
+    "3-4b": _THIRD | shape(36, 2560, 9728, 32, 8, head_dim=128, **_TIED),
+    "3-8b": _THIRD | shape(36, 4096, 12_288, 32, 8),
+    "3-14b": _THIRD | shape(40, 5120, 17_408, 40, 8),
+    "3-32b": _THIRD | shape(64, 5120, 25_600, 64, 8, head_dim=128),
+    "3-30b-a3b": _THIRD | shape(48, 2048, 768, 32, 4, head_dim=128, **_EXPERTS),
 }
 
 

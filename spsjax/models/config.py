@@ -120,3 +120,18 @@ class Config:
     def window(self, layer: int) -> int:
         """How many tokens a token sees in that layer; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
+
+
+def shape(
+    layers: int, width: int, d_ff: int, heads: int, groups: int, head_dim: int = 0, **more
+) -> dict[str, object]:
+    """Fields of a `Config` in the order in which papers have them; head_dim 0: width / heads."""
+    return {
+        "num_layers": layers,
+        "d_model": width,
+        "d_ff": d_ff,
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_dim": head_dim or width // heads,
+        **more,
+    }
