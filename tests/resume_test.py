@@ -52,7 +52,7 @@ def start(
 ) -> subprocess.Popen:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
     }
     of_script = DRAFT if script == "train_drafter.py" else TARGET
     train = f"--config.data.train=('{texts}',)"
