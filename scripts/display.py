@@ -152,7 +152,8 @@ def columns(header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int]
     """A plain table, its columns to the right but for those in `left`."""
     shown = Table(show_edge=False, pad_edge=False, header_style="dim")
     for index, name in enumerate(header):
-        shown.add_column(name, justify="left" if index in left else "right")
+        side = "left" if index in left else "right"
+        shown.add_column(name, justify=side, overflow="fold")  # no figure is cut
     for row in rows:
         shown.add_row(*map(str, row))
     Console().print(shown)

@@ -78,7 +78,7 @@ def all_tables(task: str, found: reproduction.Found) -> list[tuple[str, list[str
 def times(rows) -> tuple[list[str], list[list]]:
     """Time, speed-up and tokens a call."""
     header = ["setting", "sampler, K", "texts", "ms a token", "speed-up (95%)", "tokens a call"]
-    header.append("ms a text: P50, P90, P99")
+    header.append("P50, P90, P99 ms")
     lines = []
     for row in rows:
         speedup = "1"
