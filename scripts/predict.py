@@ -37,9 +37,9 @@ def main():
         header = ["K", "tokens a call", "speed-up", "target's arithmetic a token"]
         rows = [(K, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}") for K, (a, b, c) in curve.items()]
         display.columns(header, rows)
-        best = max(curve, key=lambda K: curve[K][1])
-        if curve[best][1] > 1:
-            print(f"best: K = {best}, {curve[best][1]:.2f} x plain sampling")
+        best, speedup = theory.best(rates, draft_cost, scoring, max(curve))
+        if best:
+            print(f"best: K = {best}, {speedup:.2f} x plain sampling")
         else:
             print("best: plain sampling; no K is faster")
     if _PLOT.value:

@@ -175,23 +175,24 @@ class Checkpoints:
     def _set_aside(self, sound: int, faults: dict[int, str]) -> None:
         """What stood in the way of a checkpoint that was read."""
         if distributed.is_first():
+            told = dict(faults)
             for step in faults:
                 self._move(step)
             for step in self._unreadable:
                 if step > sound:
-                    faults[step] = "its description is none"
+                    told[step] = "its description is none"
                 else:  # it was being removed when the run was killed
                     shutil.rmtree(self._aside / f"step_{step}", ignore_errors=True)
             with contextlib.suppress(OSError):
                 self._aside.rmdir()  # if there is nothing in it
-            for step, fault in sorted(faults.items()):
+            for step, fault in sorted(told.items()):
                 warnings.warn(
                     f"{self.folder / f'step_{step}'}: expected a checkpoint, found it damaged "
                     f"({fault}); it is in {self._aside} now",
                     stacklevel=1,
                 )
         distributed.wait("damaged checkpoints set aside")
-        if faults:
+        if faults:  # the same ones in every process
             self._manager.reload()
 
     def _move(self, step: int) -> None:

@@ -30,7 +30,7 @@ class Journal:
     ):
         self.path, self._key, self._writes = pathlib.Path(path), key, writes
         self.records: list[dict] = []
-        self._known: set[Hashable] = set()
+        self._known: dict[Hashable, dict] = {}
         config = json.loads(json.dumps(config))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +66,9 @@ class Journal:
     def __contains__(self, key: tuple) -> bool:
         return tuple(key) in self._known
 
+    def __getitem__(self, key: tuple) -> dict:
+        return self._known[tuple(key)]
+
     def add(self, record: dict) -> None:
         """Appends a record, and returns when it is on the disk."""
         if tuple(record[name] for name in self._key) in self._known:
@@ -77,7 +80,7 @@ class Journal:
         key = tuple(record[name] for name in self._key)
         if key in self._known:
             raise ValueError(f"a second record of {brief(list(key))}")
-        self._known.add(key)
+        self._known[key] = record
         self.records.append(record)
 
     def _write(self, record: dict) -> None:

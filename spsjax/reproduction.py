@@ -41,7 +41,7 @@ class Found:
             wrote, by the class of a token and by the target's entropy.
         partings: by setting and sampler, of greedy texts: how many were compared, and where they
             part from those of plain sampling.
-        examples: by setting, one prompt's end and what each sampler wrote.
+        examples: by setting, one prompt and what each sampler wrote.
     """
 
     rows: list[comparison.Row]
@@ -230,7 +230,7 @@ def _partings(
             continue
         pairs = [(prompts[each], base[each], texts[each]) for each in texts if each in base]
         parted = [attribution.parting(target, *pair) for pair in pairs]
-        found[f"{name}, K = {K}" if K else name] = (len(pairs), [each for each in parted if each])
+        found[_label(name, K)] = (len(pairs), [each for each in parted if each])
     return found
 
 
@@ -239,6 +239,10 @@ def _shown(example: Example, records: Sequence[dict]) -> dict[str, dict[str, str
     for record in records:
         if record["example"] == example.name and record["turn"] == record["sample"] == 0:
             texts = found.setdefault(record["setting"], {"prompt": example.turns[0]})
-            K = record["num_speculative_tokens"]
-            texts[f"{record['sampler']}, K = {K}" if K else record["sampler"]] = record["text"]
+            label = _label(record["sampler"], record["num_speculative_tokens"])
+            texts[label] = record["text"]
     return found
+
+
+def _label(name: str, num_speculative_tokens: int) -> str:
+    return f"{name}, K = {num_speculative_tokens}" if num_speculative_tokens else name

@@ -134,8 +134,7 @@ def sample(
         for turn in range(len(example.turns)):
             key = *who, example.name, turn, number
             if key in journal:
-                known = next(r for r in journal.records if tuple(r[name] for name in KEY) == key)
-                answers.append(known["text"])
+                answers.append(journal[key]["text"])
                 continue
             ids = ids_of(target, task, example.turns[: turn + 1], answers)
             budget = new_tokens(task, plan)

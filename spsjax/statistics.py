@@ -31,11 +31,6 @@ def interval(
     return float(low), float(high)
 
 
-def ratio(above: np.ndarray, below: np.ndarray) -> float:
-    """Of the sums: what the whole took, by either way."""
-    return float(np.sum(above) / np.sum(below))
-
-
 def chance_of_difference(
     one: Sequence[float], other: Sequence[float], resamples: int = 10_000, seed: int = 0
 ) -> float:
