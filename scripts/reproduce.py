@@ -77,7 +77,7 @@ def all_tables(task: str, found: reproduction.Found) -> list[tuple[str, list[str
 
 def times(rows) -> tuple[list[str], list[list]]:
     """Time, speed-up and tokens a call."""
-    header = ["setting", "sampler, K", "texts", "ms a token", "speed-up (95%)", "tokens a call"]
+    header = ["setting", "sampler", "texts", "ms a token", "speed-up (95%)", "tokens a call"]
     header.append("P50, P90, P99 ms")
     lines = []
     for row in rows:
@@ -101,18 +101,17 @@ def quality(rows) -> tuple[list[str], list[list]]:
                 mean = f"{value:.3f} ({low:.3f}-{high:.3f})"
             p = number(row.chances.get(name), 3)
             lines.append([row.setting, who(row), name, mean, p])
-    return ["setting", "sampler, K", "metric", "mean (95%)", "p, as the first"], lines
+    return ["setting", "sampler", "metric", "mean (95%)", "p, as the first"], lines
 
 
 def who(row) -> str:
     """The sampler, and its K."""
-    count = row.num_speculative_tokens
-    return f"{row.sampler}, {count}" if count else row.sampler
+    return reproduction.label(row.sampler, row.num_speculative_tokens)
 
 
 def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
     """Predictions beside measurements."""
-    header = ["setting", "sampler, K", "tokens a call", "draft step", "scoring"]
+    header = ["setting", "sampler", "tokens a call", "draft step", "scoring"]
     header += ["speed-up if scoring is free", "by theory", "measured", "ratio"]
     lines = []
     for setting, predicted in found.predicted.items():
@@ -121,7 +120,7 @@ def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
             K = each.num_speculative_tokens
             cells = [
                 setting,
-                f"SpS, {K}",
+                reproduction.label("SpS", K),
                 f"{each.tokens_per_call:.2f}",
                 f"{costs.draft_step:.3f}",
             ]
@@ -153,7 +152,7 @@ def parted(found: reproduction.Found) -> tuple[list[str], list[list]]:
             margins = sorted(each.margin for each in partings)
             shown = [f"{margins[0]:.2g}", f"{margins[-1]:.2g}"] if margins else ["-", "-"]
             lines.append([setting, sampler, texts, len(partings), *shown])
-    return ["setting", "sampler, K", "texts", "part", "least margin of logits", "greatest"], lines
+    return ["setting", "sampler", "texts", "part", "least margin of logits", "greatest"], lines
 
 
 def number(value: float | None, digits: int = 2) -> str:

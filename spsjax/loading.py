@@ -30,7 +30,7 @@ class Model:
 
     def in_mesh(self) -> contextlib.AbstractContextManager:
         """The context in which its programs are traced and run."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        return sharding.within(self.mesh)
 
     @property
     def num_bytes(self) -> int:

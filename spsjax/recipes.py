@@ -1,224 +1,28 @@
-"""Whole trainings: from a config to a model folder, by way of everything that a run keeps."""
+"""Whole trainings, from a config to a model folder: of a target, and of a draft."""
 
 import dataclasses
-import hashlib
-import json
-import math
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
 from spsjax import (
     arguments,
-    corpus,
     data,
     distill,
-    distributed,
-    documents,
     evaluation,
-    fitting,
     loading,
-    runs,
-    sharding,
     teacher,
     tokenizer,
     train,
     trials,
 )
-from spsjax.checkpoints import Checkpoints
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.tokenizer import Tokenizer
+from spsjax.recipe import Recipe
 from spsjax.types import PyTree
-
-
-class _Recipe:
-    """What all trainings share: a config's parts, checked, and a run of them.
-
-    Args:
-        config: as in `configs/experiments`.
-        workdir: where the run is kept; one that is there already goes on.
-        mesh: of the weights and batches.
-        export: the checkpoint to make the model, instead of training.
-    """
-
-    def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
-        build = arguments.build
-        self.config, self.mesh, self.export = config, mesh, export
-        self.pace = build(
-            "config",
-            fitting.Pace,
-            {name: config[name] for name in ("steps", "eval_every", "log_every")},
-        )
-        self.optimization = build(
-            "optimization", train.Optimization, config.optimization, steps=config.steps
-        )
-        self.compute = build("compute", train.Compute, config.compute)
-        self.sources = build("data", documents.Sources, config.data)
-        train.check_batch(config.batch, self.optimization.accumulate, mesh)
-        if type(config.eval_examples) is not int or config.eval_examples < 1:
-            raise InputError(f"eval_examples: expected at least 1, found {config.eval_examples!r}")
-        arguments.check_seed(config.seed)
-        if type(config.length) is not int or config.length < 1:
-            raise InputError(f"length: expected an integer >= 1, found {brief(config.length)}")
-        for field in ("tokenizer", "init", "cache"):
-            value = config.get(field, "")
-            if not isinstance(value, str) or "\0" in value:
-                raise InputError(f"{field}: expected a path, found {brief(value)}")
-        self.place = sharding.rows(mesh)
-        self.rows = config.batch // self.optimization.accumulate  # what fits into memory at once
-        self.last = {}
-        self.workdir = pathlib.Path(workdir)
-        self.folder = runs.Folder(workdir, config)
-        if export is not None and not self.folder.begun:
-            raise InputError(f"{self.folder.path}: expected a run to export from, found none")
-        self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
-
-    def examples(self, pieces: Tokenizer | None, vocab_size: int | None = None):
-        """Training examples, held-out ones, and the tokenizer; and a name of what they are made of.
-
-        The corpus is part of the run: made anew from other texts, it would go on as another.
-        """
-
-        def prepare():
-            return corpus.prepare(
-                self.folder.path / "data", self.sources, self.config.length, pieces, vocab_size,
-                replace=not self.folder.begun,
-            )  # fmt: skip
-
-        self.folder.hold()
-        if distributed.is_first():
-            prepare()
-        distributed.wait("corpus prepared")
-        training, held_out, pieces = prepare()
-        manifest = json.loads((self.folder.path / "data" / "manifest.json").read_text("utf-8"))
-        distributed.check_same(manifest)
-        manifest.pop("listing", None)  # of times, too, which make no difference
-        made_of = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
-        parts = manifest["parts"]
-        print(
-            f"{parts['train']['tokens']:,} training tokens in {parts['train']['documents']:,} "
-            f"documents, {parts['held_out']['tokens']:,} in {parts['held_out']['documents']:,} "
-            "held out"
-        )
-        return training, held_out, pieces, made_of
-
-    def same_pieces(self, given: Tokenizer | None) -> Tokenizer | None:
-        """The tokenizer of the folder to begin with, if there is one.
-
-        Raises InputError where another one is given: the weights would mean other texts.
-        """
-        found = loading.load_tokenizer(self.config.init) if self.config.init else None
-        if given is None or found is None:
-            return given or found
-        if given != found:
-            raise InputError(
-                f"init: expected a model with the tokenizer in {given.path.parent}, "
-                f"found another one in {self.config.init}"
-            )
-        return given
-
-    def some(self, held_out: data.Windows) -> np.ndarray:
-        """Held-out examples to evaluate on: as many as asked for, from all over the text."""
-        count = min(self.config.eval_examples, len(held_out))
-        return held_out[np.arange(count) * len(held_out) // count]
-
-    def initial(self, model: transformer.Config) -> PyTree:
-        """Parameters and optimiser state to begin with: random, or those of a folder."""
-        init = self.config.init
-        params = loading.load(init, self.mesh, dtype="float32").params if init else None
-        return train.initial(model, self.optimization, self.mesh, self.config.seed, params)
-
-    def check(self, model: transformer.Config) -> None:
-        """Raises InputError where length, mesh or the folder to begin with do not fit the model."""
-        length = self.config.length
-        if length > model.max_positions:
-            raise InputError(
-                f"length: expected at most the context, {model.max_positions}, found {length}"
-            )
-        if self.mesh is not None:
-            sharding.check(self.mesh, model)
-        found = loading.load_config(self.config.init) if self.config.init else model
-        for field in dataclasses.fields(model):
-            wanted, other = getattr(model, field.name), getattr(found, field.name)
-            if wanted != other and field.name not in ("bos_id", "eos_ids"):
-                raise InputError(
-                    f"init: expected a model with {field.name}={wanted}, found {other} in "
-                    f"{self.config.init}"
-                )
-
-    def run(
-        self, model: transformer.Config, pieces: Tokenizer, values: train.Values, frozen, feed,
-        evaluate, change=None, frozen_params: int = 0,
-    ) -> Model:  # fmt: skip
-        """The training itself, then the model folder and the plot."""
-        shapes = train.shapes(model, self.optimization, self.mesh)
-        count = transformer.num_params(shapes["params"])
-        print(f"{count:,} parameters")
-        with self.checkpoints() as checkpoints:
-            if self.export is not None:
-                state = self.exported(checkpoints, shapes)
-                return self.save(model, state["params"], pieces)
-            tokens = self.config.batch * self.config.length
-            mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
-            flops = 6 * (count + mixing) + 2 * frozen_params
-            state = fitting.fit(
-                self.folder, checkpoints, self.pace, shapes, lambda: self.initial(model),
-                train.step(values, self.optimization), frozen, feed, evaluate, change, tokens,
-                flops * tokens,
-            )  # fmt: skip
-            best = checkpoints.best()
-        for line in self.last.values():
-            print(line)
-        if best not in (None, self.pace.steps):
-            print(f"the best checkpoint is that of step {best}: --export={best} makes it the model")
-        drawn = runs.plot(self.folder)
-        curves = self.workdir / "curves.png"
-        print(f"curves in {curves}" if drawn else "no curves: matplotlib is not installed")
-        return self.save(model, state["params"], pieces)
-
-    def exported(self, checkpoints: Checkpoints, shapes: PyTree) -> PyTree:
-        """The state of the checkpoint that was asked for."""
-        named = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
-        step = named.get(self.export, self.export)
-        if not str(step).isdecimal() or len(str(step)) > 18:
-            raise InputError(
-                "export: expected a step, 'best' or 'latest' of a run with checkpoints, "
-                f"found {brief(self.export)}"
-            )
-        print(f"checkpoint of step {step}")
-        return checkpoints.read(int(step), shapes)
-
-    def checkpoints(self) -> Checkpoints:
-        """Of this run."""
-        path = self.folder.path / "checkpoints"
-        return Checkpoints(path, self.config.keep, self.config.keep_best)
-
-    def save(self, model: transformer.Config, params: PyTree, pieces: Tokenizer) -> Model:
-        """The model folder, in the Hugging Face layout."""
-        trained = Model("trained", model, params, pieces, self.mesh)
-        halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        whole = dataclasses.replace(trained, params=distributed.fetch(halves))
-        if distributed.is_first():
-            loading.save(self.folder.path / "model", whole)
-        distributed.wait("model saved")
-        print(f"model in {self.workdir / 'model'}")
-        return trained
-
-    def report(self, step: int, group: str, record: dict) -> None:
-        """Logs a measurement; the last of each group is printed when the run ends."""
-        self.folder.log(step, group, **record)
-        shown = [
-            f"{name} {value['mean']:.4f} ± {value['interval'] or math.nan:.4f}"
-            if isinstance(value, dict)
-            else f"{name} {value:.4f}"
-            for name, value in record.items()
-        ]
-        self.last[group] = f"{group}: {', '.join(shown)}"
 
 
 def target(
@@ -237,7 +41,7 @@ def target(
         InputError: the config, the corpus or the mesh do not fit each other; before any step.
         Stopped: SIGTERM came. NonFiniteError: the loss is not finite.
     """
-    recipe = _Recipe(config, workdir, mesh, export)
+    recipe = Recipe(config, workdir, mesh, export)
     # What can be checked without the corpus is: it may take hours to make.
     recipe.check(arguments.build("model", transformer.Config, config.model))
     pieces = recipe.same_pieces(tokenizer.load(config.tokenizer) if config.tokenizer else None)
@@ -256,21 +60,19 @@ def target(
     measure = jax.jit(values)
 
     def evaluate(step: int, params: PyTree) -> float:
-        with _in(mesh):
-            found = evaluation.on_examples(measure, params, {}, held, recipe.rows, recipe.place)
+        found = evaluation.on_examples(measure, params, {}, held, recipe.rows, recipe.place)
         recipe.report(step, "held_out", {"loss": dataclasses.asdict(found["loss"])})
         return -found["loss"].mean
 
     feed = data.Feed([data.Table(tokens=training)], [1.0], config.batch, config.seed, recipe.place)
-    with _in(mesh):
-        return recipe.run(model, pieces, values, {}, feed, evaluate)
+    return recipe.run(model, pieces, values, {}, feed, evaluate)
 
 
 class _Distillation:
     """The parts of a config for `draft`, checked; nothing is written."""
 
     def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
-        self.recipe = recipe = _Recipe(config, workdir, mesh, export)
+        self.recipe = recipe = Recipe(config, workdir, mesh, export)
         build = arguments.build
         self.objective = build("objective", distill.Objective, config.objective)
         self.mixture = build("mixture", distill.Mixture, config.mixture)
@@ -363,11 +165,4 @@ def draft(
         change = distill.on_policy(mixture, as_model, place, config.seed)
     values = distill.values(model, teaching.config, objective, recipe.compute)
     seen = 0 if parts.teacher.keep != "nothing" else transformer.num_params(teaching.params)
-    with _in(mesh):
-        return recipe.run(
-            model, pieces, values, teaching.params, feed, tried.evaluate, change, seen
-        )
-
-
-def _in(mesh):
-    return Model("", None, None, mesh=mesh).in_mesh()
+    return recipe.run(model, pieces, values, teaching.params, feed, tried.evaluate, change, seen)

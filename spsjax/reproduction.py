@@ -230,7 +230,7 @@ def _partings(
             continue
         pairs = [(prompts[each], base[each], texts[each]) for each in texts if each in base]
         parted = [attribution.parting(target, *pair) for pair in pairs]
-        found[_label(name, K)] = (len(pairs), [each for each in parted if each])
+        found[label(name, K)] = (len(pairs), [each for each in parted if each])
     return found
 
 
@@ -239,10 +239,11 @@ def _shown(example: Example, records: Sequence[dict]) -> dict[str, dict[str, str
     for record in records:
         if record["example"] == example.name and record["turn"] == record["sample"] == 0:
             texts = found.setdefault(record["setting"], {"prompt": example.turns[0]})
-            label = _label(record["sampler"], record["num_speculative_tokens"])
-            texts[label] = record["text"]
+            who = label(record["sampler"], record["num_speculative_tokens"])
+            texts[who] = record["text"]
     return found
 
 
-def _label(name: str, num_speculative_tokens: int) -> str:
+def label(name: str, num_speculative_tokens: int) -> str:
+    """A sampler as tables and texts name it."""
     return f"{name}, K = {num_speculative_tokens}" if num_speculative_tokens else name

@@ -5,6 +5,7 @@ value, gate and up; row-parallel out and down, each followed by the one all-redu
 puts there: two a layer. Embedding and head are split by vocabulary, a bias as what it is added to.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -46,6 +47,11 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
         raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def within(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """The context in which programs on the mesh are traced and run."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def check(mesh: Mesh, config) -> None:

@@ -29,7 +29,8 @@ FLOORS = (
     {"corpus", "train", "checkpoints", "runs", "probes", "roofline", "samplers", "tasks"},
     {"distill", "evaluation", "fitting", "race", "ahead", "side_by_side", "peers", "attribution"},
     {"teacher", "trials", "benchmark", "comparison"},
-    {"recipes", "prediction"},
+    {"recipe", "prediction"},
+    {"recipes"},
 )
 TOP = len(FLOORS)
 # Within a floor, who may use whom.
