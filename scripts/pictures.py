@@ -114,7 +114,7 @@ def _curves(time, filled, loop, rows, found, setting, tokens, name, colour) -> N
     time.plot(counts, times, "--", color=colour)
     calls = [each.tokens_per_call / (each.num_speculative_tokens + 1) for each in predicted]
     filled.plot(counts, calls, "--", color=colour)
-    rounds = [base.ms_per_round * (K * costs.draft_step + costs.scoring[K]) for K in counts]
+    rounds = [base.ms_per_round * (K * costs.draft_step[K] + costs.scoring[K]) for K in counts]
     loop.plot(counts, rounds, "--", color=colour)
 
 

@@ -30,14 +30,14 @@ def main():
         cli.check_installed("--plot", "matplotlib")
         cli.check_writable(_PLOT.value)
     curves = {}
-    for name, (rates, draft_cost, scoring) in cases().items():
-        curves[name] = curve = predict(rates, draft_cost, scoring)
+    for name, (rates, *costs) in cases().items():
+        curves[name] = curve = predict(rates, *costs)
         if name:
             display.heading(name)
         header = ["K", "tokens a call", "speed-up", "target's arithmetic a token"]
         rows = [(K, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}") for K, (a, b, c) in curve.items()]
         display.columns(header, rows)
-        best, speedup = theory.best(rates, draft_cost, scoring, max(curve))
+        best, speedup = theory.best(rates, *costs, max(curve))
         if best:
             print(f"best: K = {best}, {speedup:.2f} x plain sampling")
         else:
@@ -48,13 +48,13 @@ def main():
         pictures.predicted(curves, _PLOT.value)
 
 
-def predict(rates, draft_cost: float, scoring) -> dict[int, tuple[float, float, float]]:
+def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
     """K -> tokens a call, speed-up, operations; costs are in passes of the target."""
     counts = range(1, (len(rates) if np.ndim(rates) else _MOST.value) + 1)
     return {
         K: (
             theory.block_efficiency(rates, K),
-            theory.speedup(rates, K, draft_cost, scoring(K)),
+            theory.speedup(rates, K, drafting(K), scoring(K)),
             theory.operations(rates, K, 0.0),
         )
         for K in counts
@@ -62,7 +62,7 @@ def predict(rates, draft_cost: float, scoring) -> dict[int, tuple[float, float, 
 
 
 def cases() -> dict[str, tuple]:
-    """By name: rates, the cost of a draft token, and that of scoring as a function of K."""
+    """By name: rates, and the costs of a draft token and of scoring as functions of K."""
     given = {"acceptance": _RATES.value, "draft_ms": _DRAFT.value, "target_ms": _TARGET.value}
     if _MEASURED.value:
         for name, value in given.items():
@@ -78,7 +78,7 @@ def cases() -> dict[str, tuple]:
         found = brief(",".join(_RATES.value))
         raise InputError(f"--acceptance: expected numbers, found {found}") from None
     cost = _DRAFT.value / _TARGET.value
-    return {"": (rates if len(rates) > 1 else rates[0], cost, lambda K: 1.0)}
+    return {"": (rates if len(rates) > 1 else rates[0], lambda K: cost, lambda K: 1.0)}
 
 
 def measured(path: str) -> dict[str, tuple]:
@@ -89,25 +89,26 @@ def measured(path: str) -> dict[str, tuple]:
         found = {}
         for task, each in tasks.items():
             for setting, costs in each["costs"].items():
-                counts = sorted(map(int, costs["scoring"]))
-                prices = [1.0, *(costs["scoring"][str(K)] for K in counts)]
-
-                def scoring(K, counts=counts, prices=prices):
-                    return float(np.interp(K, [0, *counts], prices))
-
+                drafting = between(costs["draft_step"])
+                scoring = between({"0": 1.0} | costs["scoring"])
                 rates = each["rates"][setting]
                 alike = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
                 name = f"{task}, {setting}"
-                found[name] = rates, costs["draft_step"], scoring
-                found[f"{name}, all positions at {alike:.3f}"] = (
-                    [alike] * len(rates), costs["draft_step"], scoring,
-                )  # fmt: skip
+                same = [alike] * len(rates)
+                found[name] = rates, drafting, scoring
+                found[f"{name}, all positions at {alike:.3f}"] = same, drafting, scoring
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         kind = type(error).__name__
         raise InputError(f"{path}: expected a report.json of reproduce.py, found {kind}") from None
     if not found:
         raise InputError(f"{path}: expected figures of a draft model, found none")
     return found
+
+
+def between(costs: dict[str, float]):
+    """A function of K: linear between those that were measured."""
+    counts = sorted(costs, key=int)
+    return lambda K: float(np.interp(K, list(map(int, counts)), [costs[each] for each in counts]))
 
 
 if __name__ == "__main__":

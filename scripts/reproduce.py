@@ -122,7 +122,7 @@ def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
                 setting,
                 reproduction.label("SpS", K),
                 f"{each.tokens_per_call:.2f}",
-                f"{costs.draft_step:.3f}",
+                f"{costs.draft_step[K]:.3f}",
             ]
             cells += [f"{costs.scoring[K]:.2f}", f"{each.free:.2f}", f"{each.speedup:.2f}"]
             cells += [f"{each.measured:.2f}", f"{each.measured / each.speedup:.2f}"]

@@ -15,12 +15,12 @@ class Costs:
 
     Attributes:
         pass_ms: that pass.
-        draft_step: a token of the draft.
+        draft_step: by K, a token of the draft where it drafts K.
         scoring: by K, the pass over K + 1 tokens.
     """
 
     pass_ms: float
-    draft_step: float
+    draft_step: dict[int, float]
     scoring: dict[int, float]
 
 
@@ -61,13 +61,14 @@ def measure(
         measured = parts[K]()
         if turn:
             times[K].append(measured)
-    scoring = {K: statistics.median(one.scoring for one in times[K]) for K in parts}
-    steps = [one.draft_step for K in counts for one in times[K]]
-    return Costs(
-        pass_ms=1e3 * scoring[0],
-        draft_step=statistics.median(steps) / scoring[0],
-        scoring={K: scoring[K] / scoring[0] for K in counts},
-    )
+    one_pass = statistics.median(one.scoring for one in times[0])
+
+    def cost(part: str) -> dict[int, float]:
+        return {
+            K: statistics.median(getattr(one, part) for one in times[K]) / one_pass for K in counts
+        }
+
+    return Costs(1e3 * one_pass, cost("draft_step"), cost("scoring"))
 
 
 def rates_of(rows: Sequence[comparison.Row]) -> list[float]:
@@ -95,8 +96,8 @@ def predict(
             Predicted(
                 K,
                 tokens_per_call=theory.block_efficiency(rates, K),
-                speedup=theory.speedup(rates, K, costs.draft_step, costs.scoring[K]),
-                free=theory.speedup(rates, K, costs.draft_step),
+                speedup=theory.speedup(rates, K, costs.draft_step[K], costs.scoring[K]),
+                free=theory.speedup(rates, K, costs.draft_step[K]),
                 measured=base.ms_per_round * row.tokens_per_call / row.ms_per_round,
             )
         )

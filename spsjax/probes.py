@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spsjax import cache as kv
 from spsjax import decode, generation, sampling, sharding
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
@@ -22,7 +21,12 @@ from spsjax.sampling import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What one round is made of, each timed on its own, in seconds."""
+    """What one round is made of, each timed on its own, in seconds.
+
+    Attributes:
+        draft_step: a token of the draft: all that a round drafts, over K.
+        scoring: the pass over K + 1 tokens.
+    """
 
     draft_step: float
     scoring: float
@@ -49,6 +53,7 @@ def probe(
     rows = jax.device_put(params.rows(B), place)
     middle = jax.device_put(np.full(B, slots // 2, np.int32), place)
     block = jax.device_put(np.zeros((B, K + 1), np.int32), place)
+    tokens = jax.device_put(np.zeros((B, slots), np.int32), place)
 
     def measure() -> Parts:
         with target.in_mesh():
@@ -60,9 +65,10 @@ def probe(
         scoring = _seconds(many, weights, rows, cache, block) / repeats
         step = 0.0
         if K and draft:
-            cache = transformer.empty_cache(draft.config, weights["drafter"], B, slots).at(middle)
-            often = decode.compiled(_draft_often, draft.config, repeats)
-            step = _seconds(often, weights["drafter"], rows, cache, keys) / repeats
+            cache = transformer.empty_cache(draft.config, weights["drafter"], B, slots)
+            often = decode.compiled(_draft_often, drafter, repeats)
+            step = _seconds(often, weights, rows, cache.at(middle - 1), tokens, keys)
+            step /= repeats * K
         return Parts(step, scoring)
 
     return measure
@@ -88,22 +94,19 @@ def _score_often(program, repeats, params, rows, cache, block):
     return lax.fori_loop(0, repeats, once, (block, cache, probs))
 
 
-def _draft_often(config, repeats, params, rows, cache, keys):
-    """Draft steps one after another: a pass over one token, its distribution, a draw."""
-    uniforms = sampling.uniforms(keys, sampling.DRAFT, 2 * repeats).reshape(-1, repeats, 2)
+def _draft_often(drafter, repeats, params, rows, state, tokens, keys):
+    """Drafts of K tokens one after another, with their distributions and draws."""
+    lengths = state.lengths + 1
 
     def once(index, carry):
-        token, cache, _ = carry
-        positions = cache.lengths[:, None]
-        mask = kv.causal_mask(positions, cache.num_slots)
-        output = transformer.apply(config, params, token[:, None], positions, mask, cache)
-        probs = sampling.warp(sharding.by_rows(output.logits[:, 0]), rows)
-        token = sampling.draw(probs, uniforms[:, index])
-        return token, output.cache.at(cache.lengths), probs
+        state, _ = carry
+        fresh = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+        proposal, state = drafter.propose(params, state, tokens, lengths, rows, fresh)
+        return drafter.commit(params, state, lengths), proposal
 
-    B = cache.lengths.shape[0]
-    probs = jnp.zeros((B, config.vocab_size), jnp.float32)
-    return lax.fori_loop(0, repeats, once, (jnp.zeros(B, jnp.int32), cache, probs))
+    shapes = jax.eval_shape(drafter.propose, params, state, tokens, lengths, rows, keys)[0]
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return lax.fori_loop(0, repeats, once, (state, nothing))
 
 
 def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:

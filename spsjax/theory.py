@@ -7,7 +7,7 @@ as `race.acceptance_by_position` measures it. Costs are in passes of the target 
 Leviathan et al. 2022 (arXiv 2211.17192), sections 3.1 to 3.5; Chen et al. 2023 (arXiv 2302.01318).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -68,14 +68,21 @@ def operations(
 
 
 def best(
-    acceptance: float, draft_cost: float, scoring_cost=lambda K: 1.0, most: int = 256
+    acceptance: float | Sequence[float],
+    draft_cost: float | Callable[[int], float],
+    scoring_cost: float | Callable[[int], float] = 1.0,
+    most: int = 256,
 ) -> tuple[int, float]:
     """The K of at most `most` that is fastest, and its speed-up; (0, 1) where none is above 1.
 
-    `scoring_cost` is a function of K.
+    Costs are as in `speedup`: numbers, or functions of K.
     """
     counts = range(1, min(most, len(acceptance)) + 1 if np.ndim(acceptance) else most + 1)
-    speeds = {K: speedup(acceptance, K, draft_cost, scoring_cost(K)) for K in counts}
+    costs = {
+        K: [cost(K) if callable(cost) else cost for cost in (draft_cost, scoring_cost)]
+        for K in counts
+    }
+    speeds = {K: speedup(acceptance, K, *costs[K]) for K in counts}
     fastest = max(speeds, key=speeds.get, default=0)
     return (fastest, speeds[fastest]) if speeds.get(fastest, 0) > 1 else (0, 1.0)
 

@@ -38,11 +38,11 @@ def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
     rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8, 0.5, None], 2.2, 20.0)]
     rates = prediction.rates_of(rows)
     assert rates == [0.8, 0.5, 0.5]
-    costs = prediction.Costs(10.0, draft_step=0.1, scoring={1: 1.2, 3: 1.5})
+    costs = prediction.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
     one, three = prediction.predict(rows, rates, costs)
     assert one.tokens_per_call == pytest.approx(1.8)
-    assert one.speedup == pytest.approx(1.8 / (0.1 + 1.2))
-    assert one.free == pytest.approx(1.8 / (0.1 + 1.0))
+    assert one.speedup == pytest.approx(1.8 / (0.2 + 1.2))
+    assert one.free == pytest.approx(1.8 / (0.2 + 1.0))
     assert one.measured == pytest.approx(10.0 / (12.0 / 1.9))
     assert three.tokens_per_call == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     assert three.speedup == pytest.approx(2.4 / (0.3 + 1.5))
