@@ -56,6 +56,13 @@ def main():
             loading.random(shape, seed, mesh, config.dtype) for seed, shape in enumerate(shapes)
         )
     else:
+        for flag in ("target", "draft"):
+            name = config[flag]
+            if name in cli.model_names(_MODELS) and not pathlib.Path(name).is_dir():
+                raise InputError(
+                    f"--{flag}: expected a model folder, or --random for times alone, "
+                    f"found {name}, a shape without weights"
+                )
         target = loading.load(config.target, mesh, config.dtype)
         draft = loading.load(config.draft, mesh, config.dtype)
         if config.texts and target.tokenizer is None:
@@ -75,7 +82,7 @@ def main():
     if _PLOT.value and distributed.is_first():
         import pictures
 
-        pictures.speed(report.lines, _PLOT.value)
+        pictures.speed(report.lines, _PLOT.value, mark)
 
 
 def rounded(tree):

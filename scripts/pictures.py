@@ -25,8 +25,8 @@ def panels(path, rows: int, columns: int, dpi: int = 150, **options) -> Iterator
         pyplot.close(figure)
 
 
-def speed(lines, path) -> None:
-    """Speed-up over K, and acceptance by position."""
+def speed(lines, path, mark: str = "") -> None:
+    """Speed-up over K, and acceptance by position; `mark` says what is odd about them."""
     with panels(path, 1, 2, figsize=(10, 4)) as axes:
         left, right = axes[0]
         for index, setting in enumerate(dict.fromkeys(line.setting for line in lines)):
@@ -47,6 +47,7 @@ def speed(lines, path) -> None:
             xlabel="position of the draft token", ylabel="P(accepted | reached)", ylim=(0, 1.02)
         )
         for each in (left, right):
+            each.set_title(mark)
             each.xaxis.set_major_locator(MaxNLocator(integer=True))
             if each.get_legend_handles_labels()[0]:
                 each.legend(loc="lower left")

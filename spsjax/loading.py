@@ -74,7 +74,7 @@ def load(
     Raises:
         InputError: no such name or folder, or files that are not what they should be.
     """
-    folder, dtype = _folder(name), compute_type(dtype)
+    folder, dtype = _folder(name, weights=True), compute_type(dtype)
     _check_mesh(mesh)
     config = huggingface.read_config(folder)
     pieces = _tokenizer(folder, config)
@@ -125,12 +125,12 @@ def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> 
     return Model("random", config, params, mesh=mesh)
 
 
-def _folder(name: str | pathlib.Path) -> pathlib.Path:
-    """The folder of that name, or the shipped model's."""
+def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
+    """The folder of that name, or the shipped model's; of the hub's, with `weights` or without."""
     if not isinstance(name, (str, pathlib.Path)):
         raise InputError(f"name: expected a text or a path, found {type(name).__name__}")
     if str(name).startswith(_HUB):
-        return _downloaded(str(name))
+        return _downloaded(str(name), weights)
     names = sorted(
         path.parent.relative_to(_SHIPPED).as_posix() for path in _SHIPPED.rglob("config.json")
     )
@@ -146,24 +146,41 @@ def _folder(name: str | pathlib.Path) -> pathlib.Path:
     raise InputError(f"{brief(str(name))}: expected a model folder or {shipped}, found {found}")
 
 
-def _downloaded(name: str) -> pathlib.Path:
+def _downloaded(name: str, weights: bool) -> pathlib.Path:
     """The folder of a repository of the hub, of which no file is fetched that is not read."""
     if not importlib.util.find_spec("huggingface_hub"):
         raise InputError(f"{name}: expected huggingface_hub (the extra `hub`), found it not there")
     import huggingface_hub
 
     repository, _, revision = name.removeprefix(_HUB).partition("@")
-    weights = "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"
-    wanted = ["config.json", "generation_config.json", *weights, *tokenizer.NAMES]
-    try:
-        found = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=wanted
-        )
-    except Exception as error:  # no such name, no permission, no network: of many types
+    wanted = ["config.json", "generation_config.json", huggingface.INDEX, *tokenizer.NAMES]
+
+    def fetch() -> pathlib.Path:
+        try:
+            found = huggingface_hub.snapshot_download(
+                repository, revision=revision or None, allow_patterns=wanted
+            )
+        except Exception as error:  # no such name, no permission, no network: of many types
+            raise InputError(
+                f"{name}: expected a repository of the hub, found {one_line(error)[:300]}"
+            ) from None
+        return pathlib.Path(found)
+
+    folder = fetch()
+    if not weights:
+        return folder
+    index = folder / huggingface.INDEX
+    wanted += (
+        huggingface.SINGLE,
+        *{*(huggingface.indexed(index).values() if index.exists() else ())},
+    )
+    folder = fetch()
+    if not index.exists() and not (folder / huggingface.SINGLE).exists():
         raise InputError(
-            f"{name}: expected a repository of the hub, found {one_line(error)[:300]}"
-        ) from None
-    return pathlib.Path(found)
+            f"{name}: expected {huggingface.SINGLE} or its index, found neither; "
+            f"pytorch_model.bin is not read: {huggingface.PICKLE}"
+        )
+    return folder
 
 
 def compute_type(dtype) -> jnp.dtype:

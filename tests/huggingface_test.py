@@ -14,7 +14,7 @@ import safetensors.numpy
 from bad_input import one_line
 from conftest import spread_params, tiny_config
 
-from spsjax import loading, train
+from spsjax import loading, sharding, train
 from spsjax.models import config_json, families, huggingface, transformer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -171,11 +171,13 @@ def test_gpt2_without_its_prefix_and_with_its_masks(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_one_that_sees(tmp_path, prefix):
-    """Gemma 3 of 4B and more: its text model is within, and ends are outside."""
+@pytest.mark.parametrize("inside", [None, 5])
+def test_the_language_model_of_one_that_sees(tmp_path, prefix, inside):
+    """Gemma 3 of 4B and more: its text model is within, and ends are outside, or all of them."""
 
     def wrapped(raw):
         ends = {key: raw.pop(key) for key in ("bos_token_id", "eos_token_id")}
+        raw["eos_token_id"] = inside
         return {"model_type": "gemma3", "text_config": raw, "vision_config": {}, **ends}
 
     folder = respelt(
@@ -281,6 +283,43 @@ def test_a_head_of_gpt2_s_own_is_stored_as_others_are(tmp_path):
     assert stored["transformer.h.0.mlp.c_fc.weight"].shape == (config.d_model, config.d_ff)
     np.testing.assert_array_equal(stored["lm_head.weight"].T, params["head"]["kernel"])
     assert equal(huggingface.read_params(tmp_path, config, jnp.float32), params)
+
+
+def test_a_tensor_under_two_names(tmp_path):
+    stray = np.ones((40, 16), np.float32)
+    folder = respelt("qwen3", tmp_path / "x", lambda key: key, **{"embed_tokens.weight": stray})
+    with one_line("embed_tokens.weight", "once"):
+        loading.load(folder)
+
+
+def test_each_device_reads_its_slice_alone(tmp_path, monkeypatch):
+    mesh, read = sharding.mesh(1, 8), []
+    config = tiny_config(64, num_layers=1, num_kv_heads=8)
+    huggingface.save(tmp_path, config, spread_params(config, 0), "float32")
+    opened = huggingface.safetensors.safe_open
+
+    class Watched:
+        def __init__(self, stored):
+            self.stored = stored
+            self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+        def __getitem__(self, index):
+            found = self.stored[index]
+            read.append(found.size / np.prod(self.get_shape()))
+            return found
+
+    class File:
+        def __init__(self, *args, **options):
+            self.file = opened(*args, **options)
+            self.keys = self.file.keys
+
+        def get_slice(self, name):
+            return Watched(self.file.get_slice(name))
+
+    monkeypatch.setattr(huggingface.safetensors, "safe_open", File)
+    loading.load(tmp_path, mesh)
+    assert {1 / 8, 1.0} == {*read}  # a norm is on every device
+    assert read.count(1 / 8) == 8 * 9
 
 
 def test_names_without_their_first_part(tmp_path):

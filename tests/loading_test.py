@@ -124,6 +124,12 @@ def test_a_missing_size(folder, field):
         loading.load(folder)
 
 
+UPSIDE_DOWN = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("field", "value", "found"),
     [
@@ -132,10 +138,17 @@ def test_a_missing_size(folder, field):
         ("hidden_act", "gelu", "'gelu'"),
         ("attention_bias", True, "True"),
         ("mlp_bias", True, "True"),
+        ("add_cross_attention", True, "True"),
+        ("use_bidirectional_attention", True, "True"),
+        ("scale_attn_by_inverse_layer_idx", True, "True"),
+        ("scale_attn_weights", False, "False"),
+        ("decoder_sparse_step", 2, "2"),
+        ("mlp_only_layers", [0], "[0]"),
         ("attention_bias", "false", "'false'"),
         ("tie_word_embeddings", 1, "1"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "none"),
         ("rope_scaling", {"type": "linear", "factor": -2.0}, "-2.0"),
+        ("rope_scaling", UPSIDE_DOWN, "4.0"),
         ("rope_scaling", [], "[]"),
         ("rope_parameters", {"rope_type": "yarn"}, "'yarn'"),
         ("rope_parameters", {"partial_rotary_factor": 0.5}, "0.5"),
@@ -177,8 +190,9 @@ def test_a_repository_of_the_hub(folder, monkeypatch):
     hub = types.SimpleNamespace(calls=[])
 
     def snapshot_download(repository, *, revision, allow_patterns):
-        hub.calls.append((repository, revision))
-        assert {"config.json", "model-*.safetensors", "merges.txt"} <= {*allow_patterns}
+        weights = [name for name in allow_patterns if name.endswith(".safetensors")]
+        hub.calls.append((repository, revision, weights))
+        assert {"config.json", "model.safetensors.index.json", "merges.txt"} <= {*allow_patterns}
         if repository == "someone/none":
             raise OSError("401 Client Error\nRepository Not Found")
         return str(folder)
@@ -188,7 +202,17 @@ def test_a_repository_of_the_hub(folder, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: hub)
     assert loading.load("hf://someone/tiny").config == loading.load(folder).config
     assert loading.load_config("hf://someone/tiny@v2").vocab_size == 64
-    assert hub.calls == [("someone/tiny", None), ("someone/tiny", "v2")]
+    assert loading.load_tokenizer("hf://someone/tiny") is None
+    first, second = (("someone/tiny", None, names) for names in ([], ["model.safetensors"]))
+    assert hub.calls == [first, second, ("someone/tiny", "v2", []), first]  # weights for one alone
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "part1.safetensors", "b": "part1.safetensors"}}')
+    loading.load("hf://someone/tiny")
+    assert hub.calls[-1][2] == ["model.safetensors", "part1.safetensors"]
+    index.unlink()
+    (folder / "model.safetensors").unlink()
+    with one_line("hf://someone/tiny", "neither", "pickle", "save_pretrained"):
+        loading.load("hf://someone/tiny")
     with one_line("hf://someone/none", "Repository Not Found"):
         loading.load("hf://someone/none")
 

@@ -22,6 +22,7 @@ def pair(tmp_path_factory) -> list[str]:
 
 
 SHORT = ("--config.max_new_tokens=12", "--config.num_speculative_tokens=3")
+GPT2_XL = ROOT / "configs" / "experiments" / "gpt2_xl.py"
 QUICK = (
     "--config.num_speculative_tokens=1,2",
     "--config.prompts=2",
@@ -113,8 +114,7 @@ def test_benchmark_of_a_random_model(tmp_path):
 
 def test_benchmark_of_random_shapes_says_so_in_every_line(pair, tmp_path):
     """A config's own shapes: here those of the tiny pair, by its folders."""
-    config = ROOT / "configs" / "experiments" / "gpt2_xl.py"
-    result = succeeds("benchmark.py", f"--config={config}", *pair, *QUICK, "--random")
+    result = succeeds("benchmark.py", f"--config={GPT2_XL}", *pair, *QUICK, "--random")
     lines = [line for line in result.stdout.splitlines() if not {*"┃━"} & {*line}]  # no heads
     assert len(lines) == 9 and all("random weights" in line for line in lines), result.stdout
     assert "predicted" in result.stdout and "the text is that of plain decoding" in result.stdout
@@ -122,8 +122,7 @@ def test_benchmark_of_random_shapes_says_so_in_every_line(pair, tmp_path):
 
 def test_benchmark_of_one_s_own_text(pair, tmp_path):
     """The report of configs/experiments/gpt2_xl.py, on a tiny pair."""
-    config = ROOT / "configs" / "experiments" / "gpt2_xl.py"
-    flags = (f"--config={config}", "--config.max_new_tokens=12", "--config.repetitions=1")
+    flags = (f"--config={GPT2_XL}", "--config.max_new_tokens=12", "--config.repetitions=1")
     path = tmp_path / "figures.json"
     result = succeeds("benchmark.py", *pair, *flags, "--config.texts='def f(x):'", f"--json={path}")
     report = json.loads(path.read_text())
@@ -222,6 +221,7 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
         (["--json=nosuch/figures.json"], "nosuch/figures.json"),
         (["--json=."], "found a folder"),
         (["--size=90"], "--size: expected"),
+        (["--target=gpt2:xl"], "--random"),
         (["--size=1M", "--random"], "--size, --random: expected"),
         (["--random", "--target=lama"], "'lama'"),
         (["--peer=nosuch"], "peer"),

@@ -9,6 +9,8 @@ from conftest import nearby_model, spread_model
 
 import spsjax
 from spsjax import decode, generation, hlo, sharding
+from spsjax.drafters import none
+from spsjax.models import transformer
 
 MESHES = [(1, 8), (2, 4)]
 # Rows of different lengths, three of them so that they do not divide the mesh's data axis.
@@ -116,6 +118,25 @@ def test_the_scoring_pass_reduces_twice_a_layer_and_once_for_the_embedding(case)
     block = (4 // shape[0], K + 1, model.config.d_model)
     assert found.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
     assert not found  # neither weights nor caches nor anything else moves
+
+
+@pytest.mark.parametrize("num_experts", [8, 6], ids=["whole experts", "split experts"])
+def test_a_mixture_of_experts_reduces_no_more_often(num_experts):
+    mesh = sharding.mesh(2, 4)
+    more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
+    model = on(mesh, spread_model(48, num_layers=2, **more))
+    config, place = model.config, sharding.rows(mesh)
+    program = decode.Program(config, none.Drafter())
+
+    def score(params, block, lengths):
+        cache = transformer.empty_cache(config, params, 4, 32).at(lengths)
+        return decode.score(program, {"target": params}, block, cache).logits
+
+    with model.in_mesh():
+        inputs = [jax.device_put(np.zeros(shape, np.int32), place) for shape in ((4, K + 1), (4,))]
+        found = collectives(jax.jit(score).lower(model.params, *inputs).compile().as_text())
+    assert found.pop("all-reduce") == [(2, K + 1, config.d_model)] * (2 * config.num_layers + 1)
+    assert not found
 
 
 def test_the_loop_gathers_logits_and_nothing_else(case):

@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 from bad_input import one_line
 
@@ -287,6 +288,10 @@ def test_tokens_that_only_the_settings_have(pieces, tmp_path):
         with one_line("320", name, "save_pretrained"):
             tokenizer.load(tmp_path)
         (tmp_path / name).write_text(json.dumps({}))
+    other = {"added_tokens_decoder": {"300": {"content": "<|im_start|>"}}}  # some piece, here
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
+    with one_line("300", "<|im_start|>", "save_pretrained"):
+        tokenizer.load(tmp_path)
     known = {"added_tokens_decoder": {"1": {"content": "<s>"}, "2": {"content": "</s>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(known))
     assert tokenizer.load(tmp_path) == pieces
@@ -296,6 +301,31 @@ def test_sentencepiece_begins_a_text_as_its_settings_say(pieces, tmp_path):
     pieces.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     assert tokenizer.load(tmp_path).encode("def") == pieces.encode("def")[1:]
+
+
+def test_the_end_that_a_file_puts_after_a_text_is_left_out(fast, tmp_path):
+    """A model goes on from there."""
+    copied(fast, tmp_path)
+    raw = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    raw.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $0 </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    raw.save(str(tmp_path / "tokenizer.json"))
+    for text in ("def f", ""):
+        assert tokenizer.load(tmp_path).encode(text) == fast.encode(text)
+
+
+def test_a_space_before_a_text_is_as_the_settings_say(fast, pieces, tmp_path):
+    copied(fast, tmp_path)
+    settings = json.dumps(SETTINGS | {"add_prefix_space": True})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    found = tokenizer.load(tmp_path)
+    assert found.encode("def") == fast.encode(" def") != fast.encode("def")
+    (tmp_path / "pieces").mkdir()
+    pieces.save(tmp_path / "pieces")
+    (tmp_path / "pieces" / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    with one_line("add_prefix_space", "true"):
+        tokenizer.load(tmp_path / "pieces")
 
 
 def byte_fallback(folder):
@@ -393,6 +423,28 @@ def test_begin_and_end_of_a_template_are_ids_to_sentencepiece(pieces, tmp_path):
     text = "<|user|>Hi", "\n<|answer|>"
     begin, end = pieces.bos_id, pieces.eos_id
     assert ids == [begin, *pieces.encode(text[0])[1:], end, *pieces.encode(text[1])[1:]]
+
+
+def test_other_control_pieces_of_a_template_are_ids_too(tmp_path):
+    """As the tokenizer.model of a Mistral has them."""
+    controls = ["[INST]", "[/INST]"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CODE), model_prefix=str(tmp_path / "tokenizer"), vocab_size=320,
+        model_type="bpe", byte_fallback=True, control_symbols=controls, minloglevel=2,
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    begins, ends = map(model.piece_to_id, controls)
+    template = "{{ bos_token }}[INST] {{ messages[0].content }}[/INST]"
+    settings = SETTINGS | {
+        "chat_template": template,
+        "added_tokens_decoder": {
+            str(id): {"content": name} for id, name in zip((begins, ends), controls)
+        },
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    pieces = tokenizer.load(tmp_path)
+    begin, *words = pieces.encode("return x")
+    assert pieces.chat([{"role": "user", "content": "return x"}]) == [begin, begins, *words, ends]
 
 
 @pytest.mark.parametrize(

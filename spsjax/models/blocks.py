@@ -144,7 +144,9 @@ class Experts(nnx.Module):
         config = self.config
         # Which experts are chosen must not depend on the compute type more than it has to.
         probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
-        best, ids = jax.lax.top_k(probs, config.experts_per_token)
+        # Not `top_k`, which the compiler does not split by rows: it would gather all of them.
+        ids = jnp.argsort(-probs, axis=-1)[..., : config.experts_per_token]
+        best = jnp.take_along_axis(probs, ids, axis=-1)
         if config.renormalize:
             best = best / jnp.sum(best, axis=-1, keepdims=True)
         chosen = jax.nn.one_hot(ids, config.num_experts)

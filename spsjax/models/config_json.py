@@ -30,6 +30,8 @@ _SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
+_BOUNDS = "bos_token_id", "eos_token_id"
+_EXPERTS = "num_experts", "num_local_experts"
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 # Flags that tell families from each other; others, such as windows, members have or have not.
 _TELLING = "positions", "ffn", "norm", "norm_offset", "post_norms", "qk_norm", "biases"
@@ -121,7 +123,9 @@ def _family(fields: Fields) -> tuple[str, Fields]:
     if name in outer:
         name = outer[name]
         key = FAMILIES[name].inside[1]
-        fields = Fields(fields.path, fields.raw | fields.get(key, OBJECT), key)
+        # Begin and ends are the whole model's: what is inside may know fewer of them.
+        whole = {name: fields.raw[name] for name in _BOUNDS if fields.raw.get(name) is not None}
+        fields = Fields(fields.path, fields.raw | fields.get(key, OBJECT) | whole, key)
     elif name not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, *outer]))
         raise fields.error("model_type", f"one of {known}", name)
@@ -152,8 +156,8 @@ def _check_plain(fields: Fields, family: Family) -> None:
 def _sizes(fields: Fields, family: Family) -> dict[str, object]:
     found = {}
     for field, key in family.keys.items():
-        if key == "num_experts" and key not in fields.raw:
-            key = "num_local_experts"  # as newer files have it
+        if field == "num_experts" and fields.raw.get(key) is None:
+            key = next(name for name in _EXPERTS if name != key)  # files have either
         value = fields.get(key, _KINDS.get(field, COUNT), None)
         if value is not None:
             found[field] = float(value) if field == "norm_eps" else value
@@ -205,6 +209,8 @@ def _rope(fields: Fields) -> dict[str, object]:
         key = "original_max_position_embeddings"
         original = fields.get(key, COUNT, None) or rope.get(key, COUNT)
         scales = ("llama3", *(float(rope.get(name, POSITIVE)) for name in names), float(original))
+        if scales[2] >= scales[3]:
+            raise rope.error("low_freq_factor", f"less than {names[2]}={scales[3]}", scales[2])
     elif kind == "default":
         scales = ()
     else:

@@ -20,6 +20,11 @@ from spsjax.models.config_json import OBJECT, Fields
 from spsjax.types import PyTree
 
 read_config = config_json.read
+SINGLE, INDEX, _PICKLES = "model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"
+PICKLE = (
+    "a pickle, which could run anything; to convert it: "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder), of transformers"
+)
 
 
 def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
@@ -29,23 +34,22 @@ def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
 
 def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tensor name -> the file that holds it. A single file goes before shards, as elsewhere."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / SINGLE, folder / INDEX
     if single.exists():
         return dict.fromkeys(_open(single).keys(), single)
     if not index.exists():
-        found = "neither"
-        if list(folder.glob("pytorch_model*.bin*")):
-            found = (
-                "pytorch_model.bin, a pickle, which could run anything; to convert it: "
-                "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder), "
-                "of transformers"
-            )
-        raise InputError(f"{folder}: expected model.safetensors or its index, found {found}")
+        found = f"pytorch_model.bin, {PICKLE}" if list(folder.glob(_PICKLES)) else "neither"
+        raise InputError(f"{folder}: expected {SINGLE} or its index, found {found}")
+    return {name: folder / file for name, file in indexed(index).items()}
+
+
+def indexed(index: pathlib.Path) -> dict[str, str]:
+    """Tensor name -> name of the file that holds it, by an index."""
     weight_map = Fields(index, config_json.read_json(index)).get("weight_map", OBJECT)
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != pathlib.PurePath(file).name:
             raise InputError(f"{index}: {name}: expected a file name, found {brief(file)}")
-    return {name: folder / file for name, file in weight_map.items()}
+    return weight_map
 
 
 def _open(path: pathlib.Path):
@@ -102,7 +106,11 @@ def read_params(
     where = where or sharding.places(None, config)
     family = config_json.family_of(config)
     shards = _shards(folder)
-    spelt = {families.FAMILIES[family].canonical(name): name for name in shards}
+    spelt: dict[str, str] = {}
+    for name in shards:
+        other = spelt.setdefault(families.FAMILIES[family].canonical(name), name)
+        if other != name:
+            raise InputError(f"{folder}: expected a tensor once, found {other} and {name}")
     if config.num_layers * max(config.num_experts, 1) > len(shards):
         experts = f" of {config.num_experts} experts" if config.num_experts else ""
         raise InputError(

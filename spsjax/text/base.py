@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 
 from spsjax import files
-from spsjax.errors import InputError, one_line
+from spsjax.errors import InputError, brief, one_line
 from spsjax.text import chat
 
 # The files that define a tokenizer, by which of them is looked for first.
@@ -43,7 +43,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str, whole: bool = True) -> list[int]:
-        """Token ids of a text, with what begins and ends one if it is `whole`.
+        """Token ids of a text, with what begins one if it is `whole`; its end is left open.
 
         Raises InputError if it is not valid Unicode.
         """
@@ -128,23 +128,35 @@ class Tokenizer(abc.ABC):
         """
         known = self._object("added_tokens.json")
         listed = self._settings.get("added_tokens_decoder")
-        ids = (
-            {str(id): "tokenizer_config.json" for id in listed} if isinstance(listed, dict) else {}
-        )
-        ids |= {str(id): "added_tokens.json" for id in known.values()}
-        for id, name in ids.items():
-            if not id.isdecimal() or int(id) >= self.vocab_size:
+        tokens = []
+        if isinstance(listed, dict):
+            for id, token in listed.items():
+                text = token.get("content") if isinstance(token, dict) else token
+                tokens.append((_SETTINGS, str(id), text))
+        tokens += [("added_tokens.json", str(id), text) for text, id in known.items()]
+        for name, id, text in tokens:
+            here = id.isdecimal() and len(id) < 10 and int(id) < self.vocab_size
+            # A space is written as it is, or as pieces have it.
+            if not here or _spaced(self._text_of(int(id))) != _spaced(text):
                 raise InputError(
-                    f"{self.path}: expected all tokens, found {id} in {name} alone; to make "
-                    "tokenizer.json of both: AutoTokenizer.from_pretrained(folder)"
+                    f"{self.path}: expected all tokens, found {id} ({brief(text)}) in {name} "
+                    "alone; to make tokenizer.json of both: AutoTokenizer.from_pretrained(folder)"
                     ".save_pretrained(folder), of transformers"
                 )
+
+    @abc.abstractmethod
+    def _text_of(self, id: int) -> str | None:
+        """How the tokenizer itself spells an id."""
 
     def _special(self, name: str) -> str | None:
         """The text of a token such as `bos_token`, where the settings have it."""
         found = self._settings.get(name)
         found = found.get("content") if isinstance(found, dict) else found
         return found if isinstance(found, str) else None
+
+
+def _spaced(text) -> str | None:
+    return text.replace("\u2581", " ") if isinstance(text, str) else None
 
 
 def read(path: pathlib.Path) -> bytes:

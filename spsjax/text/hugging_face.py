@@ -35,6 +35,10 @@ class HuggingFace(base.Tokenizer):
         model.no_truncation()  # some files have the settings of what they were trained for
         model.no_padding()
         self._model = model
+        spaced = self._settings.get("add_prefix_space")  # goes before what the file says
+        bytewise = isinstance(model.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel)
+        if bytewise and isinstance(spaced, bool):
+            model.pre_tokenizer.add_prefix_space = spaced
         self.vocab_size = max(model.get_vocab().values(), default=-1) + 1
         if model.token_to_id(_END) is not None:
             self._settings = {"bos_token": _END, "eos_token": _END} | self._settings
@@ -43,6 +47,8 @@ class HuggingFace(base.Tokenizer):
             for token in map(self._special, ("bos_token", "eos_token"))
         )
         self._prefix = []
+        added = model.encode("x").special_tokens_mask
+        self._suffix = 0 if all(added) else added[::-1].index(0)
         begins = self._settings.get("add_bos_token") and self.bos_id is not None
         self._bytes = {
             id: int(piece[3:5], 16)
@@ -90,7 +96,10 @@ class HuggingFace(base.Tokenizer):
     def encode(self, text, whole=True):
         base.check_unicode(text)
         ids = self._model.encode(text, add_special_tokens=whole).ids
-        return self._prefix + ids if whole else ids
+        return self._prefix + ids[: len(ids) - self._suffix] if whole else ids
+
+    def _text_of(self, id):
+        return self._model.id_to_token(id)
 
     def decode(self, ids):
         ids = [int(id) for id in ids if id < self.vocab_size]

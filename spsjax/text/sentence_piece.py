@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,13 @@ class SentencePiece(base.Tokenizer):
         self.eos_id = model.eos_id() if model.eos_id() >= 0 else None
         self._begins = self.bos_id is not None and self._settings.get("add_bos_token") is not False
         self._check_complete()
+        spaced = self._settings.get("add_prefix_space")
+        first = model.encode("a", out_type=str)[:1]
+        if isinstance(spaced, bool) and first and spaced != first[0].startswith(_SPACE):
+            raise InputError(
+                f"{self.path.with_name('tokenizer_config.json')}: add_prefix_space: "
+                f"expected what {self.path.name} does, found {json.dumps(spaced)}"
+            )
 
     @functools.cached_property
     def pieces(self):
@@ -41,18 +49,31 @@ class SentencePiece(base.Tokenizer):
         ids = [id for id in range(self.vocab_size) if not model.is_control(id)]
         return {id: model.id_to_piece(id) for id in ids if not model.is_unknown(id)}
 
+    @functools.cached_property
+    def _controls(self) -> dict[str, int]:
+        """Begin, end, and what else only ids can say."""
+        model = self._model
+        ids = [id for id in range(self.vocab_size) if model.is_control(id)]
+        return {model.id_to_piece(id): id for id in ids if model.id_to_piece(id)}
+
+    def _text_of(self, id):
+        return self._model.id_to_piece(id)
+
     def encode(self, text, whole=True):
         base.check_unicode(text)
         if whole:
             ids = self._model.encode(text)
             return [self.bos_id, *ids] if self._begins else ids
-        # A template writes begin and end as text, which the model itself never reads so.
-        bounds = [id for id in (self.bos_id, self.eos_id) if id is not None]
-        ends = {self._model.id_to_piece(id): id for id in bounds}
-        parts = re.split("|".join(f"({re.escape(end)})" for end in ends), text) if ends else [text]
+        # A template writes control pieces as text, which the model itself never reads so.
+        controls = self._controls
+        names = sorted(map(re.escape, controls), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(names)})", text) if names else [text]
         encode = self._model.encode
         return [
-            id for part in parts if part for id in ([ends[part]] if part in ends else encode(part))
+            id
+            for part in parts
+            if part
+            for id in ([controls[part]] if part in controls else encode(part))
         ]
 
     def decode(self, ids):

@@ -72,7 +72,7 @@ FAMILIES = {
         transformers.Qwen3MoeConfig,
         {
             "head_dim": 6, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
+            "norm_topk_prob": False,
         },
         "bfloat16",
     ),
