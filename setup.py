@@ -37,13 +37,14 @@ setup(
         "rich",
         "rouge-score",
         "safetensors",
+        "scipy",
         "sentencepiece",
         "tensorboardX",
         "tokenizers",
         "tqdm",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "ruff", "scipy"],
+        "test": ["pytest", "pytest-xdist", "ruff"],
         "plots": ["matplotlib"],
         "hub": ["huggingface_hub"],
         "ahead": ["libtpu"],  # the TPU's compiler, for machines without a TPU

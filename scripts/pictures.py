@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import display
 import matplotlib
 
-from spsjax import files
+from spsjax import files, race
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -97,8 +97,7 @@ def figure1(found, tokens: int, path) -> None:
 
 
 def _curves(time, filled, loop, rows, found, setting, tokens, name, colour) -> None:
-    ours = [row for row in rows if row.num_speculative_tokens == 0 or row.sampler == "SpS"]
-    base, ours = ours[0], ours[1:]
+    base, *ours = [row for row in rows if row.sampler in (race.BASELINE, "SpS")]
     ks = [row.num_speculative_tokens for row in ours]
     means = [tokens * row.ms_per_token for row in (base, *ours)]
     spreads = [tokens * row.spread_ms for row in (base, *ours)]
@@ -110,8 +109,14 @@ def _curves(time, filled, loop, rows, found, setting, tokens, name, colour) -> N
     if not predicted:
         return
     counts = [each.num_speculative_tokens for each in predicted]
-    prompts = base.ms_per_token - base.ms_per_round / base.tokens_per_call
-    times = [tokens * (prompts + base.ms_per_round / each.speedup) for each in predicted]
+    prompts = {
+        row.num_speculative_tokens: row.ms_per_token - row.ms_per_round / row.tokens_per_call
+        for row in ours
+    }
+    times = [
+        tokens * (prompts[each.num_speculative_tokens] + base.ms_per_round / each.speedup)
+        for each in predicted
+    ]
     time.plot(counts, times, "--", color=colour)
     calls = [each.tokens_per_call / (each.num_speculative_tokens + 1) for each in predicted]
     filled.plot(counts, calls, "--", color=colour)

@@ -14,7 +14,7 @@ import display
 import numpy as np
 from absl import flags
 
-from spsjax import cli, theory
+from spsjax import cli, prediction, theory
 from spsjax.errors import InputError, brief
 
 _RATES = flags.DEFINE_list("acceptance", None, "A rate, or one a position: 0.8 or 0.9,0.85,0.8.")
@@ -72,6 +72,8 @@ def cases() -> dict[str, tuple]:
     for name, value in given.items():
         if value is None:
             raise InputError(f"--{name}: expected a value, or --measured, found none")
+        if isinstance(value, float) and not np.isfinite(value):
+            raise InputError(f"--{name}: expected milliseconds, found {value}")
     try:
         rates = [float(rate) for rate in _RATES.value]
     except ValueError:
@@ -91,7 +93,7 @@ def measured(path: str) -> dict[str, tuple]:
             for setting, costs in each["costs"].items():
                 drafting = between(costs["draft_step"])
                 scoring = between({"0": 1.0} | costs["scoring"])
-                rates = each["rates"][setting]
+                rates = prediction.filled(each["rates"][setting])
                 alike = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
                 name = f"{task}, {setting}"
                 same = [alike] * len(rates)

@@ -83,7 +83,7 @@ def times(rows) -> tuple[list[str], list[list]]:
     for row in rows:
         speedup = "1"
         if row.speedup:
-            speedup = f"{row.speedup:.2f} ({{:.2f}}-{{:.2f}})".format(*row.speedup_interval)
+            speedup = within(row.speedup, row.speedup_interval, 2)
         cells = [row.setting, who(row), row.texts, f"{row.ms_per_token:.2f}", speedup]
         levels = ", ".join(f"{row.latency_ms[level]:.0f}" for level in (50, 90, 99))
         lines.append([*cells, number(row.tokens_per_call), levels])
@@ -95,13 +95,12 @@ def quality(rows) -> tuple[list[str], list[list]]:
     lines = []
     for row in rows:
         for name in dict.fromkeys((*row.metrics, *row.chances)):
-            mean = "-"
-            if name in row.metrics:
-                value, (low, high) = row.metrics[name]
-                mean = f"{value:.3f} ({low:.3f}-{high:.3f})"
+            means = (each.get(name) for each in (row.metrics, row.differences))
+            shown = [within(*mean) if mean else "-" for mean in means]
             p = number(row.chances.get(name), 3)
-            lines.append([row.setting, who(row), name, mean, p])
-    return ["setting", "sampler", "metric", "mean (95%)", "p, as the first"], lines
+            lines.append([row.setting, who(row), name, *shown, p])
+    header = ["setting", "sampler", "metric", "mean (95%)", "less the first's (95%)"]
+    return [*header, "p, as the first"], lines
 
 
 def who(row) -> str:
@@ -140,7 +139,7 @@ def shares(found: reproduction.Found) -> tuple[list[str], list[list]]:
                 lines.append(row)
     for setting, rates in found.rates.items():
         for index, rate in enumerate(rates, 1):
-            lines.append([setting, "position, if reached", index, "-", f"{rate:.3f}"])
+            lines.append([setting, "position, if reached", index, "-", number(rate, 3)])
     return ["setting", "by", "tokens", "of all", "acceptance"], lines
 
 
@@ -153,6 +152,14 @@ def parted(found: reproduction.Found) -> tuple[list[str], list[list]]:
             shown = [f"{margins[0]:.2g}", f"{margins[-1]:.2g}"] if margins else ["-", "-"]
             lines.append([setting, sampler, texts, len(partings), *shown])
     return ["setting", "sampler", "texts", "part", "least margin of logits", "greatest"], lines
+
+
+def within(value: float, interval, digits: int = 3) -> str:
+    """A value and its interval, if it has one."""
+    if interval is None:
+        return f"{value:.{digits}f}"
+    low, high = (f"{end:.{digits}f}" for end in interval)
+    return f"{value:.{digits}f} ({low} to {high})"
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -188,6 +195,7 @@ def write(what: str, config, found: dict, tables: list, machine: dict, workdir) 
         pictures=shown,
         found=found,
     )
+    page = page.replace("\0", "\N{REPLACEMENT CHARACTER}")  # texts may have it, HTML may not
     files.write(workdir / "report.html", page + "\n")
 
 

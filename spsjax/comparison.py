@@ -8,7 +8,7 @@ import numpy as np
 from spsjax import race, side_by_side, statistics
 from spsjax.tasks.base import Example, Task
 
-Interval = tuple[float, float]
+Interval = tuple[float, float] | None  # None: of too few examples
 Scores = Mapping[tuple, Mapping[str, Mapping[str, float]]]
 
 
@@ -26,6 +26,7 @@ class Row:
         ms_per_round: of the loop, prompts apart.
         speedup, speedup_interval: over the first sampler; None for itself.
         metrics: of the task: mean and interval.
+        differences: of those means from the first sampler's, on the same examples, and intervals.
         chances: p values of being the first sampler: of each metric, "1-grams" and "2-grams".
     """
 
@@ -45,6 +46,7 @@ class Row:
     speedup: float | None = None
     speedup_interval: Interval | None = None
     metrics: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
+    differences: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
     chances: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -100,7 +102,7 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
     for metric, by_name in scores.items():
         values = [by_name[name] for name in names if name in by_name]
         if values:
-            metrics[metric] = float(np.mean(values)), statistics.interval(np.mean, values)
+            metrics[metric] = float(np.mean(values)), statistics.interval_of_mean(values)
     row = Row(
         *who,
         examples=len(part),
@@ -135,12 +137,14 @@ def _against(row: Row, part, base_part, names, scores, base_scores) -> Row:
         return (base_seconds.sum() / base_tokens.sum()) / (seconds.sum() / tokens.sum())
 
     columns = base_seconds, base_tokens, seconds, tokens
-    chances = {}
+    chances, differences = {}, {}
     for metric, by_name in scores.items():
         others = base_scores.get(metric, {})
         both = [name for name in names if name in by_name and name in others]
         one, other = ([values[name] for name in both] for values in (by_name, others))
         chances[metric] = statistics.chance_of_difference(one, other)
+        apart = np.subtract(one, other)
+        differences[metric] = float(apart.mean()), statistics.interval(np.mean, apart)
     texts = [
         [[record["tokens"] for record in records] for records in each] for each in (part, base_part)
     ]
@@ -150,5 +154,6 @@ def _against(row: Row, part, base_part, names, scores, base_scores) -> Row:
         row,
         speedup=float(speedup(*columns)),
         speedup_interval=statistics.interval(speedup, *columns),
+        differences=differences,
         chances=chances,
     )

@@ -35,33 +35,40 @@ class Journal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             raw = self.path.read_bytes() if self.path.exists() else b""
-            if writes and not raw.endswith(b"\n"):  # what ended the process cut the last line off
-                raw = raw[: raw.rfind(b"\n") + 1]
-                files.write(self.path, raw)
-            lines = raw.decode("utf-8").splitlines()
-            if not lines:
+            whole = raw[: raw.rfind(b"\n") + 1]  # what ended the process may have cut a line off
+            first, *lines = whole.decode("utf-8").splitlines() or [""]
+            if whole:
+                self._check(first, config)
+            elif not _line({"config": config}).startswith(raw):
+                raise InputError(f"{path}: expected a journal, found another file")
+            if writes and whole != raw:
+                files.write(self.path, whole)
+            if not whole:
                 self._write({"config": config})
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: expected a journal, found {one_line(error)}") from None
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, 2):
             try:
-                record = json.loads(line)
-                if number == 1:
-                    found = record["config"]
-                else:
-                    self._keep(record)
+                self._keep(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"{path}, line {number}: expected a record, found {one_line(error)}"
                 ) from None
-            if number == 1 and found != config:
-                names = sorted(
-                    name for name in {*found, *config} if found.get(name) != config.get(name)
-                )
-                raise InputError(
-                    f"{path}: expected {names[0]} {brief(config.get(names[0]))}, "
-                    f"found a journal of {brief(found.get(names[0]))}"
-                )
+
+    def _check(self, line: str, config: dict) -> None:
+        """Raises InputError where the first line is not that of this config."""
+        try:
+            found = json.loads(line)["config"]
+            changed = [name for name in {*found, *config} if found.get(name) != config.get(name)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{self.path}, line 1: expected a journal's config, found {one_line(error)}"
+            ) from None
+        for name in sorted(changed):
+            raise InputError(
+                f"{self.path}: expected {name} {brief(config.get(name))}, "
+                f"found a journal of {brief(found.get(name))}"
+            )
 
     def __contains__(self, key: tuple) -> bool:
         return tuple(key) in self._known
@@ -87,6 +94,10 @@ class Journal:
         if not self._writes:
             return
         with open(self.path, "ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
+            file.write(_line(record))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _line(record: dict) -> bytes:
+    return json.dumps(record).encode() + b"\n"

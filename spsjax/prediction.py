@@ -71,22 +71,30 @@ def measure(
     return Costs(1e3 * one_pass, cost("draft_step"), cost("scoring"))
 
 
-def rates_of(rows: Sequence[comparison.Row]) -> list[float]:
-    """Acceptance by position at the largest K of rows of one setting; none where none drafted."""
+def rates_of(rows: Sequence[comparison.Row]) -> list[float | None]:
+    """Acceptance by position at the largest K of rows of one setting; [] where none drafted.
+
+    None of a position that was never reached.
+    """
     ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
-    rates: list[float] = []
     if not ours:
-        return rates
-    longest = max(ours, key=lambda row: row.num_speculative_tokens)
-    for rate in longest.acceptance_by_position:
-        rates.append(rates[-1] if rate is None else rate)
-    return rates
+        return []
+    return max(ours, key=lambda row: row.num_speculative_tokens).acceptance_by_position
+
+
+def filled(rates: Sequence[float | None]) -> list[float]:
+    """A position that was never reached is taken to be as the one before it."""
+    found: list[float] = []
+    for rate in rates:
+        found.append(found[-1] if rate is None else rate)
+    return found
 
 
 def predict(
-    rows: Sequence[comparison.Row], rates: Sequence[float], costs: Costs
+    rows: Sequence[comparison.Row], rates: Sequence[float | None], costs: Costs
 ) -> list[Predicted]:
     """What is expected of each row of speculative sampling, of one setting with its baseline."""
+    rates = filled(rates)
     base = next(row for row in rows if row.sampler == race.BASELINE)
     ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
     found = []

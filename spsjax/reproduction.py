@@ -13,6 +13,7 @@ from spsjax import (
     prediction,
     probes,
     race,
+    runs,
     samplers,
     side_by_side,
     teacher,
@@ -35,8 +36,7 @@ class Found:
         rows: of all its examples.
         groups: of those of each group, if it has groups.
         too_long: examples that did not fit into the context.
-        costs, rates, predicted: by setting; of the draft model. Rates are acceptance by position at
-            the largest K, a position that was never reached taken to be as the one before it.
+        costs, rates, predicted: by setting; of the draft model; `prediction.rates_of`.
         kinds, entropies: by setting: exact acceptance of the draft in texts that plain sampling
             wrote, by the class of a token and by the target's entropy.
         partings: by setting and sampler, of greedy texts: how many were compared, and where they
@@ -48,7 +48,7 @@ class Found:
     groups: dict[str, list[comparison.Row]]
     too_long: int
     costs: dict[str, prediction.Costs]
-    rates: dict[str, list[float]]
+    rates: dict[str, list[float | None]]
     predicted: dict[str, list[prediction.Predicted]]
     kinds: dict[str, dict[str, attribution.Share]]
     entropies: dict[str, dict[str, attribution.Share]]
@@ -115,13 +115,16 @@ def run(
         name: (task, side_by_side.choose(task, target, entries, plan))
         for name, task in tasks(config, section.tasks).items()
     }
+    runs.hold(workdir)
     jobs = {}
     for name, (task, examples) in chosen.items():
         depends_on = {
             "task": {name: dataclasses.asdict(task)},
             "plan": dataclasses.asdict(plan),
-            "target": teacher.fingerprint(target.params),
+            "examples": side_by_side.fingerprint(task, target, examples.examples),
+            "target": _identity(target),
             "drafter": _identity(drafter),
+            "mesh": dict(target.mesh.shape) if target.mesh else {},
             "samplers": [[each.name, each.num_speculative_tokens] for each in entries],
             "machine": probes.machine(target),
         }
@@ -146,7 +149,9 @@ def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
 
 
 def _identity(drafter) -> str:
-    return teacher.fingerprint(drafter.params) if isinstance(drafter, Model) else repr(drafter)
+    if not isinstance(drafter, Model):
+        return repr(drafter)
+    return f"{teacher.fingerprint(drafter.params)} {drafter.config}"
 
 
 def _found(

@@ -25,6 +25,25 @@ _PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gra
 _HELD: dict[pathlib.Path, contextlib.AbstractContextManager] = {}
 
 
+def hold(path: pathlib.Path) -> None:
+    """Keeps other processes from a run's folder while this one lives; made if it is not there."""
+    path = path.absolute()
+    if not distributed.is_first() or path in _HELD:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = files.lock(path / ".lock", wait=False)
+        lock.__enter__()  # till the process ends
+    except BlockingIOError:
+        raise InputError(
+            f"{path}: expected a run that nobody works on, found another process at it"
+        ) from None
+    except OSError as error:
+        found = one_line(error)
+        raise InputError(f"{path}: expected a folder for a run, found {found}") from None
+    _HELD[path] = lock
+
+
 class Folder:
     """A run's folder. What only one may do, the first process does.
 
@@ -50,21 +69,8 @@ class Folder:
             _check_same(known, self._config, pinned=False)
 
     def hold(self) -> None:
-        """Keeps others from the run while this process lives: they would remove what it saves."""
-        if not distributed.is_first() or self.path in _HELD:
-            return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = files.lock(self.path / ".lock", wait=False)
-            lock.__enter__()  # till the process ends
-        except BlockingIOError:
-            raise InputError(
-                f"{self.path}: expected a run that nobody works on, found another process at it"
-            ) from None
-        except OSError as error:
-            found = one_line(error)
-            raise InputError(f"{self.path}: expected a folder for a run, found {found}") from None
-        _HELD[self.path] = lock
+        """Keeps others from the run: they would remove what it saves."""
+        hold(self.path)
 
     def pin(self, **facts: str) -> None:
         """What the run depends on beside its config, as its target's weights: part of it now.

@@ -1,11 +1,14 @@
 """Samplers on the prompts of a task, in turn: what each wrote, and how long it took."""
 
 import dataclasses
+import functools
 import hashlib
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spsjax import arguments, generation
-from spsjax.errors import InputError
+from spsjax.errors import InputError, brief
 from spsjax.journal import Journal
 from spsjax.loading import Model
 from spsjax.samplers import Sampler
@@ -57,20 +60,37 @@ def choose(task: Task, target: Model, samplers: Sequence[Sampler], plan: Plan) -
     """
     settings(task, plan)
     context = min(each.context for each in samplers)
-    room = context - new_tokens(task, plan)
-    found, too_long = [], 0
+    budget = new_tokens(task, plan)
+    found: dict[str, Example] = {}
+    too_long, shortest = 0, math.inf
     for example in task.examples():
         if plan.limit and len(found) == plan.limit:
             break
-        fits = len(ids_of(target, task, example.turns[:1], ())) <= room
-        found += [example] * fits
-        too_long += not fits
+        if example.name in found:
+            raise InputError(
+                f"{type(task).__module__}: expected examples of different names, "
+                f"found two of {brief(example.name)}"
+            )
+        length = len(ids_of(target, task, example.turns[:1], ()))
+        if length + budget <= context:
+            found[example.name] = example
+        else:
+            too_long, shortest = too_long + 1, min(shortest, length)
     if not found:
         raise InputError(
-            f"{type(task).__module__}: expected examples of at most {room} tokens "
-            f"(context {context}), found {too_long} longer ones"
+            f"{type(task).__module__}: max_new_tokens: expected at most {context - shortest}, "
+            f"which the shortest prompt leaves of a context of {context}, found {budget}"
         )
-    return Chosen(found, too_long)
+    return Chosen(list(found.values()), too_long)
+
+
+def fingerprint(task: Task, target: Model, examples: Sequence[Example]) -> str:
+    """A hash of what is asked, as text and as tokens, and of what it is judged by."""
+    digest = hashlib.sha256()
+    for example in examples:
+        ids = ids_of(target, task, example.turns[:1], ())
+        digest.update(json.dumps([dataclasses.asdict(example), ids], default=str).encode())
+    return digest.hexdigest()
 
 
 def new_tokens(task: Task, plan: Plan) -> int:
@@ -121,6 +141,7 @@ def sample(
     that does not fit into the context is left out.
     """
     context = min(each.context for each in samplers)
+    warm: set[Sampler] = set()
     jobs = [
         (example, setting, params, each, number)
         for example in examples
@@ -140,7 +161,14 @@ def sample(
             budget = new_tokens(task, plan)
             if turn and len(ids) + budget > context:
                 break
-            out = each.call(ids, params, budget, _seed(plan.seed, *key), stop_at_eos=True)
+            call = functools.partial(
+                each.call, ids, params, budget, _seed(plan.seed, *key), stop_at_eos=True
+            )
+            out = call()
+            # The first run of a program takes longer than others, even when compiling is left out.
+            if out.stats.compile_seconds if out.stats else each not in warm:
+                out = call()
+            warm.add(each)
             answers.append(generation.continuation(target.tokenizer, ids, out.tokens))
             record = {
                 **dict(zip(KEY, key)),

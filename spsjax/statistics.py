@@ -4,9 +4,12 @@ The unit is an example, because tokens of one text, and texts of one prompt, are
 """
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import scipy.sparse
+import scipy.stats
 
 Statistic = Callable[..., float]
 
@@ -17,18 +20,31 @@ def interval(
     level: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
-) -> tuple[float, float]:
-    """Percentile bootstrap (Efron 1979) of `statistic(*columns)`: low and high end.
+) -> tuple[float, float] | None:
+    """Bootstrap interval of `statistic(*columns)`, its low and high end; None of fewer than six.
 
     Examples are drawn anew with replacement; each column has one value an example, and they stay
-    together.
+    together. Percentiles are further out than the level says, as far as Student's t is for so many
+    examples: without it, intervals of few are too short (Hesterberg 2015, arXiv 1411.5279).
     """
     table = np.asarray(columns, float)
-    rng = np.random.default_rng(seed)
     count = table.shape[1]
+    if count < 6:
+        return None  # all may lie on one side of the truth: of five, once in sixteen times
+    rng = np.random.default_rng(seed)
     drawn = [statistic(*table[:, rng.integers(0, count, count)]) for _ in range(resamples)]
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    further = scipy.stats.t.ppf((1 + level) / 2, count - 1) * math.sqrt(count / (count - 1))
+    low, high = np.quantile(drawn, scipy.stats.norm.cdf([-further, further]))
     return float(low), float(high)
+
+
+def interval_of_mean(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Of scores. Where all are 0 or 1 it is Wilson's (1927): none of few is not none of all."""
+    values = np.asarray(values, float)
+    if not np.all((values == 0) | (values == 1)):
+        return interval(np.mean, values, level=level)
+    found = scipy.stats.binomtest(int(values.sum()), len(values)).proportion_ci(level, "wilson")
+    return float(found.low), float(found.high)
 
 
 def chance_of_difference(
@@ -41,8 +57,7 @@ def chance_of_difference(
     """
     differences = np.asarray(one, float) - np.asarray(other, float)
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], (resamples, len(differences)))
-    seen = abs(differences.sum())
-    return _share(np.abs(signs @ differences), seen)
+    return _share(np.abs(signs @ differences), abs(differences.sum()))
 
 
 def chance_of_ngrams(
@@ -63,25 +78,23 @@ def chance_of_ngrams(
     How far apart is sum (a - b)^2 / (a + b) over the n-grams that either side has.
     """
     index: dict[tuple, int] = {}
-    sides = []
-    for texts in (one, other):
-        counts = [collections.Counter(_ngrams(example, n)) for example in texts]
-        for each in counts:
-            for ngram in each:
-                index.setdefault(ngram, len(index))
-        sides.append(counts)
-    differences = np.zeros((len(one), len(index)))
-    total = np.zeros(len(index))
-    for counts, sign in zip(sides, (1, -1)):
-        for row, each in enumerate(counts):
-            for ngram, count in each.items():
-                differences[row, index[ngram]] += sign * count
-                total[index[ngram]] += count
-    rng = np.random.default_rng(seed)
-    signs = rng.choice([-1.0, 1.0], (resamples, len(one)))
-    signs = np.concatenate([np.ones((1, len(one))), signs])
-    distances = ((signs @ differences) ** 2 / np.maximum(total, 1)).sum(axis=1)
-    return _share(distances[1:], distances[0])
+    rows, columns, counts = [], [], []
+    for sign, texts in ((1, one), (-1, other)):
+        for row, example in enumerate(texts):
+            for ngram, count in collections.Counter(_ngrams(example, n)).items():
+                rows.append(row)
+                columns.append(index.setdefault(ngram, len(index)))
+                counts.append(sign * count)
+    if not index:
+        return 1.0  # texts too short to have any
+    shape = len(one), len(index)
+    counts = np.asarray(counts, float)
+    total = np.bincount(columns, np.abs(counts), len(index))
+    differences = scipy.sparse.csr_array((counts, (rows, columns)), shape)
+    # The distance is a quadratic form of the signs: between examples, however many the n-grams.
+    between = (differences @ scipy.sparse.diags_array(1 / total) @ differences.T).toarray()
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (resamples, len(one)))
+    return _share(((signs @ between) * signs).sum(axis=1), between.sum())
 
 
 def _ngrams(texts: Sequence[Sequence[int]], n: int):
@@ -91,4 +104,4 @@ def _ngrams(texts: Sequence[Sequence[int]], n: int):
 
 def _share(drawn: np.ndarray, seen: float) -> float:
     """Of what is at least as far, what was seen itself included."""
-    return float((1 + np.sum(drawn >= seen * (1 - 1e-12))) / (1 + len(drawn)))
+    return float((1 + np.sum(drawn >= seen - 1e-9 * abs(seen))) / (1 + len(drawn)))

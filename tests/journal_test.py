@@ -70,9 +70,27 @@ def test_another_config_or_no_file(tmp_path):
     (tmp_path / "folder").mkdir()
     with one_line("folder"):
         Journal(tmp_path / "folder", CONFIG, KEY)
-    path.write_text("{}\n")
-    with one_line("line 1"):
-        Journal(path, CONFIG, KEY)
+    for line in ("{}", '{"config": 3}', '{"config": null}', "[]"):
+        path.write_text(f"{line}\n")
+        with one_line("line 1"):
+            Journal(path, CONFIG, KEY)
+
+
+@pytest.mark.parametrize("text", ["a", "a\nb", '{"document": "x"}\n{"document": "y"}'])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path, text):
+    path = tmp_path / "xsum.jsonl"
+    path.write_text(text)
+    with one_line("xsum.jsonl", "journal"):
+        Journal(path, CONFIG | {"K": 5}, KEY)
+    assert path.read_text() == text
+
+
+def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    Journal(path, CONFIG, KEY)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:9])
+    assert not Journal(path, CONFIG, KEY).records and path.read_bytes() == whole
 
 
 WRITER = """

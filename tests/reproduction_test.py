@@ -1,5 +1,6 @@
 """From a pair and tasks to tables and curves; the script that shows them."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from bad_input import one_line
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
-from spsjax import comparison, prediction, reproduction
+from spsjax import comparison, files, prediction, reproduction, runs
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def drafted(K, rates, tokens_per_call, ms_per_round):
 def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
     rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8, 0.5, None], 2.2, 20.0)]
     rates = prediction.rates_of(rows)
-    assert rates == [0.8, 0.5, 0.5]
+    assert rates == [0.8, 0.5, None] and prediction.filled(rates) == [0.8, 0.5, 0.5]
     costs = prediction.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
     one, three = prediction.predict(rows, rates, costs)
     assert one.tokens_per_call == pytest.approx(1.8)
@@ -103,6 +105,83 @@ def test_a_run_that_is_killed_goes_on(pair, tmp_path):
     assert predicted.count("best:") == 2 and "stdlib, nucleus" in predicted
 
 
+REQUESTS = (
+    {"question_id": 1, "category": "qa", "turns": ["def f(x): <script>alert(1)</script>"]},
+    {"question_id": 2, "category": "math", "turns": ["import os", "return x"]},
+)
+
+
+def test_spec_bench_has_figures_of_each_category(pair, tmp_path):
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+    more = f"--config.tasks.spec_bench.path={path}", "--config.tasks.spec_bench.max_new_tokens=5"
+    workdir = tmp_path / "run"
+    result = succeeds(*flags("specbench", pair, workdir, *more))
+    assert "spec_bench, qa: time" in result.stdout
+    found = json.loads((workdir / "report.json").read_text("utf-8"))["tasks"]["spec_bench"]
+    assert list(found["groups"]) == ["qa", "multi-turn conversation"]
+    assert [row["texts"] for row in found["groups"]["multi-turn conversation"]] == [2, 2]
+    page = (workdir / "report.html").read_text("utf-8")
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    # The same with anything else is another run.
+    meshed = run(*flags("specbench", pair, workdir, *more, "--config.mesh.model=2"), path=tmp_path)
+    fails_with_one_line(meshed, "spec_bench.jsonl", "expected mesh")
+    path.write_text(path.read_text().replace("import os", "import re"))
+    edited = run(*flags("specbench", pair, workdir, *more), path=tmp_path)
+    fails_with_one_line(edited, "spec_bench.jsonl", "expected examples")
+
+
+def test_one_process_at_a_time(tmp_path):
+    with files.lock(tmp_path / ".lock"), one_line(str(tmp_path), "another process"):
+        runs.hold(tmp_path)
+
+
+def test_figure_1_is_of_our_samplers(tmp_path, monkeypatch):
+    """Others run beside, and do not say how often they called the target."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import pictures
+
+    other = dataclasses.replace(
+        ROW, sampler="HF plain f32", tokens_per_call=None, ms_per_round=None
+    )
+    rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8, 0.5, None], 2.2, 20.0), other]
+    costs = prediction.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
+    predicted = prediction.predict(rows, [0.8, 0.5, 0.5], costs)
+    found = reproduction.Found(
+        rows,
+        {},
+        0,
+        {"warm": costs},
+        {"warm": [0.8, 0.5, None]},
+        {"warm": predicted},
+        {},
+        {},
+        {},
+        {},
+    )
+    drawn = []
+    real = pictures.panels
+
+    @contextlib.contextmanager
+    def panels(*args, **options):
+        with real(*args, **options) as axes:
+            yield axes
+            drawn.extend(axes[0])
+
+    monkeypatch.setattr(pictures, "panels", panels)
+    pictures.figure1({"stdlib": found}, 100, tmp_path / "figure1.png")
+    time, filled, loop = (
+        [line.get_xydata().tolist() for line in axis.lines if len(line.get_xdata())]
+        for axis in drawn
+    )
+    assert filled[0] == [[1, 0.95], [3, 0.55]] and loop[0] == [[0, 10], [1, 12], [3, 20]]
+    theory = [[1, 10 * (0.2 + 1.2)], [3, 10 * (0.3 + 1.5)]]
+    np.testing.assert_allclose(loop[1], theory)
+    prompts = [11.0 - 12.0 / 1.9, 11.0 - 20.0 / 2.2]  # what a token takes beside the loop
+    expected = [100 * (each + 10 / row.speedup) for each, row in zip(prompts, predicted)]
+    np.testing.assert_allclose(np.asarray(time[-1])[:, 1], expected)
+
+
 def test_prompt_lookup_drafts_too_and_greedy_texts_are_the_same(pair, tmp_path):
     succeeds(*flags("table1", pair, tmp_path, "--config.drafter=ngram"))
     found = json.loads((tmp_path / "report.json").read_text("utf-8"))["tasks"]["stdlib"]
@@ -135,5 +214,7 @@ def test_what_theory_expects(tmp_path):
     plot = tmp_path / "plot.png"
     shown = succeeds("predict.py", "--acceptance=0.1,0.1", *times, f"--plot={plot}").stdout
     assert "no K is faster" in shown and plot.read_bytes().startswith(b"\x89PNG")
+    for odd in ("--draft_ms=nan", "--target_ms=inf"):
+        fails_with_one_line(run("predict.py", "--acceptance=0.8", *times, odd), odd[:6], "millisec")
     result = run("predict.py", "--acceptance=2", *times, path=tmp_path)
     fails_with_one_line(result, "acceptance", "[0, 1]")

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tarfile
 import time
 
@@ -41,6 +43,7 @@ def rows(path, *rows):
         (b'{"a": "x"}\n{"a": 3}\n', ["line 2", "a: expected str, found int"]),
         (b'{"a": "x"}\n{"b": 3}\n', ["line 2", "found none"]),
         (b'{"a": "\xff"}\n', ["JSON"]),
+        (b"\n\n", ["empty"]),
     ],
 )
 def test_a_file_that_is_not_as_it_should_be(tmp_path, content, parts):
@@ -55,9 +58,11 @@ def test_a_file_that_is_not_there_or_cut_off(tmp_path):
         list(base.read_rows(tmp_path / "nosuch.jsonl", {}))
     path = tmp_path / "rows.jsonl.gz"
     rows(path, *({"a": str(number)} for number in range(1000)))
-    path.write_bytes(path.read_bytes()[:-20])
-    with one_line("rows.jsonl.gz"):
-        list(base.read_rows(path, {"a": str}))
+    whole = path.read_bytes()
+    for raw in (whole[:-20], whole[:30] + b"\xff" * 30 + whole[60:]):
+        path.write_bytes(raw)
+        with one_line("rows.jsonl.gz"):
+            list(base.read_rows(path, {"a": str}))
 
 
 # XSum.
@@ -90,7 +95,14 @@ def test_xsum_s_answer_is_a_line_and_scored_by_its_bigrams(summaries):
 
 
 @pytest.mark.parametrize(
-    ("system", "published"), [("lead", 1.60), ("ext-oracle", 8.81), ("convs2s", 11.07)]
+    ("system", "published"),
+    [
+        ("lead", 1.60),
+        ("ext-oracle", 8.81),
+        ("ptgen", 9.21),
+        ("convs2s", 11.07),
+        ("topic-convs2s", 11.54),
+    ],
 )
 def test_rouge_is_that_of_the_published_scores(system, published):
     """ROUGE-1.5.5's, of the outputs of Narayan et al.'s systems."""
@@ -165,7 +177,23 @@ def test_canonical_solutions_pass_and_mutated_ones_do_not(mutated):
         ("x = '\\ud800'\nraise ValueError(x)", "ValueError"),
         ("f = lambda: f()\nf()", "Recursion"),
         ("import os; os.write(1, b'passed')\nassert 0", "AssertionError"),
+        ("import os; os.rename('/etc/hostname', 'x')", "not allowed"),
+        ("import os; os.remove('hostname', dir_fd=os.open('/etc', os.O_RDONLY))", "not allowed"),
+        ("import os; os.mkfifo('x')", "not allowed"),
+        ("import sqlite3; sqlite3.connect('/tmp/spsjax.db')", "not allowed"),
+        (
+            "from multiprocessing import util; util.spawnv_passfds(b'/bin/true', [], [])",
+            "not allow",
+        ),
+        ("import sys\nwhile True: sys.stderr.write('x' * 10**6)", "xxx"),
+        ("import sys\nassert hasattr(sys.modules['__main__'], 'word')", "AssertionError"),
         ("", None),
+        ("import numpy; assert numpy.ones(3).sum() == 3", None),
+        (
+            "import os, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n"
+            "    os.rename(open(folder + '/x', 'w').name, folder + '/y')",
+            None,
+        ),
         ("import math, re, collections; assert math.pi > 3", None),
         ("open('x', 'w').write('fine'); assert open('x').read() == 'fine'", None),
         ("assert input is not None; import sys; assert sys.stdin.read() == ''", None),
@@ -177,6 +205,34 @@ def test_a_program_is_kept_within_its_limits(program, reason):
     assert time.perf_counter() - start < 20
     assert outcome.passed == (reason is None)
     assert (reason or "") in outcome.reason, outcome.reason
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_program_whose_parent_was_killed_ends(tmp_path):
+    mark = tmp_path / "alive"
+    program = "import time\nwhile True: time.sleep(0.05)"
+    parent = f"""
+import pathlib, subprocess
+from spsjax.tasks import sandbox
+real = subprocess.Popen
+def started(*args, **options):
+    child = real(*args, **options)
+    pathlib.Path({str(mark)!r}).write_text(str(child.pid))
+    return child
+subprocess.Popen = started
+sandbox.run({program!r}, sandbox.Limits(seconds=1.0))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    while not mark.exists() or not mark.read_text():
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    child = pathlib.Path("/proc") / mark.read_text()
+    for _ in range(100):
+        if not child.exists() or "(zombie)" in (child / "status").read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail("the child goes on")
 
 
 # Spec-Bench.
@@ -255,7 +311,10 @@ def test_what_does_not_parse_or_is_nothing(completions):
     plain = next(each for each in completions.examples() if "plain" in each.name)
     scores = completions.scores(plain, ["    z = (x\n"])
     assert scores["parses"] == 0 == scores["next line"] and 0 < scores["similarity"] < 1
-    assert completions.scores(plain, ["\n"])["parses"] == 0
+    for example in completions.examples():  # a docstring alone would parse
+        for text in ("\n", "no body\n"):
+            answer = completions.answer(example, text)
+            assert completions.scores(example, [answer])["parses"] == 0
     assert completions.scores(plain, ["    z = x\n"])["next line"] == 1
 
 

@@ -30,10 +30,10 @@ def get_config() -> ml_collections.ConfigDict:
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "tasks": {  # the fields of spsjax/tasks/*.py
-                "stdlib": {"lines": 20, "count": 100, "max_new_tokens": 128},
+                "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
                 # The solved example, and what is to be summarised; words: of an article, 0 for all.
                 "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
-                "human_eval": {"path": "", "max_new_tokens": 512},
+                "human_eval": {"path": "", "ks": (1, 10, 100), "max_new_tokens": 512},
                 "spec_bench": {"path": "", "max_new_tokens": 1024},
             },
             "table1": {

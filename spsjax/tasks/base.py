@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import pathlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -70,7 +71,7 @@ def read_rows(path: str | pathlib.Path, kinds: Mapping[str, type]) -> Iterator[t
     """
     path = pathlib.Path(path)
     opened = gzip.open if path.suffix == ".gz" else open
-    number = 0
+    number, found = 0, False
     try:
         with opened(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
@@ -80,18 +81,19 @@ def read_rows(path: str | pathlib.Path, kinds: Mapping[str, type]) -> Iterator[t
                 for field, kind in kinds.items():
                     value = row.get(field) if isinstance(row, dict) else None
                     if not isinstance(value, kind):
-                        found = "none" if value is None else type(value).__name__
+                        other = "none" if value is None else type(value).__name__
                         raise InputError(
                             f"{path}, line {number}: {field}: expected {kind.__name__}, "
-                            f"found {found}"
+                            f"found {other}"
                         )
+                found = True
                 yield number, row
     except InputError:
         raise
-    except (OSError, EOFError, ValueError, RecursionError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         place = f"{path}, line {number + 1}" if number else f"{path}"
         raise InputError(f"{place}: expected JSON lines, found {one_line(error)}") from None
-    if not number:
+    if not found:
         raise InputError(f"{path}: expected JSON lines, found an empty file")
 
 

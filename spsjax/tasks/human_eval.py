@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from spsjax.errors import InputError, brief
 from spsjax.sampling import SamplingParams
 from spsjax.tasks import base, sandbox
 
@@ -29,6 +30,10 @@ class Task(base.Task):
 
     settings: ClassVar = {"nucleus": SamplingParams(temperature=0.8, top_p=0.95)}
     code: ClassVar = True
+
+    def __post_init__(self):
+        if not self.ks or not all(type(k) is int and k >= 1 for k in self.ks):
+            raise InputError(f"ks: expected integers >= 1, found {brief(self.ks)}")
 
     def examples(self):
         kinds = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), str)

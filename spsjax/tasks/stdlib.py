@@ -112,15 +112,16 @@ def judge(example: base.Example, answer: str) -> dict[str, float]:
         [line.strip() for line in text.splitlines() if line.strip()] for text in (body, answer)
     )
     return {
-        "parses": float(_parses(head + answer)),
+        "parses": float(_is_function(head + answer)),
         "next line": float(bool(answered) and answered[0] == lines[0]),
         "similarity": difflib.SequenceMatcher(None, body, answer, autojunk=False).ratio(),
     }
 
 
-def _parses(text: str) -> bool:
+def _is_function(text: str) -> bool:
+    """Whether it is one function that does something: a docstring alone parses, too."""
     try:
-        tree = ast.parse(textwrap.dedent(text))
+        (node,) = ast.parse(textwrap.dedent(text)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return len(tree.body) == 1  # and the head alone does not parse
+    return len(node.body) > (ast.get_docstring(node, clean=False) is not None)
