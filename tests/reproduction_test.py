@@ -14,7 +14,7 @@ from bad_input import one_line
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
-from spsjax import comparison, files, prediction, reproduction, runs
+from spsjax import comparison, files, prediction, probes, reproduction, runs
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,20 @@ def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
     assert three.tokens_per_call == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     assert three.speedup == pytest.approx(2.4 / (0.3 + 1.5))
     assert prediction.rates_of([ROW]) == []
+
+
+def test_costs_are_in_passes_of_the_target(monkeypatch):
+    """The median of turns after the first, which compiles."""
+    turns = {K: iter([9e9, 1.0, 3.0, 2.0]) for K in (0, 1, 3)}
+
+    def probe(target, draft, K, params, length):
+        return lambda: probes.Parts(draft_step=0.1 * (K + 1), scoring=(K + 1) * next(turns[K]))
+
+    monkeypatch.setattr(probes, "probe", probe)
+    rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8] * 3, 2.2, 20.0)]
+    found = prediction.measure(None, None, rows, None, 100, repetitions=3)
+    assert found.pass_ms == 2000 and found.scoring == {1: 2, 3: 4}
+    assert found.draft_step == pytest.approx({1: 0.1, 3: 0.2})
 
 
 def test_tasks_without_files_are_left_out():

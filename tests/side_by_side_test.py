@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from typing import ClassVar
 
 import numpy as np
@@ -187,6 +188,23 @@ def test_a_fingerprint_is_of_all_that_is_asked_and_judged_by(pair):
     target = dataclasses.replace(target, tokenizer=other)
     seen.add(side_by_side.fingerprint(Toy(), target, [example]))
     assert len(seen) == 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat(Toy):
+    chat: ClassVar = True
+
+
+def test_a_conversation_is_by_the_template_where_there_is_one(pair):
+    target, _ = pair
+    turns, answers = ["Hi", "And?"], ["Hello"]
+    plain = side_by_side.ids_of(target, Chat(), turns, answers)
+    assert target.tokenizer.decode(plain) == "Hi\n\nHello\n\nAnd?"
+    talks = types.SimpleNamespace(has_template=True, chat=list)
+    target = dataclasses.replace(target, tokenizer=talks)
+    found = side_by_side.ids_of(target, Chat(), turns, answers)
+    assert [each["role"] for each in found] == ["user", "assistant", "user"]
+    assert [each["content"] for each in found] == ["Hi", "Hello", "And?"]
 
 
 @dataclasses.dataclass(frozen=True)

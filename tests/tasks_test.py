@@ -140,6 +140,19 @@ def test_human_eval_runs_what_was_written(functions):
     assert functions.scores(example, answers) == {"pass@1": 0.5}
 
 
+@pytest.mark.parametrize("stop", ["class A:", "def more():", "# more", "if x:", "print(x)"])
+def test_human_eval_s_answer_ends_with_its_function(functions, stop):
+    (example,) = functions.examples()
+    body = "    if a:\n        # a comment\n        print(a)\n    return a + b"
+    assert functions.answer(example, f"{body}\n{stop}\n    x = 1") == body
+
+
+@pytest.mark.parametrize("ks", [(), (0,), ("1",)])
+def test_pass_at_what(ks):
+    with one_line("ks"):
+        human_eval.Task("h.jsonl.gz", ks=ks)
+
+
 def test_pass_at_k_is_the_chance_of_one_right_among_k():
     assert human_eval.pass_at(1, 10, 3) == pytest.approx(0.3)
     assert human_eval.pass_at(2, 4, 2) == pytest.approx(1 - 1 / 6)
