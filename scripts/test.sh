@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up .venv if need be, and runs the tests: all of them, by three processes (many wait for others), or what pytest is told
+# Sets up .venv if need be, and runs the tests: all of them, by two processes, or what pytest is told
 # by the arguments (paths are the repository's). PYTHON=python3.13 bash scripts/test.sh takes another
 # interpreter.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-[ $# -gt 0 ] || set -- --numprocesses=3 --dist=worksteal --durations=40
+[ $# -gt 0 ] || set -- --numprocesses=2 --dist=worksteal --durations=40
 exec "$VENV/bin/python" -m pytest "$@"

@@ -20,7 +20,7 @@ from spsjax import InputError, ahead, chips, cli, sharding, theory, train
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
 # What is asked of a pass is asked of every layer: some of Chinchilla's 80, in the time of a test.
-LAYERS = 8
+LAYERS = 4
 SHORT = 70.1e9 - (80 - LAYERS) * (5 * 8192**2 + 8 * 8192**2)  # its parameters
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -100,7 +100,7 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
     assert passes["target"].memory_seconds == pytest.approx(
         # What projects relative positions is read when the cache is made, and not again.
         ((SHORT - LAYERS * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
-        rel=0.01,
+        rel=0.02,  # 70.1e9 is rounded
     )
     assert passes["target"].seconds < passes["scoring"].seconds < 1.1 * passes["target"].seconds
     loop = K * passes["draft"].seconds + passes["scoring"].seconds
@@ -127,7 +127,7 @@ def test_llama_s_shape_on_few_small_chips():
 @needs_libtpu
 def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
     # Here, since it compiles what has just been compiled.
-    assert LAYERS == 8  # as in notebooks_test
+    assert LAYERS == 4  # as in notebooks_test
     notebooks_test.run("plan_a_pod", capsys, monkeypatch)
 
 

@@ -25,8 +25,12 @@ def test_is_stored_with_small_outputs(path):
 # What is too much for a test, and what is done in its place.
 SMALLER = {
     "distill_a_draft": {'"steps": 300': '"steps": 30', '"eval_every": 100': '"eval_every": 30'},
-    "plan_a_pod": {"num_layers=32": "num_layers=8"},
-    "quickstart": {"KS = (1, 2, 4, 8)": "KS = (1, 4)"},
+    "plan_a_pod": {"num_layers=32": "num_layers=4"},
+    "quickstart": {
+        "KS = (1, 2, 4, 8)": "KS = (4,)",
+        "repetitions=3": "repetitions=1",
+        '"max_new_tokens": 96': '"max_new_tokens": 24',
+    },
 }
 
 
