@@ -24,7 +24,6 @@ from spsjax import (
     distributed,
     files,
     loading,
-    probes,
     race,
     recipes,
     runs,
@@ -149,15 +148,13 @@ def speed(
 ) -> dict[str, dict[str, float]]:
     """Drafts in turn with plain sampling, on the same prompts: speed-ups, and ms a draft step."""
     params = SamplingParams(temperature=how.temperature)
-    length, count = how.prompt_tokens + how.max_new_tokens, how.num_speculative_tokens
-    entries, parts_of = [samplers.ours(race.BASELINE, target)], {}
+    entries = [samplers.ours(race.BASELINE, target)]
     for name in names:
         draft = loading.load(workdir / name / "model", target.mesh)
-        entries.append(samplers.ours(name, target, draft, count))
-        parts_of[name, "", count] = probes.probe(target, draft, count, params, length)
+        entries.append(samplers.ours(name, target, draft, how.num_speculative_tokens))
     contenders = [race.Contender(each, "", params, how.max_new_tokens) for each in entries]
     progress = display.progress("measuring")
-    lines = race.run(contenders, prompts, how.repetitions, 0, parts_of, progress)
+    lines = race.run(contenders, prompts, how.repetitions, 0, True, progress)
     return {
         line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}
         for line in lines

@@ -117,27 +117,19 @@ def compare(
         prompts = held_out_prompts(target.tokenizer, *size, sources)
     else:
         prompts = random_prompts(target.config.vocab_size, *size)
-    longest = max(map(len, prompts.values()))
     entries = [samplers.ours(race.BASELINE, target)]
     entries += [samplers.ours("SpS", target, draft, count) for count in counts]
     if draft and config.ngram.num_speculative_tokens:
         lookup = arguments.build("ngram", ngram.Drafter, config.ngram)
         entries.append(samplers.ours("n-gram", target, lookup, lookup.num_speculative_tokens))
-    contenders, parts_of = [], {}
-    for setting, params in settings(config).items():
-        for each in (*entries, *others):
-            contenders.append(race.Contender(each, setting, params, config.max_new_tokens))
-            if config.parts and each.name in (race.BASELINE, "SpS"):
-                parts_of[contenders[-1].key] = probes.probe(
-                    target,
-                    draft,
-                    each.num_speculative_tokens,
-                    params,
-                    longest + config.max_new_tokens,
-                )
+    contenders = [
+        race.Contender(each, setting, params, config.max_new_tokens)
+        for setting, params in settings(config).items()
+        for each in (*entries, *others)
+    ]
     before = probes.memory_bandwidth()
     lines = race.run(
-        contenders, list(prompts.values()), config.repetitions, config.seed, parts_of, progress
+        contenders, list(prompts.values()), config.repetitions, config.seed, config.parts, progress
     )
     # Best of both ends: a neighbour on the machine must not make the floor look high.
     after = probes.memory_bandwidth()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spsjax import race, side_by_side, statistics
+from spsjax import probes, race, side_by_side, statistics
 from spsjax.tasks.base import Example, Task
 
 Interval = tuple[float, float] | None  # None: of too few examples
@@ -24,6 +24,7 @@ class Row:
         acceptance: accepted / proposed draft tokens; None where none was proposed.
         acceptance_by_position: as `race.acceptance_by_position` has it.
         ms_per_round: of the loop, prompts apart.
+        parts: what a round is made of, each alone: medians over texts; None where not timed.
         speedup, speedup_interval: over the first sampler; None for itself.
         metrics: of the task: mean and interval.
         differences: of those means from the first sampler's, on the same examples, and intervals.
@@ -43,6 +44,7 @@ class Row:
     acceptance: float | None = None
     acceptance_by_position: list[float | None] | None = None
     ms_per_round: float | None = None
+    parts: probes.Parts | None = None
     speedup: float | None = None
     speedup_interval: Interval | None = None
     metrics: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
@@ -120,12 +122,14 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
     proposed = sum(record["proposed"] for record in records)
     loops = sum(record["seconds"] - record["prompt_seconds"] for record in records)
     positions = race.acceptance_by_position(histogram) if proposed else None
+    timed = [probes.Parts(**record["parts"]) for record in records if "parts" in record]
     return dataclasses.replace(
         row,
         tokens_per_call=float(tokens.sum() / calls),
         acceptance=float(np.arange(len(histogram)) @ histogram / proposed) if proposed else None,
         acceptance_by_position=positions,
         ms_per_round=1e3 * loops / calls,
+        parts=probes.median(timed) if timed else None,
     )
 
 

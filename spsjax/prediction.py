@@ -1,17 +1,14 @@
 """Speed-up of the loop as theory expects it of measured acceptance and costs."""
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
-from spsjax import comparison, probes, race, theory
-from spsjax.loading import Model
-from spsjax.sampling import SamplingParams
+from spsjax import comparison, race, theory
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What parts of a round cost, in passes of the target over one token, timed in one run.
+    """What parts of a round cost, in passes of the target over one token.
 
     Attributes:
         pass_ms: that pass.
@@ -43,32 +40,22 @@ class Predicted:
     measured: float
 
 
-def measure(
-    target: Model,
-    draft: Model,
-    rows: Sequence[comparison.Row],
-    params: SamplingParams,
-    length: int,
-    progress: Callable[[Sequence], Iterable] = iter,
-    repetitions: int = 5,
-) -> Costs:
-    """The costs at every K of the rows, in turn, by medians of so many repetitions and a first."""
-    counts = sorted({row.num_speculative_tokens for row in rows if row.sampler == "SpS"})
-    parts = {K: probes.probe(target, draft, K, params, length) for K in (0, *counts)}
-    times: dict[int, list[probes.Parts]] = {K: [] for K in parts}
-    turns = [(turn, K) for turn in range(repetitions + 1) for K in parts]
-    for turn, K in progress(turns):
-        measured = parts[K]()
-        if turn:
-            times[K].append(measured)
-    one_pass = statistics.median(one.scoring for one in times[0])
+def costs_of(rows: Sequence[comparison.Row]) -> Costs | None:
+    """The costs at every K of rows of one setting; None where no parts were timed."""
+    base = _base(rows)
+    parts = {row.num_speculative_tokens: row.parts for row in rows if row.parts and row != base}
+    if not base.parts or not parts:
+        return None
+    one_pass = base.parts.scoring
+    return Costs(
+        1e3 * one_pass,
+        {K: each.draft_step / one_pass for K, each in parts.items()},
+        {K: each.scoring / one_pass for K, each in parts.items()},
+    )
 
-    def cost(part: str) -> dict[int, float]:
-        return {
-            K: statistics.median(getattr(one, part) for one in times[K]) / one_pass for K in counts
-        }
 
-    return Costs(1e3 * one_pass, cost("draft_step"), cost("scoring"))
+def _base(rows: Sequence[comparison.Row]) -> comparison.Row:
+    return next(row for row in rows if row.sampler == race.BASELINE)
 
 
 def rates_of(rows: Sequence[comparison.Row]) -> list[float | None]:
@@ -95,7 +82,7 @@ def predict(
 ) -> list[Predicted]:
     """What is expected of each row of speculative sampling, of one setting with its baseline."""
     rates = filled(rates)
-    base = next(row for row in rows if row.sampler == race.BASELINE)
+    base = _base(rows)
     ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
     found = []
     for row in ours:

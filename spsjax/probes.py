@@ -5,7 +5,7 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,23 @@ class Parts:
     scoring: float
 
 
+def median(parts: Sequence[Parts]) -> Parts:
+    """Of each part."""
+    return Parts(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, parts))))
+
+
 def probe(
     target: Model,
     draft: Model | None,
     num_speculative_tokens: int,
     params: SamplingParams,
     length: int,
-    repeats: int = 16,
+    repeats: int = 8,
 ) -> Callable[[], Parts]:
-    """Times the parts of a round alone, in caches such as `generate` has for `length` tokens."""
+    """Times the parts of a round alone, in caches such as `generate` has for `length` tokens.
+
+    What it returns is to be called again and again, in turn with what is compared: machines drift.
+    """
     K = num_speculative_tokens
     drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
     program = decode.Program(target.config, drafter)
@@ -75,6 +83,9 @@ def probe(
 
 
 def _seconds(call: Callable, *args) -> float:
+    """Of a second run: the first finds weights and fresh memory where a loop would not."""
+    jax.block_until_ready(args)
+    jax.block_until_ready(call(*args)[0])
     start = time.perf_counter()
     result, compiling = call(*args)
     jax.block_until_ready(result)
@@ -140,13 +151,24 @@ def _best_rate(call: Callable, size: int, times: int) -> float:
 
 def machine(model: Model) -> dict[str, object]:
     """What times depend on: device, cores, versions and the model's compute type."""
+    kind = jax.devices()[0].device_kind
     return {
-        "device": jax.devices()[0].device_kind,
+        "device": _processor() if kind == "cpu" else kind,
         "cores": num_cores(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "dtype": str(model.params["norm"]["scale"].dtype),
     }
+
+
+def _processor() -> str:
+    """The model's name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            found = [line.partition(":")[2].strip() for line in file if "model name" in line]
+    except OSError:
+        found = []
+    return (found or [platform.processor()])[0] or "cpu"
 
 
 def num_cores() -> int:

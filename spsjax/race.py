@@ -38,6 +38,11 @@ class Contender:
         """One continuation."""
         return self.sampler.call(prompt, self.params, self.max_new_tokens, seed, stop_at_eos=False)
 
+    def parts(self, prompt: list[int]) -> probes.Parts | None:
+        """What a round of it is made of, if that is known."""
+        parts = self.sampler.parts
+        return parts(prompt, self.params, self.max_new_tokens) if parts else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:
@@ -79,22 +84,21 @@ def run(
     prompts: Sequence[list[int]],
     repetitions: int,
     seed: int = 0,
-    parts_of: dict[tuple[str, str, int], Callable[[], probes.Parts]] | None = None,
+    parts: bool = False,
     progress: Callable[[Sequence], Iterable] = iter,
 ) -> list[Line]:
     """Every contender on every prompt, in turn, `repetitions` times after one warm-up.
 
-    `parts_of` times the parts of a contender's round, once a repetition, by (name, setting, K);
-    `progress` wraps the list of what is to be done.
+    With `parts`, those of a contender's round are timed right after it; `progress` wraps the list
+    of what is to be done.
     """
     if not prompts or repetitions < 1:
         raise InputError(
             "prompts, repetitions: expected at least one each, "
             f"found {len(prompts)} and {repetitions}"
         )
-    parts_of = parts_of or {}
     samples: dict[tuple, list[Sample]] = {}
-    parts: dict[tuple, list[probes.Parts]] = {}
+    timed: dict[tuple, list[probes.Parts]] = {}
     first: dict[tuple, Sample] = {}
     turns = [(-1, 0)] + [(turn, row) for turn in range(repetitions) for row in range(len(prompts))]
     for turn, row, each in progress([(*place, each) for place in turns for each in contenders]):
@@ -104,14 +108,12 @@ def run(
             first[key] = sample
         else:
             samples.setdefault((*key, row), []).append(sample)
-        if key in parts_of and row == 0:
-            measured = parts_of[key]()
-            if turn >= 0:
-                parts.setdefault(key, []).append(measured)
+        if parts and turn >= 0 and (measured := each.parts(prompts[row])):
+            timed.setdefault(key, []).append(measured)
     lines, texts = {}, {}
     for each in contenders:
         rows = [samples[*each.key, row] for row in range(len(prompts))]
-        lines[each.key] = _line(each.key, rows, first[each.key], parts.get(each.key))
+        lines[each.key] = _line(each.key, rows, first[each.key], timed.get(each.key))
         texts[each.key] = [list(row[0].tokens) for row in rows]
     for each in contenders:
         key, greedy = each.key, not each.params.temperature
@@ -162,10 +164,7 @@ def _line(
     )
     if not parts:
         return line
-    median = probes.Parts(
-        draft_step=statistics.median(one.draft_step for one in parts),
-        scoring=statistics.median(one.scoring for one in parts),
-    )
+    median = probes.median(parts)
     together = K * median.draft_step + median.scoring
     return dataclasses.replace(line, parts=median, loop_over_parts=loops / calls / together)
 

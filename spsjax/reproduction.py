@@ -180,11 +180,10 @@ def _found(
     if isinstance(drafter, Model):
         for setting, params in settings.items():
             mine = [row for row in rows if row.setting == setting]
-            longest = max(map(len, prompts.values())) + side_by_side.new_tokens(task, plan)
-            timing = progress("timing the parts")
-            costs[setting] = prediction.measure(target, drafter, mine, params, longest, timing)
             rates[setting] = prediction.rates_of(mine)
-            predicted[setting] = prediction.predict(mine, rates[setting], costs[setting])
+            if found := prediction.costs_of(mine):
+                costs[setting] = found
+                predicted[setting] = prediction.predict(mine, rates[setting], found)
             texts = [
                 (prompts[name], tokens)
                 for name, tokens in firsts[setting, race.BASELINE, 0].items()

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from spsjax import generation
+from spsjax import generation, probes
 from spsjax.drafters import base
 from spsjax.loading import Model
 from spsjax.sampling import SamplingParams
@@ -32,6 +32,14 @@ class Call(Protocol):
     ) -> Sample: ...
 
 
+class Parts(Protocol):
+    """Times the parts of a round of such a call, each alone."""
+
+    def __call__(
+        self, prompt: list[int], params: SamplingParams, max_new_tokens: int
+    ) -> probes.Parts: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """One way to continue a prompt.
@@ -41,12 +49,14 @@ class Sampler:
         num_speculative_tokens: K; 0 for autoregressive sampling.
         context: tokens that prompt and continuation may have together.
         call: does it.
+        parts: what a round of it is made of; None where that is not known.
     """
 
     name: str
     num_speculative_tokens: int
     context: int
     call: Call
+    parts: Parts | None = None
 
 
 def ours(
@@ -56,13 +66,14 @@ def ours(
     num_speculative_tokens: int = 0,
 ) -> Sampler:
     """`generate`; without a drafter, autoregressive sampling."""
+    K, probed = num_speculative_tokens, {}
 
     def call(prompt, params, max_new_tokens, seed, stop_at_eos):
         out = generation.generate(
             target,
             [prompt],
             drafter,
-            num_speculative_tokens,
+            K,
             params,
             max_new_tokens,
             seed,
@@ -70,6 +81,15 @@ def ours(
         )
         return Sample(out.stats.seconds, out.tokens[0].tolist(), out.stats)
 
+    def parts(prompt, params, max_new_tokens):
+        length = len(prompt) + max_new_tokens
+        key = params, generation.bucket(length + K + 1)
+        if key not in probed:
+            probed[key] = probes.probe(target, drafter, K, params, length)
+            probed[key]()  # the first run of a program takes longer than others
+        return probed[key]()
+
     models = [target, drafter] if isinstance(drafter, Model) else [target]
     context = min(model.config.max_positions for model in models)
-    return Sampler(name, num_speculative_tokens, context, call)
+    known = drafter is None or isinstance(drafter, Model)
+    return Sampler(name, K, context, call, parts if known else None)

@@ -30,6 +30,7 @@ class Plan:
         new_tokens: of each turn; 0: as the task has it.
         limit: examples; 0: all. Those that do not fit into the context are not counted.
         seed: of everything.
+        timed: examples, evenly spread, at which the parts of a round are timed too.
     """
 
     settings: tuple[str, ...] = ()
@@ -37,10 +38,11 @@ class Plan:
     new_tokens: int = 0
     limit: int = 0
     seed: int = 0
+    timed: int = 100
 
     def __post_init__(self):
-        for field, least in (("samples", 1), ("new_tokens", 0), ("limit", 0), ("seed", 0)):
-            value = getattr(self, field)
+        for field in ("samples", "new_tokens", "limit", "seed", "timed"):
+            value, least = getattr(self, field), int(field == "samples")
             if type(value) is not int or value < least:
                 raise InputError(f"{field}: expected an integer >= {least}, found {value!r}")
 
@@ -136,12 +138,15 @@ def sample(
 ) -> None:
     """Fills the journal with a record of every continuation that it does not have yet.
 
-    Samplers take turns at each prompt, so that a machine that slows down slows all of them. A
-    record depends on nothing but its example, setting, sampler, number and the seed. A later turn
-    that does not fit into the context is left out.
+    Samplers take turns at each prompt, so that a machine that slows down slows all of them; the
+    parts of a sampler's round are timed right after it. What is written depends on nothing but
+    example, setting, sampler, number and the seed. A later turn that does not fit into the context
+    is left out.
     """
     context = min(each.context for each in samplers)
     warm: set[Sampler] = set()
+    count = min(plan.timed, len(examples))
+    timed = {examples[index * len(examples) // count].name for index in range(count)}
     jobs = [
         (example, setting, params, each, number)
         for example in examples
@@ -178,6 +183,8 @@ def sample(
                 "text": answers[-1],
                 "seconds": out.seconds,
             }
+            if each.parts and example.name in timed:
+                record["parts"] = dataclasses.asdict(each.parts(ids, params, budget))
             if out.stats:
                 record |= {
                     "prompt_seconds": out.stats.prompt_seconds,

@@ -55,6 +55,7 @@ BESIDE = {
     ("tasks.xsum", "tasks.base"),
     ("tasks.human_eval", "tasks.sandbox"),
     ("loading", "tokenizer"),
+    ("samplers", "probes"),
     ("arguments", "loading"),
     ("generation", "arguments"),
     ("generation", "loading"),

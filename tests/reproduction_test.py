@@ -51,18 +51,22 @@ def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
     assert prediction.rates_of([ROW]) == []
 
 
-def test_costs_are_in_passes_of_the_target(monkeypatch):
-    """The median of turns after the first, which compiles."""
-    turns = {K: iter([9e9, 1.0, 3.0, 2.0]) for K in (0, 1, 3)}
-
-    def probe(target, draft, K, params, length):
-        return lambda: probes.Parts(draft_step=0.1 * (K + 1), scoring=(K + 1) * next(turns[K]))
-
-    monkeypatch.setattr(probes, "probe", probe)
-    rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8] * 3, 2.2, 20.0)]
-    found = prediction.measure(None, None, rows, None, 100, repetitions=3)
+def test_costs_are_in_passes_of_the_target():
+    one, three = drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8] * 3, 2.2, 20.0)
+    rows = [
+        dataclasses.replace(row, parts=probes.Parts(draft_step, scoring))
+        for row, draft_step, scoring in ((ROW, 0.0, 2.0), (one, 0.2, 4.0), (three, 0.4, 8.0))
+    ]
+    found = prediction.costs_of(rows)
     assert found.pass_ms == 2000 and found.scoring == {1: 2, 3: 4}
     assert found.draft_step == pytest.approx({1: 0.1, 3: 0.2})
+    assert prediction.costs_of([ROW, *rows[1:]]) is None  # a pass alone was not timed
+    assert prediction.costs_of(rows[:1]) is None
+
+
+def test_parts_are_medians_over_texts():
+    parts = [probes.Parts(1.0, 20.0), probes.Parts(900.0, 10.0), probes.Parts(2.0, 30.0)]
+    assert probes.median(parts) == probes.Parts(2.0, 20.0)
 
 
 def test_tasks_without_files_are_left_out():

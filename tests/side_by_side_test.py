@@ -58,7 +58,8 @@ def filled(path, pair, plan=Plan(samples=2), stop=None):
 
 
 def plain(record):
-    return {name: value for name, value in record.items() if "seconds" not in name}
+    timed = "seconds", "prompt_seconds", "parts"
+    return {name: value for name, value in record.items() if name not in timed}
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_records(pair, tmp_path):
@@ -72,6 +73,15 @@ def test_a_run_that_was_stopped_ends_with_the_same_records(pair, tmp_path):
     (tmp_path / "parts.jsonl").write_bytes(lines[:-7])  # killed while it wrote
     _, parts = filled(tmp_path / "parts.jsonl", pair)
     assert list(map(plain, parts.records)) == list(map(plain, whole.records))
+
+
+def test_parts_of_a_round_are_timed_at_some_examples(pair, tmp_path):
+    _, journal = filled(tmp_path / "journal.jsonl", pair, Plan(settings=("warm",), timed=2))
+    timed = [record for record in journal.records if "parts" in record]
+    assert len(timed) == (1 + 2) * 3 and {record["example"] for record in timed} == {"one", "two"}
+    for record in timed:
+        assert record["parts"]["scoring"] > 0
+        assert (record["parts"]["draft_step"] > 0) == (record["sampler"] != "ArS")
 
 
 def test_samplers_agree_where_they_must(pair, tmp_path):

@@ -20,6 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
         "new_tokens": 0,  # 0: as the task has it
         "limit": 0,  # prompts; 0: all that fit into the context
         "seed": 0,
+        "timed": 100,  # prompts, evenly spread, at which a draft step and a scoring are timed alone
     }
     return ml_collections.ConfigDict(
         {
