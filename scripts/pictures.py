@@ -142,7 +142,8 @@ def accepted(found, path) -> None:
             middle = [index + 0.4 - width / 2 for index in range(len(names))]
             axis.set(xlabel=title, ylabel="acceptance, exact", ylim=(0, 1))
             axis.set_xticks(middle, names)
-        axes[0, 0].legend(fontsize="small", loc="lower left")
+        handles = axes[0, 0].get_legend_handles_labels()
+        axes[0, 0].get_figure().legend(*handles, fontsize="small", loc="outside right upper")
 
 
 def predicted(curves: dict[str, dict[int, tuple]], path) -> None:

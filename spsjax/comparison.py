@@ -18,7 +18,7 @@ class Row:
 
     Attributes:
         ms_per_token: whole calls, prompts included.
-        spread_ms: its standard deviation over texts.
+        spread_ms: its standard deviation over texts, each weighed by its tokens.
         latency_ms: of a call, by percentile: 50, 90, 99.
         tokens_per_call: new tokens a target call; None where the sampler does not say.
         acceptance: accepted / proposed draft tokens; None where none was proposed.
@@ -99,7 +99,12 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
     seconds, tokens = _per_token(part)
     records = [record for each in part for record in each]
     latencies = [1e3 * record["seconds"] for record in records]
-    per_token = [1e3 * record["seconds"] / max(len(record["tokens"]), 1) for record in records]
+    lengths = [len(record["tokens"]) for record in records]
+    ms_per_token = 1e3 * seconds.sum() / tokens.sum()
+    apart = [
+        1e3 * record["seconds"] / max(length, 1) - ms_per_token
+        for record, length in zip(records, lengths)
+    ]
     metrics = {}
     for metric, by_name in scores.items():
         values = [by_name[name] for name in names if name in by_name]
@@ -110,8 +115,8 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
         examples=len(part),
         texts=len(records),
         tokens=int(tokens.sum()),
-        ms_per_token=float(1e3 * seconds.sum() / tokens.sum()),
-        spread_ms=float(np.std(per_token)),
+        ms_per_token=float(ms_per_token),
+        spread_ms=float(np.sqrt(np.average(np.square(apart), weights=lengths))),
         latency_ms={level: float(np.percentile(latencies, level)) for level in (50, 90, 99)},
         metrics=metrics,
     )

@@ -187,6 +187,19 @@ def test_samplers_of_different_laws_are_told_apart():
     assert other.latency_ms == pytest.approx({50: 4500, 90: 7300, 99: 7930})
 
 
+def test_a_short_text_has_little_weight_in_the_spread():
+    records = [
+        {
+            "setting": "warm", "sampler": "one", "num_speculative_tokens": 0, "example": example,
+            "turn": 0, "sample": 0, "group": "", "tokens": [7] * length, "seconds": 1.0,
+        }
+        for example, length in (("a", 1), ("b", 9))
+    ]  # fmt: skip
+    (row,) = comparison.rows(records, {})
+    assert row.ms_per_token == pytest.approx(200)
+    assert row.spread_ms**2 == pytest.approx((800**2 + 9 * (1000 / 9 - 200) ** 2) / 10)
+
+
 def test_a_fingerprint_is_of_all_that_is_asked_and_judged_by(pair):
     target, _ = pair
     example = base.Example("a", ("def f", "more"), {"summary": "x"})
