@@ -143,7 +143,8 @@ def accepted(found, path) -> None:
             axis.set(xlabel=title, ylabel="acceptance, exact", ylim=(0, 1))
             axis.set_xticks(middle, names)
         handles = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].get_figure().legend(*handles, fontsize="small", loc="outside right upper")
+        where = {"loc": "outside upper center", "ncols": 3}
+        axes[0, 0].get_figure().legend(*handles, fontsize="small", **where)
 
 
 def predicted(curves: dict[str, dict[int, tuple]], path) -> None:
