@@ -81,8 +81,9 @@ def figure1(found, tokens: int, path) -> None:
         time, filled, loop = axes[0]
         colours = (f"C{index}" for index in range(10))
         for task, each in found.items():
-            for setting in dict.fromkeys(row.setting for row in each.rows):
-                name = f"{task}, {setting}" if len(each.costs) > 1 else task
+            settings = dict.fromkeys(row.setting for row in each.rows)
+            for setting in settings:
+                name = f"{task}, {setting}" if len(settings) > 1 else task
                 rows = [row for row in each.rows if row.setting == setting]
                 _curves(time, filled, loop, rows, each, setting, tokens, name, next(colours))
         time.set(ylabel=f"ms for {tokens} tokens", title="time, with its spread over texts")

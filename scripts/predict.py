@@ -103,7 +103,7 @@ def measured(path: str) -> dict[str, tuple]:
         kind = type(error).__name__
         raise InputError(f"{path}: expected a report.json of reproduce.py, found {kind}") from None
     if not found:
-        raise InputError(f"{path}: expected figures of a draft model, found none")
+        raise InputError(f"{path}: expected the timed parts of a draft model's rounds, found none")
     return found
 
 

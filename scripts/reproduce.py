@@ -111,7 +111,7 @@ def who(row) -> str:
 def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
     """Predictions beside measurements."""
     header = ["setting", "sampler", "tokens a call", "draft step", "scoring"]
-    header += ["speed-up if scoring is free", "by theory", "measured", "ratio"]
+    header += ["speed-up if scoring is free", "by theory", "measured", "ratio", "round / parts"]
     lines = []
     for setting, predicted in found.predicted.items():
         costs = found.costs[setting]
@@ -125,6 +125,7 @@ def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
             ]
             cells += [f"{costs.scoring[K]:.2f}", f"{each.free:.2f}", f"{each.speedup:.2f}"]
             cells += [f"{each.measured:.2f}", f"{each.measured / each.speedup:.2f}"]
+            cells.append(number(each.loop_over_parts))
             lines.append(cells)
     return header, lines
 

@@ -76,7 +76,7 @@ class Report:
     """What `compare` found.
 
     Attributes:
-        machine: device, its kind, cores, versions and compute type.
+        machine: as `probes.machine` has it.
         weights_bytes: of the target, read once a pass from one memory (`Model.num_bytes`).
         bandwidth: bytes a second, by `probes.memory_bandwidth`.
         floor_ms: weights_bytes / the highest bandwidth: no ArS token can be cheaper.

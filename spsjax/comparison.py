@@ -24,8 +24,13 @@ class Row:
         acceptance: accepted / proposed draft tokens; None where none was proposed.
         acceptance_by_position: as `race.acceptance_by_position` has it.
         ms_per_round: of the loop, prompts apart.
-        parts: what a round is made of, each alone: medians over texts; None where not timed.
+        parts: what a round is made of, each alone: medians over examples; None where not timed.
+        loop_over_parts: a round / (K draft steps + scoring), median over examples.
+        costs: `parts` in passes of the first sampler at the same example: medians of ratios, which
+            a machine that drifts leaves as they are.
         speedup, speedup_interval: over the first sampler; None for itself.
+        loop_speedup: the same of the loop, prompts apart: tokens a call x the median over examples
+            of the first sampler's round / this one's.
         metrics: of the task: mean and interval.
         differences: of those means from the first sampler's, on the same examples, and intervals.
         chances: p values of being the first sampler: of each metric, "1-grams" and "2-grams".
@@ -45,8 +50,11 @@ class Row:
     acceptance_by_position: list[float | None] | None = None
     ms_per_round: float | None = None
     parts: probes.Parts | None = None
+    loop_over_parts: float | None = None
+    costs: probes.Parts | None = None
     speedup: float | None = None
     speedup_interval: Interval | None = None
+    loop_speedup: float | None = None
     metrics: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
     differences: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
     chances: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -84,6 +92,8 @@ def rows(records: Sequence[dict], scores: Scores) -> list[Row]:
                 base_part = [first[name] for name in names]
                 pair = scores.get(who, {}), scores.get(base, {})
                 row = _against(row, part, base_part, names, *pair)
+                if row.tokens_per_call and "target_calls" in base_part[0][0]:
+                    row = _beside(row, part, base_part)
             found.append(row)
     return found
 
@@ -99,11 +109,10 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
     seconds, tokens = _per_token(part)
     records = [record for each in part for record in each]
     latencies = [1e3 * record["seconds"] for record in records]
-    lengths = [len(record["tokens"]) for record in records]
+    lengths = [max(len(record["tokens"]), 1) for record in records]
     ms_per_token = 1e3 * seconds.sum() / tokens.sum()
     apart = [
-        1e3 * record["seconds"] / max(length, 1) - ms_per_token
-        for record, length in zip(records, lengths)
+        1e3 * record["seconds"] / length - ms_per_token for record, length in zip(records, lengths)
     ]
     metrics = {}
     for metric, by_name in scores.items():
@@ -125,16 +134,55 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
         return row
     histogram = np.sum([record["accepted"] for record in records], axis=0)
     proposed = sum(record["proposed"] for record in records)
-    loops = sum(record["seconds"] - record["prompt_seconds"] for record in records)
+    loops = sum(map(_loop, records))
     positions = race.acceptance_by_position(histogram) if proposed else None
-    timed = [probes.Parts(**record["parts"]) for record in records if "parts" in record]
+    timed = [(_round(each), parts) for each in part if (parts := _parts(each))]
+    K = who[-1]
     return dataclasses.replace(
         row,
         tokens_per_call=float(tokens.sum() / calls),
         acceptance=float(np.arange(len(histogram)) @ histogram / proposed) if proposed else None,
         acceptance_by_position=positions,
         ms_per_round=1e3 * loops / calls,
-        parts=probes.median(timed) if timed else None,
+        parts=probes.median([parts for _, parts in timed]) if timed else None,
+        loop_over_parts=float(
+            np.median([loop / (K * parts.draft_step + parts.scoring) for loop, parts in timed])
+        )
+        if timed
+        else None,
+    )
+
+
+def _loop(record: dict) -> float:
+    """Its seconds, prompt apart."""
+    return record["seconds"] - record["prompt_seconds"]
+
+
+def _round(records: Sequence[dict]) -> float:
+    """Seconds a round of the loop, of one example."""
+    return sum(map(_loop, records)) / sum(record["target_calls"] for record in records)
+
+
+def _parts(records: Sequence[dict]) -> probes.Parts | None:
+    """What a round of one example is made of."""
+    timed = [probes.Parts(**record["parts"]) for record in records if "parts" in record]
+    return probes.median(timed) if timed else None
+
+
+def _beside(row: Row, part, base_part) -> Row:
+    """The row with its loop's figures in those of the baseline, at the same examples."""
+    pairs = list(zip(part, base_part))
+    rounds = [_round(base) / _round(ours) for ours, base in pairs]
+    timed = [(_parts(ours), _parts(base)) for ours, base in pairs]
+    costs = [
+        probes.Parts(ours.draft_step / base.scoring, ours.scoring / base.scoring)
+        for ours, base in timed
+        if ours and base
+    ]
+    return dataclasses.replace(
+        row,
+        loop_speedup=float(row.tokens_per_call * np.median(rounds)),
+        costs=probes.median(costs) if costs else None,
     )
 
 

@@ -65,9 +65,14 @@ class Journal:
                 f"{self.path}, line 1: expected a journal's config, found {one_line(error)}"
             ) from None
         for name in sorted(changed):
+            ours, theirs = config.get(name), found.get(name)
+            if isinstance(ours, dict) and isinstance(theirs, dict):  # what differs, not all of it
+                fields = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
+                ours, theirs = (
+                    {key: each.get(key) for key in sorted(fields)} for each in (ours, theirs)
+                )
             raise InputError(
-                f"{self.path}: expected {name} {brief(config.get(name))}, "
-                f"found a journal of {brief(found.get(name))}"
+                f"{self.path}: expected {name} {brief(ours)}, found a journal of {brief(theirs)}"
             )
 
     def __contains__(self, key: tuple) -> bool:

@@ -31,6 +31,7 @@ class Predicted:
         speedup: of the loop, with the costs as they were measured.
         free: the same if scoring K + 1 tokens cost what one costs (Leviathan et al., theorem 3.8).
         measured: of the loop: prompts apart, and end of sequence and full budget included.
+        loop_over_parts: a round / what it is made of: what theory leaves out.
     """
 
     num_speculative_tokens: int
@@ -38,24 +39,20 @@ class Predicted:
     speedup: float
     free: float
     measured: float
+    loop_over_parts: float | None = None
 
 
 def costs_of(rows: Sequence[comparison.Row]) -> Costs | None:
     """The costs at every K of rows of one setting; None where no parts were timed."""
-    base = _base(rows)
-    parts = {row.num_speculative_tokens: row.parts for row in rows if row.parts and row != base}
-    if not base.parts or not parts:
+    base = next(row for row in rows if row.sampler == race.BASELINE)
+    costs = {row.num_speculative_tokens: row.costs for row in rows if row.costs}
+    if not costs:
         return None
-    one_pass = base.parts.scoring
     return Costs(
-        1e3 * one_pass,
-        {K: each.draft_step / one_pass for K, each in parts.items()},
-        {K: each.scoring / one_pass for K, each in parts.items()},
+        1e3 * base.parts.scoring,
+        {K: each.draft_step for K, each in costs.items()},
+        {K: each.scoring for K, each in costs.items()},
     )
-
-
-def _base(rows: Sequence[comparison.Row]) -> comparison.Row:
-    return next(row for row in rows if row.sampler == race.BASELINE)
 
 
 def rates_of(rows: Sequence[comparison.Row]) -> list[float | None]:
@@ -82,7 +79,6 @@ def predict(
 ) -> list[Predicted]:
     """What is expected of each row of speculative sampling, of one setting with its baseline."""
     rates = filled(rates)
-    base = _base(rows)
     ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
     found = []
     for row in ours:
@@ -93,7 +89,8 @@ def predict(
                 tokens_per_call=theory.block_efficiency(rates, K),
                 speedup=theory.speedup(rates, K, costs.draft_step[K], costs.scoring[K]),
                 free=theory.speedup(rates, K, costs.draft_step[K]),
-                measured=base.ms_per_round * row.tokens_per_call / row.ms_per_round,
+                measured=row.loop_speedup,
+                loop_over_parts=row.loop_over_parts,
             )
         )
     return found

@@ -108,7 +108,8 @@ def run(
             first[key] = sample
         else:
             samples.setdefault((*key, row), []).append(sample)
-        if parts and turn >= 0 and (measured := each.parts(prompts[row])):
+        measured = each.parts(prompts[row]) if parts else None
+        if measured and turn >= 0:
             timed.setdefault(key, []).append(measured)
     lines, texts = {}, {}
     for each in contenders:

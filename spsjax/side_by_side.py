@@ -145,8 +145,7 @@ def sample(
     """
     context = min(each.context for each in samplers)
     warm: set[Sampler] = set()
-    count = min(plan.timed, len(examples))
-    timed = {examples[index * len(examples) // count].name for index in range(count)}
+    timed = {example.name for example in spread(examples, plan.timed)}
     jobs = [
         (example, setting, params, each, number)
         for example in examples
@@ -193,6 +192,12 @@ def sample(
                     "accepted": out.stats.accepted_histogram,
                 }
             journal.add(record)
+
+
+def spread(items: Sequence, count: int) -> list:
+    """So many of them, evenly spread; all where there are not as many."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def _seed(*parts) -> int:

@@ -117,3 +117,10 @@ def test_killed_again_and_again_it_ends_with_each_record_once(tmp_path):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     samples = [json.loads(line)["sample"] for line in path.read_text().splitlines()[1:]]
     assert samples == list(range(200))
+
+
+def test_another_config_is_shown_where_it_differs(tmp_path):
+    plan = dict.fromkeys("abcdefgh", 0)
+    Journal(tmp_path / "journal.jsonl", {"plan": plan}, KEY)
+    with one_line("expected plan {'h': 3}, found a journal of {'h': 0}"):
+        Journal(tmp_path / "journal.jsonl", {"plan": plan | {"h": 3}}, KEY)

@@ -33,6 +33,7 @@ def drafted(K, rates, tokens_per_call, ms_per_round):
     return dataclasses.replace(
         ROW, sampler="SpS", num_speculative_tokens=K, acceptance_by_position=rates,
         tokens_per_call=tokens_per_call, ms_per_round=ms_per_round,
+        loop_speedup=10.0 * tokens_per_call / ms_per_round,
     )  # fmt: skip
 
 
@@ -52,16 +53,13 @@ def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
 
 
 def test_costs_are_in_passes_of_the_target():
+    base = dataclasses.replace(ROW, parts=probes.Parts(0.0, 2.0))
     one, three = drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8] * 3, 2.2, 20.0)
-    rows = [
-        dataclasses.replace(row, parts=probes.Parts(draft_step, scoring))
-        for row, draft_step, scoring in ((ROW, 0.0, 2.0), (one, 0.2, 4.0), (three, 0.4, 8.0))
-    ]
-    found = prediction.costs_of(rows)
-    assert found.pass_ms == 2000 and found.scoring == {1: 2, 3: 4}
-    assert found.draft_step == pytest.approx({1: 0.1, 3: 0.2})
-    assert prediction.costs_of([ROW, *rows[1:]]) is None  # a pass alone was not timed
-    assert prediction.costs_of(rows[:1]) is None
+    one = dataclasses.replace(one, costs=probes.Parts(0.1, 2.0))
+    three = dataclasses.replace(three, costs=probes.Parts(0.2, 4.0))
+    found = prediction.costs_of([base, one, three])
+    assert found == prediction.Costs(2000.0, {1: 0.1, 3: 0.2}, {1: 2.0, 3: 4.0})
+    assert prediction.costs_of([base]) is None
 
 
 def test_parts_are_medians_over_texts():

@@ -76,10 +76,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_records(pair, tmp_path):
 
 
 def test_parts_of_a_round_are_timed_at_some_examples(pair, tmp_path):
-    _, journal = filled(tmp_path / "journal.jsonl", pair, Plan(settings=("warm",), timed=2))
-    timed = [record for record in journal.records if "parts" in record]
-    assert len(timed) == (1 + 2) * 3 and {record["example"] for record in timed} == {"one", "two"}
-    for record in timed:
+    names = {0: set(), 1: {"one"}, 2: {"one", "two"}, 9: {"one", "two", "three"}}
+    for timed, expected in names.items():
+        path, plan = tmp_path / f"{timed}.jsonl", Plan(settings=("warm",), timed=timed)
+        _, journal = filled(path, pair, plan)
+        assert {record["example"] for record in journal.records if "parts" in record} == expected
+    for record in journal.records:
         assert record["parts"]["scoring"] > 0
         assert (record["parts"]["draft_step"] > 0) == (record["sampler"] != "ArS")
 
@@ -198,6 +200,34 @@ def test_a_short_text_has_little_weight_in_the_spread():
     (row,) = comparison.rows(records, {})
     assert row.ms_per_token == pytest.approx(200)
     assert row.spread_ms**2 == pytest.approx((800**2 + 9 * (1000 / 9 - 200) ** 2) / 10)
+
+
+def test_what_is_spread():
+    found = [side_by_side.spread("abcdefghij", count) for count in (0, 1, 3, 10, 99)]
+    assert ["".join(each) for each in found] == ["", "a", "adg", "abcdefghij", "abcdefghij"]
+
+
+def test_a_loop_is_compared_at_the_same_examples():
+    """A machine that slows down for one of them slows both samplers."""
+    records = [
+        {
+            "setting": "warm", "sampler": name, "num_speculative_tokens": K, "example": example,
+            "turn": 0, "sample": 0, "group": "", "tokens": [7] * 30,
+            "prompt_seconds": 5.0, "seconds": 5.0 + calls * round_seconds * slow,
+            "target_calls": calls, "proposed": K * calls, "accepted": [0, 0, calls][: K + 1],
+            "parts": {"draft_step": draft_step * slow, "scoring": scoring * slow},
+        }
+        for example, slow in (("a", 1), ("b", 100), ("c", 3))
+        for name, K, calls, round_seconds, draft_step, scoring in (
+            ("ArS", 0, 30, 1.1, 0.0, 1.0), ("SpS", 2, 10, 2.2, 0.2, 1.6),
+        )
+    ]  # fmt: skip
+    base, row = comparison.rows(records, {})
+    assert row.tokens_per_call == 3 and row.loop_speedup == pytest.approx(3 * 1.1 / 2.2)
+    assert row.costs.draft_step == pytest.approx(0.2) and row.costs.scoring == pytest.approx(1.6)
+    assert base.loop_over_parts == pytest.approx(1.1)
+    assert row.loop_over_parts == pytest.approx(2.2 / (2 * 0.2 + 1.6))
+    assert base.costs is base.loop_speedup is None
 
 
 def test_a_fingerprint_is_of_all_that_is_asked_and_judged_by(pair):
