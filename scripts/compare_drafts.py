@@ -154,7 +154,7 @@ def speed(
         entries.append(samplers.ours(name, target, draft, how.num_speculative_tokens))
     contenders = [race.Contender(each, "", params, how.max_new_tokens) for each in entries]
     progress = display.progress("measuring")
-    lines = race.run(contenders, prompts, how.repetitions, 0, True, progress)
+    lines = race.run(contenders, prompts, how.repetitions, parts=True, progress=progress)
     return {
         line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}
         for line in lines

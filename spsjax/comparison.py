@@ -137,7 +137,7 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
     loops = sum(map(_loop, records))
     positions = race.acceptance_by_position(histogram) if proposed else None
     timed = [(_round(each), parts) for each in part if (parts := _parts(each))]
-    K = who[-1]
+    over = [loop / parts.together(row.num_speculative_tokens) for loop, parts in timed]
     return dataclasses.replace(
         row,
         tokens_per_call=float(tokens.sum() / calls),
@@ -145,11 +145,7 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
         acceptance_by_position=positions,
         ms_per_round=1e3 * loops / calls,
         parts=probes.median([parts for _, parts in timed]) if timed else None,
-        loop_over_parts=float(
-            np.median([loop / (K * parts.draft_step + parts.scoring) for loop, parts in timed])
-        )
-        if timed
-        else None,
+        loop_over_parts=float(np.median(over)) if timed else None,
     )
 
 

@@ -166,8 +166,8 @@ def _line(
     if not parts:
         return line
     median = probes.median(parts)
-    together = K * median.draft_step + median.scoring
-    return dataclasses.replace(line, parts=median, loop_over_parts=loops / calls / together)
+    over = loops / calls / median.together(K)
+    return dataclasses.replace(line, parts=median, loop_over_parts=over)
 
 
 def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
