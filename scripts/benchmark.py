@@ -18,8 +18,9 @@ import display
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import benchmark, cli, distributed, files, loading, peers
+from spsjax import benchmark, cli, distributed, loading, peers
 from spsjax.errors import InputError
+from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _MODELS = _CONFIGS.parent / "models"
@@ -78,7 +79,7 @@ def main():
         weights = mark or "as loaded"
         figures = {"config": config.to_dict(), "weights": weights, **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
-        files.write(_JSON.value, text)
+        atomic_files.write(_JSON.value, text)
     if _PLOT.value and distributed.is_first():
         import pictures
 

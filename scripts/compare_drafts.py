@@ -17,21 +17,11 @@ import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import (
-    arguments,
-    benchmark,
-    cli,
-    distributed,
-    files,
-    loading,
-    race,
-    recipes,
-    runs,
-    samplers,
-)
+from spsjax import arguments, benchmark, cli, distributed, loading, race, recipes, runs, samplers
 from spsjax.documents import Sources
 from spsjax.errors import InputError, one_line
 from spsjax.sampling import SamplingParams
+from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
@@ -63,8 +53,8 @@ def main():
         for name, figures in speed(config.speed, target, prompts, workdir, list(drafts)).items():
             rows[name] |= figures
     if distributed.is_first():
-        files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
-        files.write(workdir / "table.md", table(rows))
+        atomic_files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
+        atomic_files.write(workdir / "table.md", table(rows))
         import pictures
 
         pictures.bars(rows, workdir / "table.png")

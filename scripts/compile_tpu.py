@@ -17,8 +17,9 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import ahead, cli, files
+from spsjax import ahead, cli
 from spsjax.errors import InputError
+from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
@@ -43,7 +44,7 @@ def main():
     )
     show(report, config["num_speculative_tokens"])
     if _JSON.value:
-        files.write(_JSON.value, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+        atomic_files.write(_JSON.value, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
 
 
 def _options(text: str) -> dict[str, str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import display
 import matplotlib
 
-from spsjax import files, race
+from spsjax import race
+from spsjax.utils import atomic_files
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -19,7 +20,7 @@ def panels(path, rows: int, columns: int, dpi: int = 150, **options) -> Iterator
     figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
     try:
         yield axes
-        with files.whole(path) as partial:
+        with atomic_files.whole(path) as partial:
             figure.savefig(partial, dpi=dpi, format="png")
     finally:
         pyplot.close(figure)

@@ -20,7 +20,8 @@ import jinja2
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, distributed, files, loading, peers, probes, reproduction
+from spsjax import cli, distributed, loading, peers, probes, reproduction
+from spsjax.utils import atomic_files
 
 _SCRIPTS = pathlib.Path(__file__).resolve().parent
 _CONFIGS = _SCRIPTS.parent / "configs" / "experiments"
@@ -174,7 +175,7 @@ def write(what: str, config, found: dict, tables: list, machine: dict, workdir) 
 
     figures = {name: dataclasses.asdict(each) for name, each in found.items()}
     record = {"what": what, "machine": machine, "config": config.to_dict(), "tasks": figures}
-    files.write(workdir / "report.json", json.dumps(record, indent=2) + "\n")
+    atomic_files.write(workdir / "report.json", json.dumps(record, indent=2) + "\n")
     drawn = {}
     if what == "figure1":
         tokens = config.figure1.plan.new_tokens or 128
@@ -197,7 +198,7 @@ def write(what: str, config, found: dict, tables: list, machine: dict, workdir) 
         found=found,
     )
     page = page.replace("\0", "\N{REPLACEMENT CHARACTER}")  # texts may have it, HTML may not
-    files.write(workdir / "report.html", page + "\n")
+    atomic_files.write(workdir / "report.html", page + "\n")
 
 
 if __name__ == "__main__":

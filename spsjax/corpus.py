@@ -9,10 +9,11 @@ import pathlib
 import numpy as np
 from tqdm import tqdm
 
-from spsjax import data, files, tokenizer
+from spsjax import data, tokenizer
 from spsjax.documents import Sources, Split, listing
 from spsjax.errors import InputError, brief, one_line
 from spsjax.tokenizer import Tokenizer
+from spsjax.utils import atomic_files
 
 # More text than this makes a vocabulary no better, and its training slow.
 _TOKENIZER_CHARACTERS = 200_000_000
@@ -76,7 +77,7 @@ def prepare(
             raise InputError(
                 f"{path}: expected {parts[part]['tokens']} tokens of {dtype}, found {size} bytes"
             )
-        if files.sha256(path) != parts[part]["sha256"]:
+        if atomic_files.sha256(path) != parts[part]["sha256"]:
             raise InputError(f"{path}: expected the tokens of {manifest}, found others")
         windows.append(data.Windows(np.memmap(path, dtype, "r") if size else [], length, part))
     return *windows, pieces
@@ -137,7 +138,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     with contextlib.ExitStack() as stack:
         outputs = {}
         for part in _PARTS:
-            partial = stack.enter_context(files.whole(folder / f"{part}.bin"))
+            partial = stack.enter_context(atomic_files.whole(folder / f"{part}.bin"))
             outputs[part] = stack.enter_context(open(partial, "wb"))
         total = sum(counts.values())
         for part, document in tqdm(documents, "tokenizing", total, unit="doc", delay=2):
@@ -155,7 +156,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     for entry in listed.values():
         entry["text_sha256"] = entry["text_sha256"].hexdigest()
     for part in _PARTS:
-        parts[part]["sha256"] = files.sha256(folder / f"{part}.bin")
+        parts[part]["sha256"] = atomic_files.sha256(folder / f"{part}.bin")
     record = {"recipe": recipe, "listing": before, "dtype": dtype, "parts": parts, "files": listed}
     record["tokenizer_sha256"] = pieces.sha256
-    files.write(folder / "manifest.json", json.dumps(record, indent=1) + "\n")
+    atomic_files.write(folder / "manifest.json", json.dumps(record, indent=1) + "\n")

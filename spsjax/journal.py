@@ -5,8 +5,8 @@ import os
 import pathlib
 from collections.abc import Hashable
 
-from spsjax import files
 from spsjax.errors import InputError, brief, one_line
+from spsjax.utils import atomic_files
 
 
 class Journal:
@@ -42,7 +42,7 @@ class Journal:
             elif not _line({"config": config}).startswith(raw):
                 raise InputError(f"{path}: expected a journal, found another file")
             if writes and whole != raw:
-                files.write(self.path, whole)
+                atomic_files.write(self.path, whole)
             if not whole:
                 self._write({"config": config})
         except (OSError, UnicodeDecodeError) as error:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from spsjax import distributed, files
+from spsjax import distributed
 from spsjax.errors import InputError, one_line
+from spsjax.utils import atomic_files
 
 # How much work may be lost, in seconds.
 _LOSS = 10
@@ -69,7 +70,7 @@ def _make(path, count, batch, compute, what) -> None:
     with contextlib.ExitStack() as stack:
         if first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.lock(path.with_name(f".{path.name}.lock")))
+            stack.enter_context(atomic_files.lock(path.with_name(f".{path.name}.lock")))
             done = count if path.is_dir() else _done(partial)
         done = distributed.agreed(done)
         if done == count:
@@ -92,7 +93,7 @@ def _make(path, count, batch, compute, what) -> None:
                 for file in outputs.values():
                     file.flush()
                     os.fsync(file.fileno())
-                files.write(partial / "rows", str(start + batch))
+                atomic_files.write(partial / "rows", str(start + batch))
                 noted = time.monotonic()
         bar.close()
         if first:

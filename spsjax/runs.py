@@ -14,8 +14,9 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spsjax import chips, distributed, events, files
+from spsjax import chips, distributed, events
 from spsjax.errors import InputError, NonFiniteError, brief, one_line
+from spsjax.utils import atomic_files
 
 # A run may go on with others of these: they change no result, but for rounding.
 _FREE = "mesh", "cache", "keep", "keep_best", "log_every"
@@ -32,7 +33,7 @@ def hold(path: pathlib.Path) -> None:
         return
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = files.lock(path / ".lock", wait=False)
+        lock = atomic_files.lock(path / ".lock", wait=False)
         lock.__enter__()  # till the process ends
     except BlockingIOError:
         raise InputError(
@@ -87,13 +88,13 @@ class Folder:
         if not distributed.is_first():
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        files.write(self.path / "config.json", json.dumps(self._config, indent=2) + "\n")
+        atomic_files.write(self.path / "config.json", json.dumps(self._config, indent=2) + "\n")
         starts = _starts(self.path / "environment.json") if step else []
         starts.append({"step": step, **_environment()})
-        files.write(self.path / "environment.json", json.dumps(starts, indent=2) + "\n")
+        atomic_files.write(self.path / "environment.json", json.dumps(starts, indent=2) + "\n")
         kept = [record for record in records(self.path) if record["step"] <= step]
         lines = "".join(json.dumps(record) + "\n" for record in kept)
-        files.write(self.path / "log.jsonl", lines)
+        atomic_files.write(self.path / "log.jsonl", lines)
         self._events = events.Writer(self.path, step + 1)
 
     def log(self, step: int, group: str, **record: Any) -> None:
@@ -223,7 +224,7 @@ def plot(folder: Folder) -> bool:
                 axis.plot(steps, values, label=group, linewidth=1)
         axis.set(xlabel="step", title=name.replace("_", " "))
         axis.legend()
-    with files.whole(folder.path / "curves.png") as partial:
+    with atomic_files.whole(folder.path / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=120)
     return True
 

@@ -14,7 +14,8 @@ from bad_input import one_line
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
-from spsjax import comparison, files, prediction, probes, reproduction, runs
+from spsjax import comparison, prediction, probes, reproduction, runs
+from spsjax.utils import atomic_files
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_spec_bench_has_figures_of_each_category(pair, tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    with files.lock(tmp_path / ".lock"), one_line(str(tmp_path), "another process"):
+    with atomic_files.lock(tmp_path / ".lock"), one_line(str(tmp_path), "another process"):
         runs.hold(tmp_path)
 
 

@@ -5,10 +5,10 @@ import json
 import os
 import pathlib
 
-from spsjax import files
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models.config import Config
 from spsjax.models.families import FAMILIES, FEATURES, Family
+from spsjax.utils import atomic_files
 
 # What a field must be, in words and as a predicate; a bool is no int here.
 NUMBER = "an integer in [0, 2**31)", lambda x: type(x) is int and 0 <= x < 2**31
@@ -324,4 +324,4 @@ def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
     whole = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
     if _parse(path, raw) != whole:
         raise InputError(f"model: expected a shape that {name} can have, found {brief(config)}")
-    files.write(path, json.dumps(raw, indent=2) + "\n")
+    atomic_files.write(path, json.dumps(raw, indent=2) + "\n")

@@ -13,11 +13,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from spsjax import files, sharding
+from spsjax import sharding
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import config_json, families, transformer
 from spsjax.models.config_json import OBJECT, Fields
 from spsjax.types import PyTree
+from spsjax.utils import atomic_files
 
 read_config = config_json.read
 SINGLE, INDEX, _PICKLES = "model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"
@@ -189,6 +190,6 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
         for name, parts in pieces.items()
     }
     config_json.write(folder, config, jnp.dtype(dtype).name)  # first: it may refuse the shape
-    with files.whole(folder / "model.safetensors") as partial:
+    with atomic_files.whole(folder / "model.safetensors") as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)  # another model's, and goes first

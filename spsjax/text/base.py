@@ -8,9 +8,9 @@ import os
 import pathlib
 from collections.abc import Iterable, Sequence
 
-from spsjax import files
 from spsjax.errors import InputError, brief, one_line
 from spsjax.text import chat
+from spsjax.utils import atomic_files
 
 # The files that define a tokenizer, by which of them is looked for first.
 KINDS = ("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt")
@@ -76,7 +76,7 @@ class Tokenizer(abc.ABC):
             if name not in self.files:
                 (folder / name).unlink(missing_ok=True)
         for name, raw in self.files.items():
-            files.write(folder / name, raw)
+            atomic_files.write(folder / name, raw)
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, by the folder's template.

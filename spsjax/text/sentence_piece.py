@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
-from spsjax import files
 from spsjax.errors import InputError, brief, one_line
 from spsjax.text import base
+from spsjax.utils import atomic_files
 
 _SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
 
@@ -111,5 +111,5 @@ def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> Se
         raise InputError(
             f"vocab_size: expected a size that fits the texts, found {vocab_size} ({reason})"
         ) from None
-    files.write(path, model.getvalue())
+    atomic_files.write(path, model.getvalue())
     return SentencePiece(path.parent, (path.name,))
