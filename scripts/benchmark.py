@@ -18,8 +18,9 @@ import display
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import benchmark, cli, distributed, loading, peers
+from spsjax import benchmark, cli, loading, peers
 from spsjax.errors import InputError
+from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -75,12 +76,12 @@ def main():
     display.positions(report.lines, mark)
     display.summary(report, mark)
     display.prediction(report.lines, mark)
-    if _JSON.value and distributed.is_first():
+    if _JSON.value and multihost.is_first():
         weights = mark or "as loaded"
         figures = {"config": config.to_dict(), "weights": weights, **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
         atomic_files.write(_JSON.value, text)
-    if _PLOT.value and distributed.is_first():
+    if _PLOT.value and multihost.is_first():
         import pictures
 
         pictures.speed(report.lines, _PLOT.value, mark)

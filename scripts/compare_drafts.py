@@ -17,9 +17,10 @@ import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import arguments, benchmark, cli, distributed, loading, race, recipes, runs, samplers
+from spsjax import arguments, benchmark, cli, loading, race, recipes, runs, samplers
 from spsjax.documents import Sources
 from spsjax.errors import InputError, one_line
+from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.utils import atomic_files
 
@@ -52,7 +53,7 @@ def main():
     if prompts:
         for name, figures in speed(config.speed, target, prompts, workdir, list(drafts)).items():
             rows[name] |= figures
-    if distributed.is_first():
+    if multihost.is_first():
         atomic_files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
         atomic_files.write(workdir / "table.md", table(rows))
         import pictures

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from absl import flags
 from jax import lax
 
-from spsjax import ahead, cli, sampling, sharding
+from spsjax import ahead, cli, sampling
+from spsjax.parallel import sharding
 
 _MODELS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "models"
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")

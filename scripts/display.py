@@ -11,7 +11,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from spsjax import distributed, generation
+from spsjax import generation
+from spsjax.parallel import multihost
 
 _STYLES = {
     "accepted draft token": "green",
@@ -262,5 +263,5 @@ def heading(text: str) -> None:
 
 def note(text: str) -> None:
     """A line beside the result: stderr, so that stdout stays what was asked for."""
-    if distributed.is_first():
+    if multihost.is_first():
         print(text, file=sys.stderr, flush=True)

@@ -20,7 +20,8 @@ import jinja2
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, distributed, loading, peers, probes, reproduction
+from spsjax import cli, loading, peers, probes, reproduction
+from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
 _SCRIPTS = pathlib.Path(__file__).resolve().parent
@@ -57,7 +58,7 @@ def main():
     for title, header, rows in tables:
         display.heading(title)
         display.columns(header, rows, left=[0, 1])
-    if distributed.is_first():
+    if multihost.is_first():
         write(what, config, found, tables, probes.machine(target), workdir)
         print(f"{workdir / 'report.html'}, {workdir / 'report.json'}")
 

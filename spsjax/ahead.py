@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 
-from spsjax import chips, decode, generation, hlo, loading, roofline, sampling, sharding, theory
+from spsjax import chips, decode, generation, hlo, loading, roofline, sampling, theory
 from spsjax.drafters import draft_model, none
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 from spsjax.types import PyTree
 
 # Of a round; what the draft's steps take to sample is apart from its forward passes.

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import cache as kv
-from spsjax import distributed, generation, sampling, sharding
+from spsjax import generation, sampling
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 from spsjax.tokenizer import Tokenizer
 
@@ -66,7 +67,7 @@ def positions(
         padded, columns = jax.device_put((padded, params.rows(rows)), sharding.rows(target.mesh))
         found = _columns(target.config, draft.config, target.params, draft.params, padded, columns)
     place = slice(len(prompt) - 1, len(text) - 1)  # a token is drawn from what comes before it
-    return Positions(*(column[0, place] for column in distributed.fetch(found)))
+    return Positions(*(column[0, place] for column in multihost.fetch(found)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

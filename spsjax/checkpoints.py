@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from spsjax import distributed
 from spsjax.errors import InputError, one_line
+from spsjax.parallel import multihost
 from spsjax.types import PyTree
 
 
@@ -40,8 +40,8 @@ class Checkpoints:
                 raise InputError(f"{name}: expected an integer >= {least}, found {value!r}")
         self.folder = folder.absolute()
         self._aside = self.folder.parent / "damaged"
-        self._unreadable = self._hide_unreadable() if distributed.is_first() else []
-        distributed.wait("checkpoints looked at")
+        self._unreadable = self._hide_unreadable() if multihost.is_first() else []
+        multihost.wait("checkpoints looked at")
         best = preservation_policy.BestN(
             get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False
         )
@@ -127,7 +127,7 @@ class Checkpoints:
                 if _of_the_system(error):
                     path = self.folder / f"step_{step}"
                     raise InputError(f"{path}: expected to read it, found {found}") from None
-            if distributed.everywhere(found is None):
+            if multihost.everywhere(found is None):
                 self._set_aside(step, faults)
                 return step, state, feed
             faults[step] = found or "another process could not read it"
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def _set_aside(self, sound: int, faults: dict[int, str]) -> None:
         """What stood in the way of a checkpoint that was read."""
-        if distributed.is_first():
+        if multihost.is_first():
             told = dict(faults)
             for step in faults:
                 self._move(step)
@@ -191,7 +191,7 @@ class Checkpoints:
                     f"({fault}); it is in {self._aside} now",
                     stacklevel=1,
                 )
-        distributed.wait("damaged checkpoints set aside")
+        multihost.wait("damaged checkpoints set aside")
         if faults:  # the same ones in every process
             self._manager.reload()
 

@@ -18,10 +18,11 @@ import yaml
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from spsjax import arguments, distributed, drafters, loading, sharding
+from spsjax import arguments, drafters, loading
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError, Stopped, brief, one_line
 from spsjax.models import huggingface, transformer
+from spsjax.parallel import multihost, sharding
 
 _GRACE_SECONDS = 5
 _PACKAGE = pathlib.Path(__file__).parent
@@ -91,8 +92,8 @@ def _join(saves: bool) -> None:
     result = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)
     sys.stdout = result
-    distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, saves=saves)
-    if not distributed.is_first():
+    multihost.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, saves=saves)
+    if not multihost.is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (till the end)
 
 
@@ -106,7 +107,7 @@ def _leave(message: str) -> NoReturn:
     """Ends a process of several at once: an orderly end would wait for those that are gone."""
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
-    if distributed.is_first():  # its end aborts the others, who may be about to say the same
+    if multihost.is_first():  # its end aborts the others, who may be about to say the same
         time.sleep(_GRACE_SECONDS)
     os._exit(1)
 

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling, sharding, verify
+from spsjax import sampling, verify
 from spsjax.drafters.base import Drafter
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import Array, PyTree, pytree_dataclass
 

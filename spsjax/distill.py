@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import data, distributed, generation, losses, train
+from spsjax import data, generation, losses, train
 from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.types import PyTree
 
@@ -185,7 +186,7 @@ def on_policy(
         choice, samples = np.random.default_rng((seed, step)).integers(2**32, size=2)
         if choice / 2**32 >= mixture.draft:
             return batch
-        tokens = np.asarray(distributed.fetch(batch["tokens"]))
+        tokens = np.asarray(multihost.fetch(batch["tokens"]))
         count, length = tokens.shape
         prompts = tokens[:, : mixture.prompt_length]
         texts = continued(model(params), prompts, length, mixture.temperature, int(samples))

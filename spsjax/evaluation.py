@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from spsjax import data, distributed, generation, train
+from spsjax import data, generation, train
 from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
+from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.types import PyTree
 
@@ -65,7 +66,7 @@ def on_examples(
         rows = np.minimum(np.arange(start, start + batch), len(table) - 1)
         rows_given = min(batch, len(table) - start)
         given = data.put(table[rows[mine]], batch, place)
-        fetched = distributed.fetch((values(params, frozen, given), _weights(given)))
+        fetched = multihost.fetch((values(params, frozen, given), _weights(given)))
         for name, value in fetched[0].items():
             found.setdefault(name, []).append(value[:rows_given])
         weights.append(fetched[1][:rows_given])

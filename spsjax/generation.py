@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, decode, distributed, sampling, sharding, verify
+from spsjax import arguments, decode, sampling, verify
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import Model
+from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 
 
@@ -189,7 +190,7 @@ class _Job:
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
         self.params = {"target": model.params, "drafter": weights}
-        distributed.check_same(how, self.program, self.prompts, budgets, params, seed, model.mesh)
+        multihost.check_same(how, self.program, self.prompts, budgets, params, seed, model.mesh)
         # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
         extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
         lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)
@@ -222,7 +223,7 @@ class _Job:
             prompt_seconds = time.perf_counter() - start - first
             loop = decode.compiled(decode.run, self.program, donate=2)
             state, second = loop(self.params, self.rows, state)
-            result = distributed.fetch(_small(state))
+            result = multihost.fetch(_small(state))
         seconds = time.perf_counter() - start - first - second
         self._check(result)
         count = len(self.prompts)
@@ -255,12 +256,12 @@ class _Job:
             state, _ = decode.compiled(decode.prefill, self.program, self.slots)(
                 self.params, *self.inputs
             )
-        before = distributed.fetch(_small(state))
+        before = multihost.fetch(_small(state))
         step = decode.compiled(decode.step, self.program, donate=2)
         while not before["done"].all():
             with self.model.in_mesh():
                 state, _ = step(self.params, self.rows, state)
-            after = distributed.fetch(_small(state))
+            after = multihost.fetch(_small(state))
             self._check(after)
             yield Round(
                 tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],

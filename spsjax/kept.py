@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from spsjax import distributed
 from spsjax.errors import InputError, one_line
+from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
 # How much work may be lost, in seconds.
@@ -41,13 +41,13 @@ def columns(
     Raises:
         InputError: a file is damaged.
     """
-    if not distributed.everywhere(path.is_dir()):
+    if not multihost.everywhere(path.is_dir()):
         try:
             _make(path, count, batch, compute, what)
         except OSError as error:
             error.filename = error.filename or str(path)  # of a full disk
             raise
-        distributed.wait(f"{path.name} made")
+        multihost.wait(f"{path.name} made")
     found = {}
     for file in sorted(path.glob("*.npy")):
         try:
@@ -66,13 +66,13 @@ def columns(
 
 def _make(path, count, batch, compute, what) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    first, done = distributed.is_first(), 0
+    first, done = multihost.is_first(), 0
     with contextlib.ExitStack() as stack:
         if first:
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(atomic_files.lock(path.with_name(f".{path.name}.lock")))
             done = count if path.is_dir() else _done(partial)
-        done = distributed.agreed(done)
+        done = multihost.agreed(done)
         if done == count:
             return
         bar = tqdm(desc=what, total=count, initial=done, unit="row", disable=not first)

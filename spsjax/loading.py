@@ -8,9 +8,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from spsjax import sharding, tokenizer
+from spsjax import tokenizer
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import huggingface, transformer
+from spsjax.parallel import sharding
 from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spsjax import decode, generation, sampling, sharding
+from spsjax import decode, generation, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
 
 

@@ -11,22 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import (
-    arguments,
-    corpus,
-    data,
-    distributed,
-    documents,
-    fitting,
-    loading,
-    runs,
-    sharding,
-    train,
-)
+from spsjax import arguments, corpus, data, documents, fitting, loading, runs, train
 from spsjax.checkpoints import Checkpoints
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.parallel import multihost, sharding
 from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
 
@@ -86,12 +76,12 @@ class Recipe:
             )  # fmt: skip
 
         self.folder.hold()
-        if distributed.is_first():
+        if multihost.is_first():
             prepare()
-        distributed.wait("corpus prepared")
+        multihost.wait("corpus prepared")
         training, held_out, pieces = prepare()
         manifest = json.loads((self.folder.path / "data" / "manifest.json").read_text("utf-8"))
-        distributed.check_same(manifest)
+        multihost.check_same(manifest)
         manifest.pop("listing", None)  # of times, too, which make no difference
         made_of = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         parts = manifest["parts"]
@@ -197,10 +187,10 @@ class Recipe:
         """The model folder, in the Hugging Face layout."""
         trained = Model("trained", model, params, pieces, self.mesh)
         halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        whole = dataclasses.replace(trained, params=distributed.fetch(halves))
-        if distributed.is_first():
+        whole = dataclasses.replace(trained, params=multihost.fetch(halves))
+        if multihost.is_first():
             loading.save(self.folder.path / "model", whole)
-        distributed.wait("model saved")
+        multihost.wait("model saved")
         print(f"model in {self.workdir / 'model'}")
         return trained
 

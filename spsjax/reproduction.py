@@ -9,7 +9,6 @@ from spsjax import (
     arguments,
     attribution,
     comparison,
-    distributed,
     prediction,
     probes,
     race,
@@ -21,6 +20,7 @@ from spsjax import (
 from spsjax.errors import InputError
 from spsjax.journal import Journal
 from spsjax.loading import Model
+from spsjax.parallel import multihost
 from spsjax.samplers import Sampler
 from spsjax.side_by_side import Plan
 from spsjax.tasks.base import Example, Task
@@ -140,10 +140,10 @@ def run(
 
 def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
     """The first process writes it; the others have its records, and the same ones to add."""
-    if distributed.is_first():
+    if multihost.is_first():
         journal = Journal(path, depends_on, side_by_side.KEY)
-    distributed.wait("journal")
-    if not distributed.is_first():
+    multihost.wait("journal")
+    if not multihost.is_first():
         journal = Journal(path, depends_on, side_by_side.KEY, writes=False)
     return journal
 

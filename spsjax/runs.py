@@ -14,8 +14,9 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spsjax import chips, distributed, events
+from spsjax import chips, events
 from spsjax.errors import InputError, NonFiniteError, brief, one_line
+from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
 # A run may go on with others of these: they change no result, but for rounding.
@@ -29,7 +30,7 @@ _HELD: dict[pathlib.Path, contextlib.AbstractContextManager] = {}
 def hold(path: pathlib.Path) -> None:
     """Keeps other processes from a run's folder while this one lives; made if it is not there."""
     path = path.absolute()
-    if not distributed.is_first() or path in _HELD:
+    if not multihost.is_first() or path in _HELD:
         return
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -63,9 +64,9 @@ class Folder:
         self.path = pathlib.Path(path).absolute()
         self._events = None
         self._config = json.loads(config.to_json())
-        distributed.check_same(self._config)
+        multihost.check_same(self._config)
         known = self.path / "config.json"
-        self.begun = distributed.everywhere(known.exists())
+        self.begun = multihost.everywhere(known.exists())
         if self.begun:
             _check_same(known, self._config, pinned=False)
 
@@ -79,13 +80,13 @@ class Folder:
         Raises InputError where the run that is there had others.
         """
         self._config |= {"pinned": facts}
-        distributed.check_same(facts)
+        multihost.check_same(facts)
         if self.begun:
             _check_same(self.path / "config.json", self._config)
 
     def go_on(self, step: int) -> None:
         """The run begins, or goes on after `step`; what was logged later is forgotten."""
-        if not distributed.is_first():
+        if not multihost.is_first():
             return
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_files.write(self.path / "config.json", json.dumps(self._config, indent=2) + "\n")
@@ -102,7 +103,7 @@ class Folder:
 
         Raises NonFiniteError where one of them is not finite.
         """
-        if not distributed.is_first():
+        if not multihost.is_first():
             return
         try:
             line = json.dumps({"step": step, "group": group, **record}, allow_nan=False) + "\n"
@@ -142,7 +143,7 @@ class Progress:
             total=steps,
             initial=start,
             unit="step",
-            disable=not distributed.is_first(),
+            disable=not multihost.is_first(),
             mininterval=0.5 if tty else 30,
             dynamic_ncols=True,
         )
@@ -199,7 +200,7 @@ def plot(folder: Folder) -> bool:
     """Draws loss and acceptance over the steps to `curves.png`; False without matplotlib."""
     if not importlib.util.find_spec("matplotlib"):
         return False
-    if not distributed.is_first():
+    if not multihost.is_first():
         return True
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spsjax import checkpoints, data, distill, distributed, kept, losses, train
+from spsjax import checkpoints, data, distill, kept, losses, train
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
+from spsjax.parallel import multihost
 from spsjax.types import PyTree
 
 
@@ -87,7 +88,7 @@ class Teacher:
         def compute(start):
             rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
             given = data.put(examples[rows[mine]], batch, place)
-            found = distributed.fetch(run(target.params, given))
+            found = multihost.fetch(run(target.params, given))
             if "states" in found and not np.isfinite(found["states"]).all():
                 raise InputError(
                     "teacher.keep: expected final states that float16 can hold, found larger "

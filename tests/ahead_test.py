@@ -15,7 +15,8 @@ import notebooks_test
 import pytest
 from conftest import tiny_config
 
-from spsjax import InputError, ahead, chips, cli, sharding, theory, train
+from spsjax import InputError, ahead, chips, cli, theory, train
+from spsjax.parallel import sharding
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from conftest import logits_of, nearby_model, spread_model
 
-from spsjax import SamplingParams, attribution, generation, sharding, tokenizer
+from spsjax import SamplingParams, attribution, generation, tokenizer
+from spsjax.parallel import sharding
 
 CODE = "def grow(x1):\n    return x1 + 23.5  # not\n"
 

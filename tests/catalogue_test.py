@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from statistical_test import SUSPICIOUS, g_test
 
 import spsjax
-from spsjax import NonFiniteError, SamplingParams, decode, sampling, sharding, verify
+from spsjax import NonFiniteError, SamplingParams, decode, sampling, verify
+from spsjax.parallel import sharding
 from spsjax.types import Proposal
 
 K, ROWS, PROMPT = 2, 8192, [1, 2, 1]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from toy import CONFIG
 
-from spsjax import InputError, sharding, train
+from spsjax import InputError, train
 from spsjax.checkpoints import Checkpoints, sums
+from spsjax.parallel import sharding
 
 HOW = train.Optimization(1e-2, steps=20, warmup=2)
 

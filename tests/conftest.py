@@ -30,9 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import ahead, decode, loading, sharding
+from spsjax import ahead, decode, loading
 from spsjax import cache as kv
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 
 # Tests and a notebook plan for the same slice: it is compiled once.
 ahead.compile_pair = functools.cache(ahead.compile_pair)

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from spsjax import InputError, data, sharding
+from spsjax import InputError, data
+from spsjax.parallel import sharding
 
 
 def take(feed, count):

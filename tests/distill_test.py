@@ -9,9 +9,10 @@ import pytest
 from conftest import tiny_config
 from toy import CONFIG, EXAMPLES, HELD_OUT, VOCAB
 
-from spsjax import InputError, data, distill, evaluation, losses, sharding, teacher, train
+from spsjax import InputError, data, distill, evaluation, losses, teacher, train
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 
 FLOAT32 = train.Compute("float32")
 PLACE = sharding.rows(None)

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from spsjax import InputError, distributed
+from spsjax import InputError
+from spsjax.parallel import multihost
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -93,7 +94,7 @@ def test_one_of_several_processes_alone_is_refused():
 @pytest.mark.parametrize("address", ["nonsense", "localhost:abc", "localhost:0", ":80", "a:65536"])
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(InputError, match=f"^coordinator: expected host:port.*, found '{address}'$"):
-        distributed.initialize(address, 1, 0)
+        multihost.initialize(address, 1, 0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

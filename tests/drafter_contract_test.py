@@ -15,7 +15,8 @@ import pytest
 from conftest import nearby_model, placed
 
 import spsjax
-from spsjax import SamplingParams, decode, sampling, sharding
+from spsjax import SamplingParams, decode, sampling
+from spsjax.parallel import sharding
 from spsjax.types import Proposal
 
 K, NEW = 3, 20

@@ -10,8 +10,9 @@ from bad_input import one_line
 from conftest import nearby_model, placed, spread_model
 
 import spsjax
-from spsjax import SamplingParams, sharding, tokenizer
+from spsjax import SamplingParams, tokenizer
 from spsjax.drafters import ngram
+from spsjax.parallel import sharding
 
 NAN = float("nan")
 

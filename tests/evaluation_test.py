@@ -7,8 +7,9 @@ from conftest import nearby_model, spread_model
 from scipy import stats
 from toy import CONFIG, HELD_OUT
 
-from spsjax import InputError, data, distill, evaluation, sharding, train
+from spsjax import InputError, data, distill, evaluation, train
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 
 FLOAT32 = train.Compute("float32")
 

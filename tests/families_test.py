@@ -17,10 +17,11 @@ import safetensors.numpy
 from conftest import spread_params
 
 import spsjax
-from spsjax import InputError, SamplingParams, loading, sharding, train
+from spsjax import InputError, SamplingParams, loading, train
 from spsjax import cache as kv
 from spsjax.models import config_json, huggingface, transformer
 from spsjax.models.families import FAMILIES
+from spsjax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

@@ -14,8 +14,9 @@ import safetensors.numpy
 from bad_input import one_line
 from conftest import spread_params, tiny_config
 
-from spsjax import loading, sharding, train
+from spsjax import loading, train
 from spsjax.models import config_json, families, huggingface, transformer
+from spsjax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -16,8 +16,9 @@ from bad_input import one_line
 from conftest import spread_params, tiny_config
 
 import spsjax
-from spsjax import loading, sharding, tokenizer
+from spsjax import loading, tokenizer
 from spsjax.models import huggingface
+from spsjax.parallel import sharding
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -13,8 +13,9 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import spsjax
-from spsjax import InputError, NonFiniteError, loading, recipes, runs, sharding, tokenizer
+from spsjax import InputError, NonFiniteError, loading, recipes, runs, tokenizer
 from spsjax.checkpoints import Checkpoints
+from spsjax.parallel import sharding
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHAPE = {"d_model": 32, "d_ff": 32, "num_heads": 8, "num_kv_heads": 4, "head_dim": 4}

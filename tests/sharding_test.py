@@ -8,9 +8,10 @@ import pytest
 from conftest import nearby_model, spread_model
 
 import spsjax
-from spsjax import decode, generation, hlo, sharding
+from spsjax import decode, generation, hlo
 from spsjax.drafters import none
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 
 MESHES = [(1, 8), (2, 4)]
 # Rows of different lengths, three of them so that they do not divide the mesh's data axis.

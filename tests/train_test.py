@@ -10,8 +10,9 @@ import pytest
 from conftest import tiny_config
 from toy import CONFIG, EXAMPLES, VOCAB
 
-from spsjax import InputError, data, losses, sharding, train
+from spsjax import InputError, data, losses, train
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 
 FLOAT32 = train.Compute("float32")
 

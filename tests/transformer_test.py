@@ -12,9 +12,10 @@ import pytest
 from conftest import nearby_model, placed, spread_params, tiny_config
 
 import spsjax
-from spsjax import InputError, loading, sharding
+from spsjax import InputError, loading
 from spsjax import cache as kv
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 
 VOCAB, LENGTH = 24, 12
 SHAPE = {"positions": "relative", "ffn": "gelu", "num_layers": 2, "d_model": 16, "d_ff": 64}

@@ -14,8 +14,9 @@ from conftest import logits_of, nearby_model, spread_model, spread_params, tiny_
 from statistical_test import SUSPICIOUS, g_test, perturbed
 
 import spsjax
-from spsjax import SamplingParams, loading, sharding, tokenizer, train
+from spsjax import SamplingParams, loading, tokenizer, train
 from spsjax.models import huggingface
+from spsjax.parallel import sharding
 
 PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
 

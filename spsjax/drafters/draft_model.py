@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling, sharding
+from spsjax import sampling
 from spsjax.drafters import base
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 from spsjax.types import Proposal
 
 

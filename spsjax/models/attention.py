@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import sharding
+from spsjax.parallel import sharding
 from spsjax.types import Array
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax import cache as kv
-from spsjax import sharding
 from spsjax.models.attention import (
     attend,
     relative_positions,
@@ -17,6 +16,7 @@ from spsjax.models.attention import (
     rotate,
 )
 from spsjax.models.config import Config
+from spsjax.parallel import sharding
 from spsjax.types import Array
 
 INIT = nnx.initializers.normal(0.02)

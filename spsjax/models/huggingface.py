@@ -13,10 +13,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from spsjax import sharding
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import config_json, families, transformer
 from spsjax.models.config_json import OBJECT, Fields
+from spsjax.parallel import sharding
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files
 
