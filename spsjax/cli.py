@@ -21,7 +21,8 @@ from ml_collections import ConfigDict
 from spsjax import arguments, drafters, loading
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError, Stopped, brief, one_line
-from spsjax.models import huggingface, transformer
+from spsjax.models import transformer
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
 
 _GRACE_SECONDS = 5
@@ -240,7 +241,7 @@ def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
         fields = runpy.run_path(str(path))["get_config"](*args)
         return arguments.build(name, transformer.Config, fields)
     if pathlib.Path(name).is_dir():
-        return huggingface.read_config(pathlib.Path(name))
+        return hf_weights.read_config(pathlib.Path(name))
     names = model_names(folder)
     near = [each for each in names if each.partition(":")[0] == stem]
     known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", each) for each in names))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from spsjax import tokenizer
 from spsjax.errors import InputError, brief, one_line
-from spsjax.models import huggingface, transformer
+from spsjax.models import transformer
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenizer import Tokenizer
 from spsjax.types import PyTree
@@ -77,24 +78,24 @@ def load(
     """
     folder, dtype = _folder(name, weights=True), compute_type(dtype)
     _check_mesh(mesh)
-    config = huggingface.read_config(folder)
+    config = hf_weights.read_config(folder)
     pieces = _tokenizer(folder, config)
     if pieces is not None:
         config = _unpadded(config, pieces)
     where = sharding.places(mesh, config, replicate)
-    params = huggingface.read_params(folder, config, dtype, where)
+    params = hf_weights.read_params(folder, config, dtype, where)
     return Model(str(name), config, params, pieces, mesh)
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
     """The shape alone of a model, by its name or folder; raises InputError as `load` does."""
-    return huggingface.read_config(_folder(name))
+    return hf_weights.read_config(_folder(name))
 
 
 def load_tokenizer(name: str | pathlib.Path) -> Tokenizer | None:
     """The tokenizer alone of a model, if there is one; raises InputError as `load` does."""
     folder = _folder(name)
-    return _tokenizer(folder, huggingface.read_config(folder))
+    return _tokenizer(folder, hf_weights.read_config(folder))
 
 
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
@@ -107,7 +108,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     folder, dtype = pathlib.Path(folder), compute_type(dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        huggingface.save(folder, model.config, model.params, dtype)
+        hf_weights.save(folder, model.config, model.params, dtype)
         if model.tokenizer is not None:
             model.tokenizer.save(folder)
         else:
@@ -154,7 +155,7 @@ def _downloaded(name: str, weights: bool) -> pathlib.Path:
     import huggingface_hub
 
     repository, _, revision = name.removeprefix(_HUB).partition("@")
-    wanted = ["config.json", "generation_config.json", huggingface.INDEX, *tokenizer.NAMES]
+    wanted = ["config.json", "generation_config.json", hf_weights.INDEX, *tokenizer.NAMES]
 
     def fetch() -> pathlib.Path:
         try:
@@ -170,16 +171,16 @@ def _downloaded(name: str, weights: bool) -> pathlib.Path:
     folder = fetch()
     if not weights:
         return folder
-    index = folder / huggingface.INDEX
+    index = folder / hf_weights.INDEX
     wanted += (
-        huggingface.SINGLE,
-        *{*(huggingface.indexed(index).values() if index.exists() else ())},
+        hf_weights.SINGLE,
+        *{*(hf_weights.indexed(index).values() if index.exists() else ())},
     )
     folder = fetch()
-    if not index.exists() and not (folder / huggingface.SINGLE).exists():
+    if not index.exists() and not (folder / hf_weights.SINGLE).exists():
         raise InputError(
-            f"{name}: expected {huggingface.SINGLE} or its index, found neither; "
-            f"pytorch_model.bin is not read: {huggingface.PICKLE}"
+            f"{name}: expected {hf_weights.SINGLE} or its index, found neither; "
+            f"pytorch_model.bin is not read: {hf_weights.PICKLE}"
         )
     return folder
 

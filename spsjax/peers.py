@@ -9,7 +9,7 @@ import jax
 from spsjax import probes
 from spsjax.errors import InputError
 from spsjax.loading import Model
-from spsjax.models import huggingface
+from spsjax.models.hf import weights as hf_weights
 from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
@@ -36,7 +36,7 @@ class HuggingFace:
         def convert(model: Model):
             with tempfile.TemporaryDirectory() as folder:
                 folder = pathlib.Path(folder)
-                huggingface.save(folder, model.config, model.params, "float32")
+                hf_weights.save(folder, model.config, model.params, "float32")
                 other = transformers.AutoModelForCausalLM.from_pretrained(
                     folder, dtype=getattr(torch, dtype)
                 )

@@ -8,7 +8,8 @@ import sys
 import jax
 
 from spsjax import documents, tokenizer
-from spsjax.models import huggingface, transformer
+from spsjax.models import transformer
+from spsjax.models.hf import weights as hf_weights
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -22,7 +23,7 @@ def tiny_pair(folder: pathlib.Path) -> list[str]:
             vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,
             head_dim=8, max_positions=256, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,),
         )  # fmt: skip
-        huggingface.save(folder / name, config, transformer.init(config, jax.random.key(seed)))
+        hf_weights.save(folder / name, config, transformer.init(config, jax.random.key(seed)))
         (folder / name / "tokenizer.model").write_bytes(pieces.path.read_bytes())
     return [f"--target={folder / 'target'}", f"--draft={folder / 'draft'}"]
 

@@ -10,7 +10,8 @@ import pytest
 from bad_input import one_line
 
 from spsjax import arguments, cli, distill, documents, evaluation, teacher, train
-from spsjax.models import config_json, transformer
+from spsjax.models import transformer
+from spsjax.models.hf import config_json
 from spsjax.models.transformer import param_shapes
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"

@@ -19,8 +19,10 @@ from conftest import spread_params
 import spsjax
 from spsjax import InputError, SamplingParams, loading, train
 from spsjax import cache as kv
-from spsjax.models import config_json, huggingface, transformer
-from spsjax.models.families import FAMILIES
+from spsjax.models import transformer
+from spsjax.models.hf import config_json
+from spsjax.models.hf import weights as hf_weights
+from spsjax.models.hf.families import FAMILIES
 from spsjax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -86,7 +88,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     model = loaded(name)
     stored = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
     (dtype,) = {str(tensor.dtype) for tensor in stored.values()}
-    huggingface.save(tmp_path, model.config, model.params, dtype)
+    hf_weights.save(tmp_path, model.config, model.params, dtype)
     again = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert stored.keys() - again.keys() <= {"lm_head.weight"} and again.keys() <= stored.keys()
     for key, tensor in again.items():
@@ -120,6 +122,6 @@ def test_transformers_gives_the_same_now(name, tmp_path):
     logits = train.forward(model.config, model.params, found["tokens"]).logits
     assert np.abs(logits - found["logits"]).max() < TOLERANCE
     # And it reads what is written here.
-    huggingface.save(tmp_path / "ours", model.config, model.params, "float32")
+    hf_weights.save(tmp_path / "ours", model.config, model.params, "float32")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert np.abs(make["expected"](back)["logits"] - found["logits"]).max() < TOLERANCE

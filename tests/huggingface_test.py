@@ -15,7 +15,9 @@ from bad_input import one_line
 from conftest import spread_params, tiny_config
 
 from spsjax import loading, train
-from spsjax.models import config_json, families, huggingface, transformer
+from spsjax.models import transformer
+from spsjax.models.hf import config_json, families
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -57,9 +59,9 @@ def shard(folder, count):
 def test_a_saved_model_loads_as_it_was(tmp_path, tie, dtype):
     config = tiny_config(24, num_layers=2, tie_embeddings=tie, bos_id=1, eos_ids=(2,))
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), spread_params(config, 0))
-    huggingface.save(tmp_path, config, params, dtype)
-    assert huggingface.read_config(tmp_path) == config
-    assert equal(huggingface.read_params(tmp_path, config, dtype), params)
+    hf_weights.save(tmp_path, config, params, dtype)
+    assert hf_weights.read_config(tmp_path) == config
+    assert equal(hf_weights.read_params(tmp_path, config, dtype), params)
     assert ("lm_head.weight" in safetensors.numpy.load_file(tmp_path / "model.safetensors")) != tie
     assert not list(tmp_path.glob("*.partial"))
 
@@ -67,32 +69,32 @@ def test_a_saved_model_loads_as_it_was(tmp_path, tie, dtype):
 def test_bfloat16_weights_are_widened_exactly(tmp_path):
     config = tiny_config(24)
     params = spread_params(config, 0)
-    huggingface.save(tmp_path, config, params)
+    hf_weights.save(tmp_path, config, params)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
-    assert equal(huggingface.read_params(tmp_path, config, jnp.float32), rounded)
+    assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), rounded)
 
 
 def test_shards_with_an_index_load_like_one_file(tmp_path):
     config = tiny_config(24, num_layers=2)
     params = spread_params(config, 0)
-    huggingface.save(tmp_path, config, params, "float32")
+    hf_weights.save(tmp_path, config, params, "float32")
     shard(tmp_path, 3)
-    assert equal(huggingface.read_params(tmp_path, config, jnp.float32), params)
+    assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), params)
 
 
 def test_saving_over_shards_replaces_them(tmp_path):
     config = tiny_config(24)
-    huggingface.save(tmp_path, config, spread_params(config, 0), "float32")
+    hf_weights.save(tmp_path, config, spread_params(config, 0), "float32")
     shard(tmp_path, 2)
     params = spread_params(config, 1)
-    huggingface.save(tmp_path, config, params, "float32")
-    assert equal(huggingface.read_params(tmp_path, config, jnp.float32), params)
+    hf_weights.save(tmp_path, config, params, "float32")
+    assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), params)
 
 
 def test_kernels_are_stored_with_outputs_first(tmp_path):
     config = tiny_config(24, d_ff=40)
     params = spread_params(config, 0)
-    huggingface.save(tmp_path, config, params, "float32")
+    hf_weights.save(tmp_path, config, params, "float32")
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     kernel = params["layers"][0]["ffn"]["up"]["kernel"]
     assert np.array_equal(stored["model.layers.0.mlp.up_proj.weight"], kernel.T)
@@ -113,7 +115,7 @@ def test_the_rotary_base_is_found_where_old_and_new_files_have_it(tmp_path, chan
     config = tiny_config(24, rope_theta=5e5)
     config_json.write(tmp_path, config, "float32")
     edit_config(tmp_path, **changes)
-    assert huggingface.read_config(tmp_path) == config
+    assert hf_weights.read_config(tmp_path) == config
 
 
 def test_absent_fields_have_the_defaults_of_the_family(tmp_path):
@@ -124,26 +126,26 @@ def test_absent_fields_have_the_defaults_of_the_family(tmp_path):
         "bos_token_id", "eos_token_id", "hidden_act",
     )  # fmt: skip
     edit_config(tmp_path, remove=absent)
-    assert huggingface.read_config(tmp_path) == config
+    assert hf_weights.read_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(None, ()), (2, (2,)), ([2, 5], (2, 5)), (0, (0,))])
 def test_end_ids_are_none_one_or_many(tmp_path, eos, expected):
     config_json.write(tmp_path, tiny_config(24), "float32")
     edit_config(tmp_path, eos_token_id=eos)
-    assert huggingface.read_config(tmp_path).eos_ids == expected
+    assert hf_weights.read_config(tmp_path).eos_ids == expected
 
 
 def test_stored_rotary_frequencies_and_a_tied_head_are_ignored(tmp_path):
     config = tiny_config(24, tie_embeddings=True)
     params = spread_params(config, 0)
-    huggingface.save(tmp_path, config, params, "float32")
+    hf_weights.save(tmp_path, config, params, "float32")
     path = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     safetensors.numpy.save_file(tensors, path)
-    assert equal(huggingface.read_params(tmp_path, config, jnp.float32), params)
+    assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), params)
 
 
 def respelt(name, folder, spelling, config=lambda raw: raw, **more):
@@ -270,7 +272,7 @@ def test_a_gemma_without_windows_keeps_their_size(tmp_path, name):
 def test_a_shape_that_no_config_json_says(tmp_path):
     config = dataclasses.replace(config_json.read(GOLDEN / "mixtral"), windows=(8, 0))
     with one_line("model", "mixtral"):
-        huggingface.save(tmp_path, config, spread_params(config, 0))
+        hf_weights.save(tmp_path, config, spread_params(config, 0))
     assert not list(tmp_path.iterdir())
 
 
@@ -278,12 +280,12 @@ def test_a_head_of_gpt2_s_own_is_stored_as_others_are(tmp_path):
     """Its other matrices are stored the other way round."""
     config = dataclasses.replace(config_json.read(GOLDEN / "gpt2"), tie_embeddings=False)
     params = spread_params(config, 0)
-    huggingface.save(tmp_path, config, params, "float32")
+    hf_weights.save(tmp_path, config, params, "float32")
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert stored["lm_head.weight"].shape == (config.vocab_size, config.d_model)
     assert stored["transformer.h.0.mlp.c_fc.weight"].shape == (config.d_model, config.d_ff)
     np.testing.assert_array_equal(stored["lm_head.weight"].T, params["head"]["kernel"])
-    assert equal(huggingface.read_params(tmp_path, config, jnp.float32), params)
+    assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), params)
 
 
 def test_a_tensor_under_two_names(tmp_path):
@@ -296,8 +298,8 @@ def test_a_tensor_under_two_names(tmp_path):
 def test_each_device_reads_its_slice_alone(tmp_path, monkeypatch):
     mesh, read = sharding.mesh(1, 8), []
     config = tiny_config(64, num_layers=1, num_kv_heads=8)
-    huggingface.save(tmp_path, config, spread_params(config, 0), "float32")
-    opened = huggingface.safetensors.safe_open
+    hf_weights.save(tmp_path, config, spread_params(config, 0), "float32")
+    opened = hf_weights.safetensors.safe_open
 
     class Watched:
         def __init__(self, stored):
@@ -317,7 +319,7 @@ def test_each_device_reads_its_slice_alone(tmp_path, monkeypatch):
         def get_slice(self, name):
             return Watched(self.file.get_slice(name))
 
-    monkeypatch.setattr(huggingface.safetensors, "safe_open", File)
+    monkeypatch.setattr(hf_weights.safetensors, "safe_open", File)
     loading.load(tmp_path, mesh)
     assert {1 / 8, 1.0} == {*read}  # a norm is on every device
     assert read.count(1 / 8) == 8 * 9
@@ -331,7 +333,7 @@ def test_names_without_their_first_part(tmp_path):
 def test_saving_forgets_the_ends_of_another_model(tmp_path):
     config = config_json.read(GOLDEN / "llama2")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    huggingface.save(tmp_path, config, spread_params(config, 0))
+    hf_weights.save(tmp_path, config, spread_params(config, 0))
     assert config_json.read(tmp_path).eos_ids == config.eos_ids == (2,)
 
 
@@ -365,7 +367,7 @@ def test_a_file_larger_than_the_memory_beside_the_model(tmp_path):
         config = tiny_config(8192, num_layers=4, d_model=width, d_ff=4 * width, head_dim=width // 8)
         shapes = transformer.param_shapes(config)
         params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, np.float32), shapes)
-        huggingface.save(tmp_path / name, config, params, "float32")
+        hf_weights.save(tmp_path / name, config, params, "float32")
         expected[name] = 0.5 * sum(leaf.size for leaf in jax.tree.leaves(params))
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     limit = int(0.75 * size)
@@ -445,9 +447,9 @@ def test_a_folder_of_transformers_gives_its_logits_here(other, tmp_path, changes
     )
     torch_model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    read = huggingface.read_config(tmp_path)
+    read = hf_weights.read_config(tmp_path)
     assert dataclasses.replace(read, bos_id=None, eos_ids=()) == config
-    params = huggingface.read_params(tmp_path, read, jnp.float32)
+    params = hf_weights.read_params(tmp_path, read, jnp.float32)
     ours = train.forward(read, params, TOKENS).logits
     assert np.abs(ours - their_logits(torch_model)).max() < 1e-4
 
@@ -456,7 +458,7 @@ def test_a_folder_of_transformers_gives_its_logits_here(other, tmp_path, changes
 def test_a_folder_of_ours_gives_our_logits_in_transformers(other, tmp_path, changes):
     config = tiny_config(24, bos_id=1, eos_ids=(2, 3), **changes)
     params = spread_params(config, 0)
-    huggingface.save(tmp_path, config, params, "float32")
+    hf_weights.save(tmp_path, config, params, "float32")
     model = other.LlamaForCausalLM.from_pretrained(tmp_path)
     ours = train.forward(config, params, TOKENS).logits
     assert np.abs(ours - their_logits(model)).max() < 1e-4 * jnp.abs(ours).max()

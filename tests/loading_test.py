@@ -17,7 +17,7 @@ from conftest import spread_params, tiny_config
 
 import spsjax
 from spsjax import loading, tokenizer
-from spsjax.models import huggingface
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -28,7 +28,7 @@ def sound(tmp_path_factory):
     """A folder with a sound model of 64 tokens and two layers."""
     folder = tmp_path_factory.mktemp("models") / "sound"
     config = tiny_config(64, num_layers=2)
-    huggingface.save(folder, config, spread_params(config, 0), "float32")
+    hf_weights.save(folder, config, spread_params(config, 0), "float32")
     return folder
 
 

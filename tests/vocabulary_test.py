@@ -15,7 +15,7 @@ from statistical_test import SUSPICIOUS, g_test, perturbed
 
 import spsjax
 from spsjax import SamplingParams, loading, tokenizer, train
-from spsjax.models import huggingface
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 
 PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
@@ -38,7 +38,7 @@ def folder_of(path, pieces, rows, seed=0, **changes):
     else:
         weights[:, PIECES:] *= 50
     params[name[0]][name[1]] = jnp.asarray(weights)
-    huggingface.save(path, config, params, "float32")
+    hf_weights.save(path, config, params, "float32")
     pieces.save(path)
     return path
 

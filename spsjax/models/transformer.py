@@ -15,8 +15,8 @@ from flax import nnx
 
 from spsjax import cache as kv
 from spsjax.models.attention import capped
-from spsjax.models.blocks import INIT, Block, Norm
 from spsjax.models.config import Config
+from spsjax.models.layers import INIT, Block, Norm
 from spsjax.types import Array, ModelOutput, PyTree
 
 

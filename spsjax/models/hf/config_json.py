@@ -7,7 +7,7 @@ import pathlib
 
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models.config import Config
-from spsjax.models.families import FAMILIES, FEATURES, Family
+from spsjax.models.hf.families import FAMILIES, FEATURES, Family
 from spsjax.utils import atomic_files
 
 # What a field must be, in words and as a predicate; a bool is no int here.

@@ -14,8 +14,9 @@ import safetensors
 import safetensors.numpy
 
 from spsjax.errors import InputError, brief, one_line
-from spsjax.models import config_json, families, transformer
-from spsjax.models.config_json import OBJECT, Fields
+from spsjax.models import transformer
+from spsjax.models.hf import config_json, families
+from spsjax.models.hf.config_json import OBJECT, Fields
 from spsjax.parallel import sharding
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files
