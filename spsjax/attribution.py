@@ -17,7 +17,7 @@ from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
-from spsjax.tokenizer import Tokenizer
+from spsjax.tokenization import Tokenizer
 
 INDENT, KEYWORD, NAME, NUMBER, PUNCTUATION = "indent", "keyword", "name", "number", "punctuation"
 _WORDS = re.compile(r"(?P<indent>\s+)|(?P<number>\d[\w.]*)|(?P<name>\w+)|(?P<punctuation>.)")

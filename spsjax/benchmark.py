@@ -15,7 +15,7 @@ from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.samplers import Sampler
 from spsjax.sampling import SamplingParams
-from spsjax.tokenizer import Tokenizer
+from spsjax.tokenization import Tokenizer
 
 
 def held_out_prompts(

@@ -9,10 +9,10 @@ import pathlib
 import numpy as np
 from tqdm import tqdm
 
-from spsjax import data, tokenizer
+from spsjax import data, tokenization
 from spsjax.documents import Sources, Split, listing
 from spsjax.errors import InputError, brief, one_line
-from spsjax.tokenizer import Tokenizer
+from spsjax.tokenization import Tokenizer
 from spsjax.utils import atomic_files
 
 # More text than this makes a vocabulary no better, and its training slow.
@@ -66,7 +66,7 @@ def prepare(
                 f"found {brief(found['recipe'].get(key))}"
             )
     parts, dtype = found["parts"], np.dtype(found["dtype"])
-    pieces = tokenizer.load(folder)
+    pieces = tokenization.load(folder)
     if pieces.sha256 != found["tokenizer_sha256"]:
         raise InputError(f"{pieces.path}: expected the tokenizer of {manifest}, found another one")
     windows = []
@@ -129,7 +129,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
             if index % every == 0
             for start in range(0, len(text), _CHUNK)
         )
-        pieces = tokenizer.train(some, folder / "tokenizer.model", vocab_size)
+        pieces = tokenization.train(some, folder / "tokenizer.model", vocab_size)
     pieces.save(folder)
     if pieces.eos_id is None:
         raise InputError("tokenizer: expected one with an end-of-sequence id, found none")

@@ -8,12 +8,12 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from spsjax import tokenizer
+from spsjax import tokenization
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
-from spsjax.tokenizer import Tokenizer
+from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
 
 _HUB = "hf://"
@@ -27,7 +27,7 @@ class Model:
     name: str
     config: transformer.Config
     params: PyTree
-    tokenizer: Tokenizer | None = None
+    tokenization: Tokenizer | None = None
     mesh: jax.sharding.Mesh | None = None
 
     def in_mesh(self) -> contextlib.AbstractContextManager:
@@ -112,7 +112,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
         if model.tokenizer is not None:
             model.tokenizer.save(folder)
         else:
-            for name in tokenizer.NAMES:  # another model's
+            for name in tokenization.NAMES:  # another model's
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         path = error.filename or folder
@@ -155,7 +155,7 @@ def _downloaded(name: str, weights: bool) -> pathlib.Path:
     import huggingface_hub
 
     repository, _, revision = name.removeprefix(_HUB).partition("@")
-    wanted = ["config.json", "generation_config.json", hf_weights.INDEX, *tokenizer.NAMES]
+    wanted = ["config.json", "generation_config.json", hf_weights.INDEX, *tokenization.NAMES]
 
     def fetch() -> pathlib.Path:
         try:
@@ -213,9 +213,9 @@ def _check_mesh(mesh) -> None:
 
 
 def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | None:
-    if not tokenizer.exists(folder):
+    if not tokenization.exists(folder):
         return None
-    found = tokenizer.load(folder)
+    found = tokenization.load(folder)
     size = 1 + max(found.pieces, default=-1)
     if size > config.vocab_size:
         raise InputError(

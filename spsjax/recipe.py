@@ -17,7 +17,7 @@ from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
-from spsjax.tokenizer import Tokenizer
+from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
 
 

@@ -14,7 +14,7 @@ from spsjax import (
     evaluation,
     loading,
     teacher,
-    tokenizer,
+    tokenization,
     train,
     trials,
 )
@@ -44,7 +44,7 @@ def target(
     recipe = Recipe(config, workdir, mesh, export)
     # What can be checked without the corpus is: it may take hours to make.
     recipe.check(arguments.build("model", transformer.Config, config.model))
-    pieces = recipe.same_pieces(tokenizer.load(config.tokenizer) if config.tokenizer else None)
+    pieces = recipe.same_pieces(tokenization.load(config.tokenizer) if config.tokenizer else None)
     training, held_out, pieces, made_of = recipe.examples(pieces, config.model.vocab_size)
     if pieces.vocab_size > config.model.vocab_size:
         raise InputError(

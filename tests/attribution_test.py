@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import logits_of, nearby_model, spread_model
 
-from spsjax import SamplingParams, attribution, generation, tokenizer
+from spsjax import SamplingParams, attribution, generation, tokenization
 from spsjax.parallel import sharding
 
 CODE = "def grow(x1):\n    return x1 + 23.5  # not\n"
@@ -15,7 +15,7 @@ CODE = "def grow(x1):\n    return x1 + 23.5  # not\n"
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    return tokenizer.train([CODE * 9, "import os\n" * 9, "yield self\n" * 9], path, 310)
+    return tokenization.train([CODE * 9, "import os\n" * 9, "yield self\n" * 9], path, 310)
 
 
 @pytest.mark.parametrize("data, model", [(1, 1), (2, 4)])

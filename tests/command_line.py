@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-from spsjax import documents, tokenizer
+from spsjax import documents, tokenization
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 def tiny_pair(folder: pathlib.Path) -> list[str]:
     """Flags that name a target and a draft, each with a tokenizer, made in the folder."""
     texts = [text for name, text in documents.stdlib().items() if documents.is_held_out(name)]
-    pieces = tokenizer.train(texts[:3], folder / "tokenizer.model", 400)
+    pieces = tokenization.train(texts[:3], folder / "tokenizer.model", 400)
     for seed, name in enumerate(("target", "draft")):
         config = transformer.Config(
             vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,

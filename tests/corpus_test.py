@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from spsjax import InputError, corpus, tokenizer
+from spsjax import InputError, corpus, tokenization
 from spsjax.documents import Sources
 
 PIECES = 300
@@ -112,7 +112,7 @@ def test_a_stop_while_it_is_made_leaves_no_corpus(tmp_path, texts, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokenizer.SentencePiece, "encode", stop)
+    monkeypatch.setattr(tokenization.SentencePiece, "encode", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, texts)
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"tokenizer.model"}

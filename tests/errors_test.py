@@ -10,7 +10,7 @@ from bad_input import one_line
 from conftest import nearby_model, placed, spread_model
 
 import spsjax
-from spsjax import SamplingParams, tokenizer
+from spsjax import SamplingParams, tokenization
 from spsjax.drafters import ngram
 from spsjax.parallel import sharding
 
@@ -176,12 +176,12 @@ def test_a_draft_with_another_tokenizer(tmp_path, model):
     texts = {"target": "def f(x):\n    return x\n", "draft": "once upon a time there was a fox\n"}
     target, draft = (
         spsjax.Model(
-            name, model.config, model.params, tokenizer.train([text], tmp_path / name, 285)
+            name, model.config, model.params, tokenization.train([text], tmp_path / name, 285)
         )
         for name, text in texts.items()
     )
     refused(target, "draft", "tokenizer", drafter=draft)
-    again = tokenizer.load(tmp_path / "target")
+    again = tokenization.load(tmp_path / "target")
     same = spsjax.Model("same", model.config, model.params, again)
     assert spsjax.generate(target, [[1, 2]], drafter=same, max_new_tokens=2).texts
 

@@ -16,7 +16,7 @@ from bad_input import one_line
 from conftest import spread_params, tiny_config
 
 import spsjax
-from spsjax import loading, tokenizer
+from spsjax import loading, tokenization
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 
@@ -43,7 +43,7 @@ def folder(sound, tmp_path):
 def pieces(tmp_path_factory):
     """A tokenizer of 300 pieces."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    return tokenizer.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
+    return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
 
 
 def edit(folder, **changes):

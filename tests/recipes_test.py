@@ -13,7 +13,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import spsjax
-from spsjax import InputError, NonFiniteError, loading, recipes, runs, tokenizer
+from spsjax import InputError, NonFiniteError, loading, recipes, runs, tokenization
 from spsjax.checkpoints import Checkpoints
 from spsjax.parallel import sharding
 
@@ -177,8 +177,8 @@ def test_a_model_that_is_trained_on_keeps_its_tokenizer(target, texts, tmp_path)
         (other / f"more_{index}.txt").write_text(f"while {index}: wait(for_{index}, what)\n" * 9)
     options = {"init": str(target / "model"), "steps": 1, "optimization": {"warmup": 0}}
     model = recipes.target(config("target", str(other), **options), tmp_path / "run")
-    assert model.tokenizer == tokenizer.load(target / "model")
-    stranger = tokenizer.train(
+    assert model.tokenizer == tokenization.load(target / "model")
+    stranger = tokenization.train(
         [f"{i * 7919} others {i * i}\n" * 9 for i in range(99)], tmp_path / "t", 320
     )
     wrong = config("target", texts, **options, tokenizer=str(stranger.path))
@@ -189,7 +189,7 @@ def test_a_model_that_is_trained_on_keeps_its_tokenizer(target, texts, tmp_path)
 def test_a_draft_begins_with_one_of_its_target_s_tokenizer(target, draft, texts, tmp_path):
     folder = tmp_path / "draft"
     shutil.copytree(draft / "model", folder)
-    pieces = tokenizer.train(
+    pieces = tokenization.train(
         [f"{i * 7919} others {i * i}\n" * 9 for i in range(99)], tmp_path / "t", 320
     )
     pieces.save(folder)
@@ -363,7 +363,7 @@ def test_a_target_without_a_tokenizer_is_refused(target, texts, tmp_path):
 
 def test_a_tokenizer_of_more_pieces_than_the_model_has_is_refused(texts, tmp_path):
     path = tmp_path / "tokenizer.model"
-    tokenizer.train([f"def function_{index}(x): return x\n" for index in range(9)], path, 330)
+    tokenization.train([f"def function_{index}(x): return x\n" for index in range(9)], path, 330)
     with pytest.raises(
         InputError, match=r"^model.vocab_size: expected at least the tokenizer's 330"
     ):

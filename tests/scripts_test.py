@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
-from spsjax import benchmark, documents, generation, probes, race, samplers, tokenizer
+from spsjax import benchmark, documents, generation, probes, race, samplers, tokenization
 from spsjax.models import transformer
 from spsjax.sampling import SamplingParams
 
@@ -385,7 +385,7 @@ def test_parts_are_measured_in_order_of_size():
 
 
 def test_prompts_are_held_out_and_always_the_same(tmp_path):
-    pieces = tokenizer.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
+    pieces = tokenization.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
     stdlib = documents.Sources(("stdlib",))
     prompts = benchmark.held_out_prompts(pieces, 3, 50, stdlib)
     assert prompts == benchmark.held_out_prompts(pieces, 3, 50, stdlib)

@@ -10,7 +10,7 @@ import pytest
 from bad_input import one_line
 from conftest import nearby_model, spread_model
 
-from spsjax import SamplingParams, comparison, side_by_side, tokenizer
+from spsjax import SamplingParams, comparison, side_by_side, tokenization
 from spsjax.journal import Journal
 from spsjax.samplers import ours
 from spsjax.side_by_side import KEY, Plan
@@ -37,7 +37,7 @@ class Toy(base.Task):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    pieces = tokenizer.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
+    pieces = tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
     target = dataclasses.replace(spread_model(300), tokenizer=pieces)
     draft = dataclasses.replace(nearby_model(target), tokenizer=pieces)
     names = {"ArS": (None, 0), "SpS": (draft, 2), "itself": (target, 2)}
@@ -237,7 +237,9 @@ def test_a_fingerprint_is_of_all_that_is_asked_and_judged_by(pair):
     for changes in ({"turns": ("def f", "less")}, {"reference": {"summary": "y"}}, {"name": "b"}):
         changed = dataclasses.replace(example, **changes)
         seen.add(side_by_side.fingerprint(Toy(), target, [changed]))
-    other = tokenizer.train(["def more(f):\n" * 9], target.tokenizer.path.with_name("b.model"), 275)
+    other = tokenization.train(
+        ["def more(f):\n" * 9], target.tokenizer.path.with_name("b.model"), 275
+    )
     target = dataclasses.replace(target, tokenizer=other)
     seen.add(side_by_side.fingerprint(Toy(), target, [example]))
     assert len(seen) == 5

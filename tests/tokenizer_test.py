@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 from bad_input import one_line
 
-from spsjax import generation, tokenizer
+from spsjax import generation, tokenization
 
 CODE = [
     'def f(x):\n    """Twice x."""\n    if x:\n        return 2 * x\n    return 0\n' * 5,
@@ -36,7 +36,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
     """A SentencePiece tokenizer trained on a little code."""
-    return tokenizer.train(CODE, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 320)
+    return tokenization.train(CODE, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 320)
 
 
 def byte_level(folder):
@@ -62,7 +62,7 @@ def byte_level(folder):
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory):
     """The same of the `tokenizers` library, byte-level BPE as GPT-2, Llama 3 and Qwen have it."""
-    return tokenizer.load(byte_level(tmp_path_factory.mktemp("tokenizer") / "fast"))
+    return tokenization.load(byte_level(tmp_path_factory.mktemp("tokenizer") / "fast"))
 
 
 @pytest.fixture(params=["pieces", "fast"])
@@ -129,21 +129,21 @@ def test_ids_of_a_padded_vocabulary_leave_no_text(any_kind):
 
 
 def test_tokenizers_are_equal_if_their_pieces_are(pieces, tmp_path):
-    assert tokenizer.load(pieces.path) == pieces
-    assert tokenizer.train(CODE, tmp_path / "again.model", 320) == pieces
-    assert tokenizer.train(CODE, tmp_path / "smaller.model", 310) != pieces
+    assert tokenization.load(pieces.path) == pieces
+    assert tokenization.train(CODE, tmp_path / "again.model", 320) == pieces
+    assert tokenization.train(CODE, tmp_path / "smaller.model", 310) != pieces
     assert pieces != "a tokenizer"
 
 
 def test_training_leaves_one_file(tmp_path):
-    tokenizer.train(CODE, tmp_path / "new" / "tokenizer.model", 310)
+    tokenization.train(CODE, tmp_path / "new" / "tokenizer.model", 310)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["tokenizer.model"]
 
 
 @pytest.mark.parametrize("size", [5, 100_000])
 def test_a_vocabulary_that_the_texts_cannot_fill(tmp_path, size):
     with one_line("vocab_size", str(size)):
-        tokenizer.train(CODE, tmp_path / "tokenizer.model", size)
+        tokenization.train(CODE, tmp_path / "tokenizer.model", size)
     assert not list(tmp_path.iterdir())
 
 
@@ -192,15 +192,15 @@ def test_a_file_s_truncation_and_padding_do_not_cut_texts(fast, tmp_path):
         "strategy": {"Fixed": 500}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
         "pad_type_id": 0, "pad_token": "<s>",
     }  # fmt: skip
-    again = tokenizer.load(copied(fast, tmp_path, truncation=truncation, padding=padding))
+    again = tokenization.load(copied(fast, tmp_path, truncation=truncation, padding=padding))
     assert again.encode(CODE[0]) == fast.encode(CODE[0])
 
 
 def test_a_begin_that_only_the_settings_know(fast, tmp_path):
     folder = copied(fast, tmp_path, post_processor=None)
-    assert tokenizer.load(folder).encode("def") == fast.encode("def")[1:]
+    assert tokenization.load(folder).encode("def") == fast.encode("def")[1:]
     (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | {"add_bos_token": True}))
-    assert tokenizer.load(folder).encode("def") == fast.encode("def")
+    assert tokenization.load(folder).encode("def") == fast.encode("def")
 
 
 def test_gpt2_s_two_files_are_its_one(tmp_path):
@@ -214,18 +214,18 @@ def test_gpt2_s_two_files_are_its_one(tmp_path):
     two.mkdir()
     (two / "vocab.json").write_text(json.dumps(vocab))
     (two / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
-    found = tokenizer.load(two)
-    assert found.encode(CODE[1]) == tokenizer.load(one).encode(CODE[1])[1:]
+    found = tokenization.load(two)
+    assert found.encode(CODE[1]) == tokenization.load(one).encode(CODE[1])[1:]
     assert found.encode("x<|endoftext|>")[-1] == found.eos_id == found.bos_id == 1
     found.save(tmp_path / "one")
-    assert tokenizer.load(tmp_path / "one") == found
+    assert tokenization.load(tmp_path / "one") == found
     assert not (tmp_path / "one" / "tokenizer.json").exists()
     (two / "config.json").write_text('{"model_type": "qwen2"}')
     with one_line("tokenizer.json", "qwen2"):
-        tokenizer.load(two)
+        tokenization.load(two)
     (two / "merges.txt").unlink()
     with one_line("merges.txt"):
-        tokenizer.load(two)
+        tokenization.load(two)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {}}', "\udcff"])
@@ -233,7 +233,7 @@ def test_a_damaged_file(fast, tmp_path, text):
     copied(fast, tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
     with one_line("tokenizer.json", "tokenizer"):
-        tokenizer.load(tmp_path)
+        tokenization.load(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
@@ -241,13 +241,13 @@ def test_damaged_settings(fast, tmp_path, text):
     copied(fast, tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(text.encode(errors="surrogateescape"))
     with one_line("tokenizer_config.json", "JSON"):
-        tokenizer.load(tmp_path)
+        tokenization.load(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    assert not tokenizer.exists(tmp_path)
+    assert not tokenization.exists(tmp_path)
     with one_line("tokenizer.json", "tokenizer.model", "vocab.json"):
-        tokenizer.load(tmp_path)
+        tokenization.load(tmp_path)
 
 
 def test_tokenizers_may_differ_in_control_tokens_alone(fast, tmp_path):
@@ -260,7 +260,7 @@ def test_tokenizers_may_differ_in_control_tokens_alone(fast, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         copied(fast, folder, added_tokens=[*raw["added_tokens"], extra])
-        again = tokenizer.load(folder)
+        again = tokenization.load(folder)
         assert again.vocab_size == 301
         assert (again == fast) == special
 
@@ -271,10 +271,10 @@ def test_merges_that_are_cut_off(tmp_path):
     merges = [" ".join(pair) for pair in raw["model"]["merges"]]
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_bytes("\r\n".join(merges).encode())
-    assert tokenizer.load(tmp_path).encode("def")
+    assert tokenization.load(tmp_path).encode("def")
     (tmp_path / "merges.txt").write_text("\n".join(merges[:-3]))
     with one_line("merges.txt", "vocab.json"):
-        tokenizer.load(tmp_path)
+        tokenization.load(tmp_path)
 
 
 def test_tokens_that_only_the_settings_have(pieces, tmp_path):
@@ -286,21 +286,21 @@ def test_tokens_that_only_the_settings_have(pieces, tmp_path):
         pieces.save(tmp_path)
         (tmp_path / name).write_text(json.dumps(settings))
         with one_line("320", name, "save_pretrained"):
-            tokenizer.load(tmp_path)
+            tokenization.load(tmp_path)
         (tmp_path / name).write_text(json.dumps({}))
     other = {"added_tokens_decoder": {"300": {"content": "<|im_start|>"}}}  # some piece, here
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
     with one_line("300", "<|im_start|>", "save_pretrained"):
-        tokenizer.load(tmp_path)
+        tokenization.load(tmp_path)
     known = {"added_tokens_decoder": {"1": {"content": "<s>"}, "2": {"content": "</s>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(known))
-    assert tokenizer.load(tmp_path) == pieces
+    assert tokenization.load(tmp_path) == pieces
 
 
 def test_sentencepiece_begins_a_text_as_its_settings_say(pieces, tmp_path):
     pieces.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert tokenizer.load(tmp_path).encode("def") == pieces.encode("def")[1:]
+    assert tokenization.load(tmp_path).encode("def") == pieces.encode("def")[1:]
 
 
 def test_the_end_that_a_file_puts_after_a_text_is_left_out(fast, tmp_path):
@@ -312,20 +312,20 @@ def test_the_end_that_a_file_puts_after_a_text_is_left_out(fast, tmp_path):
     )
     raw.save(str(tmp_path / "tokenizer.json"))
     for text in ("def f", ""):
-        assert tokenizer.load(tmp_path).encode(text) == fast.encode(text)
+        assert tokenization.load(tmp_path).encode(text) == fast.encode(text)
 
 
 def test_a_space_before_a_text_is_as_the_settings_say(fast, pieces, tmp_path):
     copied(fast, tmp_path)
     settings = json.dumps(SETTINGS | {"add_prefix_space": True})
     (tmp_path / "tokenizer_config.json").write_text(settings)
-    found = tokenizer.load(tmp_path)
+    found = tokenization.load(tmp_path)
     assert found.encode("def") == fast.encode(" def") != fast.encode("def")
     (tmp_path / "pieces").mkdir()
     pieces.save(tmp_path / "pieces")
     (tmp_path / "pieces" / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
     with one_line("add_prefix_space", "true"):
-        tokenizer.load(tmp_path / "pieces")
+        tokenization.load(tmp_path / "pieces")
 
 
 def byte_fallback(folder):
@@ -350,7 +350,7 @@ def byte_fallback(folder):
     model.add_special_tokens(["<s>", "</s>"])
     folder.mkdir()
     model.save(str(folder / "tokenizer.json"))
-    return tokenizer.load(folder)
+    return tokenization.load(folder)
 
 
 def test_characters_before_one_that_is_cut_off_are_kept(tmp_path):
@@ -385,13 +385,13 @@ def test_a_template_in_a_file_of_its_own_and_one_of_several(fast, tmp_path):
     path = tmp_path / "tokenizer_config.json"
     several = [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]
     path.write_text(json.dumps(SETTINGS | {"chat_template": several}))
-    assert tokenizer.load(tmp_path).chat(messages) == fast.chat(messages)
+    assert tokenization.load(tmp_path).chat(messages) == fast.chat(messages)
     path.write_text(json.dumps(SETTINGS | {"chat_template": None}))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    assert tokenizer.load(tmp_path).chat(messages) == fast.chat(messages)
+    assert tokenization.load(tmp_path).chat(messages) == fast.chat(messages)
     (tmp_path / "chat_template.jinja").unlink()
     with one_line("chat template"):
-        tokenizer.load(tmp_path).chat(messages)
+        tokenization.load(tmp_path).chat(messages)
 
 
 def test_marks_of_answers_and_tokens_of_one_s_own(fast, tmp_path):
@@ -402,7 +402,7 @@ def test_marks_of_answers_and_tokens_of_one_s_own(fast, tmp_path):
     )
     settings = {"chat_template": template, "extra_special_tokens": {"image_token": "[I]"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = tokenizer.load(tmp_path)
+    found = tokenization.load(tmp_path)
     ids = found.chat([{"role": "user", "content": "é<"}])
     assert found.decode(ids) == '[I]é<[{"role": "user", "content": "é<"}]20'
 
@@ -413,13 +413,13 @@ def test_a_template_without_a_name(fast, tmp_path):
     settings = json.dumps(SETTINGS | {"chat_template": several})
     (tmp_path / "tokenizer_config.json").write_text(settings)
     messages = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.load(tmp_path).chat(messages) == fast.chat(messages)
+    assert tokenization.load(tmp_path).chat(messages) == fast.chat(messages)
 
 
 def test_begin_and_end_of_a_template_are_ids_to_sentencepiece(pieces, tmp_path):
     pieces.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
-    ids = tokenizer.load(tmp_path).chat([{"role": "user", "content": "Hi"}])
+    ids = tokenization.load(tmp_path).chat([{"role": "user", "content": "Hi"}])
     text = "<|user|>Hi", "\n<|answer|>"
     begin, end = pieces.bos_id, pieces.eos_id
     assert ids == [begin, *pieces.encode(text[0])[1:], end, *pieces.encode(text[1])[1:]]
@@ -442,7 +442,7 @@ def test_other_control_pieces_of_a_template_are_ids_too(tmp_path):
         },
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    pieces = tokenizer.load(tmp_path)
+    pieces = tokenization.load(tmp_path)
     begin, *words = pieces.encode("return x")
     assert pieces.chat([{"role": "user", "content": "return x"}]) == [begin, begins, *words, ends]
 
@@ -466,7 +466,7 @@ def test_a_template_that_refuses_or_does_what_it_must_not(fast, tmp_path, messag
     settings = SETTINGS | {"chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with one_line("messages", part):
-        tokenizer.load(tmp_path).chat(messages)
+        tokenization.load(tmp_path).chat(messages)
 
 
 # Files as they are in the world.
@@ -478,7 +478,7 @@ def test_gpt2_s_own_files(kind):
     folder = pathlib.Path(os.environ.get("SPSJAX_DATA", "")) / "tokenizers" / "gpt2"
     if not (folder / kind).is_file():
         pytest.skip(f"needs $SPSJAX_DATA/tokenizers/gpt2/{kind}")
-    found = tokenizer.load(folder / kind)
+    found = tokenization.load(folder / kind)
     assert found.encode("Not all heroes wear capes.") == [3673, 477, 10281, 5806, 1451, 274, 13]
     assert found.vocab_size == 50257 and found.eos_id == 50256
     text = CODE[0] + "naïve 東京 🦊🏽"

@@ -14,7 +14,7 @@ from conftest import logits_of, nearby_model, spread_model, spread_params, tiny_
 from statistical_test import SUSPICIOUS, g_test, perturbed
 
 import spsjax
-from spsjax import SamplingParams, loading, tokenizer, train
+from spsjax import SamplingParams, loading, tokenization, train
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 
@@ -24,7 +24,7 @@ PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    return tokenizer.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, PIECES)
+    return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, PIECES)
 
 
 def folder_of(path, pieces, rows, seed=0, **changes):
@@ -147,7 +147,7 @@ def test_the_law_is_the_target_s_whatever_the_draft_s_vocabulary(small_target, s
 
 
 def test_different_tokenizers_are_refused(pieces, tmp_path):
-    other = tokenizer.train(["once upon a time there was a fox\n" * 9], tmp_path / "other", 290)
+    other = tokenization.train(["once upon a time there was a fox\n" * 9], tmp_path / "other", 290)
     target = loading.load(folder_of(tmp_path / "target", pieces, TARGET_ROWS))
     draft = loading.load(folder_of(tmp_path / "draft", other, TARGET_ROWS))
     with one_line("draft", "tokenizer"):

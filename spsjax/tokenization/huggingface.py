@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import tokenizers
 
 from spsjax.errors import InputError, brief, one_line
-from spsjax.text import base
+from spsjax.tokenization import base
 
 _END = "<|endoftext|>"  # of GPT-2, whose own files do not say so
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of one byte, of tokenizers that fall back to them

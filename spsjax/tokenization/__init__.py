@@ -7,9 +7,9 @@ A folder's tokenizer is its `tokenizer.json`, which the `tokenizers` library rea
 import pathlib
 
 from spsjax.errors import InputError
-from spsjax.text.base import KINDS, NAMES, Tokenizer
-from spsjax.text.hugging_face import HuggingFace
-from spsjax.text.sentence_piece import SentencePiece, train
+from spsjax.tokenization.base import KINDS, NAMES, Tokenizer
+from spsjax.tokenization.huggingface import HuggingFace
+from spsjax.tokenization.sentencepiece import SentencePiece, train
 
 __all__ = ["NAMES", "Tokenizer", "exists", "load", "train"]
 

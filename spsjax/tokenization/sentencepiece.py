@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import sentencepiece
 
 from spsjax.errors import InputError, brief, one_line
-from spsjax.text import base
+from spsjax.tokenization import base
 from spsjax.utils import atomic_files
 
 _SPACE = "\u2581"  # how SentencePiece writes a space inside a piece

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 
 from spsjax.errors import InputError, brief, one_line
-from spsjax.text import chat
+from spsjax.tokenization import chat_template
 from spsjax.utils import atomic_files
 
 # The files that define a tokenizer, by which of them is looked for first.
@@ -93,7 +93,7 @@ class Tokenizer(abc.ABC):
         more = self._settings.get("extra_special_tokens")
         tokens = more if isinstance(more, dict) else {}
         tokens = tokens | {name: self._special(name) for name in names}
-        return self.encode(chat.render(template, messages, tokens), whole=False)
+        return self.encode(chat_template.render(template, messages, tokens), whole=False)
 
     @property
     def has_template(self) -> bool:
