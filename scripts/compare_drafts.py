@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from spsjax import arguments, benchmark, cli, loading, race, recipes, runs, samplers
-from spsjax.documents import Sources
+from spsjax.data.documents import Sources
 from spsjax.errors import InputError, one_line
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, documents, probes, race, samplers
-from spsjax.documents import Sources
+from spsjax import arguments, probes, race, samplers
+from spsjax.data import documents
+from spsjax.data.documents import Sources
 from spsjax.drafters import ngram
 from spsjax.errors import InputError
 from spsjax.loading import Model

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import data, generation, losses, train
+from spsjax import generation, losses, train
+from spsjax.data import pipeline
 from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.models import transformer
@@ -190,7 +191,7 @@ def on_policy(
         count, length = tokens.shape
         prompts = tokens[:, : mixture.prompt_length]
         texts = continued(model(params), prompts, length, mixture.temperature, int(samples))
-        mine = data.local_rows(place, count)
-        return data.put({name: column[mine] for name, column in texts.items()}, count, place)
+        mine = pipeline.local_rows(place, count)
+        return pipeline.put({name: column[mine] for name, column in texts.items()}, count, place)
 
     return change

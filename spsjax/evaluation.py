@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from spsjax import data, generation, train
+from spsjax import generation, train
+from spsjax.data import pipeline
 from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.parallel import multihost
@@ -48,7 +49,7 @@ def means(values_NT: np.ndarray, weights_NT: np.ndarray, stretches: int = 16) ->
 
 
 def on_examples(
-    values: Callable, params: PyTree, frozen: PyTree, table: data.Table, batch: int, place
+    values: Callable, params: PyTree, frozen: PyTree, table: pipeline.Table, batch: int, place
 ) -> dict[str, Means]:
     """Every metric of `values` on all rows of a table.
 
@@ -60,12 +61,12 @@ def on_examples(
         place: where they go.
     """
     found, weights = {}, []
-    mine = data.local_rows(place, batch)
+    mine = pipeline.local_rows(place, batch)
     for start in range(0, len(table), batch):
         # The last batch is filled up with its last row, which is not counted again.
         rows = np.minimum(np.arange(start, start + batch), len(table) - 1)
         rows_given = min(batch, len(table) - start)
-        given = data.put(table[rows[mine]], batch, place)
+        given = pipeline.put(table[rows[mine]], batch, place)
         fetched = multihost.fetch((values(params, frozen, given), _weights(given)))
         for name, value in fetched[0].items():
             found.setdefault(name, []).append(value[:rows_given])

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from spsjax import data, runs, train
+from spsjax import runs, train
 from spsjax.checkpoints import Checkpoints
+from spsjax.data import pipeline
 from spsjax.errors import InputError, NonFiniteError, Stopped
 from spsjax.types import PyTree
 
@@ -44,7 +45,7 @@ def fit(
     initial: Callable[[], PyTree],
     step: Callable,
     frozen: PyTree,
-    feed: data.Feed,
+    feed: pipeline.Feed,
     evaluate: Callable[[int, PyTree], float],
     change: Callable[[int, PyTree, PyTree], PyTree] | None = None,
     tokens: int = 0,

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import arguments, corpus, data, documents, fitting, loading, runs, train
+from spsjax import arguments, fitting, loading, runs, train
 from spsjax.checkpoints import Checkpoints
+from spsjax.data import corpus, documents, pipeline
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.models import transformer
@@ -107,7 +108,7 @@ class Recipe:
             )
         return given
 
-    def some(self, held_out: data.Windows) -> np.ndarray:
+    def some(self, held_out: pipeline.Windows) -> np.ndarray:
         """Held-out examples to evaluate on: as many as asked for, from all over the text."""
         count = min(self.config.eval_examples, len(held_out))
         return held_out[np.arange(count) * len(held_out) // count]

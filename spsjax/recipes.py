@@ -7,17 +7,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import (
-    arguments,
-    data,
-    distill,
-    evaluation,
-    loading,
-    teacher,
-    tokenization,
-    train,
-    trials,
-)
+from spsjax import arguments, distill, evaluation, loading, teacher, tokenization, train, trials
+from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
@@ -56,7 +47,7 @@ def target(
     )
     recipe.folder.pin(corpus=made_of)
     values = train.language_model(model, recipe.compute)
-    held = data.Table(tokens=recipe.some(held_out))
+    held = pipeline.Table(tokens=recipe.some(held_out))
     measure = jax.jit(values)
 
     def evaluate(step: int, params: PyTree) -> float:
@@ -64,7 +55,9 @@ def target(
         recipe.report(step, "held_out", {"loss": dataclasses.asdict(found["loss"])})
         return -found["loss"].mean
 
-    feed = data.Feed([data.Table(tokens=training)], [1.0], config.batch, config.seed, recipe.place)
+    feed = pipeline.Feed(
+        [pipeline.Table(tokens=training)], [1.0], config.batch, config.seed, recipe.place
+    )
     return recipe.run(model, pieces, values, {}, feed, evaluate)
 
 
@@ -138,13 +131,13 @@ def draft(
         trial, measure, teaching, as_model, held, recipe.rows, place, recipe.report
     )
 
-    def table(examples, **columns) -> data.Table:
+    def table(examples, **columns) -> pipeline.Table:
         if mixture.draft == 1:  # the texts are prompts only
-            return data.Table(tokens=examples, **columns)
+            return pipeline.Table(tokens=examples, **columns)
         kept = parts.teacher.columns(
             teaching, examples, objective.temperatures, recipe.cache, place, recipe.compute.dtype
         )
-        return data.Table(tokens=examples, **columns, **kept)
+        return pipeline.Table(tokens=examples, **columns, **kept)
 
     tables, shares = [], []
     if mixture.corpus or not mixture.target:
@@ -158,7 +151,7 @@ def draft(
         shares.append(mixture.target)
     total = sum(shares)
     shares = [share / total if total else 1 / len(shares) for share in shares]
-    feed = data.Feed(tables, shares, config.batch, config.seed, place)
+    feed = pipeline.Feed(tables, shares, config.batch, config.seed, place)
 
     change = None
     if mixture.draft:

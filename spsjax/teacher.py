@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spsjax import checkpoints, data, distill, kept, losses, train
+from spsjax import checkpoints, distill, losses, train
+from spsjax.data import column_store, pipeline
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.parallel import multihost
@@ -49,7 +50,7 @@ class Teacher:
     def columns(
         self,
         target: Model,
-        examples: data.Windows | np.ndarray,
+        examples: pipeline.Windows | np.ndarray,
         temperatures: Sequence[float],
         folder: pathlib.Path,
         place: jax.sharding.Sharding,
@@ -83,11 +84,11 @@ class Teacher:
             return {"ids": ids, "log_probs": jnp.stack(laws, axis=-2)}
 
         batch = -(-self.batch // _rows(place)) * _rows(place)
-        mine, run = data.local_rows(place, batch), jax.jit(run)
+        mine, run = pipeline.local_rows(place, batch), jax.jit(run)
 
         def compute(start):
             rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
-            given = data.put(examples[rows[mine]], batch, place)
+            given = pipeline.put(examples[rows[mine]], batch, place)
             found = multihost.fetch(run(target.params, given))
             if "states" in found and not np.isfinite(found["states"]).all():
                 raise InputError(
@@ -101,7 +102,7 @@ class Teacher:
         depends_on = config, self.keep, laws, str(dtype), shape
         name = f"{self.keep}-{_fingerprint(depends_on, target.params, examples)}"
         with target.in_mesh():
-            return kept.columns(folder / name, len(examples), batch, compute, "target")
+            return column_store.columns(folder / name, len(examples), batch, compute, "target")
 
 
 def _rows(place: jax.sharding.Sharding) -> int:
@@ -140,4 +141,4 @@ def samples(
         some = prompts[start : start + mixture.batch]
         return distill.continued(target, some, length, mixture.temperature, (seed + start) % 2**32)
 
-    return kept.columns(folder / name, mixture.samples, mixture.batch, compute, "samples")
+    return column_store.columns(folder / name, mixture.samples, mixture.batch, compute, "samples")

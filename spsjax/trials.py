@@ -6,7 +6,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from spsjax import data, evaluation, train
+from spsjax import evaluation, train
+from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.evaluation import Drafting
 from spsjax.loading import Model
@@ -47,14 +48,14 @@ class Trials:
 
     def evaluate(self, step: int, params: PyTree) -> float:
         """Logs it; the score is the acceptance on held-out text."""
-        found = self._exact(1.0, params, data.Table(tokens=self.held))
+        found = self._exact(1.0, params, pipeline.Table(tokens=self.held))
         self.report(step, "held_out", found)
         for temperature in self.trial.temperatures:
             drafted = evaluation.by_sampling(
                 self.target, self.model(params), self.prompts, self.trial, temperature, step
             )
             start = np.full(len(self.prompts), self.trial.prompt_length, np.int32)
-            table = data.Table(tokens=drafted.samples, start=start)
+            table = pipeline.Table(tokens=drafted.samples, start=start)
             exact = self._exact(temperature, params, table)
             names = ("acceptance", "greedy_agreement") if temperature else ("greedy_agreement",)
             record = {name: exact[name] for name in names}
@@ -62,7 +63,7 @@ class Trials:
             self.report(step, f"temperature_{temperature:g}", record)
         return found["acceptance"]["mean"]
 
-    def _exact(self, temperature: float, params: PyTree, table: data.Table) -> dict[str, dict]:
+    def _exact(self, temperature: float, params: PyTree, table: pipeline.Table) -> dict[str, dict]:
         found = evaluation.on_examples(
             self.measures[temperature], params, self.target.params, table, self.rows, self.place
         )

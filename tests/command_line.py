@@ -7,7 +7,8 @@ import sys
 
 import jax
 
-from spsjax import documents, tokenization
+from spsjax import tokenization
+from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 

@@ -9,7 +9,8 @@ import jax
 import pytest
 from bad_input import one_line
 
-from spsjax import arguments, cli, distill, documents, evaluation, teacher, train
+from spsjax import arguments, cli, distill, evaluation, teacher, train
+from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.transformer import param_shapes

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from spsjax import InputError, corpus, tokenization
-from spsjax.documents import Sources
+from spsjax import InputError, tokenization
+from spsjax.data import corpus
+from spsjax.data.documents import Sources
 
 PIECES = 300
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from spsjax import InputError, data
+from spsjax import InputError
+from spsjax.data import pipeline
 from spsjax.parallel import sharding
 
 
@@ -15,16 +16,16 @@ def take(feed, count):
 
 
 def table(count, width=3, start=0):
-    return data.Table(tokens=start + np.arange(count * width).reshape(count, width))
+    return pipeline.Table(tokens=start + np.arange(count * width).reshape(count, width))
 
 
 def feed(tables=None, shares=(1.0,), batch=4, seed=0, mesh=None):
-    return data.Feed(tables or [table(12)], shares, batch, seed, sharding.rows(mesh))
+    return pipeline.Feed(tables or [table(12)], shares, batch, seed, sharding.rows(mesh))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 12])
 def test_windows_share_one_token_and_leave_out_only_a_partial_last_one(length):
-    windows = data.Windows(np.arange(40, dtype=np.uint16), length)
+    windows = pipeline.Windows(np.arange(40, dtype=np.uint16), length)
     assert windows[:].dtype == np.int32 and windows[:].shape == (39 // length, length + 1)
     assert windows[:][:, 1:].ravel().tolist() == list(range(1, 1 + 39 // length * length))
     assert windows[1].tolist() == windows[:][1].tolist()
@@ -33,9 +34,9 @@ def test_windows_share_one_token_and_leave_out_only_a_partial_last_one(length):
 
 def test_too_few_tokens_and_no_length_are_refused():
     with pytest.raises(InputError, match=r"^train: expected at least 5 tokens, one example, found"):
-        data.Windows(range(4), 4, "train")
+        pipeline.Windows(range(4), 4, "train")
     with pytest.raises(InputError, match=r"^length: expected at least 1, found 0$"):
-        data.Windows(range(4), 0)
+        pipeline.Windows(range(4), 0)
 
 
 def test_an_epoch_shows_each_example_once_in_an_order_of_its_own():
@@ -81,6 +82,6 @@ def test_a_batch_of_one_may_come_from_several_tables():
 
 def test_columns_stay_together():
     tokens = np.arange(24).reshape(12, 2)
-    both = data.Table(tokens=tokens, start=tokens[:, 0] * 10)
+    both = pipeline.Table(tokens=tokens, start=tokens[:, 0] * 10)
     for batch in take(feed([both]), 4):
         assert np.array_equal(batch["start"], batch["tokens"][:, 0] * 10)

@@ -9,7 +9,8 @@ import pytest
 from conftest import tiny_config
 from toy import CONFIG, EXAMPLES, HELD_OUT, VOCAB
 
-from spsjax import InputError, data, distill, evaluation, losses, teacher, train
+from spsjax import InputError, distill, evaluation, losses, teacher, train
+from spsjax.data import pipeline
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -25,7 +26,7 @@ def fit(values, params, frozen, table, count=60, change=None):
     state = train.initial(CONFIG, how, None, 0)
     params = jax.tree.map(jnp.array, params)  # a copy: the steps take its memory
     state = {"params": params, "optimizer": how.update().init(params)}
-    step, feed = train.step(values, how), data.Feed([table], [1.0], 16, 0, PLACE)
+    step, feed = train.step(values, how), pipeline.Feed([table], [1.0], 16, 0, PLACE)
     for number in range(count):
         batch = next(feed)
         if change:
@@ -39,12 +40,12 @@ def target() -> Model:
     """A target that knows the language."""
     start = transformer.init(CONFIG, jax.random.key(0))
     values = train.language_model(CONFIG, FLOAT32)
-    return Model("target", CONFIG, fit(values, start, {}, data.Table(tokens=EXAMPLES)))
+    return Model("target", CONFIG, fit(values, start, {}, pipeline.Table(tokens=EXAMPLES)))
 
 
 def measured(target, params) -> dict[str, float]:
     values = distill.values(DRAFT, CONFIG, distill.Objective("forward_kl"), FLOAT32)
-    table = data.Table(tokens=HELD_OUT)
+    table = pipeline.Table(tokens=HELD_OUT)
     found = evaluation.on_examples(jax.jit(values), params, target.params, table, 16, PLACE)
     return {name: means.mean for name, means in found.items()}
 
@@ -61,7 +62,7 @@ def distilled(target, folder, name="forward_kl", temperatures=(1.0,), keep="noth
     kept = teacher.Teacher(keep, k=6).columns(
         target, examples, how.temperatures, folder, PLACE, "float32"
     )
-    table = data.Table(**columns, **kept)
+    table = pipeline.Table(**columns, **kept)
     change = None
     if mixture.draft:
         change = distill.on_policy(mixture, lambda params: Model("draft", DRAFT, params), PLACE, 0)
@@ -131,7 +132,7 @@ def test_the_draft_s_own_texts_follow_the_step_and_their_prompts(target):
     change = distill.on_policy(
         mixture, lambda params: Model("draft", CONFIG, params), PLACE, seed=3
     )
-    batch = data.put({"tokens": EXAMPLES[:4], "start": np.zeros(4, np.int32)}, 4, PLACE)
+    batch = pipeline.put({"tokens": EXAMPLES[:4], "start": np.zeros(4, np.int32)}, 4, PLACE)
     changed = {}
     for step in range(40):
         found = change(step, target.params, batch)

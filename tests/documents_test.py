@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from spsjax import InputError, documents
-from spsjax.documents import Sources
+from spsjax import InputError
+from spsjax.data import documents
+from spsjax.data.documents import Sources
 
 
 def read(*train, **options):

@@ -7,7 +7,8 @@ from conftest import nearby_model, spread_model
 from scipy import stats
 from toy import CONFIG, HELD_OUT
 
-from spsjax import InputError, data, distill, evaluation, train
+from spsjax import InputError, distill, evaluation, train
+from spsjax.data import pipeline
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 
@@ -43,7 +44,7 @@ def test_every_example_counts_once_whatever_the_batch_and_the_mesh():
     logits = [train.forward(CONFIG, each, HELD_OUT[:, :-1]).logits for each in params]
     laws = [np.asarray(jax.nn.softmax(each), np.float64) for each in logits]
     expected = np.minimum(*laws).sum(-1).mean()
-    table = data.Table(tokens=HELD_OUT)  # 16 rows
+    table = pipeline.Table(tokens=HELD_OUT)  # 16 rows
     for batch, mesh in ((16, None), (5, None), (1, None), (6, sharding.mesh(2, 1))):
         place = sharding.rows(mesh)
         found = evaluation.on_examples(values, *params, table, batch, place)
@@ -68,7 +69,7 @@ def test_what_is_counted_is_what_is_expected(temperature):
             temperature or 1.0,
         )
     )
-    table = data.Table(tokens=drafted.samples, start=np.full(64, 4, np.int32))
+    table = pipeline.Table(tokens=drafted.samples, start=np.full(64, 4, np.int32))
     found = evaluation.on_examples(
         values, draft.params, target.params, table, 64, sharding.rows(None)
     )

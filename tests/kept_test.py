@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from spsjax import InputError, kept
+from spsjax import InputError
+from spsjax.data import column_store
 
 COUNT, BATCH = 11, 3
 SQUARES = np.arange(COUNT)[:, None] * np.arange(2) ** 2
@@ -35,11 +36,11 @@ def assert_whole(found):
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost(monkeypatch):
-    monkeypatch.setattr(kept, "_LOSS", 0)
+    monkeypatch.setattr(column_store, "_LOSS", 0)
 
 
 def columns(folder, compute):
-    return kept.columns(folder / "it", COUNT, BATCH, compute, "it")
+    return column_store.columns(folder / "it", COUNT, BATCH, compute, "it")
 
 
 def test_is_computed_once(tmp_path):

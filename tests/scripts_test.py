@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
-from spsjax import benchmark, documents, generation, probes, race, samplers, tokenization
+from spsjax import benchmark, generation, probes, race, samplers, tokenization
+from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.sampling import SamplingParams
 

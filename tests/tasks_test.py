@@ -12,7 +12,7 @@ import time
 import pytest
 from bad_input import one_line
 
-from spsjax import documents
+from spsjax.data import documents
 from spsjax.tasks import base, human_eval, sandbox, spec_bench, stdlib, xsum
 
 DATA = pathlib.Path(os.environ.get("SPSJAX_DATA", ""))

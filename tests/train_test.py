@@ -10,7 +10,8 @@ import pytest
 from conftest import tiny_config
 from toy import CONFIG, EXAMPLES, VOCAB
 
-from spsjax import InputError, data, losses, train
+from spsjax import InputError, losses, train
+from spsjax.data import pipeline
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 
@@ -27,7 +28,7 @@ def steps(mesh=None, count=4, compute=FLOAT32, config=CONFIG, batch=None, **chan
     state, metrics = train.initial(config, how, mesh, 0), {}
     step = train.step(train.language_model(config, compute), how)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        batch = data.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
+        batch = pipeline.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
         for _ in range(count):
             state, metrics = step(state, {}, batch)
     return state, metrics
@@ -92,7 +93,7 @@ def test_weights_and_optimizer_are_split_alike():
 
 def test_two_replicas_each_take_half_of_a_batch():
     mesh = sharding.mesh(2, 1, jax.devices()[:2])
-    batch = data.put({"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
+    batch = pipeline.put({"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
     assert [shard.data.shape for shard in batch["tokens"].addressable_shards] == [(8, 17)] * 2
     found = steps(mesh)
     for leaf in jax.tree.leaves(found[0]):

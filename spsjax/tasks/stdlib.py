@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import ClassVar
 
-from spsjax import documents
+from spsjax.data import documents
 from spsjax.errors import InputError
 from spsjax.sampling import SamplingParams
 from spsjax.tasks import base

@@ -9,8 +9,9 @@ import pathlib
 import numpy as np
 from tqdm import tqdm
 
-from spsjax import data, tokenization
-from spsjax.documents import Sources, Split, listing
+from spsjax import tokenization
+from spsjax.data import pipeline
+from spsjax.data.documents import Sources, Split, listing
 from spsjax.errors import InputError, brief, one_line
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import atomic_files
@@ -29,7 +30,7 @@ def prepare(
     pieces: Tokenizer | None = None,
     vocab_size: int | None = None,
     replace: bool = False,
-) -> tuple[data.Windows, data.Windows, Tokenizer]:
+) -> tuple[pipeline.Windows, pipeline.Windows, Tokenizer]:
     """Token files of both parts, made once and then found again.
 
     A document begins and ends with the tokenizer's ids for that, and the next one follows. The
@@ -79,7 +80,7 @@ def prepare(
             )
         if atomic_files.sha256(path) != parts[part]["sha256"]:
             raise InputError(f"{path}: expected the tokens of {manifest}, found others")
-        windows.append(data.Windows(np.memmap(path, dtype, "r") if size else [], length, part))
+        windows.append(pipeline.Windows(np.memmap(path, dtype, "r") if size else [], length, part))
     return *windows, pieces
 
 
@@ -152,7 +153,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
             parts[part]["tokens"] += len(ids)
             entry[f"{part}_tokens"] = entry.get(f"{part}_tokens", 0) + len(ids)
         for part in _PARTS:
-            data.check_tokens(part, parts[part]["tokens"], length)
+            pipeline.check_tokens(part, parts[part]["tokens"], length)
     for entry in listed.values():
         entry["text_sha256"] = entry["text_sha256"].hexdigest()
     for part in _PARTS:
