@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from absl import flags
 from jax import lax
 
-from spsjax import ahead, cli, sampling
+from spsjax import cli, sampling
 from spsjax.parallel import sharding
+from spsjax.performance import aot
 
 _MODELS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "models"
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
@@ -64,7 +65,7 @@ def _compiled(gathering: dict, change: dict) -> tuple[str, ...]:
         mock.patch.multiple(sharding, **gathering),
         mock.patch.multiple(sampling, **change),
     ):
-        report = ahead.compile_pair(
+        report = aot.compile_pair(
             target,
             draft,
             _TOPOLOGY.value,

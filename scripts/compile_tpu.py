@@ -17,8 +17,9 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import ahead, cli
+from spsjax import cli
 from spsjax.errors import InputError
+from spsjax.performance import aot
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -31,7 +32,7 @@ def main():
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
     config = _CONFIG.value.to_dict()
     cli.check_writable(_JSON.value)
-    known = inspect.signature(ahead.compile_pair).parameters
+    known = inspect.signature(aot.compile_pair).parameters
     for key in config:
         if key not in known:
             raise InputError(f"--config: expected no key {key}, found one")
@@ -39,7 +40,7 @@ def main():
         cli.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
     )
     config["compiler_options"] = _options(config["compiler_options"])
-    report = ahead.compile_pair(
+    report = aot.compile_pair(
         target, draft, _TOPOLOGY.value, progress=display.progress("compiling"), **config
     )
     show(report, config["num_speculative_tokens"])
@@ -56,7 +57,7 @@ def _options(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def show(report: ahead.Report, K: int) -> None:
+def show(report: aot.Report, K: int) -> None:
     """Three tables and the prediction."""
     print(
         f"{report.device}: {report.needed / 1e9:.2f} of {report.memory / 1e9:.2f} GB a chip: "
@@ -78,9 +79,7 @@ def show(report: ahead.Report, K: int) -> None:
         ),
     )
     print("(a loop's body, and that of the draft's steps within it, counted once)\n")
-    parts = [
-        part for part in ahead.PARTS if any(part in p.cycles for p in report.programs.values())
-    ]
+    parts = [part for part in aot.PARTS if any(part in p.cycles for p in report.programs.values())]
     display.columns(
         ("cycles a round", *parts),
         (
@@ -134,7 +133,7 @@ def show(report: ahead.Report, K: int) -> None:
 
 def _where(scope: str) -> str:
     """Part of the round; the draft's later steps are a loop."""
-    return ahead.part(scope) + ", each step" * ("/propose/while/" in scope)
+    return aot.part(scope) + ", each step" * ("/propose/while/" in scope)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import display
 import numpy as np
 from absl import flags
 
-from spsjax import cli, prediction, theory
+from spsjax import cli, prediction
 from spsjax.errors import InputError, brief
+from spsjax.performance import theory
 
 _RATES = flags.DEFINE_list("acceptance", None, "A rate, or one a position: 0.8 or 0.9,0.85,0.8.")
 _DRAFT = flags.DEFINE_float("draft_ms", None, "Of a draft token.", lower_bound=0)

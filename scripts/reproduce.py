@@ -20,8 +20,9 @@ import jinja2
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, loading, peers, probes, reproduction
+from spsjax import cli, loading, peers, reproduction
 from spsjax.parallel import multihost
+from spsjax.performance import microbenchmarks
 from spsjax.utils import atomic_files
 
 _SCRIPTS = pathlib.Path(__file__).resolve().parent
@@ -59,7 +60,7 @@ def main():
         display.heading(title)
         display.columns(header, rows, left=[0, 1])
     if multihost.is_first():
-        write(what, config, found, tables, probes.machine(target), workdir)
+        write(what, config, found, tables, microbenchmarks.machine(target), workdir)
         print(f"{workdir / 'report.html'}, {workdir / 'report.json'}")
 
 

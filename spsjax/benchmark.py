@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, probes, race, samplers
+from spsjax import arguments, race, samplers
 from spsjax.data import documents
 from spsjax.data.documents import Sources
 from spsjax.drafters import ngram
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
+from spsjax.performance import microbenchmarks
 from spsjax.samplers import Sampler
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
@@ -128,16 +129,16 @@ def compare(
         for setting, params in settings(config).items()
         for each in (*entries, *others)
     ]
-    before = probes.memory_bandwidth()
+    before = microbenchmarks.memory_bandwidth()
     lines = race.run(
         contenders, list(prompts.values()), config.repetitions, config.seed, config.parts, progress
     )
     # Best of both ends: a neighbour on the machine must not make the floor look high.
-    after = probes.memory_bandwidth()
+    after = microbenchmarks.memory_bandwidth()
     bandwidth = {name: max(rate, after[name]) for name, rate in before.items()}
     floor_ms = 1e3 * target.num_bytes / max(bandwidth.values())
     return Report(
-        machine=probes.machine(target),
+        machine=microbenchmarks.machine(target),
         weights_bytes=target.num_bytes,
         bandwidth=bandwidth,
         floor_ms=floor_ms,

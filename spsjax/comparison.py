@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spsjax import probes, race, side_by_side, statistics
+from spsjax import race, side_by_side, statistics
+from spsjax.performance import microbenchmarks
 from spsjax.tasks.base import Example, Task
 
 Interval = tuple[float, float] | None  # None: of too few examples
@@ -49,9 +50,9 @@ class Row:
     acceptance: float | None = None
     acceptance_by_position: list[float | None] | None = None
     ms_per_round: float | None = None
-    parts: probes.Parts | None = None
+    parts: microbenchmarks.Parts | None = None
     loop_over_parts: float | None = None
-    costs: probes.Parts | None = None
+    costs: microbenchmarks.Parts | None = None
     speedup: float | None = None
     speedup_interval: Interval | None = None
     loop_speedup: float | None = None
@@ -144,7 +145,7 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
         acceptance=float(np.arange(len(histogram)) @ histogram / proposed) if proposed else None,
         acceptance_by_position=positions,
         ms_per_round=1e3 * loops / calls,
-        parts=probes.median([parts for _, parts in timed]) if timed else None,
+        parts=microbenchmarks.median([parts for _, parts in timed]) if timed else None,
         loop_over_parts=float(np.median(over)) if timed else None,
     )
 
@@ -159,10 +160,10 @@ def _round(records: Sequence[dict]) -> float:
     return sum(map(_loop, records)) / sum(record["target_calls"] for record in records)
 
 
-def _parts(records: Sequence[dict]) -> probes.Parts | None:
+def _parts(records: Sequence[dict]) -> microbenchmarks.Parts | None:
     """What a round of one example is made of."""
-    timed = [probes.Parts(**record["parts"]) for record in records if "parts" in record]
-    return probes.median(timed) if timed else None
+    timed = [microbenchmarks.Parts(**record["parts"]) for record in records if "parts" in record]
+    return microbenchmarks.median(timed) if timed else None
 
 
 def _beside(row: Row, part, base_part) -> Row:
@@ -171,14 +172,14 @@ def _beside(row: Row, part, base_part) -> Row:
     rounds = [_round(base) / _round(ours) for ours, base in pairs]
     timed = [(_parts(ours), _parts(base)) for ours, base in pairs]
     costs = [
-        probes.Parts(ours.draft_step / base.scoring, ours.scoring / base.scoring)
+        microbenchmarks.Parts(ours.draft_step / base.scoring, ours.scoring / base.scoring)
         for ours, base in timed
         if ours and base
     ]
     return dataclasses.replace(
         row,
         loop_speedup=float(row.tokens_per_call * np.median(rounds)),
-        costs=probes.median(costs) if costs else None,
+        costs=microbenchmarks.median(costs) if costs else None,
     )
 
 

@@ -6,10 +6,10 @@ import time
 
 import jax
 
-from spsjax import probes
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models.hf import weights as hf_weights
+from spsjax.performance import microbenchmarks
 from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
@@ -28,7 +28,7 @@ class HuggingFace:
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(probes.num_cores())
+        torch.set_num_threads(microbenchmarks.num_cores())
         accelerated = jax.default_backend() == "gpu" and torch.cuda.is_available()
         self.torch, self.dtype = torch, dtype
         self.device = "cuda" if accelerated else "cpu"

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from spsjax import comparison, race, theory
+from spsjax import comparison, race
+from spsjax.performance import theory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from spsjax import probes
 from spsjax.errors import InputError
+from spsjax.performance import microbenchmarks
 from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
@@ -38,7 +38,7 @@ class Contender:
         """One continuation."""
         return self.sampler.call(prompt, self.params, self.max_new_tokens, seed, stop_at_eos=False)
 
-    def parts(self, prompt: list[int]) -> probes.Parts | None:
+    def parts(self, prompt: list[int]) -> microbenchmarks.Parts | None:
         """What a round of it is made of, if that is known."""
         parts = self.sampler.parts
         return parts(prompt, self.params, self.max_new_tokens) if parts else None
@@ -73,7 +73,7 @@ class Line:
     acceptance_by_position: list[float | None] | None = None
     ms_per_round: float | None = None
     loop_over_parts: float | None = None
-    parts: probes.Parts | None = None
+    parts: microbenchmarks.Parts | None = None
     predicted_speedup: float | None = None
     same_text: bool | None = None
     compile_seconds: float | None = None
@@ -98,7 +98,7 @@ def run(
             f"found {len(prompts)} and {repetitions}"
         )
     samples: dict[tuple, list[Sample]] = {}
-    timed: dict[tuple, list[probes.Parts]] = {}
+    timed: dict[tuple, list[microbenchmarks.Parts]] = {}
     first: dict[tuple, Sample] = {}
     turns = [(-1, 0)] + [(turn, row) for turn in range(repetitions) for row in range(len(prompts))]
     for turn, row, each in progress([(*place, each) for place in turns for each in contenders]):
@@ -139,7 +139,7 @@ def _line(
     key: tuple[str, str, int],
     rows: list[list[Sample]],
     first: Sample,
-    parts: list[probes.Parts] | None,
+    parts: list[microbenchmarks.Parts] | None,
 ) -> Line:
     name, setting, K = key
     seconds = sum(statistics.median(sample.seconds for sample in row) for row in rows)
@@ -165,7 +165,7 @@ def _line(
     )
     if not parts:
         return line
-    median = probes.median(parts)
+    median = microbenchmarks.median(parts)
     over = loops / calls / median.together(K)
     return dataclasses.replace(line, parts=median, loop_over_parts=over)
 

@@ -10,7 +10,6 @@ from spsjax import (
     attribution,
     comparison,
     prediction,
-    probes,
     race,
     runs,
     samplers,
@@ -21,6 +20,7 @@ from spsjax.errors import InputError
 from spsjax.journal import Journal
 from spsjax.loading import Model
 from spsjax.parallel import multihost
+from spsjax.performance import microbenchmarks
 from spsjax.samplers import Sampler
 from spsjax.side_by_side import Plan
 from spsjax.tasks.base import Example, Task
@@ -126,7 +126,7 @@ def run(
             "drafter": _identity(drafter),
             "mesh": dict(target.mesh.shape) if target.mesh else {},
             "samplers": [[each.name, each.num_speculative_tokens] for each in entries],
-            "machine": probes.machine(target),
+            "machine": microbenchmarks.machine(target),
         }
         jobs[name] = task, examples, _journal(workdir / f"{name}.jsonl", depends_on)
     for name, (task, examples, journal) in jobs.items():

@@ -14,9 +14,10 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spsjax import chips, events
+from spsjax import events
 from spsjax.errors import InputError, NonFiniteError, brief, one_line
 from spsjax.parallel import multihost
+from spsjax.performance import hardware
 from spsjax.utils import atomic_files
 
 # A run may go on with others of these: they change no result, but for rounding.
@@ -169,7 +170,7 @@ class Progress:
         self._seconds, self._steps = 0.0, 0
         speed = {"tokens_per_second": rate * self._tokens}
         shown = f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s"
-        peak = chips.peak(jax.devices()[0])
+        peak = hardware.peak(jax.devices()[0])
         if peak:
             speed["share_of_peak"] = rate * self._flops / (peak * jax.device_count())
             shown += f", {speed['share_of_peak']:.0%} of peak"

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from spsjax import generation, probes
+from spsjax import generation
 from spsjax.drafters import base
 from spsjax.loading import Model
+from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 
 
@@ -37,7 +38,7 @@ class Parts(Protocol):
 
     def __call__(
         self, prompt: list[int], params: SamplingParams, max_new_tokens: int
-    ) -> probes.Parts: ...
+    ) -> microbenchmarks.Parts: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def ours(
         length = len(prompt) + max_new_tokens
         key = repr(params), generation.bucket(length + K + 1)
         if key not in probed:
-            probed[key] = probes.probe(target, drafter, K, params, length)
+            probed[key] = microbenchmarks.probe(target, drafter, K, params, length)
         return probed[key]()
 
     models = [target, drafter] if isinstance(drafter, Model) else [target]

@@ -15,8 +15,9 @@ import notebooks_test
 import pytest
 from conftest import tiny_config
 
-from spsjax import InputError, ahead, chips, cli, theory, train
+from spsjax import InputError, cli, train
 from spsjax.parallel import sharding
+from spsjax.performance import aot, hardware, theory
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
@@ -29,19 +30,19 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def counts(program: ahead.Program, scope: str) -> dict[str, int]:
+def counts(program: aot.Program, scope: str) -> dict[str, int]:
     """Kind -> how many collectives are in scopes that mention `scope`."""
     return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
 
 
 @pytest.fixture(scope="module")
-def chinchilla() -> ahead.Report:
+def chinchilla() -> aot.Report:
     """A short Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
     target, draft = (
         cli.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
     target = dataclasses.replace(target, num_layers=LAYERS)
-    return ahead.compile_pair(
+    return aot.compile_pair(
         target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=1024,
         max_new_tokens=512,
     )  # fmt: skip
@@ -86,7 +87,7 @@ def test_nothing_larger_than_the_logits_moves(chinchilla):
 @needs_libtpu
 def test_the_compilers_cycles_are_told_apart_by_part(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
-    assert set(cycles) <= set(ahead.PARTS)
+    assert set(cycles) <= set(aot.PARTS)
     assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
     # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
     scoring = cycles["score"] * 80 / LAYERS  # of all layers
@@ -114,7 +115,7 @@ def test_llama_s_shape_on_few_small_chips():
     whole = cli.model_config("llama:3-8b", MODELS)
     target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook has it compiled, too
     draft = dataclasses.replace(target, num_layers=2)
-    report = ahead.compile_pair(
+    report = aot.compile_pair(
         target, draft, "v5e:2x4", num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
     )
     sps = report.programs["SpS"]
@@ -137,12 +138,12 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
     target = cli.model_config("chinchilla_70b", MODELS)
     found = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
     with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + found):
-        ahead.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
+        aot.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
     with pytest.raises(InputError, match=r"^num_heads: .* model axis, 16, found 12$"):
         odd = dataclasses.replace(target, num_heads=12, num_kv_heads=12)
-        ahead.compile_pair(target, odd, "v5p:2x2x4", num_speculative_tokens=K)
+        aot.compile_pair(target, odd, "v5p:2x2x4", num_speculative_tokens=K)
     with pytest.raises(InputError, match=r"^data: expected a divisor of 16 devices and of 2 rows"):
-        ahead.compile_pair(target, target, "v5p:2x2x4", num_speculative_tokens=K, data=4, batch=2)
+        aot.compile_pair(target, target, "v5p:2x2x4", num_speculative_tokens=K, data=4, batch=2)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +164,14 @@ def test_what_cannot_be_asked_is_refused_in_one_line(argument, value, found):
     target = cli.model_config("chinchilla_70b", MODELS)
     with pytest.raises(InputError, match=f"^{argument}: expected .*{found}$"):
         arguments = {"num_speculative_tokens": K} | {argument: value}
-        ahead.compile_pair(target, target, "v5p:2x2x4", **arguments)
+        aot.compile_pair(target, target, "v5p:2x2x4", **arguments)
 
 
 def test_a_draft_of_another_vocabulary_is_refused():
     target = cli.model_config("chinchilla_70b", MODELS)
     draft = dataclasses.replace(target, vocab_size=16_000)
     with pytest.raises(InputError, match=r"^draft: expected the target's vocabulary of 32000, "):
-        ahead.compile_pair(target, draft, "v5p:2x2x4", num_speculative_tokens=K)
+        aot.compile_pair(target, draft, "v5p:2x2x4", num_speculative_tokens=K)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +179,13 @@ def test_a_draft_of_another_vocabulary_is_refused():
 )
 def test_what_names_no_topology_is_refused(name):
     with pytest.raises(InputError, match=r"^topology: expected v4, v5e, v5p, v6e and a shape"):
-        chips.topology(name)
+        hardware.topology(name)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("v5p:2x2", 3), ("v5e:2x2x2", 2)])
 def test_a_slice_has_the_dimensions_of_its_kind(name, sizes):
     with pytest.raises(InputError, match=rf"^topology: expected {sizes} sizes for v5., found v5"):
-        chips.topology(name)
+        hardware.topology(name)
 
 
 @needs_libtpu
@@ -192,9 +193,9 @@ def test_a_slice_has_the_dimensions_of_its_kind(name, sizes):
     ("name", "count"), [("v4:2x2x4", 16), ("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v6e:2x2", 4)]
 )
 def test_a_chip_is_a_device(name, count):
-    chip, devices = chips.topology(name)
+    chip, devices = hardware.topology(name)
     assert len(devices) == count
-    assert chip == chips.CHIPS[name.partition(":")[0]]
+    assert chip == hardware.CHIPS[name.partition(":")[0]]
 
 
 @needs_libtpu
@@ -202,13 +203,13 @@ def test_a_shape_that_no_slice_has_is_refused():
     with pytest.raises(
         InputError, match=r"^topology: expected one that libtpu knows, found v5e:7x"
     ):
-        chips.topology("v5e:7x9")
+        hardware.topology("v5e:7x9")
 
 
 def test_no_libtpu_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"^topology: expected libtpu to be installed"):
-        chips.topology("v5p:2x2x4")
+        hardware.topology("v5p:2x2x4")
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
@@ -221,7 +222,7 @@ def test_block_efficiency_is_the_capped_geometric_mean(acceptance):
 @needs_libtpu
 def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     """Counted for a chip: the CPU's compiler undoes the one, and has no need of the other."""
-    _, devices = chips.topology("v5e:2x2")
+    _, devices = hardware.topology("v5e:2x2")
     mesh = sharding.mesh(2, 2, devices)
     model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
     how = train.Optimization(1e-3, steps=20, warmup=2)
@@ -230,7 +231,7 @@ def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     temporary = {}
     for remat in (False, True):
         values = train.language_model(model, train.Compute("bfloat16", remat))
-        with jax.set_mesh(mesh), ahead.uncached():
+        with jax.set_mesh(mesh), aot.uncached():
             program = train.step(values, how).lower(state, {}, {"tokens": tokens}).compile()
         temporary[remat] = program.memory_analysis().temp_size_in_bytes
         assert "all-gather(" not in program.as_text()  # weights and activations stay split

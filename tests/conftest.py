@@ -30,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import ahead, decode, loading
 from spsjax import cache as kv
+from spsjax import decode, loading
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.performance import aot
 
 # Tests and a notebook plan for the same slice: it is compiled once.
-ahead.compile_pair = functools.cache(ahead.compile_pair)
+aot.compile_pair = functools.cache(aot.compile_pair)
 
 
 def tiny_config(vocab_size: int, **changes) -> transformer.Config:

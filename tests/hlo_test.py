@@ -2,7 +2,7 @@
 
 import pytest
 
-from spsjax import hlo
+from spsjax.performance import hlo
 
 LINES = {
     "  %a.1 = bf16[5,8192]{1,0:T(8,128)(2,1)} all-reduce(%f), to_apply=%add,"

@@ -14,7 +14,8 @@ from bad_input import one_line
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
-from spsjax import comparison, prediction, probes, reproduction, runs
+from spsjax import comparison, prediction, reproduction, runs
+from spsjax.performance import microbenchmarks
 from spsjax.utils import atomic_files
 
 
@@ -54,18 +55,22 @@ def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
 
 
 def test_costs_are_in_passes_of_the_target():
-    base = dataclasses.replace(ROW, parts=probes.Parts(0.0, 2.0))
+    base = dataclasses.replace(ROW, parts=microbenchmarks.Parts(0.0, 2.0))
     one, three = drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8] * 3, 2.2, 20.0)
-    one = dataclasses.replace(one, costs=probes.Parts(0.1, 2.0))
-    three = dataclasses.replace(three, costs=probes.Parts(0.2, 4.0))
+    one = dataclasses.replace(one, costs=microbenchmarks.Parts(0.1, 2.0))
+    three = dataclasses.replace(three, costs=microbenchmarks.Parts(0.2, 4.0))
     found = prediction.costs_of([base, one, three])
     assert found == prediction.Costs(2000.0, {1: 0.1, 3: 0.2}, {1: 2.0, 3: 4.0})
     assert prediction.costs_of([base]) is None
 
 
 def test_parts_are_medians_over_texts():
-    parts = [probes.Parts(1.0, 20.0), probes.Parts(900.0, 10.0), probes.Parts(2.0, 30.0)]
-    assert probes.median(parts) == probes.Parts(2.0, 20.0)
+    parts = [
+        microbenchmarks.Parts(1.0, 20.0),
+        microbenchmarks.Parts(900.0, 10.0),
+        microbenchmarks.Parts(2.0, 30.0),
+    ]
+    assert microbenchmarks.median(parts) == microbenchmarks.Parts(2.0, 20.0)
 
 
 def test_tasks_without_files_are_left_out():

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
-from spsjax import benchmark, generation, probes, race, samplers, tokenization
+from spsjax import benchmark, generation, race, samplers, tokenization
 from spsjax.data import documents
 from spsjax.models import transformer
+from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 
 
@@ -380,7 +381,7 @@ def test_parts_are_measured_in_order_of_size():
     target = benchmark.Model("target", config, transformer.init(config, jax.random.key(0)))
     small = dataclasses.replace(config, d_model=16, d_ff=16, num_layers=1)
     draft = benchmark.Model("draft", small, transformer.init(small, jax.random.key(0)))
-    measure = probes.probe(target, draft, 4, SamplingParams(), 20, 40)
+    measure = microbenchmarks.probe(target, draft, 4, SamplingParams(), 20, 40)
     parts = [measure() for _ in range(5)]
     assert np.median([p.draft_step for p in parts]) < np.median([p.scoring for p in parts])
 

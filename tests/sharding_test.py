@@ -8,10 +8,11 @@ import pytest
 from conftest import nearby_model, spread_model
 
 import spsjax
-from spsjax import decode, generation, hlo
+from spsjax import decode, generation
 from spsjax.drafters import none
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.performance import hlo
 
 MESHES = [(1, 8), (2, 4)]
 # Rows of different lengths, three of them so that they do not divide the mesh's data axis.

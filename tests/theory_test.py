@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from bad_input import one_line
 
-from spsjax import theory
+from spsjax.performance import theory
 
 # Best K and its speed-up, by acceptance and cost of a draft step (Leviathan et al. 2022, 3.5).
 BEST = {

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from spsjax import hlo
-from spsjax.chips import Chip
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.performance import hlo
+from spsjax.performance.hardware import Chip
 from spsjax.types import PyTree
 
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 
-from spsjax import chips, decode, generation, hlo, loading, roofline, sampling, theory
+from spsjax import decode, generation, loading, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.errors import InputError, brief, one_line
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.performance import hardware, hlo, roofline, theory
 from spsjax.types import PyTree
 
 # Of a round; what the draft's steps take to sample is apart from its forward passes.
@@ -150,7 +151,7 @@ def compile_pair(
             f"max_new_tokens: expected prompt and new tokens within the context of {context}, "
             f"found {prompt_tokens} + {max_new_tokens}"
         )
-    chip, devices = chips.topology(name)
+    chip, devices = hardware.topology(name)
     if len(devices) % data or batch % data:
         raise InputError(
             f"data: expected a divisor of {len(devices)} devices and of {batch} rows, found {data}"
