@@ -17,11 +17,12 @@ import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import arguments, benchmark, cli, loading, race, recipes, runs, samplers
+from spsjax import arguments, benchmark, cli, loading, race, samplers
 from spsjax.data.documents import Sources
 from spsjax.errors import InputError, one_line
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
+from spsjax.training import recipes, run_folder
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -100,7 +101,7 @@ def train(name: str, config: ConfigDict, workdir: pathlib.Path) -> None:
 
 def quality(run: pathlib.Path) -> dict[str, float]:
     """The last measurements of a run."""
-    last = {record["group"]: record for record in runs.records(run)}
+    last = {record["group"]: record for record in run_folder.records(run)}
     held_out = last["held_out"]
     figures = {
         "acceptance": held_out["acceptance"]["mean"],

@@ -11,7 +11,8 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, recipes
+from spsjax import cli
+from spsjax.training import recipes
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)

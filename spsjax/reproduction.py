@@ -5,17 +5,7 @@ import importlib
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
-from spsjax import (
-    arguments,
-    attribution,
-    comparison,
-    prediction,
-    race,
-    runs,
-    samplers,
-    side_by_side,
-    teacher,
-)
+from spsjax import arguments, attribution, comparison, prediction, race, samplers, side_by_side
 from spsjax.errors import InputError
 from spsjax.journal import Journal
 from spsjax.loading import Model
@@ -24,6 +14,7 @@ from spsjax.performance import microbenchmarks
 from spsjax.samplers import Sampler
 from spsjax.side_by_side import Plan
 from spsjax.tasks.base import Example, Task
+from spsjax.training import run_folder, target_cache
 
 WHAT = "table1", "figure1", "specbench"
 
@@ -115,7 +106,7 @@ def run(
         name: (task, side_by_side.choose(task, target, entries, plan))
         for name, task in tasks(config, section.tasks).items()
     }
-    runs.hold(workdir)
+    run_folder.hold(workdir)
     jobs = {}
     for name, (task, examples) in chosen.items():
         depends_on = {
@@ -151,7 +142,7 @@ def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
 def _identity(drafter) -> str:
     if not isinstance(drafter, Model):
         return repr(drafter)
-    return f"{teacher.fingerprint(drafter.params)} {drafter.config}"
+    return f"{target_cache.fingerprint(drafter.params)} {drafter.config}"
 
 
 def _found(

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from toy import CONFIG
 
-from spsjax import InputError, train
-from spsjax.checkpoints import Checkpoints, sums
+from spsjax import InputError
 from spsjax.parallel import sharding
+from spsjax.training import step as train_step
+from spsjax.training.checkpoints import Checkpoints, sums
 
-HOW = train.Optimization(1e-2, steps=20, warmup=2)
+HOW = train_step.Optimization(1e-2, steps=20, warmup=2)
 
 
 def state(seed=0, mesh=None):
-    return train.initial(CONFIG, HOW, mesh, seed)
+    return train_step.initial(CONFIG, HOW, mesh, seed)
 
 
 def write(folder, scores, **options):

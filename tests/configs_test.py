@@ -9,11 +9,13 @@ import jax
 import pytest
 from bad_input import one_line
 
-from spsjax import arguments, cli, distill, evaluation, teacher, train
+from spsjax import arguments, cli
 from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.transformer import param_shapes
+from spsjax.training import distillation, metrics, target_cache
+from spsjax.training import step as train_step
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"
 # What a paper says in billions, or what the files of the published weights add up to.
@@ -113,19 +115,19 @@ def test_a_training_s_parts_are_what_they_should_be(name):
     shipped = "pystdlib_target" if "tokenizer" in config else "pystdlib_draft"
     default = runpy.run_path(EXPERIMENTS / f"{shipped}.py")["get_config"]()
     cli._check_keys(config, default, free=("model",))
-    how = arguments.build("o", train.Optimization, config.optimization, steps=config.steps)
+    how = arguments.build("o", train_step.Optimization, config.optimization, steps=config.steps)
     data, model = config.mesh.data, config.mesh.model
     mesh = jax.sharding.AbstractMesh((data, model), ("data", "model"))
-    train.check_batch(config.batch, how.accumulate, mesh)
+    train_step.check_batch(config.batch, how.accumulate, mesh)
     documents.Sources(**config.data)
     more = {} if "vocab_size" in config.model else {"vocab_size": 32_000, "max_positions": 2048}
     shape = arguments.build("model", transformer.Config, config.model, **more)
     assert config.length <= shape.max_positions
     if "objective" in config:
-        distill.Objective(**config.objective)
-        distill.Mixture(**config.mixture)
-        teacher.Teacher(**config.teacher)
-        evaluation.Drafting(**config.trial)
+        distillation.Objective(**config.objective)
+        distillation.Mixture(**config.mixture)
+        target_cache.Teacher(**config.teacher)
+        metrics.Drafting(**config.trial)
     for field in ("num_heads", "d_ff"):
         assert getattr(shape, field) % model == 0
     if name == "chinchilla_target":  # 1.4T tokens

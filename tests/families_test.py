@@ -17,13 +17,14 @@ import safetensors.numpy
 from conftest import spread_params
 
 import spsjax
-from spsjax import InputError, SamplingParams, loading, train
+from spsjax import InputError, SamplingParams, loading
 from spsjax import cache as kv
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.hf import weights as hf_weights
 from spsjax.models.hf.families import FAMILIES
 from spsjax.parallel import sharding
+from spsjax.training import step as train_step
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -45,7 +46,7 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def test_a_whole_pass_gives_the_logits(name):
     model, found = loaded(name), expected(name)
-    logits = train.forward(model.config, model.params, found["tokens"]).logits
+    logits = train_step.forward(model.config, model.params, found["tokens"]).logits
     assert np.abs(logits - found["logits"]).max() < TOLERANCE
 
 
@@ -105,7 +106,7 @@ def test_a_mesh_gives_the_logits(name):
     except InputError as error:
         pytest.fail(str(error))
     with model.in_mesh():
-        logits = jax.jit(functools.partial(train.forward, model.config))(
+        logits = jax.jit(functools.partial(train_step.forward, model.config))(
             model.params, found["tokens"]
         ).logits
     assert np.abs(logits - found["logits"]).max() < TOLERANCE
@@ -119,7 +120,7 @@ def test_transformers_gives_the_same_now(name, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     found = make["expected"](theirs)
     model = loading.load(tmp_path / "theirs", dtype="float32")
-    logits = train.forward(model.config, model.params, found["tokens"]).logits
+    logits = train_step.forward(model.config, model.params, found["tokens"]).logits
     assert np.abs(logits - found["logits"]).max() < TOLERANCE
     # And it reads what is written here.
     hf_weights.save(tmp_path / "ours", model.config, model.params, "float32")

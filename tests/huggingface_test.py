@@ -14,11 +14,12 @@ import safetensors.numpy
 from bad_input import one_line
 from conftest import spread_params, tiny_config
 
-from spsjax import loading, train
+from spsjax import loading
 from spsjax.models import transformer
 from spsjax.models.hf import config_json, families
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
+from spsjax.training import step as train_step
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -450,7 +451,7 @@ def test_a_folder_of_transformers_gives_its_logits_here(other, tmp_path, changes
     read = hf_weights.read_config(tmp_path)
     assert dataclasses.replace(read, bos_id=None, eos_ids=()) == config
     params = hf_weights.read_params(tmp_path, read, jnp.float32)
-    ours = train.forward(read, params, TOKENS).logits
+    ours = train_step.forward(read, params, TOKENS).logits
     assert np.abs(ours - their_logits(torch_model)).max() < 1e-4
 
 
@@ -460,7 +461,7 @@ def test_a_folder_of_ours_gives_our_logits_in_transformers(other, tmp_path, chan
     params = spread_params(config, 0)
     hf_weights.save(tmp_path, config, params, "float32")
     model = other.LlamaForCausalLM.from_pretrained(tmp_path)
-    ours = train.forward(config, params, TOKENS).logits
+    ours = train_step.forward(config, params, TOKENS).logits
     assert np.abs(ours - their_logits(model)).max() < 1e-4 * jnp.abs(ours).max()
     assert model.config.eos_token_id == [2, 3]
 

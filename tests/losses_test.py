@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import InputError, losses
+from spsjax import InputError
+from spsjax.training import losses
 
 RNG = np.random.default_rng(0)
 TARGET, DRAFT = (RNG.normal(0, 3, (2, 5, 11)) for _ in range(2))

@@ -13,9 +13,10 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import spsjax
-from spsjax import InputError, NonFiniteError, loading, recipes, runs, tokenization
-from spsjax.checkpoints import Checkpoints
+from spsjax import InputError, NonFiniteError, loading, tokenization
 from spsjax.parallel import sharding
+from spsjax.training import recipes, run_folder
+from spsjax.training.checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHAPE = {"d_model": 32, "d_ff": 32, "num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
@@ -340,7 +341,7 @@ def test_a_run_that_another_process_works_on_is_left_alone(target, texts):
     known["data"]["train"] = tuple(known["data"]["train"])
     del known["pinned"]
     command = [sys.executable, "-c", code, str(ROOT), str(target), repr(known)]
-    runs.Folder(target, config("target", texts)).hold()
+    run_folder.Folder(target, config("target", texts)).hold()
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert "expected a run that nobody works on, found another process at it" in result.stderr
 
@@ -371,7 +372,7 @@ def test_a_tokenizer_of_more_pieces_than_the_model_has_is_refused(texts, tmp_pat
 
 
 def test_a_log_that_was_cut_off_in_the_middle_of_a_line_goes_on(target, texts, tmp_path):
-    folder = runs.Folder(tmp_path, config("target", texts))
+    folder = run_folder.Folder(tmp_path, config("target", texts))
     folder.hold()
     folder.go_on(0)
     for step in (1, 2, 3):

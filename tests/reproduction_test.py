@@ -14,8 +14,9 @@ from bad_input import one_line
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
-from spsjax import comparison, prediction, reproduction, runs
+from spsjax import comparison, prediction, reproduction
 from spsjax.performance import microbenchmarks
+from spsjax.training import run_folder
 from spsjax.utils import atomic_files
 
 
@@ -155,7 +156,7 @@ def test_spec_bench_has_figures_of_each_category(pair, tmp_path):
 
 def test_one_process_at_a_time(tmp_path):
     with atomic_files.lock(tmp_path / ".lock"), one_line(str(tmp_path), "another process"):
-        runs.hold(tmp_path)
+        run_folder.hold(tmp_path)
 
 
 def test_figure_1_is_of_our_samplers(tmp_path, monkeypatch):

@@ -10,23 +10,25 @@ import pytest
 from conftest import tiny_config
 from toy import CONFIG, EXAMPLES, VOCAB
 
-from spsjax import InputError, losses, train
+from spsjax import InputError
 from spsjax.data import pipeline
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.training import losses
+from spsjax.training import step as train_step
 
-FLOAT32 = train.Compute("float32")
+FLOAT32 = train_step.Compute("float32")
 
 
 def optimization(**changes):
-    return train.Optimization(**{"learning_rate": 1e-2, "steps": 20, "warmup": 2} | changes)
+    return train_step.Optimization(**{"learning_rate": 1e-2, "steps": 20, "warmup": 2} | changes)
 
 
 def steps(mesh=None, count=4, compute=FLOAT32, config=CONFIG, batch=None, **changes):
     """State and metrics after some steps on the first examples."""
     how = optimization(**changes)
-    state, metrics = train.initial(config, how, mesh, 0), {}
-    step = train.step(train.language_model(config, compute), how)
+    state, metrics = train_step.initial(config, how, mesh, 0), {}
+    step = train_step.step(train_step.language_model(config, compute), how)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         batch = pipeline.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
         for _ in range(count):
@@ -63,11 +65,11 @@ def test_a_mesh_and_accumulation_change_nothing_but_the_rounding(plain, shape, c
 
 
 def test_recomputing_activations_changes_nothing(plain):
-    assert_same(steps(compute=train.Compute("float32", remat=True)), plain, 1e-6)
+    assert_same(steps(compute=train_step.Compute("float32", remat=True)), plain, 1e-6)
 
 
 def test_bfloat16_is_the_type_of_the_products_not_of_the_weights(plain):
-    found = steps(compute=train.Compute("bfloat16"))
+    found = steps(compute=train_step.Compute("bfloat16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(found[0])} == {
         jnp.dtype("float32"),
         jnp.dtype("int32"),
@@ -106,13 +108,13 @@ def test_prompts_count_for_nothing():
     batch = {"tokens": EXAMPLES[:16], "start": start}
     _, metrics = steps(count=1, batch=batch)
     params = transformer.init(CONFIG, jax.random.key(0))
-    logits = train.forward(CONFIG, params, EXAMPLES[:16, :-1]).logits
+    logits = train_step.forward(CONFIG, params, EXAMPLES[:16, :-1]).logits
     values = np.asarray(losses.cross_entropy(logits, EXAMPLES[:16, 1:]))
     counted = [values[row, max(0, first - 1) :] for row, first in enumerate(start)]
     np.testing.assert_allclose(metrics["loss"], np.concatenate(counted).mean(), rtol=1e-5)
 
     def mean(params):
-        logits = train.forward(CONFIG, params, EXAMPLES[:16, :-1]).logits
+        logits = train_step.forward(CONFIG, params, EXAMPLES[:16, :-1]).logits
         values = losses.cross_entropy(logits, EXAMPLES[:16, 1:])
         return sum(jnp.sum(values[row, max(0, first - 1) :]) for row, first in enumerate(start)) / (
             sum(map(len, counted))
@@ -128,11 +130,11 @@ def test_accumulated_parts_weigh_as_many_positions_as_they_have():
 
 
 def test_the_rate_rises_and_falls_by_a_cosine():
-    rate = train.Optimization(1.0, steps=110, warmup=10, final_rate=0.1).schedule()
+    rate = train_step.Optimization(1.0, steps=110, warmup=10, final_rate=0.1).schedule()
     found = [float(rate(step - 1)) for step in (1, 5, 10, 60, 110)]  # optax counts from 0
     np.testing.assert_allclose(found, [0.1, 0.5, 1, 0.55, 0.1], atol=1e-6)
     for steps in (1, 3):
-        rate = train.Optimization(1.0, steps=steps, warmup=0, final_rate=0.5).schedule()
+        rate = train_step.Optimization(1.0, steps=steps, warmup=0, final_rate=0.5).schedule()
         assert float(rate(0)) == 1 and float(rate(steps - 1)) == (0.5 if steps > 1 else 1)
 
 
@@ -164,7 +166,7 @@ def test_a_position_never_sees_what_follows():
     tokens = EXAMPLES[:1, :16]
     changed = tokens.copy()
     changed[0, 9:] = (changed[0, 9:] + 5) % VOCAB
-    before, after = (train.forward(CONFIG, params, each).logits for each in (tokens, changed))
+    before, after = (train_step.forward(CONFIG, params, each).logits for each in (tokens, changed))
     assert np.array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 9:], after[:, 9:])
 
@@ -193,8 +195,8 @@ def test_an_optimization_that_is_none_is_refused(changes, message):
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():
-    train.check_batch(12, 3, sharding.mesh(2, 1))
+    train_step.check_batch(12, 3, sharding.mesh(2, 1))
     with pytest.raises(
         InputError, match=r"^batch: expected a multiple of 6 \(accumulate times the"
     ):
-        train.check_batch(9, 3, sharding.mesh(2, 1))
+        train_step.check_batch(9, 3, sharding.mesh(2, 1))

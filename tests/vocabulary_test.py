@@ -14,9 +14,10 @@ from conftest import logits_of, nearby_model, spread_model, spread_params, tiny_
 from statistical_test import SUSPICIOUS, g_test, perturbed
 
 import spsjax
-from spsjax import SamplingParams, loading, tokenization, train
+from spsjax import SamplingParams, loading, tokenization
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
+from spsjax.training import step as train_step
 
 PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
 
@@ -98,10 +99,10 @@ def test_a_mesh_that_divides_the_padding_alone(pieces, tmp_path):
     model, split = loading.load(folder), loading.load(folder, mesh)
     assert split.params["head"]["kernel"].addressable_shards[0].data.shape[1] == TARGET_ROWS // 8
     tokens = np.arange(24).reshape(2, 12)
-    expected = train.forward(model.config, model.params, tokens).logits
+    expected = train_step.forward(model.config, model.params, tokens).logits
     assert expected.shape == (2, 12, PIECES)
     with split.in_mesh():
-        found = jax.jit(lambda params: train.forward(split.config, params, tokens).logits)(
+        found = jax.jit(lambda params: train_step.forward(split.config, params, tokens).logits)(
             split.params
         )
     np.testing.assert_allclose(found, expected, atol=1e-4)

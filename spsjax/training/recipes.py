@@ -7,12 +7,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import arguments, distill, evaluation, loading, teacher, tokenization, train, trials
+from spsjax import arguments, loading, tokenization
 from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.recipe import Recipe
+from spsjax.training import distillation, draft_evaluation, metrics, target_cache
+from spsjax.training import step as train_step
+from spsjax.training.trainer import Recipe
 from spsjax.types import PyTree
 
 
@@ -46,12 +48,12 @@ def target(
         "model", transformer.Config, config.model, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,)
     )
     recipe.folder.pin(corpus=made_of)
-    values = train.language_model(model, recipe.compute)
+    values = train_step.language_model(model, recipe.compute)
     held = pipeline.Table(tokens=recipe.some(held_out))
     measure = jax.jit(values)
 
     def evaluate(step: int, params: PyTree) -> float:
-        found = evaluation.on_examples(measure, params, {}, held, recipe.rows, recipe.place)
+        found = metrics.on_examples(measure, params, {}, held, recipe.rows, recipe.place)
         recipe.report(step, "held_out", {"loss": dataclasses.asdict(found["loss"])})
         return -found["loss"].mean
 
@@ -67,10 +69,10 @@ class _Distillation:
     def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
         self.recipe = recipe = Recipe(config, workdir, mesh, export)
         build = arguments.build
-        self.objective = build("objective", distill.Objective, config.objective)
-        self.mixture = build("mixture", distill.Mixture, config.mixture)
-        self.teacher = build("teacher", teacher.Teacher, config.teacher)
-        self.trial = build("trial", evaluation.Drafting, config.trial)
+        self.objective = build("objective", distillation.Objective, config.objective)
+        self.mixture = build("mixture", distillation.Mixture, config.mixture)
+        self.teacher = build("teacher", target_cache.Teacher, config.teacher)
+        self.trial = build("trial", metrics.Drafting, config.trial)
         self.target = loading.load(config.target, mesh, recipe.compute.dtype)
         if self.target.tokenizer is None:
             raise InputError(
@@ -90,7 +92,7 @@ class _Distillation:
                 f"mixture.prompt_length: expected less than length={config.length}, "
                 f"found {self.mixture.prompt_length}"
             )
-        trials.check(self.trial, self.target.config.max_positions, config.length + 1)
+        draft_evaluation.check(self.trial, self.target.config.max_positions, config.length + 1)
 
 
 def check_draft(config: ConfigDict, workdir: str | pathlib.Path, mesh=None) -> Model:
@@ -115,19 +117,19 @@ def draft(
     parts = _Distillation(config, workdir, mesh, export)
     recipe, teaching, model, mixture = parts.recipe, parts.target, parts.model, parts.mixture
     training, held_out, pieces, made_of = recipe.examples(teaching.tokenizer)
-    recipe.folder.pin(corpus=made_of, target=teacher.fingerprint(teaching.params))
+    recipe.folder.pin(corpus=made_of, target=target_cache.fingerprint(teaching.params))
     objective, trial, place = parts.objective, parts.trial, recipe.place
 
     def as_model(params: PyTree) -> Model:
         return Model("draft", model, params, pieces, mesh)
 
-    def measure(temperature: float) -> train.Values:
-        return distill.values(model, teaching.config, objective, recipe.compute, temperature)
+    def measure(temperature: float) -> train_step.Values:
+        return distillation.values(model, teaching.config, objective, recipe.compute, temperature)
 
     held = recipe.some(held_out)
     if len(held) < trial.prompts:
         print(f"trial: {len(held)} prompts, as many as held-out examples, not {trial.prompts}")
-    tried = trials.Trials(
+    tried = draft_evaluation.Trials(
         trial, measure, teaching, as_model, held, recipe.rows, place, recipe.report
     )
 
@@ -146,7 +148,7 @@ def draft(
         tables.append(table(training, **ends))
         shares.append(mixture.corpus)
     if mixture.target:
-        samples = teacher.samples(teaching, training, mixture, recipe.cache, config.seed)
+        samples = target_cache.samples(teaching, training, mixture, recipe.cache, config.seed)
         tables.append(table(samples.pop("tokens"), **samples))
         shares.append(mixture.target)
     total = sum(shares)
@@ -155,7 +157,7 @@ def draft(
 
     change = None
     if mixture.draft:
-        change = distill.on_policy(mixture, as_model, place, config.seed)
-    values = distill.values(model, teaching.config, objective, recipe.compute)
+        change = distillation.on_policy(mixture, as_model, place, config.seed)
+    values = distillation.values(model, teaching.config, objective, recipe.compute)
     seen = 0 if parts.teacher.keep != "nothing" else transformer.num_params(teaching.params)
     return recipe.run(model, pieces, values, teaching.params, feed, tried.evaluate, change, seen)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from spsjax import evaluation, train
 from spsjax.data import pipeline
 from spsjax.errors import InputError
-from spsjax.evaluation import Drafting
 from spsjax.loading import Model
+from spsjax.training import metrics
+from spsjax.training import step as train_step
+from spsjax.training.metrics import Drafting
 from spsjax.types import PyTree
 
 
@@ -30,7 +31,7 @@ class Trials:
     """
 
     trial: Drafting
-    values: Callable[[float], train.Values]
+    values: Callable[[float], train_step.Values]
     target: Model
     model: Callable[[PyTree], Model]
     held: np.ndarray
@@ -51,7 +52,7 @@ class Trials:
         found = self._exact(1.0, params, pipeline.Table(tokens=self.held))
         self.report(step, "held_out", found)
         for temperature in self.trial.temperatures:
-            drafted = evaluation.by_sampling(
+            drafted = metrics.by_sampling(
                 self.target, self.model(params), self.prompts, self.trial, temperature, step
             )
             start = np.full(len(self.prompts), self.trial.prompt_length, np.int32)
@@ -64,13 +65,13 @@ class Trials:
         return found["acceptance"]["mean"]
 
     def _exact(self, temperature: float, params: PyTree, table: pipeline.Table) -> dict[str, dict]:
-        found = evaluation.on_examples(
+        found = metrics.on_examples(
             self.measures[temperature], params, self.target.params, table, self.rows, self.place
         )
         return {name: dataclasses.asdict(means) for name, means in found.items()}
 
 
-def check(trial: evaluation.Drafting, context: int, length: int) -> None:
+def check(trial: metrics.Drafting, context: int, length: int) -> None:
     """Raises InputError where texts of this length, or this context, are too short for a trial."""
     width = min(length, context - 1)
     if trial.prompt_length > width:

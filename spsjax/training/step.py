@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from spsjax import cache as kv
-from spsjax import loading, losses
+from spsjax import loading
 from spsjax.errors import InputError, check_number
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.training import losses
 from spsjax.types import Array, PyTree
 
 # (params, frozen, batch) -> values of every position [B, T] by name. "loss" is minimised.

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spsjax import checkpoints, distill, losses, train
 from spsjax.data import column_store, pipeline
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.parallel import multihost
+from spsjax.training import checkpoints, distillation, losses
+from spsjax.training import step as train_step
 from spsjax.types import PyTree
 
 
@@ -76,7 +77,7 @@ class Teacher:
         k = min(self.k, config.vocab_size - 1)
 
         def run(params, tokens):
-            output = train.forward(config, params, tokens[:, :-1], dtype)
+            output = train_step.forward(config, params, tokens[:, :-1], dtype)
             if self.keep == "states":
                 return {"states": output.hidden.astype(jnp.float16)}
             _, ids = jax.lax.top_k(output.logits, k)
@@ -123,7 +124,7 @@ def _fingerprint(depends_on, params: PyTree, examples) -> str:
 
 
 def samples(
-    target: Model, examples, mixture: distill.Mixture, folder: pathlib.Path, seed: int
+    target: Model, examples, mixture: distillation.Mixture, folder: pathlib.Path, seed: int
 ) -> dict[str, np.ndarray]:
     """Texts of the target, each after a prompt of the corpus, as `distill.continued` gives them.
 
@@ -139,6 +140,8 @@ def samples(
 
     def compute(start):
         some = prompts[start : start + mixture.batch]
-        return distill.continued(target, some, length, mixture.temperature, (seed + start) % 2**32)
+        return distillation.continued(
+            target, some, length, mixture.temperature, (seed + start) % 2**32
+        )
 
     return column_store.columns(folder / name, mixture.samples, mixture.batch, compute, "samples")

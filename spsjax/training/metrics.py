@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from spsjax import generation, train
+from spsjax import generation
 from spsjax.data import pipeline
 from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
+from spsjax.training import step as train_step
 from spsjax.types import PyTree
 
 
@@ -152,4 +153,4 @@ def by_sampling(
     )
 
 
-_weights = jax.jit(train.weights)
+_weights = jax.jit(train_step.weights)

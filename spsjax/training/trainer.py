@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import arguments, fitting, loading, runs, train
-from spsjax.checkpoints import Checkpoints
+from spsjax import arguments, loading
 from spsjax.data import corpus, documents, pipeline
 from spsjax.errors import InputError, brief
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.tokenization import Tokenizer
+from spsjax.training import loop, run_folder
+from spsjax.training import step as train_step
+from spsjax.training.checkpoints import Checkpoints
 from spsjax.types import PyTree
 
 
@@ -37,15 +39,15 @@ class Recipe:
         self.config, self.mesh, self.export = config, mesh, export
         self.pace = build(
             "config",
-            fitting.Pace,
+            loop.Pace,
             {name: config[name] for name in ("steps", "eval_every", "log_every")},
         )
         self.optimization = build(
-            "optimization", train.Optimization, config.optimization, steps=config.steps
+            "optimization", train_step.Optimization, config.optimization, steps=config.steps
         )
-        self.compute = build("compute", train.Compute, config.compute)
+        self.compute = build("compute", train_step.Compute, config.compute)
         self.sources = build("data", documents.Sources, config.data)
-        train.check_batch(config.batch, self.optimization.accumulate, mesh)
+        train_step.check_batch(config.batch, self.optimization.accumulate, mesh)
         if type(config.eval_examples) is not int or config.eval_examples < 1:
             raise InputError(f"eval_examples: expected at least 1, found {config.eval_examples!r}")
         arguments.check_seed(config.seed)
@@ -59,7 +61,7 @@ class Recipe:
         self.rows = config.batch // self.optimization.accumulate  # what fits into memory at once
         self.last = {}
         self.workdir = pathlib.Path(workdir)
-        self.folder = runs.Folder(workdir, config)
+        self.folder = run_folder.Folder(workdir, config)
         if export is not None and not self.folder.begun:
             raise InputError(f"{self.folder.path}: expected a run to export from, found none")
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
@@ -117,7 +119,7 @@ class Recipe:
         """Parameters and optimiser state to begin with: random, or those of a folder."""
         init = self.config.init
         params = loading.load(init, self.mesh, dtype="float32").params if init else None
-        return train.initial(model, self.optimization, self.mesh, self.config.seed, params)
+        return train_step.initial(model, self.optimization, self.mesh, self.config.seed, params)
 
     def check(self, model: transformer.Config) -> None:
         """Raises InputError where length, mesh or the folder to begin with do not fit the model."""
@@ -138,11 +140,11 @@ class Recipe:
                 )
 
     def run(
-        self, model: transformer.Config, pieces: Tokenizer, values: train.Values, frozen, feed,
+        self, model: transformer.Config, pieces: Tokenizer, values: train_step.Values, frozen, feed,
         evaluate, change=None, frozen_params: int = 0,
     ) -> Model:  # fmt: skip
         """The training itself, then the model folder and the plot."""
-        shapes = train.shapes(model, self.optimization, self.mesh)
+        shapes = train_step.shapes(model, self.optimization, self.mesh)
         count = transformer.num_params(shapes["params"])
         print(f"{count:,} parameters")
         with sharding.within(self.mesh), self.checkpoints() as checkpoints:
@@ -152,9 +154,9 @@ class Recipe:
             tokens = self.config.batch * self.config.length
             mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
             flops = 6 * (count + mixing) + 2 * frozen_params
-            state = fitting.fit(
+            state = loop.fit(
                 self.folder, checkpoints, self.pace, shapes, lambda: self.initial(model),
-                train.step(values, self.optimization), frozen, feed, evaluate, change, tokens,
+                train_step.step(values, self.optimization), frozen, feed, evaluate, change, tokens,
                 flops * tokens,
             )  # fmt: skip
             best = checkpoints.best()
@@ -162,7 +164,7 @@ class Recipe:
             print(line)
         if best not in (None, self.pace.steps):
             print(f"the best checkpoint is that of step {best}: --export={best} makes it the model")
-        drawn = runs.plot(self.folder)
+        drawn = run_folder.plot(self.folder)
         curves = self.workdir / "curves.png"
         print(f"curves in {curves}" if drawn else "no curves: matplotlib is not installed")
         return self.save(model, state["params"], pieces)

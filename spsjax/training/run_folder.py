@@ -14,10 +14,10 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spsjax import events
 from spsjax.errors import InputError, NonFiniteError, brief, one_line
 from spsjax.parallel import multihost
 from spsjax.performance import hardware
+from spsjax.training import events
 from spsjax.utils import atomic_files
 
 # A run may go on with others of these: they change no result, but for rounding.

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import generation, losses, train
+from spsjax import generation
 from spsjax.data import pipeline
 from spsjax.errors import InputError, brief, check_number
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
+from spsjax.training import losses
+from spsjax.training import step as train_step
 from spsjax.types import PyTree
 
 
@@ -93,9 +95,9 @@ def values(
     config: transformer.Config,
     target: transformer.Config,
     objective: Objective,
-    compute: train.Compute,
+    compute: train_step.Compute,
     temperature: float = 1.0,
-) -> train.Values:
+) -> train_step.Values:
     """Divergence of the draft from the target at each position, and how much would be accepted.
 
     `acceptance` is that of both laws at `temperature`, above 0.
@@ -106,7 +108,9 @@ def values(
 
     def values(params, frozen, batch):
         tokens = batch["tokens"]
-        logits = train.forward(config, params, tokens[:, :-1], compute.dtype, compute.remat).logits
+        logits = train_step.forward(
+            config, params, tokens[:, :-1], compute.dtype, compute.remat
+        ).logits
         label_loss = losses.cross_entropy(logits, tokens[:, 1:])
         temperatures = (temperature, *objective.temperatures)
         pairs, agree = _laws(target, frozen, batch, logits, temperatures, compute.dtype)
@@ -137,7 +141,7 @@ def _laws(config, params, batch, logits, temperatures, dtype):
     if "states" in batch:
         target_logits = transformer.head(config, params, batch["states"].astype(jnp.float32))
     else:
-        target_logits = train.forward(config, params, batch["tokens"][:, :-1], dtype).logits
+        target_logits = train_step.forward(config, params, batch["tokens"][:, :-1], dtype).logits
     target_logits = jax.lax.stop_gradient(target_logits)
     pairs = [(target_logits / each, logits / each) for each in temperatures]
     return pairs, likeliest == jnp.argmax(target_logits, -1)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from spsjax import runs, train
-from spsjax.checkpoints import Checkpoints
 from spsjax.data import pipeline
 from spsjax.errors import InputError, NonFiniteError, Stopped
+from spsjax.training import run_folder
+from spsjax.training import step as train_step
+from spsjax.training.checkpoints import Checkpoints
 from spsjax.types import PyTree
 
 
@@ -38,7 +39,7 @@ class Pace:
 
 
 def fit(
-    folder: runs.Folder,
+    folder: run_folder.Folder,
     checkpoints: Checkpoints,
     pace: Pace,
     shapes: PyTree,
@@ -82,7 +83,7 @@ def fit(
     folder.go_on(start)
     if start >= pace.steps:
         return state
-    with _Sigterm() as sigterm, runs.Progress(start, pace.steps, tokens, flops) as progress:
+    with _Sigterm() as sigterm, run_folder.Progress(start, pace.steps, tokens, flops) as progress:
         for number in range(start + 1, pace.steps + 1):
             batch = next(feed)
             if change is not None:
@@ -100,7 +101,7 @@ def fit(
                 folder.log(number, "train", **metrics, **progress.measure(metrics["loss"]))
             if whole or stop:
                 progress.pause()
-                if not train.all_finite(state["params"]):
+                if not train_step.all_finite(state["params"]):
                     found = "a NaN or an infinity, which are not saved"
                     raise NonFiniteError(f"step {number}: expected finite weights, found {found}")
                 score = evaluate(number, state["params"]) if whole else -math.inf
