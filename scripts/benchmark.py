@@ -18,8 +18,9 @@ import display
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import benchmark, cli, loading, peers
+from spsjax import cli, loading
 from spsjax.errors import InputError
+from spsjax.evaluation import hf_baseline, speed
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
@@ -50,7 +51,7 @@ def main():
     if _SIZE.value and _RANDOM.value:
         raise InputError("--size, --random: expected one of the two, found both")
     if _SIZE.value:
-        shape = benchmark.config_of_size(parse_size(_SIZE.value))
+        shape = speed.config_of_size(parse_size(_SIZE.value))
         target, draft = loading.random(shape, mesh=mesh, dtype=config.dtype), None
     elif _RANDOM.value:
         shapes = [cli.model_config(name, _MODELS) for name in (config.target, config.draft)]
@@ -69,8 +70,8 @@ def main():
         draft = loading.load(config.draft, mesh, config.dtype)
         if config.texts and target.tokenizer is None:
             raise InputError(f"{target.name}: expected a tokenizer for texts, found none")
-    others = peers.samplers(config.peer, target, draft) if _PEER.value else []
-    report = benchmark.compare(config, target, draft, others, display.progress("measuring"))
+    others = hf_baseline.samplers(config.peer, target, draft) if _PEER.value else []
+    report = speed.compare(config, target, draft, others, display.progress("measuring"))
     mark = "random weights" if _SIZE.value or _RANDOM.value else ""
     display.table(report.lines, mark)
     display.positions(report.lines, mark)

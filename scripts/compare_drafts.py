@@ -17,9 +17,10 @@ import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import arguments, benchmark, cli, loading, race, samplers
+from spsjax import arguments, cli, loading
 from spsjax.data.documents import Sources
 from spsjax.errors import InputError, one_line
+from spsjax.evaluation import race, samplers, speed
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.training import recipes, run_folder
@@ -132,7 +133,7 @@ def prompts_of(how: ConfigDict, base: ConfigDict, target: loading.Model) -> list
         return []
     sources = arguments.build("data", Sources, base.data)
     size = how.prompts, how.prompt_tokens
-    return list(benchmark.held_out_prompts(target.tokenizer, *size, sources).values())
+    return list(speed.held_out_prompts(target.tokenizer, *size, sources).values())
 
 
 def speed(

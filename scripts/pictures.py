@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import display
 import matplotlib
 
-from spsjax import race
+from spsjax.evaluation import race
 from spsjax.utils import atomic_files
 
 matplotlib.use("Agg")

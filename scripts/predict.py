@@ -14,8 +14,9 @@ import display
 import numpy as np
 from absl import flags
 
-from spsjax import cli, prediction
+from spsjax import cli
 from spsjax.errors import InputError, brief
+from spsjax.evaluation import theory_check
 from spsjax.performance import theory
 
 _RATES = flags.DEFINE_list("acceptance", None, "A rate, or one a position: 0.8 or 0.9,0.85,0.8.")
@@ -94,7 +95,7 @@ def measured(path: str) -> dict[str, tuple]:
             for setting, costs in each["costs"].items():
                 drafting = between(costs["draft_step"])
                 scoring = between({"0": 1.0} | costs["scoring"])
-                rates = prediction.filled(each["rates"][setting])
+                rates = theory_check.filled(each["rates"][setting])
                 alike = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
                 name = f"{task}, {setting}"
                 same = [alike] * len(rates)

@@ -12,7 +12,8 @@ from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax import benchmark, cli, race
+from spsjax import cli
+from spsjax.evaluation import race, speed
 from spsjax.models import transformer
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -32,7 +33,7 @@ def main():
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
 
     options = {
-        "sampling": benchmark.settings(config, [config.show.setting])[config.show.setting],
+        "sampling": speed.settings(config, [config.show.setting])[config.show.setting],
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
     }
@@ -43,7 +44,7 @@ def main():
     print(display.stream(target, config.prompt, config.prompt, draft, K, colour=True, **options))
 
     display.heading(f"{config.max_new_tokens} tokens after held-out code, one text at a time")
-    report = benchmark.compare(config, target, draft, progress=display.progress("measuring"))
+    report = speed.compare(config, target, draft, progress=display.progress("measuring"))
     display.table(report.lines)
     display.summary(report)
     print(f"\n{verdict(report.lines)}\nThe proof that nothing else changed: bash scripts/test.sh")

@@ -20,7 +20,8 @@ import jinja2
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, loading, peers, reproduction
+from spsjax import cli, loading
+from spsjax.evaluation import hf_baseline, paper
 from spsjax.parallel import multihost
 from spsjax.performance import microbenchmarks
 from spsjax.utils import atomic_files
@@ -28,7 +29,7 @@ from spsjax.utils import atomic_files
 _SCRIPTS = pathlib.Path(__file__).resolve().parent
 _CONFIGS = _SCRIPTS.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What is sampled.", lock_config=True)
-_WHAT = flags.DEFINE_enum("what", None, reproduction.WHAT, "What is reproduced.")
+_WHAT = flags.DEFINE_enum("what", None, paper.WHAT, "What is reproduced.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept.")
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
@@ -53,8 +54,8 @@ def main():
     target = loading.load(config.target, mesh, config.dtype)
     drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     draft = drafter if isinstance(drafter, loading.Model) else None
-    others = peers.samplers(config.peer, target, draft) if _PEER.value else []
-    found = reproduction.run(what, config, target, drafter, others, workdir, display.progress)
+    others = hf_baseline.samplers(config.peer, target, draft) if _PEER.value else []
+    found = paper.run(what, config, target, drafter, others, workdir, display.progress)
     tables = [table for name, each in found.items() for table in all_tables(name, each)]
     for title, header, rows in tables:
         display.heading(title)
@@ -64,7 +65,7 @@ def main():
         print(f"{workdir / 'report.html'}, {workdir / 'report.json'}")
 
 
-def all_tables(task: str, found: reproduction.Found) -> list[tuple[str, list[str], list[list]]]:
+def all_tables(task: str, found: paper.Found) -> list[tuple[str, list[str], list[list]]]:
     """Title, header and rows of each table of a task; the first two columns are text."""
     tables = [(f"{task}: time", *times(found.rows))]
     tables += [(f"{task}, {group}: time", *times(rows)) for group, rows in found.groups.items()]
@@ -108,10 +109,10 @@ def quality(rows) -> tuple[list[str], list[list]]:
 
 def who(row) -> str:
     """The sampler, and its K."""
-    return reproduction.label(row.sampler, row.num_speculative_tokens)
+    return paper.label(row.sampler, row.num_speculative_tokens)
 
 
-def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
+def theory(found: paper.Found) -> tuple[list[str], list[list]]:
     """Predictions beside measurements."""
     header = ["setting", "sampler", "tokens a call", "draft step", "scoring"]
     header += ["speed-up if scoring is free", "by theory", "measured", "ratio", "round / parts"]
@@ -122,7 +123,7 @@ def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
             K = each.num_speculative_tokens
             cells = [
                 setting,
-                reproduction.label("SpS", K),
+                paper.label("SpS", K),
                 f"{each.tokens_per_call:.2f}",
                 f"{costs.draft_step[K]:.3f}",
             ]
@@ -133,7 +134,7 @@ def theory(found: reproduction.Found) -> tuple[list[str], list[list]]:
     return header, lines
 
 
-def shares(found: reproduction.Found) -> tuple[list[str], list[list]]:
+def shares(found: paper.Found) -> tuple[list[str], list[list]]:
     """Acceptance by class, exact, and by position in the draft, as it was counted."""
     lines = []
     for by, classes in (("class", found.kinds), ("entropy, nats", found.entropies)):
@@ -147,7 +148,7 @@ def shares(found: reproduction.Found) -> tuple[list[str], list[list]]:
     return ["setting", "by", "tokens", "of all", "acceptance"], lines
 
 
-def parted(found: reproduction.Found) -> tuple[list[str], list[list]]:
+def parted(found: paper.Found) -> tuple[list[str], list[list]]:
     """Where greedy texts part, and how nearly equal the two best tokens were."""
     lines = []
     for setting, by_sampler in found.partings.items():

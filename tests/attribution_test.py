@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from conftest import logits_of, nearby_model, spread_model
 
-from spsjax import SamplingParams, attribution, generation, tokenization
+from spsjax import SamplingParams, generation, tokenization
+from spsjax.evaluation import acceptance_analysis
 from spsjax.parallel import sharding
 
 CODE = "def grow(x1):\n    return x1 + 23.5  # not\n"
@@ -24,7 +25,9 @@ def test_positions_are_what_the_laws_say(data, model):
     target = spread_model(48, mesh=mesh)
     draft = nearby_model(target, mesh=mesh)
     prompt, tokens = [3, 9, 4, 4, 20], [7, 1, 30, 2]
-    found = attribution.positions(target, draft, prompt, tokens, SamplingParams(temperature=0.7))
+    found = acceptance_analysis.positions(
+        target, draft, prompt, tokens, SamplingParams(temperature=0.7)
+    )
     of_target, of_draft = logits_of(target), logits_of(draft)
     for place in range(len(tokens)):
         before = prompt + tokens[:place]
@@ -44,7 +47,7 @@ def law(logits):
 
 def test_a_draft_of_fewer_ids_gives_the_others_nothing():
     target, draft = spread_model(48), spread_model(32, seed=1)
-    found = attribution.positions(target, draft, [3], [4, 5], SamplingParams())
+    found = acceptance_analysis.positions(target, draft, [3], [4, 5], SamplingParams())
     one, other = law(logits_of(target)([3])), law(logits_of(draft)([3]))
     assert found.acceptance[0] == pytest.approx(np.minimum(one[:32], other).sum(), abs=1e-5)
 
@@ -53,7 +56,7 @@ def test_a_draft_of_fewer_ids_gives_the_others_nothing():
 def test_a_token_is_of_the_class_of_its_word(pieces, code):
     prompt = pieces.encode("import os\n")
     tokens = pieces.encode(CODE, whole=False)
-    found = attribution.classes(pieces, prompt, tokens, code)
+    found = acceptance_analysis.classes(pieces, prompt, tokens, code)
     assert len(found) == len(tokens)
     text, by_character = "", []
     for count in range(1, len(tokens) + 1):
@@ -72,12 +75,14 @@ def test_a_token_is_of_the_class_of_its_word(pieces, code):
 
 
 def test_shares_add_up():
-    found = attribution.shares(["a", "b", "a", "a"], [1.0, 0.5, 0.0, 0.5])
+    found = acceptance_analysis.shares(["a", "b", "a", "a"], [1.0, 0.5, 0.0, 0.5])
     assert found == {
-        "a": attribution.Share(0.75, 0.5),
-        "b": attribution.Share(0.25, 0.5),
+        "a": acceptance_analysis.Share(0.75, 0.5),
+        "b": acceptance_analysis.Share(0.25, 0.5),
     }
-    classes = [attribution.entropy_class(value) for value in (0.0, 0.1, 0.7, 2.99, 3.0, 9.0)]
+    classes = [
+        acceptance_analysis.entropy_class(value) for value in (0.0, 0.1, 0.7, 2.99, 3.0, 9.0)
+    ]
     assert classes == ["0-0.1", "0.1-0.5", "0.5-1.0", "2.0-3.0", "3.0+", "3.0+"]
 
 
@@ -87,11 +92,11 @@ def test_texts_part_where_they_differ():
     prompt = [3, 9, 4]
     text = generation.generate(target, [prompt], None, None, greedy, 8, stop_at_eos=False)
     text = text.tokens[0].tolist()
-    assert attribution.parting(target, prompt, text, text) is None
+    assert acceptance_analysis.parting(target, prompt, text, text) is None
     other = [*text[:5], (text[5] + 1) % 48, 1, 2]
-    parted = attribution.parting(target, prompt, text, other)
+    parted = acceptance_analysis.parting(target, prompt, text, other)
     logits = np.sort(logits_of(target)(prompt + text[:5]))
     assert parted.place == 5
     assert parted.margin == pytest.approx(logits[-1] - logits[-2], abs=1e-4)
-    shorter = attribution.parting(target, prompt, text[:3], text)
+    shorter = acceptance_analysis.parting(target, prompt, text[:3], text)
     assert shorter.place == 3 and dataclasses.asdict(shorter)["margin"] > 0

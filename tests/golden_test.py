@@ -95,11 +95,13 @@ def test_generate_gives_recorded_tokens(pair, recorded, case):
 
 def margin(target, prompt: str, tokens: list[int], other: int) -> float:
     """The target's highest logit after prompt and tokens, less that of the other token."""
-    from spsjax import attribution
+    from spsjax.evaluation import acceptance_analysis
 
     ids = target.tokenizer.encode(prompt)
     greedy = SAMPLINGS["greedy"]
-    return float(attribution.positions(target, None, ids, [*tokens, other], greedy).margin[-1])
+    return float(
+        acceptance_analysis.positions(target, None, ids, [*tokens, other], greedy).margin[-1]
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import pytest
 from bad_input import one_line
 
-from spsjax.journal import Journal
+from spsjax.evaluation.journal import Journal
 
 CONFIG, KEY = {"K": 4, "what": ["a"]}, ("name", "sample")
 

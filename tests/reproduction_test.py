@@ -14,7 +14,7 @@ from bad_input import one_line
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
-from spsjax import comparison, prediction, reproduction
+from spsjax.evaluation import paper, summary, theory_check
 from spsjax.performance import microbenchmarks
 from spsjax.training import run_folder
 from spsjax.utils import atomic_files
@@ -26,7 +26,7 @@ def pair(tmp_path_factory) -> list[str]:
     return tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
-ROW = comparison.Row(
+ROW = summary.Row(
     "warm", "ArS", 0, examples=3, texts=3, tokens=30, ms_per_token=11.0, spread_ms=1.0,
     latency_ms={50: 1.0, 90: 1.0, 99: 1.0}, tokens_per_call=1.0, ms_per_round=10.0,
 )  # fmt: skip
@@ -42,17 +42,17 @@ def drafted(K, rates, tokens_per_call, ms_per_round):
 
 def test_predictions_are_of_rates_at_the_largest_draft_and_of_costs():
     rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8, 0.5, None], 2.2, 20.0)]
-    rates = prediction.rates_of(rows)
-    assert rates == [0.8, 0.5, None] and prediction.filled(rates) == [0.8, 0.5, 0.5]
-    costs = prediction.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
-    one, three = prediction.predict(rows, rates, costs)
+    rates = theory_check.rates_of(rows)
+    assert rates == [0.8, 0.5, None] and theory_check.filled(rates) == [0.8, 0.5, 0.5]
+    costs = theory_check.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
+    one, three = theory_check.predict(rows, rates, costs)
     assert one.tokens_per_call == pytest.approx(1.8)
     assert one.speedup == pytest.approx(1.8 / (0.2 + 1.2))
     assert one.free == pytest.approx(1.8 / (0.2 + 1.0))
     assert one.measured == pytest.approx(10.0 / (12.0 / 1.9))
     assert three.tokens_per_call == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     assert three.speedup == pytest.approx(2.4 / (0.3 + 1.5))
-    assert prediction.rates_of([ROW]) == []
+    assert theory_check.rates_of([ROW]) == []
 
 
 def test_costs_are_in_passes_of_the_target():
@@ -60,9 +60,9 @@ def test_costs_are_in_passes_of_the_target():
     one, three = drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8] * 3, 2.2, 20.0)
     one = dataclasses.replace(one, costs=microbenchmarks.Parts(0.1, 2.0))
     three = dataclasses.replace(three, costs=microbenchmarks.Parts(0.2, 4.0))
-    found = prediction.costs_of([base, one, three])
-    assert found == prediction.Costs(2000.0, {1: 0.1, 3: 0.2}, {1: 2.0, 3: 4.0})
-    assert prediction.costs_of([base]) is None
+    found = theory_check.costs_of([base, one, three])
+    assert found == theory_check.Costs(2000.0, {1: 0.1, 3: 0.2}, {1: 2.0, 3: 4.0})
+    assert theory_check.costs_of([base]) is None
 
 
 def test_parts_are_medians_over_texts():
@@ -81,16 +81,16 @@ def test_tasks_without_files_are_left_out():
         "spec_bench": {"path": "b"},
     }
     config = ConfigDict({"tasks": fields})
-    found = reproduction.tasks(config, ["stdlib", "spec_bench"])
+    found = paper.tasks(config, ["stdlib", "spec_bench"])
     assert list(found) == ["stdlib", "spec_bench"] and found["stdlib"].count == 3
     with one_line("tasks.xsum.path", "none"):
-        reproduction.tasks(config, ["xsum"])
+        paper.tasks(config, ["xsum"])
     config.tasks.xsum.shots = ""
-    assert list(reproduction.tasks(config, ["stdlib", "xsum"])) == ["stdlib"]
+    assert list(paper.tasks(config, ["stdlib", "xsum"])) == ["stdlib"]
     with one_line("tasks.xsum.path", "none"):
-        reproduction.tasks(config, ["xsum"])
+        paper.tasks(config, ["xsum"])
     with one_line("tasks", "'chess'"):
-        reproduction.tasks(config, ["chess"])
+        paper.tasks(config, ["chess"])
 
 
 def flags(what, pair, folder, *more):
@@ -168,9 +168,9 @@ def test_figure_1_is_of_our_samplers(tmp_path, monkeypatch):
         ROW, sampler="HF plain f32", tokens_per_call=None, ms_per_round=None
     )
     rows = [ROW, drafted(1, [0.9], 1.9, 12.0), drafted(3, [0.8, 0.5, None], 2.2, 20.0), other]
-    costs = prediction.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
-    predicted = prediction.predict(rows, [0.8, 0.5, 0.5], costs)
-    found = reproduction.Found(
+    costs = theory_check.Costs(10.0, {1: 0.2, 3: 0.1}, scoring={1: 1.2, 3: 1.5})
+    predicted = theory_check.predict(rows, [0.8, 0.5, 0.5], costs)
+    found = paper.Found(
         rows,
         {},
         0,

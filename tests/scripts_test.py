@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
-from spsjax import benchmark, generation, race, samplers, tokenization
+from spsjax import generation, tokenization
 from spsjax.data import documents
+from spsjax.evaluation import race, samplers, speed
 from spsjax.models import transformer
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
@@ -378,9 +379,9 @@ def test_parts_are_measured_in_order_of_size():
         vocab_size=64, d_model=256, d_ff=1024, num_layers=2, num_heads=4, num_kv_heads=4,
         head_dim=64, max_positions=256,
     )  # fmt: skip
-    target = benchmark.Model("target", config, transformer.init(config, jax.random.key(0)))
+    target = speed.Model("target", config, transformer.init(config, jax.random.key(0)))
     small = dataclasses.replace(config, d_model=16, d_ff=16, num_layers=1)
-    draft = benchmark.Model("draft", small, transformer.init(small, jax.random.key(0)))
+    draft = speed.Model("draft", small, transformer.init(small, jax.random.key(0)))
     measure = microbenchmarks.probe(target, draft, 4, SamplingParams(), 20, 40)
     parts = [measure() for _ in range(5)]
     assert np.median([p.draft_step for p in parts]) < np.median([p.scoring for p in parts])
@@ -389,9 +390,9 @@ def test_parts_are_measured_in_order_of_size():
 def test_prompts_are_held_out_and_always_the_same(tmp_path):
     pieces = tokenization.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
     stdlib = documents.Sources(("stdlib",))
-    prompts = benchmark.held_out_prompts(pieces, 3, 50, stdlib)
-    assert prompts == benchmark.held_out_prompts(pieces, 3, 50, stdlib)
-    assert list(prompts) == list(benchmark.held_out_prompts(pieces, 5, 50, stdlib))[:3]
+    prompts = speed.held_out_prompts(pieces, 3, 50, stdlib)
+    assert prompts == speed.held_out_prompts(pieces, 3, 50, stdlib)
+    assert list(prompts) == list(speed.held_out_prompts(pieces, 5, 50, stdlib))[:3]
     assert all(
         documents.is_held_out(name) and len(tokens) == 50 for name, tokens in prompts.items()
     )

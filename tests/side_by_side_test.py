@@ -10,11 +10,12 @@ import pytest
 from bad_input import one_line
 from conftest import nearby_model, spread_model
 
-from spsjax import SamplingParams, comparison, side_by_side, tokenization
-from spsjax.journal import Journal
-from spsjax.samplers import ours
-from spsjax.side_by_side import KEY, Plan
-from spsjax.tasks import base
+from spsjax import SamplingParams, tokenization
+from spsjax.evaluation import runner, summary
+from spsjax.evaluation.journal import Journal
+from spsjax.evaluation.runner import KEY, Plan
+from spsjax.evaluation.samplers import ours
+from spsjax.evaluation.tasks import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +48,13 @@ def pair(tmp_path_factory):
 def filled(path, pair, plan=Plan(samples=2), stop=None):
     target, samplers = pair
     task = Toy()
-    chosen = side_by_side.choose(task, target, samplers, plan)
+    chosen = runner.choose(task, target, samplers, plan)
     journal = Journal(path, dataclasses.asdict(plan), KEY)
 
     def progress(jobs):
         yield from jobs[:stop]
 
-    side_by_side.sample(journal, task, chosen.examples, target, samplers, plan, progress)
+    runner.sample(journal, task, chosen.examples, target, samplers, plan, progress)
     return chosen, journal
 
 
@@ -102,8 +103,8 @@ def test_samplers_agree_where_they_must(pair, tmp_path):
 
 def test_rows_are_what_the_records_say(pair, tmp_path):
     chosen, journal = filled(tmp_path / "journal.jsonl", pair)
-    scores = comparison.scores_of(Toy(), chosen.examples, journal.records)
-    found = comparison.rows(journal.records, scores)
+    scores = summary.scores_of(Toy(), chosen.examples, journal.records)
+    found = summary.rows(journal.records, scores)
     assert [(row.setting, row.sampler) for row in found] == [
         (setting, sampler) for setting in ("warm", "greedy") for sampler in ("ArS", "SpS", "itself")
     ]
@@ -147,8 +148,8 @@ def test_the_first_run_of_a_program_is_not_counted(pair, tmp_path):
         plan = Plan(settings=("warm",))
         samplers = [dataclasses.replace(ars, call=call)]
         journal = Journal(tmp_path / f"{says}.jsonl", {}, KEY)
-        chosen = side_by_side.choose(Toy(), target, samplers, plan)
-        side_by_side.sample(journal, Toy(), chosen.examples, target, samplers, plan)
+        chosen = runner.choose(Toy(), target, samplers, plan)
+        runner.sample(journal, Toy(), chosen.examples, target, samplers, plan)
         assert [record["seconds"] for record in journal.records] == kept
 
 
@@ -177,8 +178,8 @@ def test_samplers_of_different_laws_are_told_apart():
         for number, example in enumerate("abcdefgh")
         for name, token, length, seconds in (("one", 1, 2, 1.0), ("other", 2, 3, 1.0 + number))
     ]  # fmt: skip
-    scores = comparison.scores_of(Known(), list(Known().examples()), records)
-    one, other = comparison.rows(records, scores)
+    scores = summary.scores_of(Known(), list(Known().examples()), records)
+    one, other = summary.rows(records, scores)
     assert not one.differences and not one.chances and one.spread_ms == 0
     assert other.differences == {"length": (1.0, (1.0, 1.0))}
     assert other.chances["length"] == pytest.approx(2 / 256, abs=0.003)
@@ -197,13 +198,13 @@ def test_a_short_text_has_little_weight_in_the_spread():
         }
         for example, length in (("a", 1), ("b", 9))
     ]  # fmt: skip
-    (row,) = comparison.rows(records, {})
+    (row,) = summary.rows(records, {})
     assert row.ms_per_token == pytest.approx(200)
     assert row.spread_ms**2 == pytest.approx((800**2 + 9 * (1000 / 9 - 200) ** 2) / 10)
 
 
 def test_what_is_spread():
-    found = [side_by_side.spread("abcdefghij", count) for count in (0, 1, 3, 10, 99)]
+    found = [runner.spread("abcdefghij", count) for count in (0, 1, 3, 10, 99)]
     assert ["".join(each) for each in found] == ["", "a", "adg", "abcdefghij", "abcdefghij"]
 
 
@@ -222,7 +223,7 @@ def test_a_loop_is_compared_at_the_same_examples():
             ("ArS", 0, 30, 1.1, 0.0, 1.0), ("SpS", 2, 10, 2.2, 0.2, 1.6),
         )
     ]  # fmt: skip
-    base, row = comparison.rows(records, {})
+    base, row = summary.rows(records, {})
     assert row.tokens_per_call == 3 and row.loop_speedup == pytest.approx(3 * 1.1 / 2.2)
     assert row.costs.draft_step == pytest.approx(0.2) and row.costs.scoring == pytest.approx(1.6)
     assert base.loop_over_parts == pytest.approx(1.1)
@@ -233,15 +234,15 @@ def test_a_loop_is_compared_at_the_same_examples():
 def test_a_fingerprint_is_of_all_that_is_asked_and_judged_by(pair):
     target, _ = pair
     example = base.Example("a", ("def f", "more"), {"summary": "x"})
-    seen = {side_by_side.fingerprint(Toy(), target, [example])}
+    seen = {runner.fingerprint(Toy(), target, [example])}
     for changes in ({"turns": ("def f", "less")}, {"reference": {"summary": "y"}}, {"name": "b"}):
         changed = dataclasses.replace(example, **changes)
-        seen.add(side_by_side.fingerprint(Toy(), target, [changed]))
+        seen.add(runner.fingerprint(Toy(), target, [changed]))
     other = tokenization.train(
         ["def more(f):\n" * 9], target.tokenizer.path.with_name("b.model"), 275
     )
     target = dataclasses.replace(target, tokenizer=other)
-    seen.add(side_by_side.fingerprint(Toy(), target, [example]))
+    seen.add(runner.fingerprint(Toy(), target, [example]))
     assert len(seen) == 5
 
 
@@ -253,11 +254,11 @@ class Chat(Toy):
 def test_a_conversation_is_by_the_template_where_there_is_one(pair):
     target, _ = pair
     turns, answers = ["Hi", "And?"], ["Hello"]
-    plain = side_by_side.ids_of(target, Chat(), turns, answers)
+    plain = runner.ids_of(target, Chat(), turns, answers)
     assert target.tokenizer.decode(plain) == "Hi\n\nHello\n\nAnd?"
     talks = types.SimpleNamespace(has_template=True, chat=list)
     target = dataclasses.replace(target, tokenizer=talks)
-    found = side_by_side.ids_of(target, Chat(), turns, answers)
+    found = runner.ids_of(target, Chat(), turns, answers)
     assert [each["role"] for each in found] == ["user", "assistant", "user"]
     assert [each["content"] for each in found] == ["Hi", "Hello", "And?"]
 
@@ -272,13 +273,13 @@ class Twins(Toy):
 def test_what_cannot_be_sampled(pair):
     target, samplers = pair
     with one_line("settings", "warm, greedy", "'cold'"):
-        side_by_side.settings(Toy(), Plan(settings=("cold",)))
+        runner.settings(Toy(), Plan(settings=("cold",)))
     with one_line("names", "'one'"):
-        side_by_side.choose(Twins(), target, samplers, Plan())
+        runner.choose(Twins(), target, samplers, Plan())
     with one_line("max_new_tokens", "510"):
-        side_by_side.choose(Toy(), target, samplers, Plan(new_tokens=510))
+        runner.choose(Toy(), target, samplers, Plan(new_tokens=510))
     with one_line("samples"):
         Plan(samples=0)
     with one_line("tokenizer"):
         model = spread_model(48)
-        side_by_side.choose(Toy(), model, [ours("ArS", model)], Plan())
+        runner.choose(Toy(), model, [ours("ArS", model)], Plan())

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from spsjax.errors import InputError
+from spsjax.evaluation.samplers import Sample, Sampler
 from spsjax.performance import microbenchmarks
-from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
 BASELINE = "ArS"

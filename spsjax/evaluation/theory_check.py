@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from spsjax import comparison, race
+from spsjax.evaluation import race, summary
 from spsjax.performance import theory
 
 
@@ -43,7 +43,7 @@ class Predicted:
     loop_over_parts: float | None = None
 
 
-def costs_of(rows: Sequence[comparison.Row]) -> Costs | None:
+def costs_of(rows: Sequence[summary.Row]) -> Costs | None:
     """The costs at every K of rows of one setting; None where no parts were timed."""
     base = next(row for row in rows if row.sampler == race.BASELINE)
     costs = {row.num_speculative_tokens: row.costs for row in rows if row.costs}
@@ -56,7 +56,7 @@ def costs_of(rows: Sequence[comparison.Row]) -> Costs | None:
     )
 
 
-def rates_of(rows: Sequence[comparison.Row]) -> list[float | None]:
+def rates_of(rows: Sequence[summary.Row]) -> list[float | None]:
     """Acceptance by position at the largest K of rows of one setting; [] where none drafted.
 
     None of a position that was never reached.
@@ -76,7 +76,7 @@ def filled(rates: Sequence[float | None]) -> list[float]:
 
 
 def predict(
-    rows: Sequence[comparison.Row], rates: Sequence[float | None], costs: Costs
+    rows: Sequence[summary.Row], rates: Sequence[float | None], costs: Costs
 ) -> list[Predicted]:
     """What is expected of each row of speculative sampling, of one setting with its baseline."""
     rates = filled(rates)

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from spsjax.data import documents
 from spsjax.errors import InputError
+from spsjax.evaluation.tasks import base
 from spsjax.sampling import SamplingParams
-from spsjax.tasks import base
 
 
 @dataclasses.dataclass(frozen=True)

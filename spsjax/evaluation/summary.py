@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spsjax import race, side_by_side, statistics
+from spsjax.evaluation import race, runner, significance
+from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.performance import microbenchmarks
-from spsjax.tasks.base import Example, Task
 
 Interval = tuple[float, float] | None  # None: of too few examples
 Scores = Mapping[tuple, Mapping[str, Mapping[str, float]]]
@@ -66,7 +66,7 @@ def scores_of(
 ) -> Scores:
     """Who (`side_by_side.WHO`) -> metric -> example -> value."""
     found: dict[tuple, dict[str, dict[str, float]]] = {}
-    for example, who, texts in progress(list(side_by_side.answers(task, examples, records))):
+    for example, who, texts in progress(list(runner.answers(task, examples, records))):
         for metric, value in task.scores(example, texts).items():
             found.setdefault(who, {}).setdefault(metric, {})[example.name] = value
     return found
@@ -79,7 +79,7 @@ def rows(records: Sequence[dict], scores: Scores) -> list[Row]:
     """
     by_who: dict[tuple, dict[str, list[dict]]] = {}
     for record in records:
-        examples = by_who.setdefault(side_by_side.who(record), {})
+        examples = by_who.setdefault(runner.who(record), {})
         examples.setdefault(record["example"], []).append(record)
     found = []
     for setting in dict.fromkeys(who[0] for who in by_who):
@@ -119,7 +119,7 @@ def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
     for metric, by_name in scores.items():
         values = [by_name[name] for name in names if name in by_name]
         if values:
-            metrics[metric] = float(np.mean(values)), statistics.interval_of_mean(values)
+            metrics[metric] = float(np.mean(values)), significance.interval_of_mean(values)
     row = Row(
         *who,
         examples=len(part),
@@ -196,18 +196,18 @@ def _against(row: Row, part, base_part, names, scores, base_scores) -> Row:
         others = base_scores.get(metric, {})
         both = [name for name in names if name in by_name and name in others]
         one, other = ([values[name] for name in both] for values in (by_name, others))
-        chances[metric] = statistics.chance_of_difference(one, other)
+        chances[metric] = significance.chance_of_difference(one, other)
         apart = np.subtract(one, other)
-        differences[metric] = float(apart.mean()), statistics.interval(np.mean, apart)
+        differences[metric] = float(apart.mean()), significance.interval(np.mean, apart)
     texts = [
         [[record["tokens"] for record in records] for records in each] for each in (part, base_part)
     ]
     for n in (1, 2):
-        chances[f"{n}-grams"] = statistics.chance_of_ngrams(*texts, n)
+        chances[f"{n}-grams"] = significance.chance_of_ngrams(*texts, n)
     return dataclasses.replace(
         row,
         speedup=float(speedup(*columns)),
-        speedup_interval=statistics.interval(speedup, *columns),
+        speedup_interval=significance.interval(speedup, *columns),
         differences=differences,
         chances=chances,
     )

@@ -6,8 +6,8 @@ from typing import ClassVar
 from rouge_score import rouge_scorer
 
 from spsjax.errors import InputError
+from spsjax.evaluation.tasks import base
 from spsjax.sampling import SamplingParams
-from spsjax.tasks import base
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spsjax import arguments, generation
 from spsjax.errors import InputError, brief
-from spsjax.journal import Journal
+from spsjax.evaluation.journal import Journal
+from spsjax.evaluation.samplers import Sampler
+from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.loading import Model
-from spsjax.samplers import Sampler
 from spsjax.sampling import SamplingParams
-from spsjax.tasks.base import Example, Task
 
 # What tells one record from another; the first three are who wrote it.
 WHO = "setting", "sampler", "num_speculative_tokens"

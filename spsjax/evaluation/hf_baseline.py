@@ -7,10 +7,10 @@ import time
 import jax
 
 from spsjax.errors import InputError
+from spsjax.evaluation.samplers import Sample, Sampler
 from spsjax.loading import Model
 from spsjax.models.hf import weights as hf_weights
 from spsjax.performance import microbenchmarks
-from spsjax.samplers import Sample, Sampler
 from spsjax.sampling import SamplingParams
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

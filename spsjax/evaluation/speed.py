@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, race, samplers
+from spsjax import arguments
 from spsjax.data import documents
 from spsjax.data.documents import Sources
 from spsjax.drafters import ngram
 from spsjax.errors import InputError
+from spsjax.evaluation import race, samplers
+from spsjax.evaluation.samplers import Sampler
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.performance import microbenchmarks
-from spsjax.samplers import Sampler
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
 

@@ -5,15 +5,16 @@ import importlib
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
-from spsjax import arguments, attribution, comparison, prediction, race, samplers, side_by_side
+from spsjax import arguments
 from spsjax.errors import InputError
-from spsjax.journal import Journal
+from spsjax.evaluation import acceptance_analysis, race, runner, samplers, summary, theory_check
+from spsjax.evaluation.journal import Journal
+from spsjax.evaluation.runner import Plan
+from spsjax.evaluation.samplers import Sampler
+from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.performance import microbenchmarks
-from spsjax.samplers import Sampler
-from spsjax.side_by_side import Plan
-from spsjax.tasks.base import Example, Task
 from spsjax.training import run_folder, target_cache
 
 WHAT = "table1", "figure1", "specbench"
@@ -35,15 +36,15 @@ class Found:
         examples: by setting, one prompt and what each sampler wrote.
     """
 
-    rows: list[comparison.Row]
-    groups: dict[str, list[comparison.Row]]
+    rows: list[summary.Row]
+    groups: dict[str, list[summary.Row]]
     too_long: int
-    costs: dict[str, prediction.Costs]
+    costs: dict[str, theory_check.Costs]
     rates: dict[str, list[float | None]]
-    predicted: dict[str, list[prediction.Predicted]]
-    kinds: dict[str, dict[str, attribution.Share]]
-    entropies: dict[str, dict[str, attribution.Share]]
-    partings: dict[str, dict[str, tuple[int, list[attribution.Parting]]]]
+    predicted: dict[str, list[theory_check.Predicted]]
+    kinds: dict[str, dict[str, acceptance_analysis.Share]]
+    entropies: dict[str, dict[str, acceptance_analysis.Share]]
+    partings: dict[str, dict[str, tuple[int, list[acceptance_analysis.Parting]]]]
     examples: dict[str, dict[str, str]]
 
 
@@ -103,7 +104,7 @@ def run(
         *others,
     ]
     chosen = {  # all of them, before anything is written
-        name: (task, side_by_side.choose(task, target, entries, plan))
+        name: (task, runner.choose(task, target, entries, plan))
         for name, task in tasks(config, section.tasks).items()
     }
     run_folder.hold(workdir)
@@ -112,7 +113,7 @@ def run(
         depends_on = {
             "task": {name: dataclasses.asdict(task)},
             "plan": dataclasses.asdict(plan),
-            "examples": side_by_side.fingerprint(task, target, examples.examples),
+            "examples": runner.fingerprint(task, target, examples.examples),
             "target": _identity(target),
             "drafter": _identity(drafter),
             "mesh": dict(target.mesh.shape) if target.mesh else {},
@@ -122,7 +123,7 @@ def run(
         jobs[name] = task, examples, _journal(workdir / f"{name}.jsonl", depends_on)
     for name, (task, examples, journal) in jobs.items():
         title = progress(f"{name}: sampling")
-        side_by_side.sample(journal, task, examples.examples, target, entries, plan, title)
+        runner.sample(journal, task, examples.examples, target, entries, plan, title)
     return {
         name: _found(task, examples, journal.records, target, drafter, plan, config, progress)
         for name, (task, examples, journal) in jobs.items()
@@ -132,10 +133,10 @@ def run(
 def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
     """The first process writes it; the others have its records, and the same ones to add."""
     if multihost.is_first():
-        journal = Journal(path, depends_on, side_by_side.KEY)
+        journal = Journal(path, depends_on, runner.KEY)
     multihost.wait("journal")
     if not multihost.is_first():
-        journal = Journal(path, depends_on, side_by_side.KEY, writes=False)
+        journal = Journal(path, depends_on, runner.KEY, writes=False)
     return journal
 
 
@@ -147,7 +148,7 @@ def _identity(drafter) -> str:
 
 def _found(
     task: Task,
-    chosen: side_by_side.Chosen,
+    chosen: runner.Chosen,
     records: list[dict],
     target: Model,
     drafter,
@@ -155,32 +156,32 @@ def _found(
     config,
     progress: Progress,
 ) -> Found:
-    scores = comparison.scores_of(task, chosen.examples, records, progress("scoring"))
-    rows = comparison.rows(records, scores)
+    scores = summary.scores_of(task, chosen.examples, records, progress("scoring"))
+    rows = summary.rows(records, scores)
     groups = {
-        group: comparison.rows([record for record in records if record["group"] == group], scores)
+        group: summary.rows([record for record in records if record["group"] == group], scores)
         for group in dict.fromkeys(example.group for example in chosen.examples)
     }
-    settings = side_by_side.settings(task, plan)
+    settings = runner.settings(task, plan)
     firsts = _first_turns(records)
     prompts = {
-        example.name: side_by_side.ids_of(target, task, example.turns[:1], ())
+        example.name: runner.ids_of(target, task, example.turns[:1], ())
         for example in chosen.examples
     }
     costs, rates, predicted, kinds, entropies = {}, {}, {}, {}, {}
     if isinstance(drafter, Model):
         for setting, params in settings.items():
             mine = [row for row in rows if row.setting == setting]
-            rates[setting] = prediction.rates_of(mine)
-            if found := prediction.costs_of(mine):
+            rates[setting] = theory_check.rates_of(mine)
+            if found := theory_check.costs_of(mine):
                 costs[setting] = found
-                predicted[setting] = prediction.predict(mine, rates[setting], found)
+                predicted[setting] = theory_check.predict(mine, rates[setting], found)
             texts = [
                 (prompts[name], tokens)
                 for name, tokens in firsts[setting, race.BASELINE, 0].items()
                 if tokens
             ]
-            kinds[setting], entropies[setting] = attribution.by_class(
+            kinds[setting], entropies[setting] = acceptance_analysis.by_class(
                 target,
                 drafter,
                 texts[: config.attribution],
@@ -212,19 +213,19 @@ def _first_turns(records: Sequence[dict]) -> dict[tuple, dict[str, list[int]]]:
     found: dict[tuple, dict[str, list[int]]] = {}
     for record in records:
         if record["turn"] == record["sample"] == 0:
-            found.setdefault(side_by_side.who(record), {})[record["example"]] = record["tokens"]
+            found.setdefault(runner.who(record), {})[record["example"]] = record["tokens"]
     return found
 
 
 def _partings(
     target: Model, prompts: dict[str, list[int]], firsts: dict[tuple, dict], setting: str
-) -> dict[str, tuple[int, list[attribution.Parting]]]:
+) -> dict[str, tuple[int, list[acceptance_analysis.Parting]]]:
     base, found = firsts[setting, race.BASELINE, 0], {}
     for (other, name, K), texts in firsts.items():
         if other != setting or name == race.BASELINE:
             continue
         pairs = [(prompts[each], base[each], texts[each]) for each in texts if each in base]
-        parted = [attribution.parting(target, *pair) for pair in pairs]
+        parted = [acceptance_analysis.parting(target, *pair) for pair in pairs]
         found[label(name, K)] = (len(pairs), [each for each in parted if each])
     return found
 

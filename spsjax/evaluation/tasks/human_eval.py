@@ -5,8 +5,8 @@ import math
 from typing import ClassVar
 
 from spsjax.errors import InputError, brief
+from spsjax.evaluation.tasks import base, sandbox
 from spsjax.sampling import SamplingParams
-from spsjax.tasks import base, sandbox
 
 # Where a completion that goes on has ended its function (arXiv 2107.03374, 2.3).
 _STOPS = "\nclass", "\ndef", "\n#", "\nif", "\nprint"

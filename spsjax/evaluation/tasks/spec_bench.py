@@ -4,8 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from spsjax.errors import InputError
+from spsjax.evaluation.tasks import base
 from spsjax.sampling import SamplingParams
-from spsjax.tasks import base
 
 # MT-bench's eight categories are one of the six.
 _CONVERSATION = (
