@@ -14,11 +14,12 @@ import json
 import pathlib
 import re
 
-import display
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, loading
+from spsjax import loading
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
 from spsjax.errors import InputError
 from spsjax.evaluation import hf_baseline, speed
 from spsjax.parallel import multihost
@@ -71,21 +72,21 @@ def main():
         if config.texts and target.tokenizer is None:
             raise InputError(f"{target.name}: expected a tokenizer for texts, found none")
     others = hf_baseline.samplers(config.peer, target, draft) if _PEER.value else []
-    report = speed.compare(config, target, draft, others, display.progress("measuring"))
+    report = speed.compare(config, target, draft, others, terminal.progress("measuring"))
     mark = "random weights" if _SIZE.value or _RANDOM.value else ""
-    display.table(report.lines, mark)
-    display.positions(report.lines, mark)
-    display.summary(report, mark)
-    display.prediction(report.lines, mark)
-    if _JSON.value and multihost.is_first():
+    terminal.table(report.lines, mark)
+    terminal.positions(report.lines, mark)
+    terminal.summary(report, mark)
+    terminal.prediction(report.lines, mark)
+    if _JSON.value and multihost.is_main_process():
         weights = mark or "as loaded"
         figures = {"config": config.to_dict(), "weights": weights, **dataclasses.asdict(report)}
         text = json.dumps(rounded(figures), indent=2) + "\n"
         atomic_files.write(_JSON.value, text)
-    if _PLOT.value and multihost.is_first():
-        import pictures
+    if _PLOT.value and multihost.is_main_process():
+        from spsjax.cli import plots
 
-        pictures.speed(report.lines, _PLOT.value, mark)
+        plots.speed(report.lines, _PLOT.value, mark)
 
 
 def rounded(tree):

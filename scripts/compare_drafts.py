@@ -13,18 +13,19 @@ import json
 import pathlib
 import runpy
 
-import display
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spsjax import arguments, cli, loading
+from spsjax import loading
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
 from spsjax.data.documents import Sources
 from spsjax.errors import InputError, one_line
 from spsjax.evaluation import race, samplers, speed
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.training import recipes, run_folder
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, from_config
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
@@ -53,14 +54,16 @@ def main():
         train(name, each, workdir)
     rows = {name: quality(workdir / name) for name in drafts}
     if prompts:
-        for name, figures in speed(config.speed, target, prompts, workdir, list(drafts)).items():
+        for name, figures in time_drafts(
+            config.speed, target, prompts, workdir, list(drafts)
+        ).items():
             rows[name] |= figures
-    if multihost.is_first():
+    if multihost.is_main_process():
         atomic_files.write(workdir / "table.json", json.dumps(rows, indent=2) + "\n")
         atomic_files.write(workdir / "table.md", table(rows))
-        import pictures
+        from spsjax.cli import plots
 
-        pictures.bars(rows, workdir / "table.png")
+        plots.bars(rows, workdir / "table.png")
         print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 
@@ -131,12 +134,12 @@ def prompts_of(how: ConfigDict, base: ConfigDict, target: loading.Model) -> list
         )
     if not how.prompts:
         return []
-    sources = arguments.build("data", Sources, base.data)
+    sources = from_config.build("data", Sources, base.data)
     size = how.prompts, how.prompt_tokens
     return list(speed.held_out_prompts(target.tokenizer, *size, sources).values())
 
 
-def speed(
+def time_drafts(
     how: ConfigDict, target: loading.Model, prompts: list, workdir: pathlib.Path, names: list[str]
 ) -> dict[str, dict[str, float]]:
     """Drafts in turn with plain sampling, on the same prompts: speed-ups, and ms a draft step."""
@@ -146,7 +149,7 @@ def speed(
         draft = loading.load(workdir / name / "model", target.mesh)
         entries.append(samplers.ours(name, target, draft, how.num_speculative_tokens))
     contenders = [race.Contender(each, "", params, how.max_new_tokens) for each in entries]
-    progress = display.progress("measuring")
+    progress = terminal.progress("measuring")
     lines = race.run(contenders, prompts, how.repetitions, parts=True, progress=progress)
     return {
         line.name: {"ms a draft step": 1e3 * line.parts.draft_step, "speed-up": line.speedup}

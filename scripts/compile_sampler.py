@@ -11,13 +11,14 @@ import dataclasses
 import pathlib
 from unittest import mock
 
-import display
 import jax
 import jax.numpy as jnp
 from absl import flags
 from jax import lax
 
-from spsjax import cli, sampling
+from spsjax import sampling
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
 from spsjax.parallel import sharding
 from spsjax.performance import aot
 
@@ -32,7 +33,7 @@ def main():
     ways = [
         (place, name, gathering, change)
         for place, gathering in (
-            ("gathered", {"gathered": sharding.gathered}),
+            ("gathered", {"gathered": sharding.gather_vocab}),
             (
                 "where they are",
                 {"gathered": lambda logits: logits, "by_rows": lambda logits: logits},
@@ -47,10 +48,10 @@ def main():
     ]
     rows = [
         (place, name, *_compiled(gathering, change))
-        for place, name, gathering, change in display.progress("compiling")(ways)
+        for place, name, gathering, change in terminal.progress("compiling")(ways)
     ]
     header = ("logits", "threshold by", "draft's cycles", "verifier's", "collectives", "temp. MB")
-    display.columns(header, rows, left=(0, 1))
+    terminal.columns(header, rows, left=(0, 1))
     print("a round with top-k and top-p; sorts themselves are not in the compiler's count")
 
 
@@ -84,7 +85,7 @@ def _compiled(gathering: dict, change: dict) -> tuple[str, ...]:
 
 
 def by_sorting(logits, weights, needed):
-    """`sampling._heaviest` by a stable sort and a cumulative sum."""
+    """`sampling._keep_top_mass` by a stable sort and a cumulative sum."""
     ids = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
     _, weights, ids = lax.sort((-logits, weights, ids), num_keys=1, is_stable=True)
     keep = jnp.cumsum(weights, axis=-1) - weights < needed

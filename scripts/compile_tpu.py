@@ -12,12 +12,12 @@ import inspect
 import json
 import pathlib
 
-import display
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
 from spsjax.errors import InputError
 from spsjax.performance import aot
 from spsjax.utils import atomic_files
@@ -41,7 +41,7 @@ def main():
     )
     config["compiler_options"] = _options(config["compiler_options"])
     report = aot.compile_pair(
-        target, draft, _TOPOLOGY.value, progress=display.progress("compiling"), **config
+        target, draft, _TOPOLOGY.value, progress=terminal.progress("compiling"), **config
     )
     show(report, config["num_speculative_tokens"])
     if _JSON.value:
@@ -64,7 +64,7 @@ def show(report: aot.Report, K: int) -> None:
         f"weights {report.weights / 1e9:.2f}, caches {report.caches / 1e9:.3f}, "
         "the rest temporaries"
     )
-    display.columns(
+    terminal.columns(
         ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "GB accessed"),
         (
             (
@@ -80,7 +80,7 @@ def show(report: aot.Report, K: int) -> None:
     )
     print("(a loop's body, and that of the draft's steps within it, counted once)\n")
     parts = [part for part in aot.PARTS if any(part in p.cycles for p in report.programs.values())]
-    display.columns(
+    terminal.columns(
         ("cycles a round", *parts),
         (
             (name, *(f"{program.cycles.get(part, 0):,}" for part in parts))
@@ -95,8 +95,8 @@ def show(report: aot.Report, K: int) -> None:
             for each in program.collectives
         ).items()
     )
-    display.columns(("program", "collective", "kB", "in", "count"), counted, left=(0, 1, 3))
-    display.columns(
+    terminal.columns(("program", "collective", "kB", "in", "count"), counted, left=(0, 1, 3))
+    terminal.columns(
         (
             "pass",
             "weights GB",

@@ -16,12 +16,13 @@ import json
 import pathlib
 import sys
 
-import display
 from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax import arguments, cli
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
+from spsjax.utils import from_config
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to generate.", lock_config=True)
@@ -42,7 +43,7 @@ def main():
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     prompts = read_prompts()
     options = {
-        "sampling": arguments.build("sampling", spsjax.SamplingParams, config.sampling),
+        "sampling": from_config.build("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "lenience": config.lenience,
@@ -59,10 +60,10 @@ def main():
         given = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
     if not _JSON.value and _PROMPTS.value is None:
         shown = f"{prompts[0]}\n\n" if _CHAT.value else prompts[0]
-        figures = display.stream(
+        figures = terminal.stream(
             target, given[0], shown, drafter, count, colour=_SHOW.value, **options
         )
-        display.note(str(figures))
+        terminal.note(str(figures))
         return
     out = spsjax.generate(target, given, drafter, count, **options)
     results = [
@@ -70,7 +71,7 @@ def main():
         for prompt, text, tokens in zip(prompts, out.texts, out.tokens)
     ]
     if _PROMPTS.value is not None:
-        display.note(
+        terminal.note(
             f"{len(prompts)} texts in {out.stats.target_calls} target calls; "
             f"{out.stats.block_efficiency:.2f} tokens a call"
         )

@@ -10,12 +10,12 @@ reproduce.py has found. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
 
 import json
 
-import display
 import numpy as np
 from absl import flags
 
-from spsjax import cli
-from spsjax.errors import InputError, brief
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
+from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import theory_check
 from spsjax.performance import theory
 
@@ -35,19 +35,19 @@ def main():
     for name, (rates, *costs) in cases().items():
         curves[name] = curve = predict(rates, *costs)
         if name:
-            display.heading(name)
+            terminal.heading(name)
         header = ["K", "tokens a call", "speed-up", "target's arithmetic a token"]
         rows = [(K, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}") for K, (a, b, c) in curve.items()]
-        display.columns(header, rows)
+        terminal.columns(header, rows)
         best, speedup = theory.best(rates, *costs, max(curve))
         if best:
             print(f"best: K = {best}, {speedup:.2f} x plain sampling")
         else:
             print("best: plain sampling; no K is faster")
     if _PLOT.value:
-        import pictures
+        from spsjax.cli import plots
 
-        pictures.predicted(curves, _PLOT.value)
+        plots.predicted(curves, _PLOT.value)
 
 
 def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
@@ -69,7 +69,9 @@ def cases() -> dict[str, tuple]:
     if _MEASURED.value:
         for name, value in given.items():
             if value is not None:
-                raise InputError(f"--{name}: expected none beside --measured, found {brief(value)}")
+                raise InputError(
+                    f"--{name}: expected none beside --measured, found {short_repr(value)}"
+                )
         return measured(_MEASURED.value)
     for name, value in given.items():
         if value is None:
@@ -79,7 +81,7 @@ def cases() -> dict[str, tuple]:
     try:
         rates = [float(rate) for rate in _RATES.value]
     except ValueError:
-        found = brief(",".join(_RATES.value))
+        found = short_repr(",".join(_RATES.value))
         raise InputError(f"--acceptance: expected numbers, found {found}") from None
     cost = _DRAFT.value / _TARGET.value
     return {"": (rates if len(rates) > 1 else rates[0], lambda K: cost, lambda K: 1.0)}

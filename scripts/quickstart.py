@@ -7,12 +7,12 @@ Every key of the config is a flag; configs/experiments/quickstart.py lists them.
 
 import pathlib
 
-import display
 from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax import cli
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
 from spsjax.evaluation import race, speed
 from spsjax.models import transformer
 
@@ -38,21 +38,23 @@ def main():
         "seed": config.seed,
     }
     K = config.show.num_speculative_tokens
-    display.heading("Autoregressive sampling (ArS)")
-    print(display.stream(target, config.prompt, config.prompt, None, None, colour=False, **options))
-    display.heading(f"Speculative sampling (SpS), K = {K}: the same law, other random numbers")
-    print(display.stream(target, config.prompt, config.prompt, draft, K, colour=True, **options))
+    terminal.heading("Autoregressive sampling (ArS)")
+    print(
+        terminal.stream(target, config.prompt, config.prompt, None, None, colour=False, **options)
+    )
+    terminal.heading(f"Speculative sampling (SpS), K = {K}: the same law, other random numbers")
+    print(terminal.stream(target, config.prompt, config.prompt, draft, K, colour=True, **options))
 
-    display.heading(f"{config.max_new_tokens} tokens after held-out code, one text at a time")
-    report = speed.compare(config, target, draft, progress=display.progress("measuring"))
-    display.table(report.lines)
-    display.summary(report)
+    terminal.heading(f"{config.max_new_tokens} tokens after held-out code, one text at a time")
+    report = speed.compare(config, target, draft, progress=terminal.progress("measuring"))
+    terminal.table(report.lines)
+    terminal.summary(report)
     print(f"\n{verdict(report.lines)}\nThe proof that nothing else changed: bash scripts/test.sh")
 
 
 def verdict(lines: list[race.Line]) -> str:
     """The best K of each setting, and what it gains."""
-    best = display.best_lines(lines)
+    best = terminal.best_lines(lines)
     parts = (
         f"{line.speedup:.2f} x as fast, {setting} (K = {line.num_speculative_tokens})"
         for setting, line in best.items()

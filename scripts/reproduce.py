@@ -15,12 +15,13 @@ import dataclasses
 import json
 import pathlib
 
-import display
 import jinja2
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli, loading
+from spsjax import loading
+from spsjax.cli import main as cli
+from spsjax.cli import terminal
 from spsjax.evaluation import hf_baseline, paper
 from spsjax.parallel import multihost
 from spsjax.performance import microbenchmarks
@@ -55,12 +56,12 @@ def main():
     drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     draft = drafter if isinstance(drafter, loading.Model) else None
     others = hf_baseline.samplers(config.peer, target, draft) if _PEER.value else []
-    found = paper.run(what, config, target, drafter, others, workdir, display.progress)
+    found = paper.run(what, config, target, drafter, others, workdir, terminal.progress)
     tables = [table for name, each in found.items() for table in all_tables(name, each)]
     for title, header, rows in tables:
-        display.heading(title)
-        display.columns(header, rows, left=[0, 1])
-    if multihost.is_first():
+        terminal.heading(title)
+        terminal.columns(header, rows, left=[0, 1])
+    if multihost.is_main_process():
         write(what, config, found, tables, microbenchmarks.machine(target), workdir)
         print(f"{workdir / 'report.html'}, {workdir / 'report.json'}")
 
@@ -174,7 +175,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def write(what: str, config, found: dict, tables: list, machine: dict, workdir) -> None:
     """The figures, the pictures, and the page that shows both."""
-    import pictures
+    from spsjax.cli import plots
 
     figures = {name: dataclasses.asdict(each) for name, each in found.items()}
     record = {"what": what, "machine": machine, "config": config.to_dict(), "tasks": figures}
@@ -182,9 +183,9 @@ def write(what: str, config, found: dict, tables: list, machine: dict, workdir) 
     drawn = {}
     if what == "figure1":
         tokens = config.figure1.plan.new_tokens or 128
-        drawn["figure1.png"] = lambda path: pictures.figure1(found, tokens, path)
+        drawn["figure1.png"] = lambda path: plots.figure1(found, tokens, path)
     if any(each.kinds for each in found.values()):
-        drawn["accepted.png"] = lambda path: pictures.accepted(found, path)
+        drawn["accepted.png"] = lambda path: plots.accepted(found, path)
     shown = {}
     for name, draw in drawn.items():
         draw(workdir / name)

@@ -11,7 +11,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import cli
+from spsjax.cli import main as cli
 from spsjax.training import recipes
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"

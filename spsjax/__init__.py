@@ -4,8 +4,9 @@ from spsjax import drafters
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, stream
 from spsjax.loading import Model, load
+from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
-from spsjax.verify import lenience_bias, rejection_sample
+from spsjax.verifiers.rejection import lenience_bias, rejection_sample
 
 __version__ = "0.1.0"
 
@@ -21,5 +22,6 @@ __all__ = [
     "lenience_bias",
     "load",
     "rejection_sample",
+    "sharding",
     "stream",
 ]

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling, verify
+from spsjax import sampling
 from spsjax.drafters.base import Drafter
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import Array, PyTree, pytree_dataclass
+from spsjax.verifiers import rejection as verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +111,9 @@ def step(program: Program, params: PyTree, rows: RowParams, state: DecodeState) 
         drafts = jnp.where(proposal.tokens >= 0, proposal.tokens, root)
         block = jnp.concatenate([root, drafts], axis=1)
         output = score(program, params, block, state.cache)
-        logits = sharding.gathered(output.logits)
+        logits = sharding.gather_vocab(output.logits)
     with jax.named_scope("verify"):
-        target_probs = sampling.warp(logits, rows)
+        target_probs = sampling.to_probs(logits, rows)
         if program.lenience < 1:
             target_probs = verify.relax_greedy(
                 target_probs,
@@ -165,6 +166,17 @@ def run(program: Program, params: PyTree, rows: RowParams, state: DecodeState) -
         lambda state: step(program, params, rows, state),
         state,
     )
+
+
+def num_slots(length: int) -> int:
+    """Returns the smallest of 32, 48, 64, 96, 128, 192, ... that is at least `length`.
+
+    Buffers have these sizes, so that a new length rarely needs a new program.
+    """
+    size = 32
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
 
 
 _compiled = {}

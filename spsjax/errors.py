@@ -15,7 +15,7 @@ class Stopped(Exception):
     """A run was told to end, and did, with everything saved."""
 
 
-def brief(value) -> str:
+def short_repr(value) -> str:
     """A value as a message shows it: `repr`, on one line, the middle of a long one left out."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
@@ -28,7 +28,7 @@ def check_number(name: str, value, least: float, most: float, above: bool = Fals
     if not (number and least <= value <= most and not (above and value == least)):
         wanted = f"above {least:g}" if above else f"of {least:g} or more"
         wanted += f", at most {most:g}" if most < 1e30 else ""
-        raise InputError(f"{name}: expected a finite number {wanted}, found {brief(value)}")
+        raise InputError(f"{name}: expected a finite number {wanted}, found {short_repr(value)}")
 
 
 def one_line(error: Exception) -> str:

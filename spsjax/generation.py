@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments, decode, sampling, verify
+from spsjax import decode, request, sampling
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import Model
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
+from spsjax.verifiers import rejection as verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def stream(
     Takes what `generate` takes, and raises what it raises. A character that spans tokens is held
     back until it is whole.
     """
-    arguments.check_model(model)
+    request.check_model(model)
     if model.tokenizer is None:
         raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
     return _texts(model, *rounds(model, prompt, drafter, num_speculative_tokens, **options))
@@ -159,17 +160,6 @@ def continuation(tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str
     return tokenizer.decode(tokens)
 
 
-def bucket(length: int) -> int:
-    """The least of 32, 48, 64, 96, 128, 192, .. that is not below `length`.
-
-    Buffers have such sizes, so that a new length rarely needs a new program.
-    """
-    size = 32
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
-
-
 class _Job:
     """A checked call of `generate`: programs, parameters, and the arrays to start from."""
 
@@ -178,32 +168,36 @@ class _Job:
         lenience, stop_at_eos,
     ):  # fmt: skip
         verify.check_lenience(lenience)
-        arguments.check_model(model)
-        arguments.check_sampling(params)
-        arguments.check_seed(seed)
+        request.check_model(model)
+        request.check_sampling(params)
+        request.check_seed(seed)
         draft = [drafter] if isinstance(drafter, Model) else []
-        drafter, weights = arguments.drafter(model, drafter, num_speculative_tokens)
+        drafter, weights = request.drafter(model, drafter, num_speculative_tokens)
         self.model = model
-        self.prompts = arguments.prompts(model, prompts)
-        budgets = arguments.budgets(max_new_tokens, len(self.prompts))
-        arguments.check_lengths(self.prompts, budgets, model, *draft)
+        self.prompts = request.prompts(model, prompts)
+        budgets = request.budgets(max_new_tokens, len(self.prompts))
+        request.check_lengths(self.prompts, budgets, model, *draft)
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
         self.params = {"target": model.params, "drafter": weights}
-        multihost.check_same(how, self.program, self.prompts, budgets, params, seed, model.mesh)
+        multihost.check_same_everywhere(
+            how, self.program, self.prompts, budgets, params, seed, model.mesh
+        )
         # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
         extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
         lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)
         limits = lengths + np.asarray([*budgets, *[0] * extra], np.int32)
-        width = bucket(int(lengths.max()))
-        self.slots = max(width, bucket(int(limits.max()) + drafter.num_speculative_tokens + 1))
+        width = decode.num_slots(int(lengths.max()))
+        self.slots = max(
+            width, decode.num_slots(int(limits.max()) + drafter.num_speculative_tokens + 1)
+        )
         tokens = np.zeros((len(lengths), width), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
             tokens[row, len(prompt) :] = prompt[-1]  # masked; a token that is known to be harmless
         rows = params.rows(len(self.prompts))
         rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
-        place = sharding.rows(model.mesh)
+        place = sharding.batch_sharding(model.mesh)
         with self.model.in_mesh():
             keys = jax.jit(_keys, static_argnums=1, out_shardings=place)(
                 np.uint32(seed), len(lengths)
@@ -223,7 +217,7 @@ class _Job:
             prompt_seconds = time.perf_counter() - start - first
             loop = decode.compiled(decode.run, self.program, donate=2)
             state, second = loop(self.params, self.rows, state)
-            result = multihost.fetch(_small(state))
+            result = multihost.to_host(_small(state))
         seconds = time.perf_counter() - start - first - second
         self._check(result)
         count = len(self.prompts)
@@ -256,12 +250,12 @@ class _Job:
             state, _ = decode.compiled(decode.prefill, self.program, self.slots)(
                 self.params, *self.inputs
             )
-        before = multihost.fetch(_small(state))
+        before = multihost.to_host(_small(state))
         step = decode.compiled(decode.step, self.program, donate=2)
         while not before["done"].all():
             with self.model.in_mesh():
                 state, _ = step(self.params, self.rows, state)
-            after = multihost.fetch(_small(state))
+            after = multihost.to_host(_small(state))
             self._check(after)
             yield Round(
                 tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],

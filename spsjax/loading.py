@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import tokenization
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
@@ -32,7 +32,7 @@ class Model:
 
     def in_mesh(self) -> contextlib.AbstractContextManager:
         """The context in which its programs are traced and run."""
-        return sharding.within(self.mesh)
+        return sharding.use_mesh(self.mesh)
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +82,7 @@ def load(
     pieces = _tokenizer(folder, config)
     if pieces is not None:
         config = _unpadded(config, pieces)
-    where = sharding.places(mesh, config, replicate)
+    where = sharding.param_shardings(mesh, config, replicate)
     params = hf_weights.read_params(folder, config, dtype, where)
     return Model(str(name), config, params, pieces, mesh)
 
@@ -123,7 +123,7 @@ def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> 
     """A model of random weights and no tokenizer, for timing and for tests."""
     _check_mesh(mesh)
     params = transformer.init(config, jax.random.key(seed), compute_type(dtype))
-    params = sharding.put(params, sharding.places(mesh, config))
+    params = sharding.place_params(params, sharding.param_shardings(mesh, config))
     return Model("random", config, params, mesh=mesh)
 
 
@@ -145,7 +145,9 @@ def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     if pathlib.Path(name).as_posix() in names:
         return _SHIPPED / name
     shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
-    raise InputError(f"{brief(str(name))}: expected a model folder or {shipped}, found {found}")
+    raise InputError(
+        f"{short_repr(str(name))}: expected a model folder or {shipped}, found {found}"
+    )
 
 
 def _downloaded(name: str, weights: bool) -> pathlib.Path:
@@ -193,7 +195,7 @@ def compute_type(dtype) -> jnp.dtype:
     try:
         dtype = jnp.dtype(dtype)
     except (TypeError, ValueError):
-        raise InputError(f"{expected}, found {brief(dtype)}") from None
+        raise InputError(f"{expected}, found {short_repr(dtype)}") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise InputError(f"{expected}, found {dtype}")
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:

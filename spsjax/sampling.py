@@ -1,7 +1,7 @@
 """From logits to the distribution that is really sampled, and from it to a token.
 
-`warp` is the only place where temperature, top-k, top-p and min-p are applied, in that order, for
-target and draft alike; `draw` is the only place where a token is drawn. A ratio of probabilities is
+`to_probs` is the only place where temperature, top-k, top-p and min-p are applied, in that order,
+for target and draft alike; `draw` is the only place where a token is drawn. A ratio of probabilities is
 therefore always between the very arrays that were drawn from.
 
 The vocabulary is never sorted: a threshold is searched for, which only counts and sums.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, pytree_dataclass
 
 # What a random number decides. Folded into a row's key, so that no two uses share a number.
@@ -76,7 +76,7 @@ class SamplingParams:
             except (TypeError, ValueError):
                 numbers = np.asarray(None)
             if numbers.ndim > 1 or numbers.dtype.kind not in "iuf" or not np.all(in_range(numbers)):
-                raise InputError(f"{field}: expected {expected}, found {brief(value)}")
+                raise InputError(f"{field}: expected {expected}, found {short_repr(value)}")
 
     def rows(self, batch: int) -> RowParams:
         """One value a row as NumPy arrays; raises InputError if a sequence has another length."""
@@ -122,8 +122,8 @@ def uniforms(keys_B: Array, role: int, count: int) -> Array:
     return jax.vmap(row)(keys_B)
 
 
-@jax.named_scope("warp")
-def warp(logits: Array, rows: RowParams) -> Array:
+@jax.named_scope("to_probs")
+def to_probs(logits: Array, rows: RowParams) -> Array:
     """The distribution that is sampled: [B, ..., V] logits -> [B, ..., V] probabilities, float32.
 
     Where a logit is not finite, all V probabilities are NaN, which no verifier lets through.
@@ -142,13 +142,13 @@ def warp(logits: Array, rows: RowParams) -> Array:
 
     def top_k(weights):
         off = greedy | (columns.top_k <= 0) | (columns.top_k >= logits.shape[-1])
-        keep = _heaviest(logits, jnp.ones_like(weights), columns.top_k.astype(dtype))
+        keep = _keep_top_mass(logits, jnp.ones_like(weights), columns.top_k.astype(dtype))
         return jnp.where(off | keep, weights, 0)
 
     def top_p(weights):
         off = greedy | (columns.top_p >= 1)
         mass = columns.top_p.astype(dtype) * jnp.sum(weights, axis=-1, keepdims=True)
-        return jnp.where(off | _heaviest(logits, weights, mass), weights, 0)
+        return jnp.where(off | _keep_top_mass(logits, weights, mass), weights, 0)
 
     # A filter that no row asks for costs nothing.
     weights = lax.cond(jnp.any(~greedy & (columns.top_k > 0)), top_k, lambda x: x, weights)
@@ -159,7 +159,7 @@ def warp(logits: Array, rows: RowParams) -> Array:
     return jnp.where(finite, probs, jnp.nan)
 
 
-def _heaviest(logits: Array, weights: Array, needed: Array) -> Array:
+def _keep_top_mass(logits: Array, weights: Array, needed: Array) -> Array:
     """Keeps the fewest tokens of highest logit whose weights add up to `needed`: bool [..., V].
 
     Ties go to the lower id. `needed` is [..., 1], and at most the sum of the weights. Searches the
@@ -214,12 +214,12 @@ def draw(weights: Array, uniforms: Array) -> Array:
     width = min(128, vocab)
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % width)]
     blocks = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, width)
-    block = _invert(jnp.sum(blocks, axis=-1), uniforms[..., 0])
+    block = _inverse_cdf(jnp.sum(blocks, axis=-1), uniforms[..., 0])
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return (block * width + _invert(inside, uniforms[..., 1])).astype(jnp.int32)
+    return (block * width + _inverse_cdf(inside, uniforms[..., 1])).astype(jnp.int32)
 
 
-def _invert(weights: Array, uniform: Array) -> Array:
+def _inverse_cdf(weights: Array, uniform: Array) -> Array:
     """First index whose prefix sum exceeds `uniform` x total: [..., N], [...] -> [...].
 
     Each prefix sum of the short last axis is the same masked sum, hence they are monotone.

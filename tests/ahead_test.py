@@ -15,7 +15,8 @@ import notebooks_test
 import pytest
 from conftest import tiny_config
 
-from spsjax import InputError, cli
+from spsjax import InputError
+from spsjax.cli import main as cli
 from spsjax.parallel import sharding
 from spsjax.performance import aot, hardware, theory
 from spsjax.training import step as train_step
@@ -228,7 +229,7 @@ def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
     how = train_step.Optimization(1e-3, steps=20, warmup=2)
     state = train_step.shapes(model, how, mesh)
-    tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.rows(mesh))
+    tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.batch_sharding(mesh))
     temporary = {}
     for remat in (False, True):
         values = train_step.language_model(model, train_step.Compute("bfloat16", remat))

@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from statistical_test import SUSPICIOUS, g_test
 
 import spsjax
-from spsjax import NonFiniteError, SamplingParams, decode, sampling, verify
+from spsjax import NonFiniteError, SamplingParams, decode, sampling
 from spsjax.parallel import sharding
 from spsjax.types import Proposal
+from spsjax.verifiers import rejection as verify
 
 K, ROWS, PROMPT = 2, 8192, [1, 2, 1]
 MIX = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3, "top_p": 0.9003}, {"top_p": 0.7})
@@ -115,9 +116,9 @@ def test_target_and_draft_pass_the_same_filters(one_round, small_target, small_d
 def test_temperature_comes_before_top_p():
     """tpu-inference: masks by top-p first, so that another set is kept at a high temperature."""
     logits = np.asarray([[3.0, 2.0, 1.0, 0.0]], np.float32)
-    probs = sampling.warp(logits, SamplingParams(temperature=4.0, top_p=0.8).rows(1))
+    probs = sampling.to_probs(logits, SamplingParams(temperature=4.0, top_p=0.8).rows(1))
     assert np.count_nonzero(probs) == 3
-    assert np.count_nonzero(sampling.warp(logits, SamplingParams(top_p=0.8).rows(1))) == 2
+    assert np.count_nonzero(sampling.to_probs(logits, SamplingParams(top_p=0.8).rows(1))) == 2
 
 
 def test_greedy_rows_of_a_mixed_batch_are_greedy(one_round, target, draft):
@@ -345,7 +346,7 @@ def test_a_large_vocabulary_overflows_no_index():
     assert out[5].tolist() == [V - 1] * 3 + [V - 2, -1, -1]
     assert (np.asarray(out)[[0, 7]] == V - 1).all()
     logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
-    probs = np.asarray(sampling.warp(logits, SamplingParams(top_k=1000, top_p=0.9003).rows(2)))
+    probs = np.asarray(sampling.to_probs(logits, SamplingParams(top_k=1000, top_p=0.9003).rows(2)))
     expected = reference.warp(logits[1], top_k=1000, top_p=0.9003)
     np.testing.assert_allclose(probs[1], expected, atol=1e-6)
 
@@ -362,8 +363,8 @@ def test_devices_agree_on_every_token():
 
     @jax.jit
     def decide(logits, drafts):
-        proposal = Proposal(tokens, sampling.warp(drafts, params))
-        return verify.rejection(keys, proposal, sampling.warp(logits, params)).tokens
+        proposal = Proposal(tokens, sampling.to_probs(drafts, params))
+        return verify.rejection(keys, proposal, sampling.to_probs(logits, params)).tokens
 
     split = NamedSharding(sharding.mesh(1, 8), PartitionSpec(None, None, "model"))
     shards = decide(*jax.device_put((logits, drafts), split)).addressable_shards
@@ -386,7 +387,7 @@ def test_ids_stay_in_the_vocabulary(target, draft, name):
 def test_lenience_leaves_rows_without_a_proposal_alone():
     """Not in the catalogue: found here. What was not proposed cannot be accepted leniently."""
     logits = jnp.log(jnp.asarray([[[0.45, 0.55], [0.5, 0.5]]]))
-    greedy = sampling.warp(logits, SamplingParams(temperature=0.0).rows(1))
+    greedy = sampling.to_probs(logits, SamplingParams(temperature=0.0).rows(1))
     nothing = jnp.asarray([[-1]])
     relaxed = verify.relax_greedy(greedy, logits, nothing, jnp.asarray([True]), 0.5)
     np.testing.assert_array_equal(relaxed, greedy)

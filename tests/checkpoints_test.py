@@ -14,7 +14,8 @@ from toy import CONFIG
 from spsjax import InputError
 from spsjax.parallel import sharding
 from spsjax.training import step as train_step
-from spsjax.training.checkpoints import Checkpoints, sums
+from spsjax.training.checkpoints import Checkpoints
+from spsjax.utils.hashing import array_checksums
 
 HOW = train_step.Optimization(1e-2, steps=20, warmup=2)
 
@@ -203,14 +204,14 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_ones(copy):
 
 def test_sums_tell_any_bit_and_any_place_apart_and_no_sharding():
     leaves = {"a": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8, dtype=jnp.int32)}
-    expected = sums(leaves)
+    expected = array_checksums(leaves)
     mesh = sharding.mesh(2, 4)
     for spec in (("data", "model"), ("model", None), (None, "data")):
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        assert sums({**leaves, "a": jax.device_put(leaves["a"], place)}) == expected
+        assert array_checksums({**leaves, "a": jax.device_put(leaves["a"], place)}) == expected
     changed = leaves["a"].at[3, 4].set(jnp.nextafter(leaves["a"][3, 4], jnp.inf))
     for other in (changed, leaves["a"][::-1], leaves["a"].T, -leaves["a"]):
-        assert sums({**leaves, "a": other}) != expected
+        assert array_checksums({**leaves, "a": other}) != expected
 
 
 @pytest.mark.parametrize(("keep", "keep_best"), [(0, 1), (-1, 1), (1.5, 1), (1, -1)])

@@ -9,13 +9,14 @@ import jax
 import pytest
 from bad_input import one_line
 
-from spsjax import arguments, cli
+from spsjax.cli import main as cli
 from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.transformer import param_shapes
 from spsjax.training import distillation, metrics, target_cache
 from spsjax.training import step as train_step
+from spsjax.utils import from_config
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"
 # What a paper says in billions, or what the files of the published weights add up to.
@@ -115,13 +116,13 @@ def test_a_training_s_parts_are_what_they_should_be(name):
     shipped = "pystdlib_target" if "tokenizer" in config else "pystdlib_draft"
     default = runpy.run_path(EXPERIMENTS / f"{shipped}.py")["get_config"]()
     cli._check_keys(config, default, free=("model",))
-    how = arguments.build("o", train_step.Optimization, config.optimization, steps=config.steps)
+    how = from_config.build("o", train_step.Optimization, config.optimization, steps=config.steps)
     data, model = config.mesh.data, config.mesh.model
     mesh = jax.sharding.AbstractMesh((data, model), ("data", "model"))
     train_step.check_batch(config.batch, how.accumulate, mesh)
     documents.Sources(**config.data)
     more = {} if "vocab_size" in config.model else {"vocab_size": 32_000, "max_positions": 2048}
-    shape = arguments.build("model", transformer.Config, config.model, **more)
+    shape = from_config.build("model", transformer.Config, config.model, **more)
     assert config.length <= shape.max_positions
     if "objective" in config:
         distillation.Objective(**config.objective)

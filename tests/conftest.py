@@ -94,7 +94,7 @@ def nearby_model(model: loading.Model, seed: int = 1, distance: float = 0.2, mes
 
 def placed(config: transformer.Config, params, mesh) -> loading.Model:
     """A model of these parameters, on the mesh if there is one."""
-    params = sharding.put(params, sharding.places(mesh, config))
+    params = sharding.place_params(params, sharding.param_shardings(mesh, config))
     return loading.Model("tiny", config, params, mesh=mesh)
 
 

@@ -20,7 +20,7 @@ def table(count, width=3, start=0):
 
 
 def feed(tables=None, shares=(1.0,), batch=4, seed=0, mesh=None):
-    return pipeline.Feed(tables or [table(12)], shares, batch, seed, sharding.rows(mesh))
+    return pipeline.Feed(tables or [table(12)], shares, batch, seed, sharding.batch_sharding(mesh))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 12])

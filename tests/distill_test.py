@@ -18,7 +18,7 @@ from spsjax.training import distillation, losses, metrics, target_cache
 from spsjax.training import step as train_step
 
 FLOAT32 = train_step.Compute("float32")
-PLACE = sharding.rows(None)
+PLACE = sharding.batch_sharding(None)
 DRAFT = tiny_config(VOCAB, tie_embeddings=True, d_ff=16, num_heads=4)
 
 

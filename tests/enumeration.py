@@ -21,10 +21,11 @@ import numpy as np
 import reference
 from jax import lax
 
-from spsjax import decode, sampling, verify
+from spsjax import decode, sampling
 from spsjax.drafters import draft_model
 from spsjax.models import transformer
 from spsjax.types import ModelOutput
+from spsjax.verifiers import rejection as verify
 
 BISECTIONS = 48
 

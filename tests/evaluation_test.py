@@ -48,7 +48,7 @@ def test_every_example_counts_once_whatever_the_batch_and_the_mesh():
     expected = np.minimum(*laws).sum(-1).mean()
     table = pipeline.Table(tokens=HELD_OUT)  # 16 rows
     for batch, mesh in ((16, None), (5, None), (1, None), (6, sharding.mesh(2, 1))):
-        place = sharding.rows(mesh)
+        place = sharding.batch_sharding(mesh)
         found = metrics.on_examples(values, *params, table, batch, place)
         assert found["acceptance"].mean == pytest.approx(expected, abs=1e-6), batch
         assert len(found["acceptance"].by_position) == 16
@@ -72,7 +72,9 @@ def test_what_is_counted_is_what_is_expected(temperature):
         )
     )
     table = pipeline.Table(tokens=drafted.samples, start=np.full(64, 4, np.int32))
-    found = metrics.on_examples(values, draft.params, target.params, table, 64, sharding.rows(None))
+    found = metrics.on_examples(
+        values, draft.params, target.params, table, 64, sharding.batch_sharding(None)
+    )
     exact = found["acceptance" if temperature else "greedy_agreement"]
     # Positions that a round decides about are no fair sample of all: hence the rest.
     assert drafted.counted == pytest.approx(exact.mean, abs=exact.interval + 0.04)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import reference
 
-from spsjax import sampling, verify
+from spsjax import sampling
 from spsjax.drafters import draft_model, ngram, none
 from spsjax.types import Proposal
+from spsjax.verifiers import rejection as verify
 
 VOCAB, END = 3, 2
 TOLERANCE = 1e-12

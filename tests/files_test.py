@@ -11,7 +11,7 @@ from spsjax.utils import atomic_files
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "figures.json"
     atomic_files.write(path, "old")
-    with pytest.raises(KeyError), atomic_files.whole(path) as partial:
+    with pytest.raises(KeyError), atomic_files.atomic_write(path) as partial:
         partial.write_text("ne")
         raise KeyError
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["figures.json"]

@@ -95,7 +95,7 @@ def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
 
 WRITER = """
 import sys
-from spsjax.journal import Journal
+from spsjax.evaluation.journal import Journal
 journal = Journal(sys.argv[1], {"K": 4, "what": ["a"]}, ("name", "sample"))
 for sample in range(200):
     if ("x", sample) not in journal:

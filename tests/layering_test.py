@@ -1,83 +1,49 @@
-"""A module imports only from lower floors; drafters never import each other."""
+"""The rooms of the package: a room imports only from lower floors, and has no cycle inside."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent / "spsjax"
-# What is not named here stands on the top floor, where nothing of the package may import it.
+PACKAGE = pathlib.Path(__file__).parent.parent / "spsjax"
+# The table: the rooms of each floor. A room is a file or a folder at the top of `spsjax/`.
 FLOORS = (
-    {"types", "errors", "files", "events"},
-    {
-        "sharding",
-        "cache",
-        "sampling",
-        "losses",
-        "hlo",
-        "theory",
-        "distributed",
-        "chips",
-        "text",
-        "journal",
-        "statistics",
-    },
-    {"verify", "models", "drafters.base"},
+    {"types", "errors"},
+    {"utils"},
+    {"parallel", "sampling", "tree", "cache"},
+    {"models", "verifiers", "tokenization"},
     {"drafters"},
-    {"decode"},
-    {"data", "kept", "documents", "tokenizer", "loading", "arguments", "generation"},
-    {"corpus", "train", "checkpoints", "runs", "probes", "roofline", "samplers", "tasks"},
-    {"distill", "evaluation", "fitting", "race", "ahead", "side_by_side", "peers", "attribution"},
-    {"teacher", "trials", "benchmark", "comparison"},
-    {"recipe", "prediction"},
-    {"recipes"},
+    {"decode", "loading"},
+    {"request"},
+    {"generation", "data", "performance"},
+    {"training", "evaluation"},
+    {"cli"},
 )
-TOP = len(FLOORS)
-# Within a floor, who may use whom.
-BESIDE = {
-    ("models.blocks", "models.attention"),
-    ("models.blocks", "models.config"),
-    ("models.transformer", "models.attention"),
-    ("models.transformer", "models.blocks"),
-    ("models.transformer", "models.config"),
-    ("models.families", "models.config"),
-    ("models.config_json", "models.config"),
-    ("models.config_json", "models.families"),
-    ("models.huggingface", "models.config_json"),
-    ("models.huggingface", "models.families"),
-    ("models.huggingface", "models.transformer"),
-    ("text.base", "text.chat"),
-    ("text.hugging_face", "text.base"),
-    ("text.sentence_piece", "text.base"),
-    ("tasks.human_eval", "tasks.base"),
-    ("tasks.spec_bench", "tasks.base"),
-    ("tasks.stdlib", "tasks.base"),
-    ("tasks.xsum", "tasks.base"),
-    ("tasks.human_eval", "tasks.sandbox"),
-    ("loading", "tokenizer"),
-    ("samplers", "probes"),
-    ("arguments", "loading"),
-    ("generation", "arguments"),
-    ("generation", "loading"),
-}
+# Rooms whose concrete parts know only the room's `base`, never each other.
+PLUG_INS = ("drafters", "verifiers")
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in ROOT.rglob("*.py")
-    if path.name != "__init__.py" and "pretrained" not in path.parts
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if path != PACKAGE / "__init__.py" and "pretrained" not in path.parts
 )
+ROOMS = sorted({module.partition(".")[0] for module in MODULES})
+
+
+def source_of(module: str) -> str:
+    path = PACKAGE / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.read_text(encoding="utf-8")
 
 
 def floor(module: str) -> int:
-    for name in (module, module.split(".")[0]):
-        for level, names in enumerate(FLOORS):
-            if name in names:
-                return level
-    return TOP
+    room = module.partition(".")[0]
+    return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
 
 
 def imports(source: str) -> set[str]:
     """Modules of spsjax that a source text imports, anywhere in it."""
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -89,31 +55,51 @@ def imports(source: str) -> set[str]:
             parts = name.split(".")
             if parts[0] == "spsjax":
                 candidates = [".".join(parts[1:size]) for size in range(len(parts), 1, -1)]
-                found.add(next((name for name in candidates if name in MODULES), parts[1]))
-    return found
+                imported.add(next((c for c in candidates if c in MODULES), parts[1]))
+    return imported
 
 
 def violations(module: str, source: str) -> list[str]:
-    return [
-        other
-        for other in sorted(imports(source))
-        if floor(other) >= floor(module) and (module, other) not in BESIDE and floor(module) != TOP
-    ]
+    """Imports of a module that do not point to a lower floor, nor into its own room."""
+    room = module.partition(".")[0]
+    bad = []
+    for other in sorted(imports(source)):
+        if other.partition(".")[0] != room:
+            allowed = floor(other) < floor(module)
+        else:
+            allowed = room not in PLUG_INS or other in (room, f"{room}.base")
+        if not allowed:
+            bad.append(other)
+    return bad
+
+
+def test_every_room_stands_in_the_table():
+    assert set(ROOMS) <= set().union(*FLOORS)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module):
-    source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
-    assert not violations(module, source)
+def test_module_imports_only_lower_floors(module):
+    assert not violations(module, source_of(module))
 
 
-def test_the_loop_knows_no_drafter():
-    concrete = {m for m in MODULES if m.startswith("drafters.")} - {"drafters.base"}
-    assert not imports((ROOT / "decode.py").read_text(encoding="utf-8")) & concrete
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_has_no_import_cycle(room):
+    inside = [module for module in MODULES if module.partition(".")[0] == room]
+    graph = {module: imports(source_of(module)) & {*inside} - {module} for module in inside}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_this_test_can_fail():
-    assert violations("sampling", "from spsjax import verify") == ["verify"]
+def test_loop_imports_no_concrete_drafter_or_verifier():
+    concrete = {
+        module
+        for module in MODULES
+        if module.startswith(("drafters.", "verifiers.")) and not module.endswith(".base")
+    }
+    assert not imports(source_of("decode")) & concrete
+
+
+def test_violations_are_found():
+    assert violations("sampling", "from spsjax import decode") == ["decode"]
     assert violations("drafters.ngram", "from spsjax.drafters import none") == ["drafters.none"]
-    assert violations("verify", "def f():\n    import spsjax.decode") == ["decode"]
+    assert violations("cache", "def f():\n    import spsjax.decode") == ["decode"]
     assert violations("decode", "from spsjax.drafters.base import Drafter") == []

@@ -333,7 +333,7 @@ def test_weights_that_are_not_finite_are_not_saved(texts, tmp_path):
 def test_a_run_that_another_process_works_on_is_left_alone(target, texts):
     code = (
         "import sys; sys.path[:0] = sys.argv[1:2]\n"
-        "import ml_collections, spsjax.runs as runs\n"
+        "import ml_collections, spsjax.training.run_folder as runs\n"
         "folder = runs.Folder(sys.argv[2], ml_collections.ConfigDict(eval(sys.argv[3])))\n"
         "folder.hold()\n"
     )
@@ -343,7 +343,7 @@ def test_a_run_that_another_process_works_on_is_left_alone(target, texts):
     command = [sys.executable, "-c", code, str(ROOT), str(target), repr(known)]
     run_folder.Folder(target, config("target", texts)).hold()
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
-    assert "expected a run that nobody works on, found another process at it" in result.stderr
+    assert "in use by another process" in result.stderr
 
 
 def test_a_field_that_a_config_lacks_is_named(target, texts, tmp_path):

@@ -15,8 +15,8 @@ from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
 from spsjax.evaluation import paper, summary, theory_check
+from spsjax.parallel import multihost
 from spsjax.performance import microbenchmarks
-from spsjax.training import run_folder
 from spsjax.utils import atomic_files
 
 
@@ -156,13 +156,13 @@ def test_spec_bench_has_figures_of_each_category(pair, tmp_path):
 
 def test_one_process_at_a_time(tmp_path):
     with atomic_files.lock(tmp_path / ".lock"), one_line(str(tmp_path), "another process"):
-        run_folder.hold(tmp_path)
+        multihost.lock_folder(tmp_path)
 
 
 def test_figure_1_is_of_our_samplers(tmp_path, monkeypatch):
     """Others run beside, and do not say how often they called the target."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    import pictures
+    from spsjax.cli import plots
 
     other = dataclasses.replace(
         ROW, sampler="HF plain f32", tokens_per_call=None, ms_per_round=None
@@ -183,7 +183,7 @@ def test_figure_1_is_of_our_samplers(tmp_path, monkeypatch):
         {},
     )
     drawn = []
-    real = pictures.panels
+    real = plots.panels
 
     @contextlib.contextmanager
     def panels(*args, **options):
@@ -191,8 +191,8 @@ def test_figure_1_is_of_our_samplers(tmp_path, monkeypatch):
             yield axes
             drawn.extend(axes[0])
 
-    monkeypatch.setattr(pictures, "panels", panels)
-    pictures.figure1({"stdlib": found}, 100, tmp_path / "figure1.png")
+    monkeypatch.setattr(plots, "panels", panels)
+    plots.figure1({"stdlib": found}, 100, tmp_path / "figure1.png")
     time, filled, loop = (
         [line.get_xydata().tolist() for line in axis.lines if len(line.get_xdata())]
         for axis in drawn

@@ -58,7 +58,7 @@ def logits_of(kind: str, vocab: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ("spread", "ties", "flat"))
 def test_warp_is_the_sorted_one(kind, vocab):
     logits = logits_of(kind, vocab)
-    probs = np.asarray(jax.jit(sampling.warp)(logits, row_params()))
+    probs = np.asarray(jax.jit(sampling.to_probs)(logits, row_params()))
     assert probs.dtype == np.float32
     for row, values in enumerate(ROWS):
         expected = reference.warp(logits[row], **dict(zip(FIELDS, values)))
@@ -71,7 +71,7 @@ def test_warp_in_float64_is_exact():
     logits = np.log(np.asarray([[1, 2, 1, 4]] * 4)).astype(np.float64)
     rows = sampling.RowParams(*np.asarray([(1, 0, p, 0) for p in (0.5, 0.75, 0.876, 0.7)]).T)
     with jax.enable_x64(True):
-        probs = np.asarray(sampling.warp(jnp.asarray(logits), rows))
+        probs = np.asarray(sampling.to_probs(jnp.asarray(logits), rows))
     assert probs.dtype == np.float64
     kept = [[0, 0, 0, 1], [0, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]
     expected = np.asarray(kept) * [1, 2, 1, 4]
@@ -83,7 +83,7 @@ def test_lower_id_goes_first_among_ties():
     logits = np.asarray([[0, 1, 1, 1, 0, 1]], np.float32)
 
     def kept(**params):
-        probs = sampling.warp(logits, SamplingParams(**params).rows(1))
+        probs = sampling.to_probs(logits, SamplingParams(**params).rows(1))
         return np.flatnonzero(np.asarray(probs)[0]).tolist()
 
     assert kept(temperature=0.0) == [1]
@@ -94,26 +94,28 @@ def test_lower_id_goes_first_among_ties():
     assert kept(top_p=1e-9) == [1]
     # -0.0 and 0.0 tie too, though their bits differ.
     zeros = np.asarray([[-0.0, 0.0, 0.0, -0.0]], np.float32)
-    for warp in (sampling.warp, jax.jit(sampling.warp)):
+    for warp in (sampling.to_probs, jax.jit(sampling.to_probs)):
         probs = warp(zeros, SamplingParams(top_k=2).rows(1))
         assert np.flatnonzero(np.asarray(probs)[0]).tolist() == [0, 1]
 
 
 def test_warp_takes_any_middle_axes_and_every_row_its_own_params():
     logits = np.random.default_rng(0).normal(0, 2, (len(ROWS), 3, 50)).astype(np.float32)
-    together = np.asarray(sampling.warp(logits, row_params()))
+    together = np.asarray(sampling.to_probs(logits, row_params()))
     for node in range(3):
-        alone = np.asarray(sampling.warp(logits[:, node], row_params()))
+        alone = np.asarray(sampling.to_probs(logits[:, node], row_params()))
         np.testing.assert_array_equal(together[:, node], alone)
     for row, values in enumerate(ROWS):
-        alone = np.asarray(sampling.warp(logits[row : row + 1], row_params([values])))
+        alone = np.asarray(sampling.to_probs(logits[row : row + 1], row_params([values])))
         np.testing.assert_array_equal(together[row : row + 1], alone, err_msg=str(values))
 
 
 def test_extreme_logits_give_finite_probabilities():
     logits = np.asarray([[3e38, -3e38, 0.0], [-3e38, -3e38, -3.1e38]], np.float32)
     for temperature in (1e-30, 1.0, 1e30):
-        probs = np.asarray(sampling.warp(logits, SamplingParams(temperature=temperature).rows(2)))
+        probs = np.asarray(
+            sampling.to_probs(logits, SamplingParams(temperature=temperature).rows(2))
+        )
         np.testing.assert_allclose(probs.sum(axis=-1), 1, rtol=1e-6)
 
 
@@ -123,7 +125,7 @@ def test_a_logit_that_is_not_finite_makes_its_whole_distribution_nan(bad, temper
     logits = np.zeros((2, 2, 4), np.float32)
     logits[1, 0, 2] = bad
     params = SamplingParams(temperature=temperature, top_k=2, top_p=0.9)
-    probs = np.asarray(sampling.warp(logits, params.rows(2)))
+    probs = np.asarray(sampling.to_probs(logits, params.rows(2)))
     assert np.isnan(probs[1, 0]).all()
     assert np.isfinite(probs[[0, 0, 1], [0, 1, 1]]).all()
 
@@ -132,7 +134,7 @@ def test_nothing_sorts():
     """A sort of the vocabulary costs more than a small draft's whole pass."""
     probs = jnp.zeros((2, 5000))
     for function, args in (
-        (sampling.warp, (probs, row_params(ROWS[:2]))),
+        (sampling.to_probs, (probs, row_params(ROWS[:2]))),
         (sampling.draw, (probs, jnp.zeros((2, 2)))),
     ):
         text = jax.jit(function).lower(*args).as_text()

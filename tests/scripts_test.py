@@ -11,6 +11,7 @@ import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
 from spsjax import generation, tokenization
+from spsjax.cli import terminal
 from spsjax.data import documents
 from spsjax.evaluation import race, samplers, speed
 from spsjax.models import transformer
@@ -334,10 +335,6 @@ def test_acceptance_by_position():
 
 
 def test_colours_tell_drafts_from_residual_and_bonus_tokens():
-    spec = importlib.util.spec_from_file_location("display", ROOT / "scripts" / "display.py")
-    display = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(display)
-
     class Letters:
         def decode(self, ids):
             return "".join(chr(index) for index in ids)
@@ -351,8 +348,8 @@ def test_colours_tell_drafts_from_residual_and_bonus_tokens():
         a_round("B", 0, 0),  # nothing proposed
         a_round("f", 3, 3),  # cut off inside the drafts
     ]
-    draft, residual, bonus = display._STYLES.values()
-    assert list(display.pieces(Letters(), [ord(">")], rounds)) == [
+    draft, residual, bonus = terminal._STYLES.values()
+    assert list(terminal.pieces(Letters(), [ord(">")], rounds)) == [
         ("ab", draft), ("R", residual), ("cde", draft), ("B", bonus), ("B", bonus), ("f", draft)
     ]  # fmt: skip
 

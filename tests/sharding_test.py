@@ -25,7 +25,9 @@ K = 4
 
 def on(mesh, model, replicate=False):
     """A copy of a model on the mesh."""
-    params = sharding.put(model.params, sharding.places(mesh, model.config, replicate))
+    params = sharding.place_params(
+        model.params, sharding.param_shardings(mesh, model.config, replicate)
+    )
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
@@ -87,7 +89,7 @@ def programs(shape, num_kv_heads, tie, kind):
     )  # fmt: skip
     with jax.set_mesh(mesh):
         state, _ = decode.compiled(decode.prefill, job.program, job.slots)(job.params, *job.inputs)
-        block = jax.device_put(np.zeros((4, K + 1), np.int32), sharding.rows(mesh))
+        block = jax.device_put(np.zeros((4, K + 1), np.int32), sharding.batch_sharding(mesh))
 
         def score(params, block, cache):
             output = decode.score(job.program, params, block, cache)
@@ -127,7 +129,7 @@ def test_a_mixture_of_experts_reduces_no_more_often(num_experts):
     mesh = sharding.mesh(2, 4)
     more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
     model = on(mesh, spread_model(48, num_layers=2, **more))
-    config, place = model.config, sharding.rows(mesh)
+    config, place = model.config, sharding.batch_sharding(mesh)
     program = decode.Program(config, none.Drafter())
 
     def score(params, block, lengths):

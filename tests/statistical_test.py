@@ -18,7 +18,8 @@ import scipy.stats
 from conftest import FAST, logits_of
 
 import spsjax
-from spsjax import SamplingParams, sampling, verify
+from spsjax import SamplingParams, sampling
+from spsjax.verifiers import rejection as verify
 
 # Far below any chance of 1 in 10 that some fixed seed is unlucky; a real fault goes far below it.
 SUSPICIOUS = 1e-4

@@ -30,7 +30,7 @@ def steps(mesh=None, count=4, compute=FLOAT32, config=CONFIG, batch=None, **chan
     state, metrics = train_step.initial(config, how, mesh, 0), {}
     step = train_step.step(train_step.language_model(config, compute), how)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        batch = pipeline.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
+        batch = pipeline.put(batch or {"tokens": EXAMPLES[:16]}, 16, sharding.batch_sharding(mesh))
         for _ in range(count):
             state, metrics = step(state, {}, batch)
     return state, metrics
@@ -81,7 +81,7 @@ def test_bfloat16_is_the_type_of_the_products_not_of_the_weights(plain):
 
 def test_weights_and_optimizer_are_split_alike():
     mesh = sharding.mesh(2, 4)
-    where = sharding.places(mesh, CONFIG)
+    where = sharding.param_shardings(mesh, CONFIG)
     for count in (0, 2):
         state, _ = steps(mesh, count=count)
         moments = state["optimizer"][1][0]
@@ -95,7 +95,7 @@ def test_weights_and_optimizer_are_split_alike():
 
 def test_two_replicas_each_take_half_of_a_batch():
     mesh = sharding.mesh(2, 1, jax.devices()[:2])
-    batch = pipeline.put({"tokens": EXAMPLES[:16]}, 16, sharding.rows(mesh))
+    batch = pipeline.put({"tokens": EXAMPLES[:16]}, 16, sharding.batch_sharding(mesh))
     assert [shard.data.shape for shard in batch["tokens"].addressable_shards] == [(8, 17)] * 2
     found = steps(mesh)
     for leaf in jax.tree.leaves(found[0]):

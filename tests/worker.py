@@ -11,7 +11,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import spsjax
-from spsjax import cli
+from spsjax.cli import main as cli
 from spsjax.parallel import multihost
 
 _DATA = flags.DEFINE_integer("data", 1, "Of the mesh.")
@@ -43,7 +43,7 @@ def main():
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
-        if multihost.is_first():
+        if multihost.is_main_process():
             print(json.dumps({"tokens": tokens, "held": held}), flush=True)
 
 

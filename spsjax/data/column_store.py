@@ -41,13 +41,13 @@ def columns(
     Raises:
         InputError: a file is damaged.
     """
-    if not multihost.everywhere(path.is_dir()):
+    if not multihost.all_true(path.is_dir()):
         try:
             _make(path, count, batch, compute, what)
         except OSError as error:
             error.filename = error.filename or str(path)  # of a full disk
             raise
-        multihost.wait(f"{path.name} made")
+        multihost.barrier(f"{path.name} made")
     found = {}
     for file in sorted(path.glob("*.npy")):
         try:
@@ -66,13 +66,13 @@ def columns(
 
 def _make(path, count, batch, compute, what) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    first, done = multihost.is_first(), 0
+    first, done = multihost.is_main_process(), 0
     with contextlib.ExitStack() as stack:
         if first:
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(atomic_files.lock(path.with_name(f".{path.name}.lock")))
             done = count if path.is_dir() else _done(partial)
-        done = multihost.agreed(done)
+        done = multihost.broadcast_int(done)
         if done == count:
             return
         bar = tqdm(desc=what, total=count, initial=done, unit="row", disable=not first)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from spsjax import tokenization
 from spsjax.data import pipeline
 from spsjax.data.documents import Sources, Split, listing
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import atomic_files
 
@@ -63,8 +63,8 @@ def prepare(
     for key, value in recipe.items():
         if found["recipe"].get(key) != value:
             raise InputError(
-                f"{manifest}: expected {key} {brief(value)}, "
-                f"found {brief(found['recipe'].get(key))}"
+                f"{manifest}: expected {key} {short_repr(value)}, "
+                f"found {short_repr(found['recipe'].get(key))}"
             )
     parts, dtype = found["parts"], np.dtype(found["dtype"])
     pieces = tokenization.load(folder)
@@ -139,7 +139,7 @@ def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
     with contextlib.ExitStack() as stack:
         outputs = {}
         for part in _PARTS:
-            partial = stack.enter_context(atomic_files.whole(folder / f"{part}.bin"))
+            partial = stack.enter_context(atomic_files.atomic_write(folder / f"{part}.bin"))
             outputs[part] = stack.enter_context(open(partial, "wb"))
         total = sum(counts.values())
         for part, document in tqdm(documents, "tokenizing", total, unit="doc", delay=2):

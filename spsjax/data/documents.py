@@ -11,7 +11,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 
 # Tests repeat themselves, and the two big folders are tables that a program wrote.
 _NOT_PROSE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -51,11 +51,11 @@ class Sources:
             if not isinstance(paths, (tuple, list)) or not all(
                 isinstance(path, str) for path in paths
             ):
-                raise InputError(f"{name}: expected a tuple of texts, found {brief(paths)}")
+                raise InputError(f"{name}: expected a tuple of texts, found {short_repr(paths)}")
             object.__setattr__(self, name, tuple(paths))
         for name in ("field", "separator"):
             if not isinstance(getattr(self, name), str):
-                found = brief(getattr(self, name))
+                found = short_repr(getattr(self, name))
                 raise InputError(f"{name}: expected a text, found {found}")
         if not all(path.strip() and "\0" not in path for path in self.train + self.held_out):
             raise InputError("train, held_out: expected paths, found an empty one or a zero byte")
@@ -234,12 +234,14 @@ def _field(line: str, field: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: expected a JSON object, found {one_line(error)}") from None
     if not isinstance(record, dict):
-        raise InputError(f"{where}: expected a JSON object, found {brief(record)}")
+        raise InputError(f"{where}: expected a JSON object, found {short_repr(record)}")
     if field not in record:
         found = ", ".join(record) or "none"
-        raise InputError(f"{where}: expected a field {brief(field)}, found {found}")
+        raise InputError(f"{where}: expected a field {short_repr(field)}, found {found}")
     if not isinstance(record[field], str):
-        raise InputError(f"{where}: expected {field} to be a text, found {brief(record[field])}")
+        raise InputError(
+            f"{where}: expected {field} to be a text, found {short_repr(record[field])}"
+        )
     try:
         record[field].encode()
     except UnicodeEncodeError as error:

@@ -38,8 +38,8 @@ class Drafter(base.Drafter):
         uniforms = jnp.stack(jnp.split(uniforms, self.num_speculative_tokens, axis=1))  # [K, B, 2]
 
         def pick(logits_BV, uniforms_B2):
-            logits_BV = sharding.by_rows(logits_BV)[:, : self.vocab_size]
-            probs = sampling.warp(logits_BV, rows)
+            logits_BV = sharding.shard_batch(logits_BV)[:, : self.vocab_size]
+            probs = sampling.to_probs(logits_BV, rows)
             missing = (self.vocab_size or 0) - probs.shape[1]
             wide = jnp.pad(probs, [(0, 0), (0, max(missing, 0))])
             return sampling.draw(probs, uniforms_B2), wide

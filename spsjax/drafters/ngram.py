@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax.drafters import base
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Proposal
 
 
@@ -31,7 +31,7 @@ class Drafter(base.Drafter):
         if not all(isinstance(size, int) for size in sizes) or not 1 <= sizes[0] <= sizes[1] <= 32:
             raise InputError(
                 "min_ngram, max_ngram: expected integers, 1 <= min_ngram <= max_ngram <= 32, "
-                f"found {brief(self.min_ngram)}, {brief(self.max_ngram)}"
+                f"found {short_repr(self.min_ngram)}, {short_repr(self.max_ngram)}"
             )
 
     def init(self, params, tokens_BT, lengths_B, slots):

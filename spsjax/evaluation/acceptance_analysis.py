@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import cache as kv
-from spsjax import generation, sampling
+from spsjax import decode, generation, sampling
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
@@ -61,13 +61,15 @@ def positions(
     draft = draft or target
     text = np.asarray([*prompt, *tokens], np.int32)
     rows = 1 if target.mesh is None else target.mesh.shape["data"]
-    padded = np.zeros((rows, generation.bucket(len(text))), np.int32)
+    padded = np.zeros((rows, decode.num_slots(len(text))), np.int32)
     padded[:, : len(text)] = text
     with target.in_mesh():
-        padded, columns = jax.device_put((padded, params.rows(rows)), sharding.rows(target.mesh))
+        padded, columns = jax.device_put(
+            (padded, params.rows(rows)), sharding.batch_sharding(target.mesh)
+        )
         found = _columns(target.config, draft.config, target.params, draft.params, padded, columns)
     place = slice(len(prompt) - 1, len(text) - 1)  # a token is drawn from what comes before it
-    return Positions(*(column[0, place] for column in multihost.fetch(found)))
+    return Positions(*(column[0, place] for column in multihost.to_host(found)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -78,12 +80,12 @@ def _columns(target_config, draft_config, target_params, draft_params, tokens_BT
 
     def logits(config, params):
         output = transformer.apply(config, params, tokens_BT, at_BT, mask)
-        return sharding.gathered(output.logits)
+        return sharding.gather_vocab(output.logits)
 
     mine = logits(target_config, target_params)
-    target_BTV = sampling.warp(mine, rows)
+    target_BTV = sampling.to_probs(mine, rows)
     size = target_BTV.shape[-1]
-    draft_BTV = sampling.warp(logits(draft_config, draft_params)[..., :size], rows)
+    draft_BTV = sampling.to_probs(logits(draft_config, draft_params)[..., :size], rows)
     draft_BTV = jnp.pad(draft_BTV, [(0, 0), (0, 0), (0, size - draft_BTV.shape[-1])])
     acceptance = jnp.minimum(target_BTV, draft_BTV).sum(-1)
     logs = jax.nn.log_softmax(mine.astype(jnp.float32))

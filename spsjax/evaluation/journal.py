@@ -5,7 +5,7 @@ import os
 import pathlib
 from collections.abc import Hashable
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.utils import atomic_files
 
 
@@ -72,7 +72,8 @@ class Journal:
                     {key: each.get(key) for key in sorted(fields)} for each in (ours, theirs)
                 )
             raise InputError(
-                f"{self.path}: expected {name} {brief(ours)}, found a journal of {brief(theirs)}"
+                f"{self.path}: expected {name} {short_repr(ours)}, "
+                f"found a journal of {short_repr(theirs)}"
             )
 
     def __contains__(self, key: tuple) -> bool:
@@ -91,7 +92,7 @@ class Journal:
     def _keep(self, record: dict) -> None:
         key = tuple(record[name] for name in self._key)
         if key in self._known:
-            raise ValueError(f"a second record of {brief(list(key))}")
+            raise ValueError(f"a second record of {short_repr(list(key))}")
         self._known[key] = record
         self.records.append(record)
 

@@ -5,7 +5,6 @@ import importlib
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
-from spsjax import arguments
 from spsjax.errors import InputError
 from spsjax.evaluation import acceptance_analysis, race, runner, samplers, summary, theory_check
 from spsjax.evaluation.journal import Journal
@@ -15,7 +14,7 @@ from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.performance import microbenchmarks
-from spsjax.training import run_folder, target_cache
+from spsjax.utils import from_config, hashing
 
 WHAT = "table1", "figure1", "specbench"
 
@@ -65,7 +64,7 @@ def tasks(config, names: Sequence[str]) -> dict[str, Task]:
             raise InputError(f"tasks.{name}.{missing[0]}: expected a file, found none")
         if not missing:
             kind = importlib.import_module(f"spsjax.tasks.{name}").Task
-            found[name] = arguments.build(f"tasks.{name}", kind, fields)
+            found[name] = from_config.build(f"tasks.{name}", kind, fields)
     if not found:
         raise InputError(f"tasks.{names[0]}.path: expected a file, found none")
     return found
@@ -97,7 +96,7 @@ def run(
     section = config[what]
     if not section.num_speculative_tokens:
         raise InputError(f"{what}.num_speculative_tokens: expected at least one, found none")
-    plan = arguments.build(f"{what}.plan", Plan, section.plan)
+    plan = from_config.build(f"{what}.plan", Plan, section.plan)
     entries = [
         samplers.ours(race.BASELINE, target),
         *(samplers.ours("SpS", target, drafter, K) for K in section.num_speculative_tokens),
@@ -107,7 +106,7 @@ def run(
         name: (task, runner.choose(task, target, entries, plan))
         for name, task in tasks(config, section.tasks).items()
     }
-    run_folder.hold(workdir)
+    multihost.lock_folder(workdir)
     jobs = {}
     for name, (task, examples) in chosen.items():
         depends_on = {
@@ -132,10 +131,10 @@ def run(
 
 def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
     """The first process writes it; the others have its records, and the same ones to add."""
-    if multihost.is_first():
+    if multihost.is_main_process():
         journal = Journal(path, depends_on, runner.KEY)
-    multihost.wait("journal")
-    if not multihost.is_first():
+    multihost.barrier("journal")
+    if not multihost.is_main_process():
         journal = Journal(path, depends_on, runner.KEY, writes=False)
     return journal
 
@@ -143,7 +142,7 @@ def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
 def _identity(drafter) -> str:
     if not isinstance(drafter, Model):
         return repr(drafter)
-    return f"{target_cache.fingerprint(drafter.params)} {drafter.config}"
+    return f"{hashing.params_fingerprint(drafter.params)} {drafter.config}"
 
 
 def _found(

@@ -7,8 +7,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spsjax import arguments, generation
-from spsjax.errors import InputError, brief
+from spsjax import generation, request
+from spsjax.errors import InputError, short_repr
 from spsjax.evaluation.journal import Journal
 from spsjax.evaluation.samplers import Sampler
 from spsjax.evaluation.tasks.base import Example, Task
@@ -71,7 +71,7 @@ def choose(task: Task, target: Model, samplers: Sequence[Sampler], plan: Plan) -
         if example.name in found:
             raise InputError(
                 f"{type(task).__module__}: expected examples of different names, "
-                f"found two of {brief(example.name)}"
+                f"found two of {short_repr(example.name)}"
             )
         length = len(ids_of(target, task, example.turns[:1], ()))
         if length + budget <= context:
@@ -124,7 +124,7 @@ def ids_of(target: Model, task: Task, turns: Sequence[str], answers: Sequence[st
                 messages.append({"role": "assistant", "content": answers[number]})
         return target.tokenizer.chat(messages)
     parts = [part for pair in zip(turns, [*answers, ""]) for part in pair if part]
-    return arguments.prompts(target, ["\n\n".join(parts)])[0]
+    return request.prompts(target, ["\n\n".join(parts)])[0]
 
 
 def sample(

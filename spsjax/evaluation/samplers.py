@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from spsjax import generation
+from spsjax import decode, generation
 from spsjax.drafters import base
 from spsjax.loading import Model
 from spsjax.performance import microbenchmarks
@@ -84,7 +84,7 @@ def ours(
 
     def parts(prompt, params, max_new_tokens):
         length = len(prompt) + max_new_tokens
-        key = repr(params), generation.bucket(length + K + 1)
+        key = repr(params), decode.num_slots(length + K + 1)
         if key not in probed:
             probed[key] = microbenchmarks.probe(target, drafter, K, params, length)
         return probed[key]()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from spsjax import arguments
+from spsjax import request
 from spsjax.data import documents
 from spsjax.data.documents import Sources
 from spsjax.drafters import ngram
@@ -19,6 +19,7 @@ from spsjax.models import transformer
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
+from spsjax.utils import from_config
 
 
 def held_out_prompts(
@@ -114,16 +115,16 @@ def compare(
             raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
     size = config.prompts, config.prompt_tokens
     if target.tokenizer and config.texts:
-        prompts = dict(zip(config.texts, arguments.prompts(target, config.texts)))
+        prompts = dict(zip(config.texts, request.prompts(target, config.texts)))
     elif target.tokenizer:
-        sources = arguments.build("data", Sources, config.data)
+        sources = from_config.build("data", Sources, config.data)
         prompts = held_out_prompts(target.tokenizer, *size, sources)
     else:
         prompts = random_prompts(target.config.vocab_size, *size)
     entries = [samplers.ours(race.BASELINE, target)]
     entries += [samplers.ours("SpS", target, draft, count) for count in counts]
     if draft and config.ngram.num_speculative_tokens:
-        lookup = arguments.build("ngram", ngram.Drafter, config.ngram)
+        lookup = from_config.build("ngram", ngram.Drafter, config.ngram)
         entries.append(samplers.ours("n-gram", target, lookup, lookup.num_speculative_tokens))
     contenders = [
         race.Contender(each, setting, params, config.max_new_tokens)
@@ -161,6 +162,6 @@ def settings(config, names: Sequence[str] | None = None) -> dict[str, SamplingPa
         known, found = ", ".join(config.settings), ", ".join(unknown) or "none"
         raise InputError(f"settings: expected some of {known}, found {found}")
     return {
-        name: arguments.build(f"settings.{name}", SamplingParams, config.settings[name])
+        name: from_config.build(f"settings.{name}", SamplingParams, config.settings[name])
         for name in names
     }

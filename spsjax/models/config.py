@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 
 _CHOICES = {
     "positions": ("rotary", "relative", "learned"),
@@ -81,7 +81,7 @@ class Config:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and type(value) is not int:
-                raise InputError(f"{field.name}: expected an integer, found {brief(value)}")
+                raise InputError(f"{field.name}: expected an integer, found {short_repr(value)}")
         if self.vocab_rows < self.vocab_size:
             raise InputError(
                 f"padded_vocab_size: expected at least vocab_size={self.vocab_size}, "
@@ -102,7 +102,8 @@ class Config:
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise InputError(
-                    f"{field}: expected {' or '.join(choices)}, found {brief(getattr(self, field))}"
+                    f"{field}: expected {' or '.join(choices)}, "
+                    f"found {short_repr(getattr(self, field))}"
                 )
         if self.positions == "relative" and self.d_model % 2:
             raise InputError(f"d_model: expected an even number, found {self.d_model}")

@@ -95,7 +95,7 @@ class Attention(nnx.Module):
             key = kv.write(past.keys, key, past.lengths)
             value = kv.write(past.values, value, past.lengths)
             if key.shape[1] % sharding.model_axis():
-                key, value = sharding.by_rows(key), sharding.by_rows(value)
+                key, value = sharding.shard_batch(key), sharding.shard_batch(value)
         if self.window:
             mask_BTS &= kv.window_mask(positions_BT, mask_BTS.shape[-1], self.window)
         scale = config.query_scale or config.head_dim**-0.5

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, PyTree
 
 # Parameter -> how its axes are split. What is not named here (norms) is on every device.
@@ -30,7 +30,7 @@ _RULES = {
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
     "down": P("model", None),  # [F_model, D]
-    "experts_gate": P(None, None, "model"),  # [E, D, F_model]; or [E_model, D, F], see `spec`
+    "experts_gate": P(None, None, "model"),  # [E, D, F_model]; or [E_model, D, F], see `param_spec`
     "experts_up": P(None, None, "model"),
     "experts_down": P(None, "model", None),
 }
@@ -42,19 +42,21 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
     devices = jax.devices() if devices is None else devices
     sizes = data, model
     if not all(type(size) is int and size >= 1 for size in sizes):
-        raise InputError(f"mesh: expected integers >= 1, found {brief(data)} x {brief(model)}")
+        raise InputError(
+            f"mesh: expected integers >= 1, found {short_repr(data)} x {short_repr(model)}"
+        )
     if data * model > len(devices):
         raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def within(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     """The context in which programs on the mesh are traced and run."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def check(mesh: Mesh, config) -> None:
+def check_divides(mesh: Mesh, config) -> None:
     """Raises InputError where the mesh does not divide the model."""
     size = mesh.shape["model"]
     whole = config.num_experts and config.num_experts % size == 0  # experts are split, not they
@@ -66,7 +68,7 @@ def check(mesh: Mesh, config) -> None:
             )
 
 
-def spec(path: tuple, mesh: Mesh, config) -> P:
+def param_spec(path: tuple, mesh: Mesh, config) -> P:
     """How the parameter at `path` is split.
 
     Key-value heads and vocabularies that the mesh does not divide are on every device; experts that
@@ -83,7 +85,9 @@ def spec(path: tuple, mesh: Mesh, config) -> P:
     return P(rule[-1]) if leaf == "bias" and owner in _RULES else rule
 
 
-def places(mesh: Mesh | None, config, replicate: bool = False) -> Callable[[tuple], Sharding]:
+def param_shardings(
+    mesh: Mesh | None, config, replicate: bool = False
+) -> Callable[[tuple], Sharding]:
     """`path -> sharding`: which slice of that parameter each device holds; or all of it.
 
     Raises InputError where the mesh does not divide the model.
@@ -91,11 +95,11 @@ def places(mesh: Mesh | None, config, replicate: bool = False) -> Callable[[tupl
     if mesh is None:
         return lambda path: SingleDeviceSharding(jax.local_devices()[0])
     if not replicate:
-        check(mesh, config)
-    return lambda path: NamedSharding(mesh, P() if replicate else spec(path, mesh, config))
+        check_divides(mesh, config)
+    return lambda path: NamedSharding(mesh, P() if replicate else param_spec(path, mesh, config))
 
 
-def put(params: PyTree, where: Callable[[tuple], Sharding]) -> PyTree:
+def place_params(params: PyTree, where: Callable[[tuple], Sharding]) -> PyTree:
     """The parameters where they belong."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.device_put(leaf, where(tuple(entry.key for entry in path))), params
@@ -107,12 +111,12 @@ def model_axis() -> int:
     return jax.sharding.get_abstract_mesh().shape.get("model", 1)
 
 
-def by_rows(array: Array) -> Array:
+def shard_batch(array: Array) -> Array:
     """Under a mesh: each device has its rows of `array` whole. A no-op without one."""
     return _constrained(array, P("data"))
 
 
-def gathered(logits: Array) -> Array:
+def gather_vocab(logits: Array) -> Array:
     """Under a mesh: one all-gather of logits [B, ..., V] that are split by vocabulary.
 
     Sampling reduces over the vocabulary some forty times, and is cheap: once gathered, it needs no
@@ -120,7 +124,7 @@ def gathered(logits: Array) -> Array:
     """
     if logits.shape[-1] % model_axis() == 0:
         logits = _constrained(logits, P("data", *[None] * (logits.ndim - 2), "model"))
-    return by_rows(logits)
+    return shard_batch(logits)
 
 
 def _constrained(array: Array, how: P) -> Array:
@@ -129,7 +133,7 @@ def _constrained(array: Array, how: P) -> Array:
     return jax.lax.with_sharding_constraint(array, how)
 
 
-def rows(mesh: Mesh | None) -> Sharding:
+def batch_sharding(mesh: Mesh | None) -> Sharding:
     """Where arrays with a leading batch axis go."""
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])

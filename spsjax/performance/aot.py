@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 
-from spsjax import decode, generation, loading, sampling
+from spsjax import decode, loading, sampling
 from spsjax.drafters import draft_model, none
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hardware, hlo, roofline, theory
@@ -131,11 +131,13 @@ def compile_pair(
     }
     for field, value in numbers.items():
         if type(value) is not int or value < 1:
-            raise InputError(f"{field}: expected an integer >= 1, found {brief(value)}")
+            raise InputError(f"{field}: expected an integer >= 1, found {short_repr(value)}")
     if not 0 <= acceptance <= 1:
-        raise InputError(f"acceptance: expected a number in [0, 1], found {brief(acceptance)}")
+        raise InputError(f"acceptance: expected a number in [0, 1], found {short_repr(acceptance)}")
     if not 0 <= collective_us < 1e6:
-        raise InputError(f"collective_us: expected a number >= 0, found {brief(collective_us)}")
+        raise InputError(
+            f"collective_us: expected a number >= 0, found {short_repr(collective_us)}"
+        )
     if draft.vocab_size != target.vocab_size:
         raise InputError(
             f"draft: expected the target's vocabulary of {target.vocab_size}, "
@@ -158,19 +160,19 @@ def compile_pair(
         )
     mesh = sharding.mesh(data, len(devices) // data, devices)
     for config in (target, draft):
-        sharding.check(mesh, config)
+        sharding.check_divides(mesh, config)
     params = {
         "target": roofline.abstract_params(target, mesh, dtype),
         "drafter": roofline.abstract_params(draft, mesh, dtype),
     }
-    width = generation.bucket(prompt_tokens)
-    slots = max(width, generation.bucket(prompt_tokens + max_new_tokens + K + 1))
+    width = decode.num_slots(prompt_tokens)
+    slots = max(width, decode.num_slots(prompt_tokens + max_new_tokens + K + 1))
     caches = sum(
         roofline.cache_bytes(config, mesh, batch, slots, dtype) for config in (target, draft)
     )
     _check_fits(name, chip.memory, {"weights": roofline.num_bytes(params), "caches": caches})
 
-    rows = sharding.rows(mesh)
+    rows = sharding.batch_sharding(mesh)
     column = functools.partial(jax.ShapeDtypeStruct, (batch,), sharding=rows)
     inputs = (
         jax.ShapeDtypeStruct((batch, width), jnp.int32, sharding=rows),
@@ -236,7 +238,7 @@ def part(scope: str) -> str:
     """Which of PARTS a scope belongs to."""
     for verb in ("propose", "score", "verify", "commit"):
         if f"/{verb}/" in scope:
-            samples = verb == "propose" and ("/warp/" in scope or "/draw/" in scope)
+            samples = verb == "propose" and ("/to_probs/" in scope or "/draw/" in scope)
             return "propose, sampling" if samples else verb
     return "other"
 

@@ -8,7 +8,7 @@ import re
 
 from jax.experimental import topologies
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,8 @@ def topology(name: str) -> tuple[Chip, list]:
     kind, _, shape = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         raise InputError(
-            f"topology: expected {', '.join(CHIPS)} and a shape, as v5p:2x2x4, found {brief(name)}"
+            f"topology: expected {', '.join(CHIPS)} and a shape, as v5p:2x2x4, "
+            f"found {short_repr(name)}"
         )
     if shape.count("x") + 1 != _DIMENSIONS[kind]:
         raise InputError(f"topology: expected {_DIMENSIONS[kind]} sizes for {kind}, found {name}")

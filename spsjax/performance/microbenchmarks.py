@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spsjax import decode, generation, sampling
+from spsjax import decode, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
 from spsjax.models import transformer
@@ -58,8 +58,8 @@ def probe(
     drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
     program = decode.Program(target.config, drafter)
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
-    slots = generation.bucket(length + K + 1)
-    place = sharding.rows(target.mesh)
+    slots = decode.num_slots(length + K + 1)
+    place = sharding.batch_sharding(target.mesh)
     B = 1 if target.mesh is None else target.mesh.shape["data"]
     with target.in_mesh():
         keys = jax.jit(lambda: sampling.row_keys(jax.random.key(0), B), out_shardings=place)()
@@ -103,7 +103,7 @@ def _score_often(program, repeats, params, rows, cache, block):
     def once(_, carry):
         block, cache, _ = carry
         output = decode.score(program, params, block, cache)
-        probs = sampling.warp(sharding.gathered(output.logits), rows)
+        probs = sampling.to_probs(sharding.gather_vocab(output.logits), rows)
         return block + (probs[..., 0] > 2), output.cache.at(cache.lengths), probs
 
     probs = jnp.zeros((*block.shape, program.target.vocab_size), jnp.float32)

@@ -46,7 +46,7 @@ def abstract_params(config: transformer.Config, mesh: Mesh, dtype) -> PyTree:
     """The parameters' shapes, types and places."""
 
     def place(path, leaf):
-        how = sharding.spec(tuple(entry.key for entry in path), mesh, config)
+        how = sharding.param_spec(tuple(entry.key for entry in path), mesh, config)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(mesh, how))
 
     return jax.tree_util.tree_map_with_path(place, transformer.param_shapes(config, dtype))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 
 
 def acceptance(target_probs, draft_probs, lenience: float = 1.0):
@@ -92,7 +92,8 @@ def rate_of(block_efficiency: float, num_speculative_tokens: int) -> float:
     K = num_speculative_tokens
     if not 1 <= block_efficiency <= K + 1:
         raise InputError(
-            f"block_efficiency: expected a number in [1, {K + 1}], found {brief(block_efficiency)}"
+            f"block_efficiency: expected a number in [1, {K + 1}], "
+            f"found {short_repr(block_efficiency)}"
         )
     # sum of rate^i - tokens = 0 has one root in [0, 1], as the sum grows with the rate.
     low, high = 0.0, 1.0
@@ -114,5 +115,5 @@ def _rates(acceptance, num_speculative_tokens: int) -> np.ndarray:
         )
     rates = rates[:num_speculative_tokens]
     if not np.all((rates >= 0) & (rates <= 1)):
-        raise InputError(f"acceptance: expected numbers in [0, 1], found {brief(acceptance)}")
+        raise InputError(f"acceptance: expected numbers in [0, 1], found {short_repr(acceptance)}")
     return rates

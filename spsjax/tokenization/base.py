@@ -8,7 +8,7 @@ import os
 import pathlib
 from collections.abc import Iterable, Sequence
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import chat_template
 from spsjax.utils import atomic_files
 
@@ -21,7 +21,7 @@ NAMES = tuple(name for kind in KINDS for name in kind) + _BESIDE
 
 
 class Tokenizer(abc.ABC):
-    """A tokenizer of some kind; `spsjax.tokenizer` loads and trains them.
+    """A tokenizer of some kind; `spsjax.tokenization` loads and trains them.
 
     Attributes:
         path: of its first file.
@@ -139,7 +139,7 @@ class Tokenizer(abc.ABC):
             # A space is written as it is, or as pieces have it.
             if not here or _spaced(self._text_of(int(id))) != _spaced(text):
                 raise InputError(
-                    f"{self.path}: expected all tokens, found {id} ({brief(text)}) in {name} "
+                    f"{self.path}: expected all tokens, found {id} ({short_repr(text)}) in {name} "
                     "alone; to make tokenizer.json of both: AutoTokenizer.from_pretrained(folder)"
                     ".save_pretrained(folder), of transformers"
                 )

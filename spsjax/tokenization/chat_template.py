@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jinja2.ext
 import jinja2.sandbox
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 
 
 class _Generation(jinja2.ext.Extension):
@@ -29,7 +29,7 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
     Raises InputError where the template is none, or refuses the messages.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise InputError(f"messages: expected a list of messages, found {brief(messages)}")
+        raise InputError(f"messages: expected a list of messages, found {short_repr(messages)}")
     for number, message in enumerate(messages):
         fields = (
             [message.get(field) for field in ("role", "content")]
@@ -38,7 +38,7 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
         )
         if not fields or not all(isinstance(field, str) for field in fields):
             raise InputError(
-                f"messages[{number}]: expected a role and a content, found {brief(message)}"
+                f"messages[{number}]: expected a role and a content, found {short_repr(message)}"
             )
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tokenizers
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import base
 
 _END = "<|endoftext|>"  # of GPT-2, whose own files do not say so
@@ -68,7 +68,7 @@ class HuggingFace(base.Tokenizer):
         if not str(known).startswith("GPT2Tokenizer") or kind != "gpt2":
             raise InputError(
                 f"{folder}: expected tokenizer.json or tokenizer.model, found only vocab.json, "
-                f"which does for GPT-2 but not for {brief(known if kind == 'gpt2' else kind)}"
+                f"which does for GPT-2 but not for {short_repr(known if kind == 'gpt2' else kind)}"
             )
         vocab = json.loads(self.files["vocab.json"])
         lines = self.files["merges.txt"].decode().replace("\r\n", "\n").split("\n")
@@ -78,7 +78,7 @@ class HuggingFace(base.Tokenizer):
             if len(piece) > 1 and piece not in made:
                 raise InputError(
                     f"{folder / 'merges.txt'}: expected a merge for each piece of vocab.json, "
-                    f"found none for {brief(piece)}"
+                    f"found none for {short_repr(piece)}"
                 )
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import base
 from spsjax.utils import atomic_files
 
@@ -89,7 +89,7 @@ def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> Se
     Raises InputError if the texts are too few, or too varied, for `vocab_size` pieces.
     """
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
-        raise InputError(f"vocab_size: expected an integer >= 1, found {brief(vocab_size)}")
+        raise InputError(f"vocab_size: expected an integer >= 1, found {short_repr(vocab_size)}")
     path, model = pathlib.Path(path), io.BytesIO()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -12,14 +12,13 @@ import shutil
 import sys
 import warnings
 
-import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from spsjax.errors import InputError, one_line
 from spsjax.parallel import multihost
 from spsjax.types import PyTree
+from spsjax.utils import hashing
 
 
 class Checkpoints:
@@ -40,8 +39,8 @@ class Checkpoints:
                 raise InputError(f"{name}: expected an integer >= {least}, found {value!r}")
         self.folder = folder.absolute()
         self._aside = self.folder.parent / "damaged"
-        self._unreadable = self._hide_unreadable() if multihost.is_first() else []
-        multihost.wait("checkpoints looked at")
+        self._unreadable = self._hide_unreadable() if multihost.is_main_process() else []
+        multihost.barrier("checkpoints looked at")
         best = preservation_policy.BestN(
             get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False
         )
@@ -86,7 +85,7 @@ class Checkpoints:
             feed: what `data.Feed.state` gave.
             score: the higher, the better; minus infinity where it was not measured.
         """
-        note = {"feed": feed, "feed_sha256": _digest(feed), "sums": sums(state)}
+        note = {"feed": feed, "feed_sha256": _digest(feed), "sums": hashing.array_checksums(state)}
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note)
         )
@@ -127,7 +126,7 @@ class Checkpoints:
                 if _of_the_system(error):
                     path = self.folder / f"step_{step}"
                     raise InputError(f"{path}: expected to read it, found {found}") from None
-            if multihost.everywhere(found is None):
+            if multihost.all_true(found is None):
                 self._set_aside(step, faults)
                 return step, state, feed
             faults[step] = found or "another process could not read it"
@@ -153,7 +152,7 @@ class Checkpoints:
             state=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()
         )
         read = self._manager.restore(step, args=arguments)
-        if sums(read.state) != read.note["sums"]:
+        if hashing.array_checksums(read.state) != read.note["sums"]:
             raise ValueError("arrays are not those that were saved")
         if read.note["feed_sha256"] != _digest(read.note["feed"]):
             raise ValueError("the place in the data is not the one that was saved")
@@ -174,7 +173,7 @@ class Checkpoints:
 
     def _set_aside(self, sound: int, faults: dict[int, str]) -> None:
         """What stood in the way of a checkpoint that was read."""
-        if multihost.is_first():
+        if multihost.is_main_process():
             told = dict(faults)
             for step in faults:
                 self._move(step)
@@ -191,7 +190,7 @@ class Checkpoints:
                     f"({fault}); it is in {self._aside} now",
                     stacklevel=1,
                 )
-        multihost.wait("damaged checkpoints set aside")
+        multihost.barrier("damaged checkpoints set aside")
         if faults:  # the same ones in every process
             self._manager.reload()
 
@@ -282,26 +281,3 @@ class _Silence:
     def _hook(self, unraisable) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             self._before[0](unraisable)
-
-
-def sums(state: PyTree) -> list[int]:
-    """Of each array, a sum of its bits, which depends on their places but on no sharding."""
-    return [int(each) for each in jax.device_get(_sums(jax.tree.leaves(state)))]
-
-
-@jax.jit
-def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [_sum(leaf) for leaf in leaves]
-
-
-def _sum(leaf: jax.Array) -> jax.Array:
-    kind = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
-    place = jnp.zeros(leaf.shape, jnp.uint32)
-    for axis, size in enumerate(leaf.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    # Mixed (Wellons' lowbias32) before they are added up, so that no pattern of changes cancels.
-    mixed = bits + place * jnp.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
-    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

@@ -15,7 +15,7 @@ import numpy as np
 
 from spsjax import generation
 from spsjax.data import pipeline
-from spsjax.errors import InputError, brief, check_number
+from spsjax.errors import InputError, check_number, short_repr
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost
@@ -46,7 +46,7 @@ class Objective:
         if not isinstance(self.temperatures, (tuple, list)) or not self.temperatures:
             raise InputError(
                 "temperatures: expected one or more numbers above 0, "
-                f"found {brief(self.temperatures)}"
+                f"found {short_repr(self.temperatures)}"
             )
         for temperature in self.temperatures:
             check_number("temperatures", temperature, 0, 1e30, above=True)
@@ -87,7 +87,7 @@ class Mixture:
         for field in ("samples", "batch", "prompt_length"):
             value = getattr(self, field)
             if type(value) is not int or value < 1:
-                raise InputError(f"{field}: expected an integer >= 1, found {brief(value)}")
+                raise InputError(f"{field}: expected an integer >= 1, found {short_repr(value)}")
         check_number("mixture.temperature", self.temperature, 0, 1e30)
 
 
@@ -191,7 +191,7 @@ def on_policy(
         choice, samples = np.random.default_rng((seed, step)).integers(2**32, size=2)
         if choice / 2**32 >= mixture.draft:
             return batch
-        tokens = np.asarray(multihost.fetch(batch["tokens"]))
+        tokens = np.asarray(multihost.to_host(batch["tokens"]))
         count, length = tokens.shape
         prompts = tokens[:, : mixture.prompt_length]
         texts = continued(model(params), prompts, length, mixture.temperature, int(samples))

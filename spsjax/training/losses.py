@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Array
 
 
@@ -101,7 +101,7 @@ def divergence(name: str) -> Callable[[Array, Array], Array]:
     if base not in DIVERGENCES or (colon and base != "jensen_shannon"):
         raise InputError(
             f"objective: expected cross_entropy or one of {', '.join(DIVERGENCES)}, "
-            f"found {brief(name)}"
+            f"found {short_repr(name)}"
         )
     if not colon:
         return DIVERGENCES[base]
@@ -110,7 +110,7 @@ def divergence(name: str) -> Callable[[Array, Array], Array]:
             raise ValueError
     except ValueError:
         raise InputError(
-            f"objective: expected beta in [1e-6, 1 - 1e-6], found {brief(name)}"
+            f"objective: expected beta in [1e-6, 1 - 1e-6], found {short_repr(name)}"
         ) from None
     return functools.partial(jensen_shannon, beta=float(beta))
 

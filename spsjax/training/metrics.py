@@ -8,7 +8,7 @@ import numpy as np
 
 from spsjax import generation
 from spsjax.data import pipeline
-from spsjax.errors import InputError, brief, check_number
+from spsjax.errors import InputError, check_number, short_repr
 from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
@@ -68,7 +68,7 @@ def on_examples(
         rows = np.minimum(np.arange(start, start + batch), len(table) - 1)
         rows_given = min(batch, len(table) - start)
         given = pipeline.put(table[rows[mine]], batch, place)
-        fetched = multihost.fetch((values(params, frozen, given), _weights(given)))
+        fetched = multihost.to_host((values(params, frozen, given), _weights(given)))
         for name, value in fetched[0].items():
             found.setdefault(name, []).append(value[:rows_given])
         weights.append(fetched[1][:rows_given])
@@ -100,7 +100,8 @@ class Drafting:
                 raise InputError(f"trial.{field}: expected an integer >= 1, found {value!r}")
         if not isinstance(self.temperatures, (tuple, list)):
             raise InputError(
-                f"trial.temperatures: expected a tuple of numbers, found {brief(self.temperatures)}"
+                "trial.temperatures: expected a tuple of numbers, "
+                f"found {short_repr(self.temperatures)}"
             )
         for temperature in self.temperatures:
             check_number("trial.temperatures", temperature, 0, 1e30)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import arguments, loading, tokenization
+from spsjax import loading, tokenization
 from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.loading import Model
@@ -16,6 +16,7 @@ from spsjax.training import distillation, draft_evaluation, metrics, target_cach
 from spsjax.training import step as train_step
 from spsjax.training.trainer import Recipe
 from spsjax.types import PyTree
+from spsjax.utils import from_config, hashing
 
 
 def target(
@@ -36,7 +37,7 @@ def target(
     """
     recipe = Recipe(config, workdir, mesh, export)
     # What can be checked without the corpus is: it may take hours to make.
-    recipe.check(arguments.build("model", transformer.Config, config.model))
+    recipe.check(from_config.build("model", transformer.Config, config.model))
     pieces = recipe.same_pieces(tokenization.load(config.tokenizer) if config.tokenizer else None)
     training, held_out, pieces, made_of = recipe.examples(pieces, config.model.vocab_size)
     if pieces.vocab_size > config.model.vocab_size:
@@ -44,7 +45,7 @@ def target(
             f"model.vocab_size: expected at least the tokenizer's {pieces.vocab_size}, "
             f"found {config.model.vocab_size}"
         )
-    model = arguments.build(
+    model = from_config.build(
         "model", transformer.Config, config.model, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,)
     )
     recipe.folder.pin(corpus=made_of)
@@ -68,7 +69,7 @@ class _Distillation:
 
     def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
         self.recipe = recipe = Recipe(config, workdir, mesh, export)
-        build = arguments.build
+        build = from_config.build
         self.objective = build("objective", distillation.Objective, config.objective)
         self.mixture = build("mixture", distillation.Mixture, config.mixture)
         self.teacher = build("teacher", target_cache.Teacher, config.teacher)
@@ -117,7 +118,7 @@ def draft(
     parts = _Distillation(config, workdir, mesh, export)
     recipe, teaching, model, mixture = parts.recipe, parts.target, parts.model, parts.mixture
     training, held_out, pieces, made_of = recipe.examples(teaching.tokenizer)
-    recipe.folder.pin(corpus=made_of, target=target_cache.fingerprint(teaching.params))
+    recipe.folder.pin(corpus=made_of, target=hashing.params_fingerprint(teaching.params))
     objective, trial, place = parts.objective, parts.trial, recipe.place
 
     def as_model(params: PyTree) -> Model:

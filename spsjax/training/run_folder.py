@@ -1,6 +1,5 @@
 """The folder of a run: what made it, its log, its curves; and what is seen while it goes on."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -14,7 +13,7 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from spsjax.errors import InputError, NonFiniteError, brief, one_line
+from spsjax.errors import InputError, NonFiniteError, one_line, short_repr
 from spsjax.parallel import multihost
 from spsjax.performance import hardware
 from spsjax.training import events
@@ -23,28 +22,6 @@ from spsjax.utils import atomic_files
 # A run may go on with others of these: they change no result, but for rounding.
 _FREE = "mesh", "cache", "keep", "keep_best", "log_every"
 _PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
-
-# Folders that this process works on.
-_HELD: dict[pathlib.Path, contextlib.AbstractContextManager] = {}
-
-
-def hold(path: pathlib.Path) -> None:
-    """Keeps other processes from a run's folder while this one lives; made if it is not there."""
-    path = path.absolute()
-    if not multihost.is_first() or path in _HELD:
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = atomic_files.lock(path / ".lock", wait=False)
-        lock.__enter__()  # till the process ends
-    except BlockingIOError:
-        raise InputError(
-            f"{path}: expected a run that nobody works on, found another process at it"
-        ) from None
-    except OSError as error:
-        found = one_line(error)
-        raise InputError(f"{path}: expected a folder for a run, found {found}") from None
-    _HELD[path] = lock
 
 
 class Folder:
@@ -65,15 +42,15 @@ class Folder:
         self.path = pathlib.Path(path).absolute()
         self._events = None
         self._config = json.loads(config.to_json())
-        multihost.check_same(self._config)
+        multihost.check_same_everywhere(self._config)
         known = self.path / "config.json"
-        self.begun = multihost.everywhere(known.exists())
+        self.begun = multihost.all_true(known.exists())
         if self.begun:
             _check_same(known, self._config, pinned=False)
 
     def hold(self) -> None:
         """Keeps others from the run: they would remove what it saves."""
-        hold(self.path)
+        multihost.lock_folder(self.path)
 
     def pin(self, **facts: str) -> None:
         """What the run depends on beside its config, as its target's weights: part of it now.
@@ -81,13 +58,13 @@ class Folder:
         Raises InputError where the run that is there had others.
         """
         self._config |= {"pinned": facts}
-        multihost.check_same(facts)
+        multihost.check_same_everywhere(facts)
         if self.begun:
             _check_same(self.path / "config.json", self._config)
 
     def go_on(self, step: int) -> None:
         """The run begins, or goes on after `step`; what was logged later is forgotten."""
-        if not multihost.is_first():
+        if not multihost.is_main_process():
             return
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_files.write(self.path / "config.json", json.dumps(self._config, indent=2) + "\n")
@@ -104,7 +81,7 @@ class Folder:
 
         Raises NonFiniteError where one of them is not finite.
         """
-        if not multihost.is_first():
+        if not multihost.is_main_process():
             return
         try:
             line = json.dumps({"step": step, "group": group, **record}, allow_nan=False) + "\n"
@@ -144,7 +121,7 @@ class Progress:
             total=steps,
             initial=start,
             unit="step",
-            disable=not multihost.is_first(),
+            disable=not multihost.is_main_process(),
             mininterval=0.5 if tty else 30,
             dynamic_ncols=True,
         )
@@ -201,7 +178,7 @@ def plot(folder: Folder) -> bool:
     """Draws loss and acceptance over the steps to `curves.png`; False without matplotlib."""
     if not importlib.util.find_spec("matplotlib"):
         return False
-    if not multihost.is_first():
+    if not multihost.is_main_process():
         return True
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -226,7 +203,7 @@ def plot(folder: Folder) -> bool:
                 axis.plot(steps, values, label=group, linewidth=1)
         axis.set(xlabel="step", title=name.replace("_", " "))
         axis.legend()
-    with atomic_files.whole(folder.path / "curves.png") as partial:
+    with atomic_files.atomic_write(folder.path / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=120)
     return True
 
@@ -251,7 +228,7 @@ def _check_same(path: pathlib.Path, wanted: dict, pinned: bool = True) -> None:
         if json.dumps(before) != json.dumps(now) and name.split(".")[0] not in _FREE:
             raise InputError(
                 f"{path.parent}: expected the config of the run that is there, with "
-                f"{name}={brief(before)}, found {brief(now)}"
+                f"{name}={short_repr(before)}, found {short_repr(now)}"
             )
 
 

@@ -203,7 +203,7 @@ def shapes(
     config: transformer.Config, optimization: Optimization, mesh: jax.sharding.Mesh | None
 ) -> PyTree:
     """A state's shapes, each with its place: an optimiser's array is where its parameter's is."""
-    where, update = sharding.places(mesh, config), optimization.update()
+    where, update = sharding.param_shardings(mesh, config), optimization.update()
     params = transformer.param_shapes(config)
     state = {"params": params, "optimizer": jax.eval_shape(update.init, params)}
     places = jax.tree_util.tree_map_with_path(

@@ -11,12 +11,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spsjax.data import column_store, pipeline
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.loading import Model
 from spsjax.parallel import multihost
-from spsjax.training import checkpoints, distillation, losses
+from spsjax.training import distillation, losses
 from spsjax.training import step as train_step
 from spsjax.types import PyTree
+from spsjax.utils import hashing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Teacher:
     def __post_init__(self):
         if self.keep not in ("nothing", "states", "top_k"):
             raise InputError(
-                f"keep: expected 'nothing', 'states' or 'top_k', found {brief(self.keep)}"
+                f"keep: expected 'nothing', 'states' or 'top_k', found {short_repr(self.keep)}"
             )
         for field in ("k", "batch"):
             if type(getattr(self, field)) is not int or getattr(self, field) < 1:
                 raise InputError(
-                    f"{field}: expected an integer >= 1, found {brief(getattr(self, field))}"
+                    f"{field}: expected an integer >= 1, found {short_repr(getattr(self, field))}"
                 )
 
     def columns(
@@ -90,7 +91,7 @@ class Teacher:
         def compute(start):
             rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
             given = pipeline.put(examples[rows[mine]], batch, place)
-            found = multihost.fetch(run(target.params, given))
+            found = multihost.to_host(run(target.params, given))
             if "states" in found and not np.isfinite(found["states"]).all():
                 raise InputError(
                     "teacher.keep: expected final states that float16 can hold, found larger "
@@ -111,13 +112,8 @@ def _rows(place: jax.sharding.Sharding) -> int:
     return place.mesh.shape["data"] if isinstance(place, NamedSharding) else 1
 
 
-def fingerprint(params: PyTree) -> str:
-    """A short text that no other weights have."""
-    return hashlib.sha256(repr(checkpoints.sums(params)).encode()).hexdigest()[:16]
-
-
 def _fingerprint(depends_on, params: PyTree, examples) -> str:
-    digest = hashlib.sha256(repr((depends_on, fingerprint(params))).encode())
+    digest = hashlib.sha256(repr((depends_on, hashing.params_fingerprint(params))).encode())
     for start in range(0, len(examples), 1024):
         digest.update(examples[np.arange(start, min(start + 1024, len(examples)))].tobytes())
     return digest.hexdigest()[:16]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from spsjax import arguments, loading
+from spsjax import loading, request
 from spsjax.data import corpus, documents, pipeline
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
@@ -22,6 +22,7 @@ from spsjax.training import loop, run_folder
 from spsjax.training import step as train_step
 from spsjax.training.checkpoints import Checkpoints
 from spsjax.types import PyTree
+from spsjax.utils import from_config
 
 
 class Recipe:
@@ -35,7 +36,7 @@ class Recipe:
     """
 
     def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
-        build = arguments.build
+        build = from_config.build
         self.config, self.mesh, self.export = config, mesh, export
         self.pace = build(
             "config",
@@ -50,14 +51,14 @@ class Recipe:
         train_step.check_batch(config.batch, self.optimization.accumulate, mesh)
         if type(config.eval_examples) is not int or config.eval_examples < 1:
             raise InputError(f"eval_examples: expected at least 1, found {config.eval_examples!r}")
-        arguments.check_seed(config.seed)
+        request.check_seed(config.seed)
         if type(config.length) is not int or config.length < 1:
-            raise InputError(f"length: expected an integer >= 1, found {brief(config.length)}")
+            raise InputError(f"length: expected an integer >= 1, found {short_repr(config.length)}")
         for field in ("tokenizer", "init", "cache"):
             value = config.get(field, "")
             if not isinstance(value, str) or "\0" in value:
-                raise InputError(f"{field}: expected a path, found {brief(value)}")
-        self.place = sharding.rows(mesh)
+                raise InputError(f"{field}: expected a path, found {short_repr(value)}")
+        self.place = sharding.batch_sharding(mesh)
         self.rows = config.batch // self.optimization.accumulate  # what fits into memory at once
         self.last = {}
         self.workdir = pathlib.Path(workdir)
@@ -79,12 +80,12 @@ class Recipe:
             )  # fmt: skip
 
         self.folder.hold()
-        if multihost.is_first():
+        if multihost.is_main_process():
             prepare()
-        multihost.wait("corpus prepared")
+        multihost.barrier("corpus prepared")
         training, held_out, pieces = prepare()
         manifest = json.loads((self.folder.path / "data" / "manifest.json").read_text("utf-8"))
-        multihost.check_same(manifest)
+        multihost.check_same_everywhere(manifest)
         manifest.pop("listing", None)  # of times, too, which make no difference
         made_of = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         parts = manifest["parts"]
@@ -129,7 +130,7 @@ class Recipe:
                 f"length: expected at most the context, {model.max_positions}, found {length}"
             )
         if self.mesh is not None:
-            sharding.check(self.mesh, model)
+            sharding.check_divides(self.mesh, model)
         found = loading.load_config(self.config.init) if self.config.init else model
         for field in dataclasses.fields(model):
             wanted, other = getattr(model, field.name), getattr(found, field.name)
@@ -147,7 +148,7 @@ class Recipe:
         shapes = train_step.shapes(model, self.optimization, self.mesh)
         count = transformer.num_params(shapes["params"])
         print(f"{count:,} parameters")
-        with sharding.within(self.mesh), self.checkpoints() as checkpoints:
+        with sharding.use_mesh(self.mesh), self.checkpoints() as checkpoints:
             if self.export is not None:
                 state = self.exported(checkpoints, shapes)
                 return self.save(model, state["params"], pieces)
@@ -176,7 +177,7 @@ class Recipe:
         if not str(step).isdecimal() or len(str(step)) > 18:
             raise InputError(
                 "export: expected a step, 'best' or 'latest' of a run with checkpoints, "
-                f"found {brief(self.export)}"
+                f"found {short_repr(self.export)}"
             )
         print(f"checkpoint of step {step}")
         return checkpoints.read(int(step), shapes)
@@ -190,10 +191,10 @@ class Recipe:
         """The model folder, in the Hugging Face layout."""
         trained = Model("trained", model, params, pieces, self.mesh)
         halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        whole = dataclasses.replace(trained, params=multihost.fetch(halves))
-        if multihost.is_first():
+        whole = dataclasses.replace(trained, params=multihost.to_host(halves))
+        if multihost.is_main_process():
             loading.save(self.folder.path / "model", whole)
-        multihost.wait("model saved")
+        multihost.barrier("model saved")
         print(f"model in {self.workdir / 'model'}")
         return trained
 

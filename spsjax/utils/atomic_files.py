@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def whole(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_write(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     """Where to write what becomes the file at `path` at the end, unless an error comes before.
 
     A link is followed, and a device or a pipe is written to, not replaced.
@@ -78,5 +78,5 @@ def sha256(path: pathlib.Path) -> str:
 
 def write(path: str | pathlib.Path, data: str | bytes) -> None:
     """Writes a file whole; text is UTF-8."""
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.evaluation.tasks import base, sandbox
 from spsjax.sampling import SamplingParams
 
@@ -33,7 +33,7 @@ class Task(base.Task):
 
     def __post_init__(self):
         if not self.ks or not all(type(k) is int and k >= 1 for k in self.ks):
-            raise InputError(f"ks: expected integers >= 1, found {brief(self.ks)}")
+            raise InputError(f"ks: expected integers >= 1, found {short_repr(self.ks)}")
 
     def examples(self):
         kinds = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), str)

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf.families import FAMILIES, FEATURES, Family
 from spsjax.utils import atomic_files
@@ -78,7 +78,7 @@ class Fields:
 
     def error(self, name: str, expected: str, found) -> InputError:
         return InputError(
-            f"{self.path}: {self.inside}{name}: expected {expected}, found {brief(found)}"
+            f"{self.path}: {self.inside}{name}: expected {expected}, found {short_repr(found)}"
         )
 
 
@@ -323,5 +323,7 @@ def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
     path = folder / "config.json"
     whole = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
     if _parse(path, raw) != whole:
-        raise InputError(f"model: expected a shape that {name} can have, found {brief(config)}")
+        raise InputError(
+            f"model: expected a shape that {name} can have, found {short_repr(config)}"
+        )
     atomic_files.write(path, json.dumps(raw, indent=2) + "\n")

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from spsjax.errors import InputError, brief, one_line
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import config_json, families
 from spsjax.models.hf.config_json import OBJECT, Fields
@@ -50,7 +50,7 @@ def indexed(index: pathlib.Path) -> dict[str, str]:
     weight_map = Fields(index, config_json.read_json(index)).get("weight_map", OBJECT)
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != pathlib.PurePath(file).name:
-            raise InputError(f"{index}: {name}: expected a file name, found {brief(file)}")
+            raise InputError(f"{index}: {name}: expected a file name, found {short_repr(file)}")
     return weight_map
 
 
@@ -103,9 +103,9 @@ def read_params(
         folder: the model folder.
         config: as `read_config` gives it.
         dtype: type of the parameters in memory.
-        where: as `sharding.places` gives it; None: the default device.
+        where: as `sharding.param_shardings` gives it; None: the default device.
     """
-    where = where or sharding.places(None, config)
+    where = where or sharding.param_shardings(None, config)
     family = config_json.family_of(config)
     shards = _shards(folder)
     spelt: dict[str, str] = {}
@@ -191,6 +191,6 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
         for name, parts in pieces.items()
     }
     config_json.write(folder, config, jnp.dtype(dtype).name)  # first: it may refuse the shape
-    with atomic_files.whole(folder / "model.safetensors") as partial:
+    with atomic_files.atomic_write(folder / "model.safetensors") as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)  # another model's, and goes first

@@ -263,5 +263,5 @@ def heading(text: str) -> None:
 
 def note(text: str) -> None:
     """A line beside the result: stderr, so that stdout stays what was asked for."""
-    if multihost.is_first():
+    if multihost.is_main_process():
         print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import sampling
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, Proposal, Verdict
 
 
@@ -177,7 +177,7 @@ def check_lenience(lenience: float) -> None:
     """Raises InputError unless 0 < lenience <= 1."""
     least = np.finfo(np.float32).tiny  # below it, arithmetic makes it zero
     if not isinstance(lenience, numbers.Real) or not least <= lenience <= 1:
-        raise InputError(f"lenience: expected a number in (0, 1], found {brief(lenience)}")
+        raise InputError(f"lenience: expected a number in (0, 1], found {short_repr(lenience)}")
 
 
 def _check_key(key) -> None:
@@ -197,7 +197,7 @@ def _array(name: str, value):
     try:
         return np.asarray(value)
     except ValueError:  # lists of several lengths
-        raise InputError(f"{name}: expected an array, found {brief(value)}") from None
+        raise InputError(f"{name}: expected an array, found {short_repr(value)}") from None
 
 
 def _distributions(name: str, value, shape: tuple | None = None, relevant=True) -> Array:

@@ -1,12 +1,12 @@
 """What may be given to `generate`, checked: each mistake is one line that names the argument."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from spsjax.drafters import base, draft_model, none
-from spsjax.errors import InputError, brief
+from spsjax.errors import InputError, short_repr
 from spsjax.loading import Model
 from spsjax.sampling import SamplingParams
 from spsjax.types import PyTree
@@ -27,7 +27,7 @@ def check_sampling(sampling) -> None:
 def check_seed(seed) -> None:
     """Raises InputError unless it is an integer of 32 bits."""
     if not _is_integer(seed) or not 0 <= seed < 2**32:
-        raise InputError(f"seed: expected an integer in [0, 2**32), found {brief(seed)}")
+        raise InputError(f"seed: expected an integer in [0, 2**32), found {short_repr(seed)}")
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], budgets: Sequence[int], *models: Model) -> None:
@@ -46,7 +46,9 @@ def drafter(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter
     """The drafter as the loop takes it, and its parameters."""
     count, context = num_speculative_tokens, model.config.max_positions
     if count is not None and (not _is_integer(count) or count < 0):
-        raise InputError(f"num_speculative_tokens: expected an integer >= 0, found {brief(count)}")
+        raise InputError(
+            f"num_speculative_tokens: expected an integer >= 0, found {short_repr(count)}"
+        )
     if drafter is None:
         if count:
             raise InputError(
@@ -77,7 +79,7 @@ def drafter(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter
     if not _is_integer(count) or not 0 <= count < context:
         raise InputError(
             f"num_speculative_tokens: expected an integer in [0, {context}), the context, "
-            f"found {brief(count)}"
+            f"found {short_repr(count)}"
         )
     return (drafter, params) if count else (none.Drafter(), {})
 
@@ -100,21 +102,14 @@ def budgets(max_new_tokens, batch: int) -> list[int]:
     except ValueError:  # lists of several lengths
         budgets = np.asarray(None)
     if not np.issubdtype(budgets.dtype, np.integer) or (budgets < 0).any():
-        raise InputError(f"max_new_tokens: expected integers >= 0, found {brief(max_new_tokens)}")
+        raise InputError(
+            f"max_new_tokens: expected integers >= 0, found {short_repr(max_new_tokens)}"
+        )
     if budgets.ndim and budgets.shape != (batch,):
         raise InputError(
             f"max_new_tokens: expected one value or {batch} (one a row), found {budgets.size}"
         )
     return np.broadcast_to(budgets, (batch,)).tolist()
-
-
-def build(name: str, cls: Callable, options, **more):
-    """`cls(**options, **more)`; raises InputError where it takes no such options."""
-    try:
-        return cls(**options, **more)
-    except TypeError as error:
-        found = str(error).rpartition("() ")[2]
-        raise InputError(f"{name}: expected what {cls.__name__} takes, found {found}") from None
 
 
 def _is_integer(value) -> bool:
@@ -152,7 +147,7 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
             raise InputError(f"{name}: {error}") from None
         if not ids:
             raise InputError(
-                f"{name}: expected a text of at least one token, found {brief(prompt)}"
+                f"{name}: expected a text of at least one token, found {short_repr(prompt)}"
             )
         return _checked(model, name, ids)
     try:

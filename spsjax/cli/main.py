@@ -18,12 +18,13 @@ import yaml
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from spsjax import arguments, drafters, loading
+from spsjax import drafters, loading
 from spsjax.drafters import base
-from spsjax.errors import InputError, NonFiniteError, Stopped, brief, one_line
+from spsjax.errors import InputError, NonFiniteError, Stopped, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
+from spsjax.utils import from_config
 
 _GRACE_SECONDS = 5
 _PACKAGE = pathlib.Path(__file__).parent
@@ -94,7 +95,7 @@ def _join(saves: bool) -> None:
     os.dup2(2, 1)
     sys.stdout = result
     multihost.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, saves=saves)
-    if not multihost.is_first():
+    if not multihost.is_main_process():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (till the end)
 
 
@@ -108,7 +109,7 @@ def _leave(message: str) -> NoReturn:
     """Ends a process of several at once: an orderly end would wait for those that are gone."""
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
-    if multihost.is_first():  # its end aborts the others, who may be about to say the same
+    if multihost.is_main_process():  # its end aborts the others, who may be about to say the same
         time.sleep(_GRACE_SECONDS)
     os._exit(1)
 
@@ -225,7 +226,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=No
         raise InputError(
             f"drafter: expected 'none', 'model' or a module of spsjax.drafters, found {name!r}"
         )
-    return arguments.build(f"drafter {name}", drafter, options.get(name, {}))
+    return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
 
 
 def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
@@ -239,13 +240,15 @@ def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
     if name in model_names(folder):
         args = (size,) if size else ()
         fields = runpy.run_path(str(path))["get_config"](*args)
-        return arguments.build(name, transformer.Config, fields)
+        return from_config.build(name, transformer.Config, fields)
     if pathlib.Path(name).is_dir():
         return hf_weights.read_config(pathlib.Path(name))
     names = model_names(folder)
     near = [each for each in names if each.partition(":")[0] == stem]
     known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", each) for each in names))
-    raise InputError(f"{brief(name)}: expected a model folder or one of {known}, found neither")
+    raise InputError(
+        f"{short_repr(name)}: expected a model folder or one of {known}, found neither"
+    )
 
 
 def model_names(folder: pathlib.Path) -> list[str]:

@@ -3,9 +3,9 @@
 import contextlib
 from collections.abc import Iterator
 
-import display
 import matplotlib
 
+from spsjax.cli import terminal
 from spsjax.evaluation import race
 from spsjax.utils import atomic_files
 
@@ -20,7 +20,7 @@ def panels(path, rows: int, columns: int, dpi: int = 150, **options) -> Iterator
     figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
     try:
         yield axes
-        with atomic_files.whole(path) as partial:
+        with atomic_files.atomic_write(path) as partial:
             figure.savefig(partial, dpi=dpi, format="png")
     finally:
         pyplot.close(figure)
@@ -40,7 +40,7 @@ def speed(lines, path, mark: str = "") -> None:
                     left.axhline(line.speedup, color=colour, ls=":", label=f"{setting}, n-gram")
         left.axhline(1, color="grey", lw=0.8)
         left.set(xlabel="K, draft tokens a round", ylabel="speed-up over ArS", ylim=(0, None))
-        for index, line in enumerate(display.longest(lines)):
+        for index, line in enumerate(terminal.longest(lines)):
             values = [float("nan") if x is None else x for x in line.acceptance_by_position]
             positions = range(1, len(values) + 1)
             right.plot(positions, values, "o-", color=f"C{index}", label=line.setting)
