@@ -27,7 +27,7 @@ class Model:
     name: str
     config: transformer.Config
     params: PyTree
-    tokenization: Tokenizer | None = None
+    tokenizer: Tokenizer | None = None
     mesh: jax.sharding.Mesh | None = None
 
     def in_mesh(self) -> contextlib.AbstractContextManager:

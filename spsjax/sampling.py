@@ -1,8 +1,8 @@
 """From logits to the distribution that is really sampled, and from it to a token.
 
 `to_probs` is the only place where temperature, top-k, top-p and min-p are applied, in that order,
-for target and draft alike; `draw` is the only place where a token is drawn. A ratio of probabilities is
-therefore always between the very arrays that were drawn from.
+for target and draft alike; `draw` is the only place where a token is drawn. A ratio of
+probabilities is therefore always between the very arrays that were drawn from.
 
 The vocabulary is never sorted: a threshold is searched for, which only counts and sums.
 """
