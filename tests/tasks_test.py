@@ -13,7 +13,7 @@ import pytest
 from bad_input import one_line
 
 from spsjax.data import documents
-from spsjax.evaluation.tasks import base, human_eval, sandbox, spec_bench, stdlib_functions, xsum
+from spsjax.evaluation.tasks import base, human_eval, sandbox, spec_bench, stdlib, xsum
 
 DATA = pathlib.Path(os.environ.get("SPSJAX_DATA", ""))
 
@@ -304,7 +304,7 @@ def completions(tmp_path):
     (tmp_path / "code.py").write_text(CODE)
     (tmp_path / "other.py").write_text("def f(:\n")
     sources = documents.Sources((str(tmp_path),), (str(tmp_path),))
-    return stdlib_functions.Task(sources, lines=5, count=0)
+    return stdlib.Task(sources, lines=5, count=0)
 
 
 def test_a_completion_begins_after_a_docstring(completions):
@@ -332,11 +332,11 @@ def test_what_does_not_parse_or_is_nothing(completions):
 
 
 def test_held_out_files_alone_are_asked_for():
-    examples = list(stdlib_functions.Task(count=20).examples())
+    examples = list(stdlib.Task(count=20).examples())
     assert len(examples) == 20 == len({each.name for each in examples})
     assert all(documents.is_held_out(each.name.rpartition(":")[0]) for each in examples)
     for example in examples:
-        assert stdlib_functions.judge(example, example.reference["body"])["parses"] == 1, (
+        assert stdlib.judge(example, example.reference["body"])["parses"] == 1, (
             example.name
         )
 
@@ -344,4 +344,4 @@ def test_held_out_files_alone_are_asked_for():
 @pytest.mark.parametrize("changes", [{"lines": 0}, {"count": -1}, {"least": "3"}])
 def test_an_option_that_cannot_be(changes):
     with one_line(*changes):
-        stdlib_functions.Task(**changes)
+        stdlib.Task(**changes)

@@ -63,7 +63,7 @@ def tasks(config, names: Sequence[str]) -> dict[str, Task]:
         if missing and len(missing) < len(files):
             raise InputError(f"tasks.{name}.{missing[0]}: expected a file, found none")
         if not missing:
-            kind = importlib.import_module(f"spsjax.tasks.{name}").Task
+            kind = importlib.import_module(f"spsjax.evaluation.tasks.{name}").Task
             found[name] = from_config.build(f"tasks.{name}", kind, fields)
     if not found:
         raise InputError(f"tasks.{names[0]}.path: expected a file, found none")
