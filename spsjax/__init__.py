@@ -1,27 +1,38 @@
-"""spsjax: speculative sampling of language models in JAX. Everything public is here."""
+"""spsjax: speculative sampling of language models in JAX.
 
-from spsjax import drafters
+Everything exported here is public; all else is internal and may change.
+"""
+
+from spsjax import drafters, verifiers
 from spsjax.errors import InputError, NonFiniteError
-from spsjax.generation import Generation, Stats, generate, stream
-from spsjax.loading import Model, load
+from spsjax.generation import Generation, Stats, generate, propose, stream
+from spsjax.loading import LoadedDrafter, Model, load, load_drafter
 from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
-from spsjax.verifiers.rejection import lenience_bias, rejection_sample
+from spsjax.types import Proposal, Verdict
+from spsjax.verifiers.lenience import lenience_bias
+from spsjax.verifiers.standalone import rejection_sample
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Generation",
     "InputError",
+    "LoadedDrafter",
     "Model",
     "NonFiniteError",
+    "Proposal",
     "SamplingParams",
     "Stats",
+    "Verdict",
     "drafters",
     "generate",
     "lenience_bias",
     "load",
+    "load_drafter",
+    "propose",
     "rejection_sample",
     "sharding",
     "stream",
+    "verifiers",
 ]

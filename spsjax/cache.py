@@ -1,4 +1,10 @@
-"""Key-value caches. `lengths` is the only truth: what lies beyond it is stale, and masked."""
+"""Key-value caches, and the blocks of tokens that are attended to beside them.
+
+Within a round a cache is only read. A forward pass attends to two segments, the cache and the
+block of the round's nodes, and returns the grown block. `KVCache.write` then appends the rows of
+the accepted path: the only place where a cache changes. So there is nothing to roll back, whatever
+was rejected, and a chain, a tree and a chunk of a prompt are written alike.
+"""
 
 import dataclasses
 import functools
@@ -7,70 +13,118 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.types import Array, pytree_dataclass
+from spsjax import tree
+from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
 
 @pytree_dataclass
-class Layer:
-    """One layer's part of a cache."""
+class Segment:
+    """One layer's keys and values of a cache or of a block, and what each token sees of them."""
 
     keys: Array  # [B, G, S, C]
     values: Array  # [B, G, S, C]
-    lengths: Array  # [B] int32
-    distances: Array | None  # [H, S, C]
+    visible: Array  # [B, T or 1, S] bool
+    positions: Array  # [B, S] int32; -1: nothing is here
+    distances: Array | None  # see `KVCache.distances`
 
 
 @pytree_dataclass
 class KVCache:
-    """Keys and values of each layer, with a length per row.
+    """Keys and values per layer, with a length per row: slot i holds the token of position i.
 
-    Rolling back is `at(lengths)`: nothing is zeroed or copied. A pass over T tokens writes slots
-    `lengths .. lengths + T`, so a buffer needs T slots of slack beyond the last valid one
-    (`dynamic_update_slice` would silently move a write that does not fit).
+    `lengths` is the only truth. What lies beyond it is stale and masked, never zeroed.
 
-    A layer with relative positions keeps what it makes of each distance here, too: this depends on
-    the parameters alone, but is as dear as a pass over S tokens.
+    A layer with relative positions also has what it makes of each distance. That depends on the
+    parameters alone, but is as expensive as a pass over S tokens.
     """
 
-    keys: tuple[Array, ...]  # one [B, G, S, C] a layer
-    values: tuple[Array, ...]  # one [B, G, S, C] a layer
-    lengths: Array  # [B] int32, valid slots a row
-    distances: tuple[Array | None, ...]  # one [H, S, C] a layer, of distances S-1, ..., 0; or None
+    keys: tuple[Array, ...]  # one [B, G, S, C] per layer
+    values: tuple[Array, ...]  # one [B, G, S, C] per layer
+    lengths: Array  # [B] int32, valid slots per row
+    distances: tuple[Array | None, ...]  # one [H, S, C] per layer, for distances S-1, ..., 0
 
     @property
     def num_slots(self) -> int:
         return self.keys[0].shape[2]
 
+    def positions(self) -> Array:
+        """Returns [B, S] int32: the position of the token in each slot, -1 if there is none."""
+        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
+        return jnp.where(slots < self.lengths[:, None], slots, -1)
+
     def at(self, lengths: Array) -> "KVCache":
-        """The same buffers with other lengths: a rollback, or an advance over written slots."""
+        """Returns the same buffers with other lengths."""
         return dataclasses.replace(self, lengths=lengths)
 
-    def layer(self, index: int) -> Layer:
-        """The buffers of one layer."""
-        return Layer(self.keys[index], self.values[index], self.lengths, self.distances[index])
+    def write(self, block: Block, path_BP: Array, lengths_B: Array) -> "KVCache":
+        """Returns the cache with the block's rows along a path in its next P slots.
+
+        The path's rows land in slots `lengths .. lengths + P`, of which the new lengths keep as
+        many as were accepted. A buffer needs P slots beyond the last valid one:
+        `dynamic_update_slice` would silently move a write that does not fit.
+
+        Gathering along a path that depends on the verdict also tells the compiler that the write
+        comes after every read. Without that order it copies the whole cache.
+        """
+
+        def append(buffer_BGSC, rows_BGPC):
+            rows = tree.along(path_BP, rows_BGPC, axis=2)
+            write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
+            return jax.vmap(write_row)(buffer_BGSC, rows, self.lengths)
+
+        return KVCache(
+            tuple(map(append, self.keys, block.keys)),
+            tuple(map(append, self.values, block.values)),
+            lengths_B,
+            self.distances,
+        )
+
+    def extend(self, output: ModelOutput) -> "KVCache":
+        """Returns the cache with all tokens of a pass behind what it holds, as for a prompt."""
+        tokens = output.block.positions.shape[1]
+        # The path is 0, 1, .. whatever `unknown` is. But the compiler cannot tell, and so it orders
+        # the write after the pass (see `write`).
+        unknown = jnp.isnan(output.hidden[:, -1:, 0]).astype(jnp.int32)
+        path = jnp.minimum(jnp.arange(tokens), tokens - 1 + unknown)
+        return self.write(output.block, path, self.lengths + tokens)
+
+    def insert(self, row: Array, other: "KVCache") -> "KVCache":
+        """Returns the cache with the one row of `other` in the place of row `row`."""
+        own = dataclasses.replace(self, distances=())
+        inserted = insert_row(own, row, dataclasses.replace(other, distances=()))
+        return dataclasses.replace(inserted, distances=self.distances)
+
+
+def insert_row(state, row: Array, other):
+    """Returns a pytree of arrays [B, ...] with the one row of `other` [1, ...] at index `row`.
+
+    Caches insert on their own: not all that they hold has a batch axis.
+    """
+
+    def insert(mine, theirs):
+        if isinstance(mine, KVCache):
+            return mine.insert(row, theirs)
+        return lax.dynamic_update_slice_in_dim(mine, theirs, row, axis=0)
+
+    def is_cache(leaf):
+        return isinstance(leaf, KVCache) and leaf is not state
+
+    return jax.tree.map(insert, state, other, is_leaf=is_cache)
 
 
 def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:
-    """A cache with nothing in it; `shape` is [B, G, S, C]."""
+    """Returns a cache with nothing in it; `shape` is [B, G, S, C]."""
     buffers = tuple(jnp.zeros(shape, dtype) for _ in range(2 * num_layers))
     lengths = jnp.zeros(shape[0], jnp.int32)
     return KVCache(buffers[:num_layers], buffers[num_layers:], lengths, distances)
 
 
-def write(buffer_BGSC: Array, update_BGTC: Array, starts_B: Array) -> Array:
-    """Writes T entries of each row at the row's own start."""
-    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
-    return jax.vmap(write_row)(buffer_BGSC, update_BGTC, starts_B)
-
-
-def causal_mask(positions_BT: Array, slots: int) -> Array:
-    """[B, T, S] bool: a query sees the slots up to its own position, its own included.
-
-    Slots and positions coincide for a chain, so this also hides every stale slot.
-    """
-    return jnp.arange(slots) <= positions_BT[:, :, None]
-
-
-def window_mask(positions_BT: Array, slots: int, window: int) -> Array:
-    """[B, T, S] bool: a query sees no slot that is `window` or more positions before its own."""
-    return jnp.arange(slots) > positions_BT[:, :, None] - window
+def empty_block(num_layers: int, shape: tuple[int, ...], dtype) -> Block:
+    """Returns a block of no nodes yet, with room for P; `shape` is [B, G, P, C]."""
+    buffers = tuple(jnp.zeros(shape, dtype) for _ in range(2 * num_layers))
+    return Block(
+        buffers[:num_layers],
+        buffers[num_layers:],
+        jnp.full((shape[0], shape[2]), -1, jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )

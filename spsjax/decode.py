@@ -12,20 +12,22 @@ Between rounds, with n = `lengths[b]` committed tokens of row b:
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling
+from spsjax import tree
 from spsjax.drafters.base import Drafter
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
-from spsjax.types import Array, PyTree, pytree_dataclass
-from spsjax.verifiers import rejection as verify
+from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Verdict, pytree_dataclass
+from spsjax.verifiers.base import Verifier
+
+# Tokens of a prompt that one pass takes at most: scores of T tokens against S slots are T x S.
+PREFILL_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Program:
 
     target: transformer.Config
     drafter: Drafter
+    verifier: Verifier
     eos_ids: tuple[int, ...] = ()
-    lenience: float = 1.0
+    prefill_tokens: int = PREFILL_TOKENS
 
 
 @pytree_dataclass
@@ -49,38 +52,207 @@ class DecodeState:
     cache: kv.KVCache  # the target's
     drafter: PyTree  # the drafter's own state
     # Fixed.
+    rows: RowParams  # sampling parameters per row
     limits: Array  # [B] int32, where `lengths` must stop
     keys: Array  # [B] keys
     # Outcome.
     failed: Array  # [B] bool: a distribution was not finite
     rounds: Array  # [B] int32, target calls while the row was not done
     proposed: Array  # [B] int32, draft tokens offered
-    accepted: Array  # [B, K+1] int32, rounds by how many drafts were accepted
+    accepted: Array  # [B, K+1] int32, rounds by how many draft tokens were accepted
+
+
+def step(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
+    """Runs one round: between 1 and K + 1 tokens for every row that is not done."""
+    keys = round_keys(state)
+    with jax.named_scope("propose"):
+        proposal, drafter_state = propose(program, params, state, keys)
+
+    def judge(proposal: Proposal) -> tuple[ModelOutput, Verdict]:
+        with jax.named_scope("score"):
+            output = score(program, params, state, proposal)
+        with jax.named_scope("verify"):
+            return output, program.verifier(keys, proposal, output.logits, state.rows)
+
+    output, verdict = at_smallest_size(program.drafter, state.done, proposal, judge)
+    with jax.named_scope("commit"):
+        return commit(program, params, state, drafter_state, proposal, output, verdict)
+
+
+def run(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
+    """Runs rounds until every row is done, or one has failed."""
+    return lax.while_loop(
+        lambda state: ~jnp.all(state.done) & ~jnp.any(state.failed),
+        lambda state: step(program, params, state),
+        state,
+    )
+
+
+def round_keys(state: DecodeState) -> Array:
+    """Returns [B] keys of this round.
+
+    The committed length grows every round, so no key is used twice. A row's keys do not depend on
+    the other rows.
+    """
+    return jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
+
+
+def propose(
+    program: Program, params: PyTree, state: DecodeState, keys_B: Array
+) -> tuple[Proposal, PyTree]:
+    """Lets the drafter propose; returns its state, too, which `commit` takes on."""
+    return program.drafter.propose(
+        params, state.drafter, state.tokens, state.lengths, state.rows, keys_B
+    )
+
+
+def score(program: Program, params: PyTree, state: DecodeState, proposal: Proposal) -> ModelOutput:
+    """Runs the target over the root and N draft tokens: one distribution after each of them."""
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    drafts = jnp.where(proposal.tokens >= 0, proposal.tokens, root)
+    ancestors = positions = None
+    if proposal.parents is not None:
+        ancestors = tree.ancestors(proposal.parents)
+        positions = state.cache.lengths[:, None] + jnp.sum(ancestors, axis=-1) - 1
+    output = transformer.apply(
+        program.target,
+        params["target"],
+        jnp.concatenate([root, drafts], axis=1),
+        state.cache,
+        positions_BT=positions,
+        ancestors=ancestors,
+        tap_layers=program.drafter.tap_layers,
+    )
+    return dataclasses.replace(output, logits=sharding.gather_vocab(output.logits))
+
+
+def commit(
+    program: Program,
+    params: PyTree,
+    state: DecodeState,
+    drafter_state: PyTree,
+    proposal: Proposal,
+    output: ModelOutput,
+    verdict: Verdict,
+) -> DecodeState:
+    """Appends what was decided, up to an end of sequence or the row's limit."""
+    active = ~state.done
+    room = state.limits - state.lengths
+    count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
+    is_end = functools.reduce(
+        jnp.logical_or,
+        (verdict.tokens == eos for eos in program.eos_ids),
+        jnp.zeros_like(verdict.tokens, bool),
+    )
+    is_end &= jnp.arange(is_end.shape[1]) < count[:, None]
+    ended = jnp.any(is_end, axis=1)
+    count = jnp.where(ended, jnp.argmax(is_end, axis=1).astype(jnp.int32) + 1, count)
+    lengths = state.lengths + count
+    tokens = jax.vmap(lax.dynamic_update_slice)(
+        state.tokens, verdict.tokens, state.lengths[:, None]
+    )
+    # Ignore non-finite distributions beyond an end of sequence or the limit: nothing is emitted
+    # from them.
+    failed = active & ~verdict.valid & ~ended & (lengths < state.limits)
+    accepted = verdict.num_tokens - verdict.valid
+    accepted = jax.nn.one_hot(accepted, state.accepted.shape[1], dtype=jnp.int32)
+    offered = proposal.tokens >= 0
+    if proposal.eligible is not None:
+        offered &= proposal.eligible
+    offered = jnp.sum(offered, axis=1, dtype=jnp.int32)
+    return dataclasses.replace(
+        state,
+        tokens=tokens,
+        lengths=lengths,
+        done=state.done | failed | ended | (lengths >= state.limits),
+        cache=state.cache.write(output.block, verdict.path, lengths - 1),
+        drafter=program.drafter.commit(
+            params, drafter_state, tokens, lengths, proposal, output, verdict
+        ),
+        failed=state.failed | failed,
+        rounds=state.rounds + active,
+        proposed=state.proposed + jnp.where(active, offered, 0),
+        accepted=state.accepted + jnp.where(active[:, None], accepted, 0),
+    )
+
+
+def at_smallest_size(drafter: Drafter, done: Array, proposal: Proposal, judge):
+    """Calls `judge` on as few of the proposal's nodes as hold the longest proposal of the batch.
+
+    A pass has a static number of rows, so that one is compiled per size and `lax.switch` chooses:
+    a round in which nothing was proposed costs what a round of autoregressive sampling costs. The
+    branches only read the cache. With the cache as their result it would be copied every round.
+    """
+    K, N = drafter.num_speculative_tokens, proposal.tokens.shape[1]
+    sizes = sorted({size for size in drafter.score_sizes if size < N} | {N})
+
+    def branch(size: int):
+        output, verdict = judge(_first_nodes(proposal, size))
+        return _pad_output(output, N - size), _fit_verdict(verdict, K + 1)
+
+    if len(sizes) == 1:
+        return branch(N)
+    offered = (proposal.tokens >= 0) & ~done[:, None]
+    used = jnp.max(jnp.where(offered, jnp.arange(1, N + 1), 0))
+    index = jnp.sum(used > jnp.asarray(sizes[:-1]))
+    return lax.switch(index, [functools.partial(branch, size) for size in sizes])
 
 
 def prefill(
     program: Program,
     slots: int,
     params: PyTree,
+    rows: RowParams,
     tokens_BT: Array,
     lengths_B: Array,
     limits_B: Array,
     keys_B: Array,
 ) -> DecodeState:
-    """State after the prompts `tokens_BT[b, :lengths_B[b]]`, with buffers of `slots` tokens."""
+    """Returns the state after prompts, in chunks of at most `prefill_tokens` tokens.
+
+    Args:
+        program: what is compiled in.
+        slots: size of the token buffer and of the caches.
+        params: parameters of target and drafter.
+        rows: sampling parameters per row.
+        tokens_BT: prompts `tokens_BT[b, :lengths_B[b]]`, padded with any tokens.
+        lengths_B: lengths of the prompts.
+        limits_B: lengths at which rows are done.
+        keys_B: one key per row.
+    """
     B, T = tokens_BT.shape
+    count = -(-T // program.prefill_tokens)
+    width = -(-T // count)
+    padded = jnp.pad(tokens_BT, ((0, 0), (0, count * width - T)), mode="edge")
     cache = transformer.empty_cache(program.target, params["target"], B, slots)
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    mask = kv.causal_mask(positions, slots)
-    output = transformer.apply(program.target, params["target"], tokens_BT, positions, mask, cache)
-    tokens_BS = jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge")
+    drafter = program.drafter.init(params, B, slots)
+
+    def chunk(index, carry, first=False):
+        cache, drafter = carry
+        tokens = lax.dynamic_slice_in_dim(padded, index * width, width, axis=1)
+        starts = jnp.full(B, index * width, jnp.int32)
+        output = transformer.apply(
+            program.target,
+            params["target"],
+            tokens,
+            None if first else cache.at(starts),
+            tap_layers=program.drafter.tap_layers,
+        )
+        drafter = program.drafter.prefill(params, drafter, tokens, starts, output)
+        return cache.at(starts).extend(output), drafter
+
+    if count == 1:
+        cache, drafter = chunk(0, (cache, drafter), first=True)
+    else:
+        cache, drafter = lax.fori_loop(0, count, chunk, (cache, drafter))
     zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
-        tokens=tokens_BS,
+        tokens=jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge"),
         lengths=lengths_B,
         done=lengths_B >= limits_B,
-        cache=output.cache.at(lengths_B - 1),
-        drafter=program.drafter.init(params, tokens_BT, lengths_B, slots),
+        cache=cache.at(lengths_B - 1),
+        drafter=drafter,
+        rows=rows,
         limits=limits_B,
         keys=keys_B,
         failed=jnp.zeros(B, bool),
@@ -90,82 +262,12 @@ def prefill(
     )
 
 
-def score(program: Program, params: PyTree, block_BM: Array, cache: kv.KVCache):
-    """The target's pass over the root and K drafts: one distribution for each, and one more."""
-    positions = cache.lengths[:, None] + jnp.arange(block_BM.shape[1])
-    mask = kv.causal_mask(positions, cache.num_slots)
-    return transformer.apply(program.target, params["target"], block_BM, positions, mask, cache)
+def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
+    """Returns the state with the one row of `fresh` in the place of row `row`.
 
-
-def step(program: Program, params: PyTree, rows: RowParams, state: DecodeState) -> DecodeState:
-    """One round: between 1 and K + 1 tokens for every row that is not done."""
-    # The committed length grows every round, so no key serves twice; and a row's keys know nothing
-    # of the other rows.
-    keys = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
-    with jax.named_scope("propose"):
-        proposal, drafter_state = program.drafter.propose(
-            params, state.drafter, state.tokens, state.lengths, rows, keys
-        )
-    with jax.named_scope("score"):
-        root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        drafts = jnp.where(proposal.tokens >= 0, proposal.tokens, root)
-        block = jnp.concatenate([root, drafts], axis=1)
-        output = score(program, params, block, state.cache)
-        logits = sharding.gather_vocab(output.logits)
-    with jax.named_scope("verify"):
-        target_probs = sampling.to_probs(logits, rows)
-        if program.lenience < 1:
-            target_probs = verify.relax_greedy(
-                target_probs,
-                logits,
-                proposal.tokens,
-                rows.temperature == 0,
-                program.lenience,
-            )
-        verdict = verify.rejection(keys, proposal, target_probs, program.lenience)
-    with jax.named_scope("commit"):
-        active = ~state.done
-        ends = functools.reduce(
-            jnp.logical_or,
-            (verdict.tokens == eos for eos in program.eos_ids),
-            jnp.zeros_like(verdict.tokens, bool),
-        )
-        room = state.limits - state.lengths
-        count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
-        first_end = jnp.argmax(ends, axis=1).astype(jnp.int32)
-        until_end = jnp.where(jnp.any(ends, axis=1), first_end + 1, count)
-        ended = jnp.any(ends & (jnp.arange(ends.shape[1]) < count[:, None]), axis=1)
-        lengths = state.lengths + jnp.minimum(count, until_end)
-        tokens = jax.vmap(lax.dynamic_update_slice)(
-            state.tokens, verdict.tokens, state.lengths[:, None]
-        )
-        # What would not have been emitted may be anything.
-        failed = active & ~verdict.valid & ~ended & (lengths < state.limits)
-        accepted = verdict.num_tokens - verdict.valid
-        accepted = jax.nn.one_hot(accepted, block.shape[1], dtype=jnp.int32)
-        offered = jnp.sum(proposal.tokens >= 0, axis=1, dtype=jnp.int32)
-        return DecodeState(
-            tokens=tokens,
-            lengths=lengths,
-            done=state.done | failed | ended | (lengths >= state.limits),
-            cache=output.cache.at(lengths - 1),
-            drafter=program.drafter.commit(params, drafter_state, lengths),
-            limits=state.limits,
-            keys=state.keys,
-            failed=state.failed | failed,
-            rounds=state.rounds + active,
-            proposed=state.proposed + jnp.where(active, offered, 0),
-            accepted=state.accepted + jnp.where(active[:, None], accepted, 0),
-        )
-
-
-def run(program: Program, params: PyTree, rows: RowParams, state: DecodeState) -> DecodeState:
-    """Rounds until every row is done, or one has failed."""
-    return lax.while_loop(
-        lambda state: ~jnp.all(state.done) & ~jnp.any(state.failed),
-        lambda state: step(program, params, rows, state),
-        state,
-    )
+    Both must have been made by `prefill` of one program with the same number of slots.
+    """
+    return kv.insert_row(state, row, fresh)
 
 
 def num_slots(length: int) -> int:
@@ -179,34 +281,42 @@ def num_slots(length: int) -> int:
     return size
 
 
-_compiled = {}
+def _first_nodes(proposal: Proposal, count: int) -> Proposal:
+    """Cuts off all but the first draft tokens; in a tree, parents come before their children."""
+
+    def cut(array, nodes):
+        return None if array is None else array[:, :nodes]
+
+    return Proposal(
+        proposal.tokens[:, :count],
+        cut(proposal.probs, count if proposal.parents is None else count + 1),
+        cut(proposal.parents, count),
+        cut(proposal.eligible, count),
+    )
 
 
-def compiled(function, *static, donate: int | None = None):
-    """`function(*static, ...)` as a jitted function, its compile time apart from its run time.
+def _pad_output(output: ModelOutput, missing: int) -> ModelOutput:
+    """Pads the output of a smaller pass with zeros, so that all sizes have the same shapes."""
 
-    Returns a function of the remaining arguments that returns `(result, compile_seconds)`; the
-    second is 0 when a program for these shapes and shardings was there already. `donate` is the
-    index of a remaining argument whose buffers the result may take over.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
+    def pad(array, axis=1):
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, missing)
+        return jnp.pad(array, widths)
 
-    def call(*args):
-        leaves, structure = jax.tree.flatten(args)
-        key = (function, static, donate, mesh, structure, *map(_signature, leaves))
-        seconds = 0.0
-        if key not in _compiled:
-            start = time.perf_counter()
-            jitted = jax.jit(
-                functools.partial(function, *static),
-                donate_argnums=() if donate is None else donate,
-            )
-            _compiled[key] = jitted.lower(*args).compile()
-            seconds = time.perf_counter() - start
-        return _compiled[key](*args), seconds
-
-    return call
+    block = output.block
+    keys, values = (
+        tuple(pad(rows, axis=2) for rows in part) for part in (block.keys, block.values)
+    )
+    block = Block(keys, values, pad(block.positions), block.size)
+    return ModelOutput(pad(output.logits), pad(output.hidden), tuple(map(pad, output.taps)), block)
 
 
-def _signature(leaf: Array):
-    return leaf.shape, leaf.dtype, leaf.sharding
+def _fit_verdict(verdict: Verdict, columns: int) -> Verdict:
+    """Pads or cuts tokens and path to K + 1 columns; no path is longer than that."""
+
+    def fit(array):
+        array = array[:, :columns]
+        missing = columns - array.shape[1]
+        return jnp.pad(array, ((0, 0), (0, missing)), constant_values=-1)
+
+    return dataclasses.replace(verdict, tokens=fit(verdict.tokens), path=fit(verdict.path))

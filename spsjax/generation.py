@@ -1,4 +1,4 @@
-"""What people call: `generate` and `stream`."""
+"""The calls that users make: `generate`, `stream` and `propose`."""
 
 import dataclasses
 import time
@@ -7,29 +7,32 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, request, sampling
+from spsjax import decode
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
-from spsjax.loading import Model
-from spsjax.parallel import multihost, sharding
+from spsjax.loading import LoadedDrafter, Model
+from spsjax.parallel import multihost
+from spsjax.request import Request, check_model
 from spsjax.sampling import SamplingParams
-from spsjax.verifiers import rejection as verify
+from spsjax.types import Proposal
+from spsjax.utils.compilation import compiled
+from spsjax.verifiers.base import Verifier
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a call did, over all its rows.
+    """Statistics of a call, over all its rows.
 
     Attributes:
         target_calls: passes of the target after the prompt.
         proposed_tokens: draft tokens offered to the target.
         acceptance_rate: accepted / proposed draft tokens; 0 if none was proposed.
-        block_efficiency: new tokens a row and target call; K + 1 at the most, 1 without a drafter.
-        accepted_histogram: [K+1], how many rounds of a row accepted 0, 1, .. K draft tokens,
-            before an end of sequence or a full budget cut the block off.
-        seconds: run time, prompt included.
-        prompt_seconds: the part of it that went into the prompt.
-        compile_seconds: time to compile, once for each new bucket of lengths.
+        block_efficiency: new tokens per row and target call; at most K + 1, 1 without a drafter.
+        accepted_histogram: [K+1], rounds per number of accepted draft tokens, before an end of
+            sequence or a full budget cut the block off.
+        seconds: run time in seconds, prompt included.
+        prompt_seconds: seconds of it that the prompt took.
+        compile_seconds: seconds to compile, once for each new bucket of lengths.
     """
 
     target_calls: int
@@ -44,7 +47,13 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """`tokens`: the new tokens of each row, an end of sequence included; `texts`: their text."""
+    """Continuations.
+
+    Attributes:
+        tokens: new tokens per row, an end of sequence included.
+        texts: their texts; None if the model has no tokenizer.
+        stats: statistics of the call.
+    """
 
     tokens: list[np.ndarray]
     texts: list[str] | None
@@ -63,13 +72,13 @@ class Round:
 def generate(
     model: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    drafter: Model | base.Drafter | None = None,
+    drafter: Model | LoadedDrafter | base.Drafter | None = None,
     num_speculative_tokens: int | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int | Sequence[int] = 128,
     seed: int = 0,
     *,
-    lenience: float = 1.0,
+    verifier: Verifier | None = None,
     stop_at_eos: bool = True,
 ) -> Generation:
     """Continues each prompt with samples of the target, by speculative sampling.
@@ -77,62 +86,189 @@ def generate(
     Args:
         model: the target.
         prompts: texts, or lists of token ids.
-        drafter: None (autoregressive sampling); a loaded model, which drafts; or a
-            `spsjax.drafters.*.Drafter`.
-        num_speculative_tokens: K, draft tokens a round. None: the drafter's own, 4 for a model.
-        sampling: of the target, and of a draft model just so.
-        max_new_tokens: one budget, or one a row.
-        seed: in [0, 2**32); row b of any call with this seed draws the same random numbers.
-        lenience: below 1, accepts more drafts and is **lossy** (`verify.lenience_bias`).
-        stop_at_eos: False goes on to the budget.
+        drafter: None for autoregressive sampling; a loaded model, which then drafts; what
+            `load_drafter` returns; or a `spsjax.drafters.*.Drafter` that has no weights.
+        num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
+        sampling: parameters for the target; a draft model uses the same.
+        max_new_tokens: one budget, or one per row.
+        seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.
+        verifier: rule that decides which draft tokens are accepted; None: modified rejection
+            sampling, which is lossless.
+        stop_at_eos: whether a row ends at the model's end-of-sequence ids.
 
     Raises:
         InputError: an argument that cannot be used; the message names it.
         NonFiniteError: a model gave a NaN or an infinity; the message names row and position.
     """
-    job = _Job(
-        "run", model, prompts, drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
-        lenience, stop_at_eos,
-    )  # fmt: skip
-    return job.run()
+    request = Request(
+        "generate",
+        model,
+        prompts,
+        drafter,
+        num_speculative_tokens,
+        sampling,
+        max_new_tokens,
+        seed,
+        verifier,
+        stop_at_eos,
+    )
+    return _run(request)
 
 
 def stream(
     model: Model,
     prompt: str | Sequence[int],
-    drafter: Model | base.Drafter | None = None,
+    drafter: Model | LoadedDrafter | base.Drafter | None = None,
     num_speculative_tokens: int | None = None,
     **options,
 ) -> Iterator[str]:
     """Yields the text of one continuation as it grows; the pieces join to `generate`'s text.
 
     Takes what `generate` takes, and raises what it raises. A character that spans tokens is held
-    back until it is whole.
+    back until it is complete.
     """
-    request.check_model(model)
+    check_model(model)
     if model.tokenizer is None:
         raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
-    return _texts(model, *rounds(model, prompt, drafter, num_speculative_tokens, **options))
+    ids, steps = rounds(model, prompt, drafter, num_speculative_tokens, **options)
+    return _texts(model, ids, steps)
 
 
 def rounds(
     model: Model,
     prompt: str | Sequence[int],
-    drafter: Model | base.Drafter | None = None,
+    drafter: Model | LoadedDrafter | base.Drafter | None = None,
     num_speculative_tokens: int | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int = 128,
     seed: int = 0,
     *,
-    lenience: float = 1.0,
+    verifier: Verifier | None = None,
     stop_at_eos: bool = True,
 ) -> tuple[list[int], Iterator[Round]]:
-    """The prompt's token ids, and the rounds of one continuation as they happen."""
-    job = _Job(
-        "rounds", model, [prompt], drafter, num_speculative_tokens, sampling, max_new_tokens, seed,
-        lenience, stop_at_eos,
-    )  # fmt: skip
-    return job.prompts[0], job.rounds()
+    """Returns the prompt's token ids, and the rounds of one continuation as they happen."""
+    request = Request(
+        "rounds",
+        model,
+        [prompt],
+        drafter,
+        num_speculative_tokens,
+        sampling,
+        max_new_tokens,
+        seed,
+        verifier,
+        stop_at_eos,
+    )
+    return request.prompts[0], _rounds(request)
+
+
+def propose(
+    model: Model,
+    prompt: str | Sequence[int],
+    drafter: Model | LoadedDrafter | base.Drafter,
+    num_speculative_tokens: int | None = None,
+    sampling: SamplingParams = SamplingParams(),
+    seed: int = 0,
+) -> Proposal:
+    """Returns what the drafter would propose after a prompt, for people who study drafters.
+
+    Takes what `generate` takes, and raises what it raises. The proposal has one row, and is the
+    one of `generate`'s first round with the same seed.
+    """
+    request = Request(
+        "propose",
+        model,
+        [prompt],
+        drafter,
+        num_speculative_tokens,
+        sampling,
+        0,
+        seed,
+        None,
+        False,
+    )
+    state, _ = _prefill(request)
+    with model.in_mesh():
+        proposal, _ = compiled(_propose, request.program)(request.params, state)
+    return jax.tree.map(lambda leaf: leaf[:1], multihost.to_host(proposal))
+
+
+def _propose(program: decode.Program, params, state: decode.DecodeState) -> Proposal:
+    return decode.propose(program, params, state, decode.round_keys(state))[0]
+
+
+def _prefill(request: Request) -> tuple[decode.DecodeState, float]:
+    """Returns the state after the prompts, and the seconds it took to compile."""
+    prefill = compiled(decode.prefill, request.program, request.slots)
+    with request.model.in_mesh():
+        return prefill(request.params, *request.inputs)
+
+
+def _run(request: Request) -> Generation:
+    """Runs the whole request in one jitted loop."""
+    start = time.perf_counter()
+    state, first = _prefill(request)
+    jax.block_until_ready(state)
+    prompt_seconds = time.perf_counter() - start - first
+    with request.model.in_mesh():
+        loop = compiled(decode.run, request.program, donate=1)
+        state, second = loop(request.params, state)
+        result = multihost.to_host(_small(state))
+    seconds = time.perf_counter() - start - first - second
+    _check_finite(result)
+    count = len(request.prompts)
+    spans = zip(request.lengths[:count], result["lengths"])
+    tokens = [row[start:end] for row, (start, end) in zip(result["tokens"], spans)]
+    histogram = result["accepted"][:count].sum(axis=0)
+    proposed = int(result["proposed"][:count].sum())
+    calls = result["rounds"][:count]
+    stats = Stats(
+        target_calls=int(calls.max()),
+        proposed_tokens=proposed,
+        acceptance_rate=float(histogram @ np.arange(len(histogram)) / max(proposed, 1)),
+        block_efficiency=float(sum(map(len, tokens)) / max(calls.sum(), 1)),
+        accepted_histogram=histogram.tolist(),
+        seconds=seconds,
+        prompt_seconds=prompt_seconds,
+        compile_seconds=first + second,
+    )
+    texts, tokenizer = None, request.model.tokenizer
+    if tokenizer is not None:
+        pairs = zip(request.prompts, tokens)
+        texts = [continuation(tokenizer, prompt, new) for prompt, new in pairs]
+    return Generation(tokens, texts, stats)
+
+
+def _rounds(request: Request) -> Iterator[Round]:
+    """Yields the rounds of a request of one row: the same step, called from here."""
+    state, _ = _prefill(request)
+    before = multihost.to_host(_small(state))
+    step = compiled(decode.step, request.program, donate=1)
+    while not before["done"].all():
+        with request.model.in_mesh():
+            state, _ = step(request.params, state)
+        after = multihost.to_host(_small(state))
+        _check_finite(after)
+        yield Round(
+            tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],
+            accepted=int(np.argmax(after["accepted"][0] - before["accepted"][0])),
+            proposed=int(after["proposed"][0] - before["proposed"][0]),
+        )
+        before = after
+
+
+def _small(state: decode.DecodeState) -> dict[str, jax.Array]:
+    """Returns what the host reads of a state: everything but caches and keys."""
+    fields = ("tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted")
+    return {field: getattr(state, field) for field in fields}
+
+
+def _check_finite(result: dict[str, np.ndarray]) -> None:
+    for row in np.flatnonzero(result["failed"]):
+        raise NonFiniteError(
+            f"row {row}, position {result['lengths'][row]}: expected finite logits, "
+            "found a NaN or an infinity"
+        )
 
 
 def _texts(model: Model, prompt: list[int], steps: Iterator[Round]) -> Iterator[str]:
@@ -158,125 +294,3 @@ def continuation(tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str
         if both.startswith(start):
             return both[len(start) :]
     return tokenizer.decode(tokens)
-
-
-class _Job:
-    """A checked call of `generate`: programs, parameters, and the arrays to start from."""
-
-    def __init__(
-        self, how, model, prompts, drafter, num_speculative_tokens, params, max_new_tokens, seed,
-        lenience, stop_at_eos,
-    ):  # fmt: skip
-        verify.check_lenience(lenience)
-        request.check_model(model)
-        request.check_sampling(params)
-        request.check_seed(seed)
-        draft = [drafter] if isinstance(drafter, Model) else []
-        drafter, weights = request.drafter(model, drafter, num_speculative_tokens)
-        self.model = model
-        self.prompts = request.prompts(model, prompts)
-        budgets = request.budgets(max_new_tokens, len(self.prompts))
-        request.check_lengths(self.prompts, budgets, model, *draft)
-        eos_ids = model.config.eos_ids if stop_at_eos else ()
-        self.program = decode.Program(model.config, drafter, eos_ids, float(lenience))
-        self.params = {"target": model.params, "drafter": weights}
-        multihost.check_same_everywhere(
-            how, self.program, self.prompts, budgets, params, seed, model.mesh
-        )
-        # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
-        extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
-        lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)
-        limits = lengths + np.asarray([*budgets, *[0] * extra], np.int32)
-        width = decode.num_slots(int(lengths.max()))
-        self.slots = max(
-            width, decode.num_slots(int(limits.max()) + drafter.num_speculative_tokens + 1)
-        )
-        tokens = np.zeros((len(lengths), width), np.int32)
-        for row, prompt in enumerate(self.prompts):
-            tokens[row, : len(prompt)] = prompt
-            tokens[row, len(prompt) :] = prompt[-1]  # masked; a token that is known to be harmless
-        rows = params.rows(len(self.prompts))
-        rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
-        place = sharding.batch_sharding(model.mesh)
-        with self.model.in_mesh():
-            keys = jax.jit(_keys, static_argnums=1, out_shardings=place)(
-                np.uint32(seed), len(lengths)
-            )
-            self.inputs = (*jax.device_put((tokens, lengths, limits), place), keys)
-            self.rows = jax.device_put(rows, place)
-        self.lengths = lengths
-
-    def run(self) -> Generation:
-        """The whole of it in one jitted loop."""
-        start = time.perf_counter()
-        with self.model.in_mesh():
-            state, first = decode.compiled(decode.prefill, self.program, self.slots)(
-                self.params, *self.inputs
-            )
-            jax.block_until_ready(state)
-            prompt_seconds = time.perf_counter() - start - first
-            loop = decode.compiled(decode.run, self.program, donate=2)
-            state, second = loop(self.params, self.rows, state)
-            result = multihost.to_host(_small(state))
-        seconds = time.perf_counter() - start - first - second
-        self._check(result)
-        count = len(self.prompts)
-        tokens = [
-            result["tokens"][row, self.lengths[row] : result["lengths"][row]]
-            for row in range(count)
-        ]
-        histogram = result["accepted"][:count].sum(axis=0)
-        proposed = int(result["proposed"][:count].sum())
-        calls = result["rounds"][:count]
-        stats = Stats(
-            target_calls=int(calls.max()),
-            proposed_tokens=proposed,
-            acceptance_rate=float(histogram @ np.arange(len(histogram)) / max(proposed, 1)),
-            block_efficiency=float(sum(map(len, tokens)) / max(calls.sum(), 1)),
-            accepted_histogram=histogram.tolist(),
-            seconds=seconds,
-            prompt_seconds=prompt_seconds,
-            compile_seconds=first + second,
-        )
-        texts = None
-        if self.model.tokenizer is not None:
-            pairs = zip(self.prompts, tokens)
-            texts = [continuation(self.model.tokenizer, prompt, new) for prompt, new in pairs]
-        return Generation(tokens, texts, stats)
-
-    def rounds(self) -> Iterator[Round]:
-        """The same step, called from here, one row."""
-        with self.model.in_mesh():
-            state, _ = decode.compiled(decode.prefill, self.program, self.slots)(
-                self.params, *self.inputs
-            )
-        before = multihost.to_host(_small(state))
-        step = decode.compiled(decode.step, self.program, donate=2)
-        while not before["done"].all():
-            with self.model.in_mesh():
-                state, _ = step(self.params, self.rows, state)
-            after = multihost.to_host(_small(state))
-            self._check(after)
-            yield Round(
-                tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],
-                accepted=int(np.argmax(after["accepted"][0] - before["accepted"][0])),
-                proposed=int(after["proposed"][0] - before["proposed"][0]),
-            )
-            before = after
-
-    def _check(self, result) -> None:
-        for row in np.flatnonzero(result["failed"]):
-            raise NonFiniteError(
-                f"row {row}, position {result['lengths'][row]}: expected finite logits, "
-                "found a NaN or an infinity"
-            )
-
-
-def _keys(seed, count: int) -> jax.Array:
-    return sampling.row_keys(jax.random.key(seed, impl=sampling.GENERATOR), count)
-
-
-def _small(state: decode.DecodeState) -> dict[str, jax.Array]:
-    """What the host wants to see of a state: everything but caches and keys."""
-    fields = ("tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted")
-    return {field: getattr(state, field) for field in fields}

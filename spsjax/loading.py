@@ -8,7 +8,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from spsjax import tokenization
+from spsjax import drafters, tokenization
+from spsjax.drafters import draft_model
+from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
@@ -17,12 +19,22 @@ from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
 
 _HUB = "hf://"
+# Drafting methods that need no weights, by the names of their modules.
+WEIGHTLESS = "none", "ngram"
 _SHIPPED = pathlib.Path(__file__).parent / "pretrained"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """A target, or a draft: what `generate` takes."""
+    """A target, or a draft: what `generate` takes.
+
+    Attributes:
+        name: name or folder it was loaded by.
+        config: shape of the model.
+        params: weights, on their devices.
+        tokenizer: tokenizer; None if the folder has none.
+        mesh: mesh over which the weights are split; None: one device.
+    """
 
     name: str
     config: transformer.Config
@@ -31,21 +43,38 @@ class Model:
     mesh: jax.sharding.Mesh | None = None
 
     def in_mesh(self) -> contextlib.AbstractContextManager:
-        """The context in which its programs are traced and run."""
+        """Returns the context in which its programs are traced and run."""
         return sharding.use_mesh(self.mesh)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that one pass reads from one memory.
+        """Bytes of weights that one pass reads from the memory of one device.
 
-        All that is there, but for an input embedding of its own. A memory is that of a device; the
-        CPU devices of a process share theirs.
+        An input embedding that is not also the head is left out: a pass reads few of its rows. The
+        CPU devices of one process share one memory.
         """
         read = {name: part for name, part in self.params.items() if name != "embed"}
         leaves = jax.tree.leaves(self.params if self.config.tie_embeddings else read)
         total = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
         used = {shard.device for leaf in leaves for shard in leaf.addressable_shards}
         return total if jax.default_backend() == "cpu" else total // len(used)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter with the weights that it needs: what `generate` takes.
+
+    Attributes:
+        name: name or folder it was loaded by.
+        drafter: drafting method.
+        params: weights; {} for a method without.
+        max_positions: context of a draft model; None: no limit of its own.
+    """
+
+    name: str
+    drafter: Drafter
+    params: PyTree
+    max_positions: int | None = None
 
 
 def default_dtype() -> jnp.dtype:
@@ -85,6 +114,33 @@ def load(
     where = sharding.param_shardings(mesh, config, replicate)
     params = hf_weights.read_params(folder, config, dtype, where)
     return Model(str(name), config, params, pieces, mesh)
+
+
+def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = False) -> LoadedDrafter:
+    """Loads a drafter for a target.
+
+    Args:
+        name: name of a drafting method that needs no weights ("ngram"), or whatever `load` takes: a
+            smaller model with the target's tokenizer.
+        target: model to draft for; its mesh and compute type are taken over.
+        replicate: with a mesh, whether to keep all weights on every device.
+
+    Raises:
+        InputError: no drafter of that name, or one that does not fit the target.
+    """
+    if not isinstance(target, Model):
+        raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
+    if name in WEIGHTLESS:
+        return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
+    dtype = target.params["norm"]["scale"].dtype
+    return as_drafter(load(name, target.mesh, dtype, replicate), target)
+
+
+def as_drafter(draft: Model, target: Model) -> LoadedDrafter:
+    """Returns a loaded model as a drafter for a target; raises InputError if they do not fit."""
+    _check_pair(target, draft)
+    drafter = draft_model.Drafter(draft.config, vocab_size=target.config.vocab_size)
+    return LoadedDrafter(draft.name, drafter, draft.params, draft.config.max_positions)
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
@@ -201,6 +257,23 @@ def compute_type(dtype) -> jnp.dtype:
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise InputError(f"{expected} and at most 32 (jax_enable_x64 is off), found {dtype}")
     return dtype
+
+
+def _check_pair(target: Model, draft: Model) -> None:
+    name = f"drafter {draft.name}"
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        if target.tokenizer != draft.tokenizer:
+            raise InputError(f"{name}: expected the target's tokenizer, found another one")
+    elif (
+        draft.config.vocab_size != target.config.vocab_size
+        and draft.config.vocab_rows != target.config.vocab_rows
+    ):  # without tokenizers, only their sizes can say that the vocabularies are the same
+        raise InputError(
+            f"{name}: expected the target's vocabulary of {target.config.vocab_size}, "
+            f"found {draft.config.vocab_size}"
+        )
+    if target.mesh != draft.mesh:
+        raise InputError(f"{name}: expected the target's mesh, found another one")
 
 
 def _check_mesh(mesh) -> None:

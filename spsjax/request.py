@@ -1,15 +1,99 @@
-"""What may be given to `generate`, checked: each mistake is one line that names the argument."""
+"""A checked call: prompts, budgets, sampling and a drafter become the arrays that the loop takes.
+
+Every mistake of a caller is one line that names the argument.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
+from spsjax import decode, loading, sampling
 from spsjax.drafters import base, draft_model, none
 from spsjax.errors import InputError, short_repr
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
+from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
-from spsjax.types import PyTree
+from spsjax.verifiers import base as base_verifier
+from spsjax.verifiers import rejection
+
+_NO_DRAFTER = LoadedDrafter("none", none.Drafter(), {})
+
+
+class Request:
+    """A call of `generate` after all checks.
+
+    Attributes:
+        model: the target.
+        program: what is compiled in.
+        params: parameters of target and drafter.
+        slots: size of token buffers and caches.
+        prompts: token ids per prompt.
+        lengths: [B] lengths of the prompts; rows beyond the prompts fill up the mesh.
+        inputs: arrays for `decode.prefill`.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        model: Model,
+        prompts,
+        drafter,
+        num_speculative_tokens: int | None,
+        params: SamplingParams,
+        max_new_tokens,
+        seed: int,
+        verifier,
+        stop_at_eos: bool,
+    ):
+        check_model(model)
+        check_sampling(params)
+        check_seed(seed)
+        verifier = check_verifier(verifier)
+        loaded = speculation(model, drafter, num_speculative_tokens)
+        self.model = model
+        self.prompts = token_ids(model, prompts)
+        new_tokens = budgets(max_new_tokens, len(self.prompts))
+        contexts = {model.name: model.config.max_positions}
+        if loaded.max_positions:
+            contexts[loaded.name] = loaded.max_positions
+        check_lengths(self.prompts, new_tokens, contexts)
+        eos_ids = model.config.eos_ids if stop_at_eos else ()
+        self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids)
+        self.params = {"target": model.params, "drafter": loaded.params}
+        multihost.check_same_everywhere(
+            caller, self.program, self.prompts, new_tokens, params, seed, model.mesh
+        )
+        self._arrays(params, new_tokens, seed)
+
+    def _arrays(self, params: SamplingParams, new_tokens: list[int], seed: int) -> None:
+        """Makes the inputs of `decode.prefill`, and sizes the buffers."""
+        mesh, count = self.model.mesh, len(self.prompts)
+        # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
+        extra = -count % (1 if mesh is None else mesh.shape["data"])
+        lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)
+        limits = lengths + np.asarray([*new_tokens, *[0] * extra], np.int32)
+        width = decode.num_slots(int(lengths.max()))
+        needed = int(limits.max()) + self.program.drafter.num_speculative_tokens + 1
+        self.slots = max(width, decode.num_slots(needed))
+        tokens = np.zeros((len(lengths), width), np.int32)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+            tokens[row, len(prompt) :] = prompt[-1]  # masked; a token that is known to be harmless
+        rows = params.rows(count)
+        rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
+        where = sharding.batch_sharding(mesh)
+        with self.model.in_mesh():
+            keys = jax.jit(_keys, static_argnums=1, out_shardings=where)(
+                np.uint32(seed), len(lengths)
+            )
+            self.inputs = (*jax.device_put((rows, tokens, lengths, limits), where), keys)
+        self.lengths = lengths
+
+
+def _keys(seed, count: int) -> jax.Array:
+    return sampling.row_keys(jax.random.key(seed, impl=sampling.GENERATOR), count)
 
 
 def check_model(model) -> None:
@@ -30,62 +114,78 @@ def check_seed(seed) -> None:
         raise InputError(f"seed: expected an integer in [0, 2**32), found {short_repr(seed)}")
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], budgets: Sequence[int], *models: Model) -> None:
+def check_lengths(
+    prompts: Sequence[Sequence[int]], budgets: Sequence[int], contexts: Mapping[str, int]
+) -> None:
     """Raises InputError unless every prompt and its new tokens fit into every model's context."""
-    for model in models:
-        context = model.config.max_positions
+    for name, context in contexts.items():
         for row, (prompt, budget) in enumerate(zip(prompts, budgets)):
             if len(prompt) + budget > context:
                 raise InputError(
                     f"prompts[{row}]: expected prompt and new tokens within the context of "
-                    f"{context} of {model.name}, found {len(prompt)} + {budget}"
+                    f"{context} of {name}, found {len(prompt)} + {budget}"
                 )
 
 
-def drafter(model: Model, drafter, num_speculative_tokens) -> tuple[base.Drafter, PyTree]:
-    """The drafter as the loop takes it, and its parameters."""
+def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
+    """Returns the drafter as the loop takes it, with K set; raises InputError where it cannot be.
+
+    `drafter` is None, a loaded model or drafter, or a drafter that needs no weights.
+    """
     count, context = num_speculative_tokens, model.config.max_positions
     if count is not None and (not _is_integer(count) or count < 0):
         raise InputError(
             f"num_speculative_tokens: expected an integer >= 0, found {short_repr(count)}"
         )
-    if drafter is None:
-        if count:
-            raise InputError(
-                f"num_speculative_tokens: expected 0 or None without a drafter, found {count}"
-            )
-        return none.Drafter(), {}
-    params = {}
+    if drafter is None and count:
+        raise InputError(
+            f"num_speculative_tokens: expected 0 or None without a drafter, found {count}"
+        )
+    if drafter is None or (isinstance(drafter, LoadedDrafter) and count == 0):
+        return _NO_DRAFTER
     if isinstance(drafter, Model):
-        _check_pair(model, drafter)
-        params = drafter.params
-        drafter = draft_model.Drafter(drafter.config, vocab_size=model.config.vocab_size)
+        drafter = loading.as_drafter(drafter, model)
     elif isinstance(drafter, draft_model.Drafter):
         raise InputError(
             "drafter: expected the loaded draft model itself, found a drafter without it"
         )
-    if not isinstance(drafter, base.Drafter):
+    elif isinstance(drafter, base.Drafter):
+        drafter = LoadedDrafter(type(drafter).__module__.rpartition(".")[2], drafter, {})
+    if not isinstance(drafter, LoadedDrafter):
         raise InputError(
             f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
         )
-    if not dataclasses.is_dataclass(drafter) or type(drafter).__hash__ is None:
+    method = drafter.drafter
+    if not dataclasses.is_dataclass(method) or type(method).__hash__ is None:
         raise InputError(
             "drafter: expected a frozen dataclass, as every drafter is, "
-            f"found {type(drafter).__name__}"
+            f"found {type(method).__name__}"
         )
     if count is not None:
-        drafter = dataclasses.replace(drafter, num_speculative_tokens=int(count))
-    count = drafter.num_speculative_tokens
+        method = dataclasses.replace(method, num_speculative_tokens=int(count))
+    count = method.num_speculative_tokens
     if not _is_integer(count) or not 0 <= count < context:
         raise InputError(
             f"num_speculative_tokens: expected an integer in [0, {context}), the context, "
             f"found {short_repr(count)}"
         )
-    return (drafter, params) if count else (none.Drafter(), {})
+    return dataclasses.replace(drafter, drafter=method) if count else _NO_DRAFTER
 
 
-def prompts(model: Model, prompts) -> list[list[int]]:
-    """Token ids of each prompt."""
+def check_verifier(verifier) -> base_verifier.Verifier:
+    """Returns the verifier, rejection sampling for None; raises InputError if it is not one."""
+    if verifier is None:
+        return rejection.Verifier()
+    if not isinstance(verifier, base_verifier.Verifier):
+        raise InputError(
+            "verifier: expected None or a verifier such as spsjax.verifiers.rejection.Verifier(), "
+            f"found {type(verifier).__name__}"
+        )
+    return verifier
+
+
+def token_ids(model: Model, prompts) -> list[list[int]]:
+    """Returns the token ids of each prompt, a text or a list of ids."""
     if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise InputError(
             f"prompts: expected a list of texts or token-id lists, found {type(prompts).__name__}"
@@ -96,41 +196,24 @@ def prompts(model: Model, prompts) -> list[list[int]]:
 
 
 def budgets(max_new_tokens, batch: int) -> list[int]:
-    """New tokens of each row."""
+    """Returns the most new tokens of each row."""
     try:
-        budgets = np.asarray(max_new_tokens)
+        counts = np.asarray(max_new_tokens)
     except ValueError:  # lists of several lengths
-        budgets = np.asarray(None)
-    if not np.issubdtype(budgets.dtype, np.integer) or (budgets < 0).any():
+        counts = np.asarray(None)
+    if not np.issubdtype(counts.dtype, np.integer) or (counts < 0).any():
         raise InputError(
             f"max_new_tokens: expected integers >= 0, found {short_repr(max_new_tokens)}"
         )
-    if budgets.ndim and budgets.shape != (batch,):
+    if counts.ndim and counts.shape != (batch,):
         raise InputError(
-            f"max_new_tokens: expected one value or {batch} (one a row), found {budgets.size}"
+            f"max_new_tokens: expected one value or {batch} (one per row), found {counts.size}"
         )
-    return np.broadcast_to(budgets, (batch,)).tolist()
+    return np.broadcast_to(counts, (batch,)).tolist()
 
 
 def _is_integer(value) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _check_pair(target: Model, draft: Model) -> None:
-    name = f"drafter {draft.name}"
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        if target.tokenizer != draft.tokenizer:
-            raise InputError(f"{name}: expected the target's tokenizer, found another one")
-    elif (
-        draft.config.vocab_size != target.config.vocab_size
-        and draft.config.vocab_rows != target.config.vocab_rows
-    ):  # nothing says that they are one
-        raise InputError(
-            f"{name}: expected the target's vocabulary of {target.config.vocab_size}, "
-            f"found {draft.config.vocab_size}"
-        )
-    if target.mesh != draft.mesh:
-        raise InputError(f"{name}: expected the target's mesh, found another one")
 
 
 def _encode(model: Model, name: str, prompt) -> list[int]:

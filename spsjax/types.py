@@ -1,12 +1,17 @@
-"""The data that crosses module boundaries, and the one legend of shape letters.
+"""Data that crosses module boundaries, and the one legend of shape letters.
 
 Shape letters, used in names (`logits_BTV`) and in docstrings (`[B, T, V]`) everywhere:
 
-    B  rows of the batch                 D  model width
-    T  query tokens of one forward pass  F  feed-forward width
-    S  slots of a cache or token buffer  H  query heads
-    K  speculative tokens                G  key-value heads
-    V  vocabulary                        C  head size
+    B  rows of the batch                       D  model width
+    T  tokens of one forward pass              F  feed-forward width
+    S  slots of a cache or token buffer        H  query heads
+    K  most draft tokens a round can accept    G  key-value heads
+    N  draft tokens of a proposal              C  head size
+    M  nodes of a proposal, N + 1: the root    E  experts
+    P  nodes of a block; nodes with children   V  vocabulary
+
+A round's *nodes* are numbered: node 0, the root, is the last committed token, and node 1 + n is
+draft token n.
 """
 
 import dataclasses
@@ -19,8 +24,21 @@ PyTree = Any
 
 
 def pytree_dataclass(cls):
-    """A frozen dataclass whose every field is a pytree of arrays."""
+    """Makes a frozen dataclass whose every field is a pytree of arrays."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@pytree_dataclass
+class Block:
+    """Keys and values of one round's nodes, in node order, that are not in a cache yet.
+
+    A chunk of a prompt is a block, too.
+    """
+
+    keys: tuple[Array, ...]  # one [B, G, P, C] per layer
+    values: tuple[Array, ...]  # one [B, G, P, C] per layer
+    positions: Array  # [B, P] int32; -1: no node is here, or not yet
+    size: Array  # [] int32, nodes so far; the next ones go behind them
 
 
 @pytree_dataclass
@@ -29,21 +47,31 @@ class ModelOutput:
 
     logits: Array  # [B, T, V] float32
     hidden: Array  # [B, T, D] after the final norm
-    cache: Any  # KVCache that also holds the T new tokens, or None
+    taps: tuple[Array, ...]  # one [B, T, D] per tapped layer: the residual stream that enters it
+    block: Block  # the block that was given, if any, then these T tokens
 
 
 @pytree_dataclass
 class Proposal:
-    """K draft tokens a row, and the distributions that they were really drawn from."""
+    """N draft tokens per row: a chain, or a tree whose root is the last committed token.
 
-    tokens: Array  # [B, K] int32; -1: no proposal from here on
-    probs: Array | None  # [B, K, V] float32, as drawn from; None: each token is a point mass
+    A parent comes before its children. The children of one node are in the order in which they
+    were drawn.
+    """
+
+    tokens: Array  # [B, N] int32; -1: no token here, and nothing below it can be accepted
+    probs: Array | None  # [B, P, V] float32: the children of node p were drawn from probs[:, p];
+    #   for a chain P = N. None: every token is a point mass
+    parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
+    eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
 
 
 @pytree_dataclass
 class Verdict:
-    """What a verifier decided about one proposal."""
+    """What a verifier decided about one proposal; K is the greatest depth of a node."""
 
-    tokens: Array  # [B, K+1] int32: accepted drafts, then the residual or bonus token, then -1
-    num_tokens: Array  # [B] int32, 1..K+1; without the last one where the row is not valid
-    valid: Array  # [B] bool; False: the token after `num_tokens` has no law (not finite, or all 0)
+    tokens: Array  # [B, K+1] int32: accepted tokens, the residual or bonus token, then -1
+    num_tokens: Array  # [B] int32, 1..K+1; without the last token where the row is not valid
+    path: Array  # [B, K+1] int32: the root, the accepted nodes, then -1
+    valid: Array  # [B] bool: False if no next token could be drawn: its distribution was
+    #   non-finite or all zeros

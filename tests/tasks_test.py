@@ -336,9 +336,7 @@ def test_held_out_files_alone_are_asked_for():
     assert len(examples) == 20 == len({each.name for each in examples})
     assert all(documents.is_held_out(each.name.rpartition(":")[0]) for each in examples)
     for example in examples:
-        assert stdlib.judge(example, example.reference["body"])["parses"] == 1, (
-            example.name
-        )
+        assert stdlib.judge(example, example.reference["body"])["parses"] == 1, example.name
 
 
 @pytest.mark.parametrize("changes", [{"lines": 0}, {"count": -1}, {"least": "3"}])

@@ -1,28 +1,62 @@
-"""What a drafter is."""
+"""The interface of drafters."""
 
 import abc
+from collections.abc import Mapping
+from typing import ClassVar
+
+from jax.sharding import PartitionSpec
 
 from spsjax.sampling import RowParams
-from spsjax.types import Array, Proposal, PyTree
+from spsjax.types import Array, ModelOutput, Proposal, PyTree, Verdict
 
 
 class Drafter(abc.ABC):
-    """Three pure functions over pytrees.
+    """Proposes tokens that the target then verifies: four pure functions over pytrees.
 
     A concrete drafter is a final, frozen, hashable dataclass: it is a static argument of the jitted
-    loop. It holds no arrays: parameters and state are arguments. Any drafter leaves the law of the
-    output untouched, because acceptance is the verifier's business; what it must get right is that
-    `Proposal.probs` are the distributions its tokens were drawn from.
+    loop. It holds no arrays: parameters and state are arguments. Any drafter leaves the output's
+    distribution untouched, because acceptance is the verifier's business. What it must get right is
+    that `Proposal.probs` are the distributions from which its tokens were drawn.
 
-    In all three functions `params` is `{"target": ..., "drafter": ...}`; a row's committed tokens
-    are its first `lengths_B`, and after them there may be any token at all.
+    In all functions `params` is `{"target": ..., "drafter": ...}`. A row's committed tokens are its
+    first `lengths_B`; after them there may be any token at all. Every leaf of a state has a batch
+    axis first, unless it is in a `KVCache`.
+
+    Attributes:
+        num_speculative_tokens: K, the most tokens that a round can accept.
+        num_nodes: N, draft tokens of a proposal; K for a chain.
+        tap_layers: layers of the target whose input `prefill` and `commit` want to see.
+        score_sizes: numbers of draft tokens, beside N, for which a smaller scoring pass is
+            compiled; for drafters that often propose fewer than N.
     """
 
     num_speculative_tokens: int
+    tap_layers: tuple[int, ...] = ()
+    score_sizes: tuple[int, ...] = ()
 
-    @abc.abstractmethod
-    def init(self, params: PyTree, tokens_BT: Array, lengths_B: Array, slots: int) -> PyTree:
-        """State after the prompts, `tokens_BT[b, :lengths_B[b]]`, with room for `slots` tokens."""
+    @property
+    def num_nodes(self) -> int:
+        return self.num_speculative_tokens
+
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
+        """Returns the state before any token, with room for `slots` tokens per row."""
+        return ()
+
+    def prefill(
+        self, params: PyTree, state: PyTree, tokens_BT: Array, starts_B: Array, output: ModelOutput
+    ) -> PyTree:
+        """Returns the state after one more chunk of the prompts.
+
+        Chunks come in order, and the last one has padding behind shorter prompts.
+
+        Args:
+            params: parameters of target and drafter.
+            state: state after the chunks before.
+            tokens_BT: the chunk.
+            starts_B: position of the chunk's first token per row.
+            output: what the target made of the chunk.
+        """
+        return state
 
     @abc.abstractmethod
     def propose(
@@ -34,8 +68,50 @@ class Drafter(abc.ABC):
         rows: RowParams,
         keys_B: Array,
     ) -> tuple[Proposal, PyTree]:
-        """`num_speculative_tokens` draft tokens a row, drawn with `sampling.uniforms(DRAFT)`."""
+        """Returns draft tokens, drawn with `sampling.uniforms` of the role DRAFT, and a state.
+
+        The state may carry what `commit` needs beyond what a state has between rounds.
+        """
+
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        tokens_BS: Array,
+        lengths_B: Array,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
+        """Returns the state after a verdict, equal to that of a fresh prefill.
+
+        Args:
+            params: parameters of target and drafter.
+            state: state that `propose` returned.
+            tokens_BS: token buffer with the verdict's tokens.
+            lengths_B: committed tokens per row, those of the verdict included.
+            proposal: the round's proposal.
+            output: what the target made of the proposal's nodes.
+            verdict: what was accepted.
+        """
+        return state
+
+
+class TrainableDrafter(Drafter):
+    """A drafter with weights of its own, `params["drafter"]`, that are trained on a target."""
+
+    sharding_rules: ClassVar[Mapping[str, PartitionSpec]] = {}
 
     @abc.abstractmethod
-    def commit(self, params: PyTree, state: PyTree, lengths_B: Array) -> PyTree:
-        """State once `lengths_B` tokens a row are committed: a rollback of what was rejected."""
+    def param_shapes(self, dtype) -> PyTree:
+        """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
+
+    @abc.abstractmethod
+    def init_params(self, key: Array, target_params: PyTree) -> PyTree:
+        """Returns parameters to start training from."""
+
+    @abc.abstractmethod
+    def metrics(
+        self, params: PyTree, target_params: PyTree, batch: PyTree, output: ModelOutput
+    ) -> dict[str, Array]:
+        """Returns losses and accuracies of one batch, given the target's output on it."""

@@ -34,8 +34,9 @@ class Drafter(base.Drafter):
                 f"found {short_repr(self.min_ngram)}, {short_repr(self.max_ngram)}"
             )
 
-    def init(self, params, tokens_BT, lengths_B, slots):
-        return ()
+    @property
+    def score_sizes(self) -> tuple[int, ...]:
+        return (0,)  # a round without a match proposes nothing
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
         slots = jnp.arange(tokens_BS.shape[1])
@@ -46,13 +47,10 @@ class Drafter(base.Drafter):
             suffix = jnp.take_along_axis(tokens_BS, jnp.maximum(last - back, 0), axis=1)
             run = run & (slots >= back) & (jnp.roll(tokens_BS, back, axis=1) == suffix)
             matched = matched + run
-        found = jnp.argmax(matched * len(slots) + slots, axis=1)[:, None]
-        enough = jnp.take_along_axis(matched, found, axis=1) >= self.min_ngram
-        period = jnp.maximum(last - found, 1)
-        source = found + 1 + jnp.arange(self.num_speculative_tokens) % period
+        match = jnp.argmax(matched * len(slots) + slots, axis=1)[:, None]
+        long_enough = jnp.take_along_axis(matched, match, axis=1) >= self.min_ngram
+        period = jnp.maximum(last - match, 1)
+        source = match + 1 + jnp.arange(self.num_speculative_tokens) % period
         source = jnp.minimum(source, tokens_BS.shape[1] - 1)
         copied = jnp.take_along_axis(tokens_BS, source, axis=1)
-        return Proposal(jnp.where(enough, copied, -1), None), state
-
-    def commit(self, params, state, lengths_B):
-        return state
+        return Proposal(jnp.where(long_enough, copied, -1), None), state

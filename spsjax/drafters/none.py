@@ -14,11 +14,5 @@ class Drafter(base.Drafter):
 
     num_speculative_tokens: int = 0
 
-    def init(self, params, tokens_BT, lengths_B, slots):
-        return ()
-
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
         return Proposal(jnp.zeros((tokens_BS.shape[0], 0), jnp.int32), None), state
-
-    def commit(self, params, state, lengths_B):
-        return state

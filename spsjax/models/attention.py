@@ -1,11 +1,14 @@
 """Attention as pure functions: positions, scores and the weighted sum. No parameters live here."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from spsjax.cache import Segment
 from spsjax.parallel import sharding
 from spsjax.types import Array
 
@@ -50,16 +53,17 @@ def relative_positions(slots: int, d_model: int) -> Array:
 
 
 def relative_scores(query_BTHC: Array, table_HSC: Array, positions_BT: Array) -> Array:
-    """[B, T, H, S] float32: each query against the distance between its position and each slot.
+    """Returns [B, T, H, S] float32: each query against the distance from its position to each slot.
 
-    `table_HSC` are the projected `relative_positions`. Every query meets every distance once, and
-    its row of scores is then shifted to where its own position is; slots beyond it get anything.
+    Slot i holds position i. `table_HSC` are the projected `relative_positions`. Every query meets
+    every distance once, and its row of scores is then shifted to where its own position is; slots
+    beyond it get arbitrary values.
 
-    A row's positions must lie in [p, p + T) with p its first. So one slice a row does most of the
-    shift, and log2(T) selections the rest: a slice a query would be a loop on accelerators.
+    A row's positions must lie in [p, p + T) with p its first. So one slice per row does most of the
+    shift, and log2(T) selections the rest: a slice per query would be a loop on accelerators.
     """
     T, slots = query_BTHC.shape[1], table_HSC.shape[1]
-    scores = jnp.einsum("bthc,hsc->bths", query_BTHC, table_HSC, preferred_element_type=jnp.float32)
+    scores = _distance_scores(query_BTHC, table_HSC)
     steps = (T - 1).bit_length()
     width = slots + 2**steps - 1
     padded = jnp.pad(scores, [(0, 0)] * 3 + [(0, width)])
@@ -75,51 +79,96 @@ def relative_scores(query_BTHC: Array, table_HSC: Array, positions_BT: Array) ->
     return scores
 
 
+def relative_scores_between(
+    query_BTHC: Array, table_HPC: Array, positions_BT: Array, key_positions_BP: Array
+) -> Array:
+    """Returns [B, T, H, P] float32: each query against its distance to each key, wherever that is.
+
+    For the few nodes of a tree, whose positions repeat. `table_HPC` are the projected distances
+    P-1, ..., 0; a key that is not that near gets an arbitrary value.
+    """
+    scores = _distance_scores(query_BTHC, table_HPC)
+    nearest = table_HPC.shape[1] - 1  # where the table has distance 0
+    distances = positions_BT[:, :, None] - key_positions_BP[:, None]
+    index = jnp.clip(nearest - distances, 0, nearest)
+    return jnp.take_along_axis(scores, index[:, :, None], axis=-1)
+
+
+def _distance_scores(query_BTHC: Array, table_HSC: Array) -> Array:
+    return jnp.einsum("bthc,hsc->bths", query_BTHC, table_HSC, preferred_element_type=jnp.float32)
+
+
 def capped(x: Array, limit: float) -> Array:
-    """Within (-limit, limit), smoothly; as it is where the limit is 0."""
+    """Returns limit * tanh(x / limit), or x itself if the limit is 0."""
     return limit * jnp.tanh(x / limit) if limit else x
 
 
 def attend(
     query_BTHC: Array,
-    keys_BGSC: Array,
-    values_BGSC: Array,
-    mask_BTS: Array,
-    bias_BTHS: Array | None,
+    segments: Sequence[Segment],
+    biases_BTHS: Sequence[Array | None],
     scale: float,
     softcap: float = 0.0,
 ) -> Array:
-    """Softmax attention: [B, T, H, C]. The softmax is float32; masked slots weigh exactly zero.
+    """Softmax attention to several segments under one softmax: [B, T, H, C].
 
-    `bias_BTHS` is added to the products of queries and keys before they are scaled, and then capped
-    unless `softcap` is 0.
+    The softmax is float32, and masked slots weigh exactly zero. A segment's bias is added to the
+    products of queries and keys before they are scaled, and then capped unless `softcap` is 0.
     """
-    (B, T, H, C), G = query_BTHC.shape, keys_BGSC.shape[1]
-    if G % sharding.model_axis():
-        # Heads that the mesh cannot split are on every device: each takes what its queries read.
-        keys_BGSC, values_BGSC = (jnp.repeat(x, H // G, axis=1) for x in (keys_BGSC, values_BGSC))
-        G = H
+    (B, T, H, C), G = query_BTHC.shape, segments[0].keys.shape[1]
+    # Heads that the mesh cannot split are on every device: each takes what its queries read.
+    repeats = H // G if G % sharding.model_axis() else 1
+    G *= repeats
     query = query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)  # [B, G, T, H/G, C]
-    # One query of several heads a key-value head: XLA's batched dot is slow at so few rows on CPUs,
-    # and half of the time of a decode step's attention goes if it is a product and a sum instead.
-    # With one head a key-value head it is the other way round.
+    # One query of several heads per key-value head: XLA's batched dot is slow at so few rows on
+    # CPUs, and a product and a sum take half the time. With one head per key-value head it is the
+    # other way round.
     single = T == 1 and H > G
-    if single:
-        scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
-        scores = jnp.swapaxes(scores, 2, 3)[:, :, None]
-    else:
-        query = query.reshape(B, G, -1, C)
-        scores = jnp.einsum("bgnc,bgsc->bgns", query, keys_BGSC, preferred_element_type=jnp.float32)
-        scores = scores.reshape(B, G, T, H // G, -1)
-    if bias_BTHS is not None:
-        scores += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
-    scores = capped(scores * scale, softcap)
-    scores = jnp.where(mask_BTS[:, None, :, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if single:
-        mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
-    else:
-        weights = weights.reshape(B, G, -1, weights.shape[-1]).astype(values_BGSC.dtype)
-        mixed = jnp.einsum("bgns,bgsc->bgnc", weights, values_BGSC)
-    mixed = mixed.astype(values_BGSC.dtype).reshape(B, G, T, H // G, C).transpose(0, 2, 1, 3, 4)
+    score, mix = (_score_single, _mix_single) if single else (_score, _mix)
+    scores, values = [], []
+    for segment, bias_BTHS in zip(segments, biases_BTHS, strict=True):
+        products = score(query, jnp.repeat(segment.keys, repeats, axis=1))
+        if bias_BTHS is not None:
+            products += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
+        products = capped(products * scale, softcap)
+        scores.append(jnp.where(segment.visible[:, None, :, None], products, -jnp.inf))
+        values.append(jnp.repeat(segment.values, repeats, axis=1))
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    ends = np.cumsum([value.shape[2] for value in values])[:-1]
+    mixed = sum(map(mix, jnp.split(weights, ends, axis=-1), values))
+    mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
     return mixed.reshape(B, T, H, C)
+
+
+def _score(query: Array, keys_BGSC: Array) -> Array:
+    """[B, G, T, H/G, C] queries -> [B, G, T, H/G, S] float32."""
+    B, G, T, share, C = query.shape
+    scores = jnp.einsum(
+        "bgnc,bgsc->bgns",
+        query.reshape(B, G, T * share, C),
+        keys_BGSC,
+        preferred_element_type=jnp.float32,
+    )
+    return scores.reshape(B, G, T, share, -1)
+
+
+def _mix(weights: Array, values_BGSC: Array) -> Array:
+    """[B, G, T, H/G, S] weights -> [B, G, T, H/G, C] float32."""
+    B, G, T, share, S = weights.shape
+    mixed = jnp.einsum(
+        "bgns,bgsc->bgnc",
+        weights.reshape(B, G, T * share, S).astype(values_BGSC.dtype),
+        values_BGSC,
+        preferred_element_type=jnp.float32,
+    )
+    return mixed.reshape(B, G, T, share, -1)
+
+
+def _score_single(query: Array, keys_BGSC: Array) -> Array:
+    scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
+    return jnp.swapaxes(scores, 2, 3)[:, :, None]
+
+
+def _mix_single(weights: Array, values_BGSC: Array) -> Array:
+    mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
+    return mixed[:, :, None]

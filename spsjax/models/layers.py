@@ -1,5 +1,6 @@
-"""The modules of a decoder block."""
+"""Modules of a decoder block."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,13 +12,14 @@ from spsjax.models.attention import (
     attend,
     relative_positions,
     relative_scores,
+    relative_scores_between,
     rope_angles,
     rope_frequencies,
     rotate,
 )
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
-from spsjax.types import Array
+from spsjax.types import Array, pytree_dataclass
 
 INIT = nnx.initializers.normal(0.02)
 
@@ -42,6 +44,64 @@ class Norm(nnx.Module):
         return x.astype(self.dtype)
 
 
+KeysValues = tuple[Array, Array]  # [B, G, P, C] each
+
+
+@pytree_dataclass
+class Context:
+    """What all layers of one pass know: where its tokens are, and what they see.
+
+    Attributes:
+        positions: [B, T] the tokens' positions.
+        block_positions: [B, P] those of the block's nodes, these tokens included.
+        block_visible: [B, T, P] bool, the nodes that a token sees.
+        size: [] nodes of the block before these tokens; None if there is no such block.
+        contiguous: whether the block is these tokens alone, at consecutive positions.
+    """
+
+    positions: Array
+    block_positions: Array
+    block_visible: Array
+    size: Array | None
+    contiguous: bool = dataclasses.field(metadata={"static": True})
+
+    def append(self, earlier: KeysValues | None, *new: Array) -> KeysValues:
+        """Returns the block's keys and values with those of these tokens behind them."""
+        new = [self._whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in new]
+        if earlier is None:
+            return tuple(new)
+        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
+        return tuple(update(old, rows, self.size) for old, rows in zip(earlier, new))
+
+    def block_segment(self, keys: Array, values: Array, window: int) -> kv.Segment:
+        """Returns one layer's part of the block as a segment."""
+        segment = kv.Segment(keys, values, self.block_visible, self.block_positions, None)
+        return self.windowed(segment, window)
+
+    def windowed(self, segment: kv.Segment, window: int) -> kv.Segment:
+        """Returns the segment without what is `window` or more positions back; 0: all of it."""
+        if not window:
+            return segment
+        near = segment.positions[:, None] > self.positions[:, :, None] - window
+        return dataclasses.replace(segment, visible=segment.visible & near)
+
+    @staticmethod
+    def _whole_heads(rows_BGTC: Array) -> Array:
+        """Heads that the mesh cannot split stay whole on every device."""
+        split = rows_BGTC.shape[1] % sharding.model_axis() == 0
+        return rows_BGTC if split else sharding.shard_batch(rows_BGTC)
+
+
+def _finite_values(key: Array, value: Array) -> KeysValues:
+    """Moves what is not finite from values to keys.
+
+    A masked slot weighs zero, and zero times NaN is NaN. In the key only those who see the slot
+    meet the NaN.
+    """
+    finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+    return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention: H query heads read G key-value heads."""
 
@@ -61,11 +121,16 @@ class Attention(nnx.Module):
             zeros = jnp.zeros((config.num_heads, size), dtype)
             self.content_bias, self.position_bias = nnx.Param(zeros), nnx.Param(zeros)
 
-    def __call__(self, x_BTD, positions_BT, mask_BTS, past: kv.Layer | None):
-        """The output, and this layer's keys and values: of the cache if there is one."""
+    def __call__(
+        self, x_BTD, context: Context, cache: kv.Segment | None, earlier: KeysValues | None
+    ):
+        """Returns the output, and the block's keys and values with those of these tokens.
+
+        `cache` is this layer's part of the cache, `earlier` of the block so far.
+        """
         config, (B, T, _) = self.config, x_BTD.shape
         # Without the barrier the TPU's compiler lets the layout of heads choose the
-        # kernels', and keeps a second, transposed copy of each (2 GB a chip for 70B on 16 chips).
+        # kernels', and keeps a second, transposed copy of each (2 GB per chip for 70B on 16 chips).
         query, key, value = jax.lax.optimization_barrier(
             (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         )
@@ -74,36 +139,42 @@ class Attention(nnx.Module):
         value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        bias = None
         if config.positions == "rotary":
             local = self.window and config.rope_theta_local
             theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
             frequencies = rope_frequencies(config.head_dim, theta, scaling)
-            rope = rope_angles(positions_BT, frequencies)
+            rope = rope_angles(context.positions, frequencies)
             query, key = rotate(query, *rope), rotate(key, *rope)
-        elif config.positions == "relative":
+        block = context.append(earlier, *_finite_values(key, value))
+        segments = [context.block_segment(*block, self.window)]
+        if cache is not None:
+            segments.insert(0, context.windowed(cache, self.window))
+        biases = [None] * len(segments)
+        if config.positions == "relative":
             # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
-            table = self.distances(T) if past is None else past.distances
-            bias = relative_scores(query + self.position_bias[...], table, positions_BT)
+            biases = self._relative_biases(query + self.position_bias[...], context, segments)
             query = query + self.content_bias[...]
-        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        # A masked slot weighs zero, and zero times NaN is NaN: what is not finite moves from the
-        # value to the key, where only those who see the slot meet it.
-        finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
-        key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
-        if past is not None:
-            key = kv.write(past.keys, key, past.lengths)
-            value = kv.write(past.values, value, past.lengths)
-            if key.shape[1] % sharding.model_axis():
-                key, value = sharding.shard_batch(key), sharding.shard_batch(value)
-        if self.window:
-            mask_BTS &= kv.window_mask(positions_BT, mask_BTS.shape[-1], self.window)
         scale = config.query_scale or config.head_dim**-0.5
-        mixed = attend(query, key, value, mask_BTS, bias, scale, config.attention_softcap)
-        return self.out(mixed.reshape(B, T, -1)), key, value
+        mixed = attend(query, segments, biases, scale, config.attention_softcap)
+        return self.out(mixed.reshape(B, T, -1)), block
+
+    def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
+        """Returns one [B, T, H, S] per segment."""
+        *cached, block = segments
+        P, biases = block.keys.shape[2], []
+        positions = jnp.broadcast_to(context.positions, query_BTHC.shape[:2])
+        for cache in cached:
+            biases.append(relative_scores(query_BTHC, cache.distances, positions))
+        # The table ends with the nearest distances, so a part of a cache's is a block's.
+        table = cached[0].distances[:, -P:] if cached else self.distances(P)
+        if context.contiguous:
+            biases.append(relative_scores(query_BTHC, table, positions - positions[:, :1]))
+        else:
+            biases.append(relative_scores_between(query_BTHC, table, positions, block.positions))
+        return biases
 
     def distances(self, slots: int) -> Array:
-        """[H, S, C]: what the distances S-1, ..., 0 are to each head."""
+        """Returns [H, S, C]: the projections of the distances S-1, ..., 0 for each head."""
         positions = relative_positions(slots, self.config.d_model).astype(self.dtype)
         heads = self.position(positions).reshape(slots, -1, self.config.head_dim)
         return jnp.swapaxes(heads, 0, 1)
@@ -157,7 +228,7 @@ class Experts(nnx.Module):
         return jnp.einsum("btef,efd->btd", inner, self.experts_down[...])
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """Pre-norm attention, then pre-norm feed-forward, each added to the residual stream."""
 
     def __init__(self, config: Config, layer: int, *, dtype, rngs: nnx.Rngs):
@@ -169,15 +240,13 @@ class Block(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.ffn_post_norm = norm(), norm()
 
-    def __call__(self, x_BTD, positions_BT, mask_BTS, past):
-        attended, key, value = self.attention(
-            self.attention_norm(x_BTD), positions_BT, mask_BTS, past
-        )
+    def __call__(self, x_BTD, context: Context, cache: kv.Segment | None, earlier):
+        attended, block = self.attention(self.attention_norm(x_BTD), context, cache, earlier)
         if self.config.post_norms:
             attended = self.attention_post_norm(attended)
         x_BTD = x_BTD + attended
         fed = self.ffn(self.ffn_norm(x_BTD))
-        return x_BTD + (self.ffn_post_norm(fed) if self.config.post_norms else fed), key, value
+        return x_BTD + (self.ffn_post_norm(fed) if self.config.post_norms else fed), block
 
 
 _ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}

@@ -1,8 +1,8 @@
 """The one decoder. A family of models is a `Config`; a new block is a flag, never a fork.
 
-`families` says which there are, and `config` in what they differ.
+`hf.families` lists the families, and `config` the flags in which they differ.
 
-Flax NNX modules live in this file and in `blocks`. Everything else sees `apply`, a pure function of
+Flax NNX modules live in this file and in `layers`. Everything else sees `apply`, a pure function of
 a plain nested dict of arrays. Layers are unrolled: scanning over stacked weights copies each slice
 on some backends, and one code path is enough.
 """
@@ -16,8 +16,8 @@ from flax import nnx
 from spsjax import cache as kv
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
-from spsjax.models.layers import INIT, Block, Norm
-from spsjax.types import Array, ModelOutput, PyTree
+from spsjax.models.layers import INIT, Context, DecoderBlock, Norm
+from spsjax.types import Array, Block, ModelOutput, PyTree
 
 
 class Transformer(nnx.Module):
@@ -32,7 +32,10 @@ class Transformer(nnx.Module):
         if config.positions == "learned":
             self.position_embed = embed(config.max_positions, config.d_model)
         self.layers = nnx.List(
-            [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
+            [
+                DecoderBlock(config, layer, dtype=dtype, rngs=rngs)
+                for layer in range(config.num_layers)
+            ]
         )
         self.norm = Norm(config, config.d_model, dtype=dtype)
         if not config.tie_embeddings:
@@ -46,31 +49,37 @@ class Transformer(nnx.Module):
                 rngs=rngs,
             )
 
-    def __call__(self, tokens_BT, positions_BT, mask_BTS, cache, remat=False) -> ModelOutput:
+    def __call__(
+        self, tokens_BT, context: Context, cache, block, tap_layers=(), remat=False
+    ) -> ModelOutput:
         x_BTD = self.embed(tokens_BT)
         if self.config.embed_scale:
             x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, x_BTD.dtype)
         if self.config.positions == "learned":
             last = self.config.max_positions - 1
-            x_BTD = x_BTD + self.position_embed(jnp.minimum(positions_BT, last))
-        keys, values = [], []
-        for index, layer in enumerate(self.layers):
-            past = cache and cache.layer(index)
-            block = jax.checkpoint(layer) if remat else layer
-            x_BTD, key, value = block(x_BTD, positions_BT, mask_BTS, past)
+            x_BTD = x_BTD + self.position_embed(jnp.minimum(context.positions, last))
+        cached = _segments(cache) if cache else (None,) * self.config.num_layers
+        earlier = zip(block.keys, block.values) if block else (None,) * self.config.num_layers
+        rows, stream = [], []
+        for index, (layer, past, before) in enumerate(zip(self.layers, cached, earlier)):
+            stream.append(x_BTD)
+            run = jax.checkpoint(layer) if remat else layer
+            x_BTD, row = run(x_BTD, context, past, before)
             if index % _SUMMED == _SUMMED - 1:
                 x_BTD = jax.lax.optimization_barrier(x_BTD)
-            keys.append(key)
-            values.append(value)
+            rows.append(row)
+        stream.append(x_BTD)
         hidden = self.norm(x_BTD)
-        logits = self.logits(hidden)
-        if cache is not None:
-            lengths = cache.lengths + tokens_BT.shape[1]
-            cache = kv.KVCache(tuple(keys), tuple(values), lengths, cache.distances)
-        return ModelOutput(logits, hidden, cache)
+        B, T = tokens_BT.shape
+        positions = context.block_positions
+        positions = jnp.broadcast_to(positions, (B, positions.shape[1]))
+        size = jnp.asarray(T + (context.size if block else 0), jnp.int32)
+        grown = Block(*zip(*rows), positions, size)
+        taps = tuple(stream[layer] for layer in tap_layers)
+        return ModelOutput(self.logits(hidden), hidden, taps, grown)
 
     def logits(self, hidden_BTD) -> Array:
-        """Logits [B, T, V] of final hidden states."""
+        """Returns logits [B, T, V] of final hidden states."""
         kernel, spec = (
             (self.embed.embedding[...], "btd,vd->btv")
             if self.config.tie_embeddings
@@ -83,8 +92,8 @@ class Transformer(nnx.Module):
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
 
-# Blocks whose outputs a compiler may keep, to add them up again where the sum is wanted. A TPU's
-# would keep 98 of the 160 of a prompt of 70B: 1.6 GB a chip at 1,024 tokens.
+# Layers whose outputs a compiler may keep separately and add up again where the sum is needed. The
+# TPU compiler would keep 98 of the 160 of a 70B model's prompt: 1.6 GB per chip at 1,024 tokens.
 _SUMMED = 8
 
 
@@ -94,12 +103,12 @@ def _abstract(config: Config, dtype) -> Transformer:
 
 
 def param_shapes(config: Config, dtype=jnp.float32) -> PyTree:
-    """The parameters as a nested dict of `jax.ShapeDtypeStruct`."""
+    """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
     return nnx.to_pure_dict(nnx.state(_abstract(config, jnp.dtype(dtype)), nnx.Param))
 
 
 def init(config: Config, key: Array, dtype=jnp.float32) -> PyTree:
-    """Random parameters as a nested dict of arrays."""
+    """Returns random parameters as a nested dict of arrays."""
     model = Transformer(config, dtype=dtype, rngs=nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
@@ -108,39 +117,79 @@ def apply(
     config: Config,
     params: PyTree,
     tokens_BT: Array,
-    positions_BT: Array,
-    mask_BTS: Array,
     cache: kv.KVCache | None = None,
     *,
+    block: Block | None = None,
+    positions_BT: Array | None = None,
+    ancestors: Array | None = None,
+    tap_layers: tuple[int, ...] = (),
     dtype=None,
     remat: bool = False,
 ) -> ModelOutput:
-    """One forward pass.
+    """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
+
+    The cache is only read. The block holds earlier nodes of the same round; these tokens are
+    appended to it. Without a cache this is a pass for training, or over the start of a prompt.
 
     Args:
-        config: the model's shape.
-        params: as `init` gives them.
+        config: shape of the model.
+        params: parameters as `init` returns them.
         tokens_BT: int tokens; ids are clipped to the vocabulary.
-        positions_BT: the position of each token in its row.
-        mask_BTS: bool, what each token sees: of the cache's slots (its own T tokens are written
-            to slots `lengths .. lengths + T` first), or of the T tokens where there is no cache.
-        cache: the keys and values of earlier tokens.
+        cache: keys and values of the committed tokens.
+        block: block to append to, with room for T more nodes (`empty_block`); None: a new one of
+            exactly these T tokens.
+        positions_BT: position of each token in its row; None: consecutive, after cache and block.
+        ancestors: [B or 1, T, P] bool, the block's nodes that each token sees, itself included;
+            None: those at its own position and before it.
+        tap_layers: layers whose input is returned in `taps`; `num_layers` is the final stream.
         dtype: compute type; None: the type of the parameters.
-        remat: keeps no activations of a block for its gradient, but computes them again.
+        remat: whether to recompute a block's activations for its gradient instead of storing them.
     """
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
-    return _bind(config, params, dtype)(tokens_BT, positions_BT, mask_BTS, cache, remat)
+    context = _context(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
+    return _bind(config, params, dtype)(tokens_BT, context, cache, block, tap_layers, remat)
+
+
+def _context(num_tokens, cache, block, positions_BT, ancestors) -> Context:
+    """Where the tokens are and what they see: every mask follows from positions and ancestors."""
+    contiguous = block is None and positions_BT is None and ancestors is None
+    if positions_BT is None:
+        # Without a cache all rows are alike, and one mask serves them.
+        start = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
+        start = start if block is None else start + block.size
+        positions_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    positions_BT = jnp.asarray(positions_BT, jnp.int32)
+    known = positions_BT
+    if block is not None:
+        known = jax.lax.dynamic_update_slice_in_dim(
+            block.positions, positions_BT, block.size, axis=1
+        )
+    visible = known[:, None] >= 0
+    if ancestors is None:
+        visible = visible & (known[:, None] <= positions_BT[:, :, None])
+    else:
+        visible = visible & ancestors
+    size = None if block is None else block.size
+    return Context(positions_BT, known, visible, size, contiguous)
+
+
+def _segments(cache: kv.KVCache) -> list[kv.Segment]:
+    """One segment per layer. Whatever a cache holds is before these tokens: all may see it."""
+    positions = cache.positions()
+    visible = positions[:, None] >= 0
+    layers = zip(cache.keys, cache.values, cache.distances)
+    return [kv.Segment(keys, values, visible, positions, table) for keys, values, table in layers]
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
-    """Logits [B, T, V] of final hidden states, such as an earlier `apply` returned."""
+    """Returns logits [B, T, V] of final hidden states that an earlier `apply` returned."""
     return _bind(config, params, hidden_BTD.dtype).logits(hidden_BTD)
 
 
 def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
-    """The model with these parameters; its compute type is theirs, if `dtype` is None."""
+    """Returns the model with these parameters; its compute type is theirs if `dtype` is None."""
     if dtype is None:
-        dtype = params["norm"]["scale"].dtype
+        dtype = _dtype(params)
     graph, state = nnx.split(_abstract(config, jnp.dtype(dtype)), nnx.Param)
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, params)
@@ -148,16 +197,25 @@ def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
 
 
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
-    """A cache for `batch` rows of `slots` tokens, in the type of the parameters."""
-    dtype = params["norm"]["scale"].dtype
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    """Returns a cache for `batch` rows of `slots` tokens, in the type of the parameters."""
     distances = (None,) * config.num_layers
     if config.positions == "relative":
         layers = _bind(config, params).layers
         distances = tuple(layer.attention.distances(slots) for layer in layers)
-    return kv.empty(config.num_layers, shape, dtype, distances)
+    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    return kv.empty(config.num_layers, shape, _dtype(params), distances)
+
+
+def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:
+    """Returns a block with room for `nodes` tokens per row, to give to `apply` again and again."""
+    shape = (batch, config.num_kv_heads, nodes, config.head_dim)
+    return kv.empty_block(config.num_layers, shape, _dtype(params))
+
+
+def _dtype(params: PyTree):
+    return params["norm"]["scale"].dtype
 
 
 def num_params(params: PyTree) -> int:
-    """Parameters in all; a tied head counts once."""
+    """Returns the number of parameters; a tied head counts once."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

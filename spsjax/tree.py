@@ -1,0 +1,45 @@
+"""Index arithmetic on trees of draft tokens, given by the parents of their nodes.
+
+Nodes are numbered as in `types`: node 0 is the root, node 1 + n is draft token n, whose parent is
+`parents[b, n]`, a smaller number. All functions are pure and have static shapes; the trees
+themselves may differ from row to row and from round to round.
+"""
+
+import jax.numpy as jnp
+
+from spsjax.types import Array
+
+
+def chain(batch: int, num_nodes: int) -> Array:
+    """Returns the parents [B, N] of a chain: each draft token follows the one before it."""
+    return jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), (batch, num_nodes))
+
+
+def ancestors(parents_BN: Array) -> Array:
+    """Returns [B, M, M] bool: whether node j is node i or above it, at [b, i, j]."""
+    B, N = parents_BN.shape
+    node = jnp.arange(N + 1)
+    root = jnp.zeros((B, 1), parents_BN.dtype)
+    parents = jnp.concatenate([root, parents_BN], axis=1)
+    within = (node == parents[..., None]) | (node == node[:, None])  # one step up, or none
+    # Squaring doubles the number of steps; the root is its own parent.
+    for _ in range(max(N, 1).bit_length()):
+        within = jnp.any(within[:, :, :, None] & within[:, None, :, :], axis=2)
+    return within
+
+
+def depths(parents_BN: Array) -> Array:
+    """Returns [B, M] int32: how many steps each node is below the root."""
+    return jnp.sum(ancestors(parents_BN), axis=-1, dtype=jnp.int32) - 1
+
+
+def along(path_BP: Array, array: Array, axis: int = 1) -> Array:
+    """Returns the entries of `array` [B, ..., M, ...] at the path's nodes: [B, ..., P, ...].
+
+    Nodes are on axis `axis`. Where the path has ended, at -1, the root's entry stands.
+    """
+    index = jnp.maximum(path_BP, 0)
+    index = index.reshape(
+        index.shape[0], *[1] * (axis - 1), index.shape[1], *[1] * (array.ndim - axis - 1)
+    )
+    return jnp.take_along_axis(array, index, axis=axis)

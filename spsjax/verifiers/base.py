@@ -1,0 +1,36 @@
+"""The interface of verifiers."""
+
+import abc
+
+from spsjax.sampling import RowParams
+from spsjax.types import Array, Proposal, Verdict
+
+
+class Verifier(abc.ABC):
+    """Decides which draft tokens are accepted, and draws the token that follows them.
+
+    A concrete verifier is a final, frozen, hashable dataclass: it is a static argument of the
+    jitted loop. It computes acceptance probabilities and residual distributions as pure functions
+    first and draws afterwards, so that the exactness tests enumerate the code that runs.
+
+    Attributes:
+        lossless: whether the emitted tokens follow the target's distribution exactly.
+        trees: whether proposals may be trees.
+    """
+
+    lossless: bool
+    trees: bool = False
+
+    @abc.abstractmethod
+    def __call__(
+        self, keys_B: Array, proposal: Proposal, logits_BMV: Array, rows: RowParams
+    ) -> Verdict:
+        """Returns the verdict on N draft tokens per row.
+
+        Args:
+            keys_B: one key per row and round; draws use `sampling.uniforms` of the roles ACCEPT
+                and NEXT.
+            proposal: what the drafter proposed.
+            logits_BMV: the target's logits at every node: what follows the root, and each token.
+            rows: sampling parameters per row.
+        """
