@@ -56,16 +56,23 @@ class KVCache:
         """Returns the same buffers with other lengths."""
         return dataclasses.replace(self, lengths=lengths)
 
-    def write(self, block: Block, path_BP: Array, lengths_B: Array) -> "KVCache":
+    def write(self, block: Block, path_BP: Array, lengths_B: Array, after: Array) -> "KVCache":
         """Returns the cache with the block's rows along a path in its next P slots.
 
         The path's rows land in slots `lengths .. lengths + P`, of which the new lengths keep as
         many as were accepted. A buffer needs P slots beyond the last valid one:
         `dynamic_update_slice` would silently move a write that does not fit.
 
-        Gathering along a path that depends on the verdict also tells the compiler that the write
-        comes after every read. Without that order it copies the whole cache.
+        Args:
+            block: keys and values of the round's nodes.
+            path_BP: nodes in the order in which they become tokens, then -1.
+            lengths_B: the new lengths.
+            after: [B, T, D] final hidden states of a pass that follows every read of this cache.
         """
+        # The compiler copies the whole cache unless it sees that the write comes after every read.
+        # So the path depends on `after`, in a way that never changes it but cannot be seen through.
+        last = block.positions.shape[1] - 1 + jnp.isnan(after[:, :1, 0]).astype(jnp.int32)
+        path_BP = jnp.minimum(path_BP, last)
 
         def append(buffer_BGSC, rows_BGPC):
             rows = tree.along(path_BP, rows_BGPC, axis=2)
@@ -81,12 +88,9 @@ class KVCache:
 
     def extend(self, output: ModelOutput) -> "KVCache":
         """Returns the cache with all tokens of a pass behind what it holds, as for a prompt."""
-        tokens = output.block.positions.shape[1]
-        # The path is 0, 1, .. whatever `unknown` is. But the compiler cannot tell, and so it orders
-        # the write after the pass (see `write`).
-        unknown = jnp.isnan(output.hidden[:, -1:, 0]).astype(jnp.int32)
-        path = jnp.minimum(jnp.arange(tokens), tokens - 1 + unknown)
-        return self.write(output.block, path, self.lengths + tokens)
+        B, tokens = output.block.positions.shape
+        path = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (B, tokens))
+        return self.write(output.block, path, self.lengths + tokens, output.hidden)
 
     def insert(self, row: Array, other: "KVCache") -> "KVCache":
         """Returns the cache with the one row of `other` in the place of row `row`."""

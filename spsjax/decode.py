@@ -165,7 +165,7 @@ def commit(
         tokens=tokens,
         lengths=lengths,
         done=state.done | failed | ended | (lengths >= state.limits),
-        cache=state.cache.write(output.block, verdict.path, lengths - 1),
+        cache=state.cache.write(output.block, verdict.path, lengths - 1, output.hidden),
         drafter=program.drafter.commit(
             params, drafter_state, tokens, lengths, proposal, output, verdict
         ),
@@ -304,9 +304,8 @@ def _pad_output(output: ModelOutput, missing: int) -> ModelOutput:
         return jnp.pad(array, widths)
 
     block = output.block
-    keys, values = (
-        tuple(pad(rows, axis=2) for rows in part) for part in (block.keys, block.values)
-    )
+    keys = tuple(pad(rows, axis=2) for rows in block.keys)
+    values = tuple(pad(rows, axis=2) for rows in block.values)
     block = Block(keys, values, pad(block.positions), block.size)
     return ModelOutput(pad(output.logits), pad(output.hidden), tuple(map(pad, output.taps)), block)
 

@@ -97,7 +97,8 @@ class Drafter(base.Drafter):
         path = jnp.pad(verdict.path[:, :-1] + 1, ((0, 0), (1, 0)))
         index = jnp.minimum(jnp.arange(path.shape[1]) + state.first[:, None], path.shape[1] - 1)
         path = jnp.take_along_axis(path, index, axis=1)
-        return state.cache.write(state.block, path, jnp.maximum(lengths_B - 2, 0))
+        lengths = jnp.maximum(lengths_B - 2, 0)
+        return state.cache.write(state.block, path, lengths, output.hidden)
 
     def _draw(self, logits_BV, rows, uniforms_B2):
         """Draws one token; returns it and its distribution over the target's vocabulary."""
