@@ -46,7 +46,7 @@ def main():
         "sampling": from_config.build("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
-        "lenience": config.lenience,
+        "verifier": spsjax.verifiers.rejection.Verifier(config.lenience),
         "stop_at_eos": config.stop_at_eos,
     }
     mesh = cli.mesh(config.mesh)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
+from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
 
@@ -77,7 +78,7 @@ class KVCache:
         def append(buffer_BGSC, rows_BGPC):
             rows = tree.along(path_BP, rows_BGPC, axis=2)
             write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
-            return jax.vmap(write_row)(buffer_BGSC, rows, self.lengths)
+            return sharding.whole_heads(jax.vmap(write_row)(buffer_BGSC, rows, self.lengths))
 
         return KVCache(
             tuple(map(append, self.keys, block.keys)),

@@ -238,7 +238,7 @@ def prefill(
             None if first else cache.at(starts),
             tap_layers=program.drafter.tap_layers,
         )
-        drafter = program.drafter.prefill(params, drafter, tokens, starts, output)
+        drafter = program.drafter.prefill(params, drafter, tokens, starts, lengths_B, output)
         return cache.at(starts).extend(output), drafter
 
     if count == 1:

@@ -90,7 +90,7 @@ class SamplingParams:
             value = np.asarray(getattr(self, field))
             if value.ndim and value.shape != (batch,):
                 raise InputError(
-                    f"{field}: expected one value or {batch} (one a row), found {value.size}"
+                    f"{field}: expected one value or {batch} (one per row), found {value.size}"
                 )
             if dtype == np.int32:
                 value = np.minimum(value, np.iinfo(np.int32).max)

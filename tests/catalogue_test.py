@@ -22,7 +22,7 @@ import spsjax
 from spsjax import NonFiniteError, SamplingParams, decode, sampling
 from spsjax.parallel import sharding
 from spsjax.types import Proposal
-from spsjax.verifiers import rejection as verify
+from spsjax.verifiers import rejection
 
 K, ROWS, PROMPT = 2, 8192, [1, 2, 1]
 MIX = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3, "top_p": 0.9003}, {"top_p": 0.7})
@@ -48,9 +48,9 @@ class OneRound:
 
 @pytest.fixture(scope="module")
 def one_round(small_target, small_draft) -> OneRound:
-    drafter, weights = drafting.build("draft_model", small_draft, K)
-    program = decode.Program(small_target.config, drafter)
-    params = {"target": small_target.params, "drafter": weights}
+    loaded = drafting.build("draft_model", small_draft, K)
+    program = decode.Program(small_target.config, loaded.drafter, rejection.Verifier())
+    params = {"target": small_target.params, "drafter": loaded.params}
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     full = [SamplingParams(**MIX[row % len(MIX)]) for row in range(ROWS)]
     rows = SamplingParams(**{name: [getattr(p, name) for p in full] for name in names}).rows(ROWS)
@@ -59,17 +59,17 @@ def one_round(small_target, small_draft) -> OneRound:
     def run(keys):
         tokens = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (ROWS, 1))
         lengths = jnp.full(ROWS, len(PROMPT))
-        state = decode.prefill(program, 8, params, tokens, lengths, lengths + 1, keys)
-        seen, rejection = [], verify.rejection
+        state = decode.prefill(program, 8, params, rows, tokens, lengths, lengths + 1, keys)
+        seen, sample = [], rejection.rejection
 
         def watched(keys, proposal, target_probs, lenience):
-            verdict = rejection(keys, proposal, target_probs, lenience)
+            verdict = sample(keys, proposal, target_probs, lenience)
             seen.extend((proposal.tokens, proposal.probs, target_probs, verdict.tokens))
             seen.append(verdict.num_tokens - 1)
             return verdict
 
-        with mock.patch.object(verify, "rejection", watched):
-            decode.step(program, params, rows, state)
+        with mock.patch.object(rejection, "rejection", watched):
+            decode.step(program, params, state)
         return seen
 
     return OneRound(*map(np.asarray, run(sampling.row_keys(jax.random.key(0), ROWS))))
@@ -156,7 +156,7 @@ def test_u_of_zero_accepts_no_token_of_probability_zero():
     tokens = rng.integers(0, V, (rows, K)).astype(np.int32)
     with mock.patch.object(sampling, "uniforms", lambda keys, role, n: jnp.zeros((rows, n))):
         proposal = Proposal(jnp.asarray(tokens), jnp.asarray(draft_probs[:, :K]))
-        verdict = verify.rejection(None, proposal, jnp.asarray(target_probs))
+        verdict = rejection.rejection(None, proposal, jnp.asarray(target_probs))
     emitted, number = np.asarray(verdict.tokens), np.asarray(verdict.num_tokens)
     at_emitted = np.take_along_axis(target_probs, np.maximum(emitted, 0)[..., None], 2)[..., 0]
     assert (at_emitted[emitted >= 0] > 0).all()
@@ -169,7 +169,7 @@ def test_nothing_is_added_to_the_ratio():
     """tpu-inference (`q + 1e-9`): rare tokens biased, and p == q sometimes rejected."""
     probs = jnp.asarray([[[0.75, 0.25 - 1e-7, 1e-7, 1e-12]]])
     for token in range(4):
-        above, below = verify.ratio(jnp.asarray([[token]]), probs, probs)
+        above, below = rejection.ratio(jnp.asarray([[token]]), probs, probs)
         assert float(above[0, 0]) == float(below[0, 0]) == float(probs[0, 0, token])
     uniforms = mock.patch.object(
         sampling, "uniforms", lambda keys, role, n: jnp.full((1, n), UNIFORM_MAX)
@@ -177,19 +177,19 @@ def test_nothing_is_added_to_the_ratio():
     with uniforms:
         for token in range(4):
             proposal = Proposal(jnp.asarray([[token]]), probs)
-            verdict = verify.rejection(None, proposal, jnp.tile(probs, (1, 2, 1)))
+            verdict = rejection.rejection(None, proposal, jnp.tile(probs, (1, 2, 1)))
             assert int(verdict.num_tokens[0]) == 2
 
 
 def test_an_empty_residual_falls_back_to_the_target():
     """HF, gpt-fast, toyllm, jaymody, feifeibear: 0 / 0 where the two laws agree."""
     law = jnp.asarray([0.5, 0.25, 0.25, 0.0])
-    np.testing.assert_array_equal(verify.residual(law, law), law)
+    np.testing.assert_array_equal(rejection.residual(law, law), law)
     # Rejected through rounding alone: the token comes from the target, and is none of zero mass.
     more = jnp.asarray([[[0.5, 0.25, 0.25, 1e-9]]])
     with mock.patch.object(sampling, "uniforms", lambda keys, role, n: jnp.full((1, n), 0.999)):
         proposal = Proposal(jnp.asarray([[3]]), more)
-        verdict = verify.rejection(None, proposal, jnp.tile(law, (1, 2, 1)))
+        verdict = rejection.rejection(None, proposal, jnp.tile(law, (1, 2, 1)))
     assert verdict.tokens.tolist() == [[2, -1]] and bool(verdict.valid[0])
 
 
@@ -268,7 +268,7 @@ def test_lenience_does_not_let_an_infinite_logit_through():
     logits = jnp.zeros((1, 2, 4)).at[0, 0, 1].set(jnp.inf)
     laws = jnp.full((1, 2, 4), 0.25).at[0, 0].set(jnp.nan)
     greedy, drafted = jnp.ones(1, bool), jnp.ones((1, 1), jnp.int32)
-    assert jnp.isnan(verify.relax_greedy(laws, logits, drafted, greedy, 0.5)[0, 0]).all()
+    assert jnp.isnan(rejection.relax_greedy(laws, logits, drafted, greedy, 0.5)[0, 0]).all()
 
 
 def test_a_nan_row_of_rejection_sample_emits_nothing():
@@ -301,15 +301,14 @@ def test_seeds_differ_and_repeat(target):
 
 def test_no_random_number_serves_twice(target, draft):
     """feifeibear (one seed inside the loop), vLLM (draft and residual sharing their noise)."""
-    drafter, weights = drafting.build("draft_model", draft, K)
-    program = decode.Program(target.config, drafter)
-    params = {"target": target.params, "drafter": weights}
+    loaded = drafting.build("draft_model", draft, K)
+    program = decode.Program(target.config, loaded.drafter, rejection.Verifier())
+    params = {"target": target.params, "drafter": loaded.params}
     lengths = jnp.asarray([1, 1, 2, 2])
+    prompts, keys = jnp.ones((4, 2), jnp.int32), sampling.row_keys(jax.random.key(0), 4)
     state = decode.prefill(
-        program, 32, params, jnp.ones((4, 2), jnp.int32), lengths, lengths + 20,
-        sampling.row_keys(jax.random.key(0), 4),
-    )  # fmt: skip
-    rows = SamplingParams().rows(4)
+        program, 32, params, SamplingParams().rows(4), prompts, lengths, lengths + 20, keys
+    )
     uniforms = sampling.uniforms
 
     @jax.jit
@@ -321,7 +320,7 @@ def test_no_random_number_serves_twice(target, draft):
             return seen[-1][:, :count]
 
         with mock.patch.object(sampling, "uniforms", watched):
-            return decode.step(program, params, rows, state), seen
+            return decode.step(program, params, state), seen
 
     numbers = []
     for _ in range(6):
@@ -364,7 +363,7 @@ def test_devices_agree_on_every_token():
     @jax.jit
     def decide(logits, drafts):
         proposal = Proposal(tokens, sampling.to_probs(drafts, params))
-        return verify.rejection(keys, proposal, sampling.to_probs(logits, params)).tokens
+        return rejection.rejection(keys, proposal, sampling.to_probs(logits, params)).tokens
 
     split = NamedSharding(sharding.mesh(1, 8), PartitionSpec(None, None, "model"))
     shards = decide(*jax.device_put((logits, drafts), split)).addressable_shards
@@ -376,11 +375,9 @@ def test_devices_agree_on_every_token():
 @pytest.mark.parametrize("name", drafting.NAMES)
 def test_ids_stay_in_the_vocabulary(target, draft, name):
     """vLLM (id == vocab_size), GHSA-8wr5-jm2h-8r4f (padding wins): no id of V or -1 comes out."""
-    count = None if name == "none" else 3
     prompts = [[0], [47], [47, 0, 47, 0], [5]]
-    out = spsjax.generate(
-        target, prompts, drafting.argument(name, draft, 3), count, max_new_tokens=20
-    )
+    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
+    out = spsjax.generate(target, prompts, drafter, max_new_tokens=20, verifier=verifier)
     assert all((tokens >= 0).all() and (tokens < 48).all() for tokens in out.tokens)
 
 
@@ -389,5 +386,5 @@ def test_lenience_leaves_rows_without_a_proposal_alone():
     logits = jnp.log(jnp.asarray([[[0.45, 0.55], [0.5, 0.5]]]))
     greedy = sampling.to_probs(logits, SamplingParams(temperature=0.0).rows(1))
     nothing = jnp.asarray([[-1]])
-    relaxed = verify.relax_greedy(greedy, logits, nothing, jnp.asarray([True]), 0.5)
+    relaxed = rejection.relax_greedy(greedy, logits, nothing, jnp.asarray([True]), 0.5)
     np.testing.assert_array_equal(relaxed, greedy)

@@ -30,11 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import cache as kv
-from spsjax import decode, loading
+from spsjax import loading
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import aot
+from spsjax.utils import compilation
 
 # Tests and a notebook plan for the same slice: it is compiled once.
 aot.compile_pair = functools.cache(aot.compile_pair)
@@ -104,9 +104,7 @@ def logits_of(model: loading.Model):
 
     @jax.jit
     def logits(tokens, length):
-        positions = jnp.arange(width)[None]
-        mask = kv.causal_mask(positions, width)
-        output = transformer.apply(config, model.params, tokens[None], positions, mask)
+        output = transformer.apply(config, model.params, tokens[None])
         return output.logits[0, length - 1]
 
     @functools.cache
@@ -122,7 +120,7 @@ def logits_of(model: loading.Model):
 def forget_programs():
     """Frees what a module compiled: one process may not map the programs of all of them."""
     yield
-    decode._compiled.clear()
+    compilation.clear()
     jax.clear_caches()
 
 

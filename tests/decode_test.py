@@ -15,6 +15,8 @@ from conftest import logits_of, nearby_model, placed, spread_model
 
 import spsjax
 from spsjax import SamplingParams, decode, drafters, generation, sampling
+from spsjax.utils import compilation
+from spsjax.utils.compilation import compiled
 
 K, NEW = 3, 20
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
@@ -33,19 +35,20 @@ LEAVES = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
 
 
 def beginning(target, draft, name="draft_model"):
-    """Arguments of `decode.run`: program, parameters, sampling, and the state after the prompts."""
-    drafter, weights = drafting.build(name, draft, K)
-    program = decode.Program(target.config, drafter, target.config.eos_ids)
-    params = {"target": target.params, "drafter": weights}
+    """Arguments of `decode.run`: program, parameters, and the state after the prompts."""
+    loaded = drafting.build(name, draft, K)
+    verifier = drafting.verifier(name)
+    program = decode.Program(target.config, loaded.drafter, verifier, target.config.eos_ids)
+    params = {"target": target.params, "drafter": loaded.params}
     tokens = np.zeros((4, 32), np.int32)
     for row, prompt in enumerate(PROMPTS):
         tokens[row, : len(prompt)] = prompt
     lengths = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
     limits = lengths + jnp.asarray([NEW, 1, 7, 0])
     keys = sampling.row_keys(jax.random.key(0), 4)
-    prefill = decode.compiled(decode.prefill, program, 32)
-    rows = jax.device_put(MIXED.rows(4))
-    return program, params, rows, prefill(params, jnp.asarray(tokens), lengths, limits, keys)[0]
+    rows, tokens = jax.device_put((MIXED.rows(4), tokens))
+    prefill = compiled(decode.prefill, program, 32)
+    return program, params, prefill(params, rows, tokens, lengths, limits, keys)[0]
 
 
 def numbers(seed):
@@ -89,8 +92,8 @@ def test_generate_is_the_oracle_with_the_same_numbers(vocab, name):
         out = spsjax.generate(
             target,
             PROMPTS,
-            drafting.argument(name, draft, K),
-            None if name == "none" else K,
+            drafting.build(name, draft, K),
+            None,
             MIXED,
             budgets,
             seed,
@@ -108,13 +111,13 @@ def test_generate_is_the_oracle_with_the_same_numbers(vocab, name):
 
 
 def test_invariants_hold_after_every_round(target, draft):
-    program, params, rows, state = beginning(target, draft)
-    step = decode.compiled(decode.step, program)
+    program, params, state = beginning(target, draft)
+    step = compiled(decode.step, program)
     limits = np.asarray(state.limits)
     assert np.asarray(state.done).tolist() == [False, False, False, True]  # no budget: done
     for _ in range(40):
         before = jax.device_get(dataclasses.replace(state, keys=None))
-        state, _ = step(params, rows, state)
+        state, _ = step(params, state)
         after = jax.device_get(dataclasses.replace(state, keys=None))
         np.testing.assert_array_equal(after.cache.lengths, after.lengths - 1)
         grown = after.lengths - before.lengths
@@ -165,7 +168,7 @@ def test_greedy_speculation_is_greedy(target, draft, name, count):
     prompts = [rng.integers(0, 48, size).tolist() for size in range(1, 9) for _ in range(3)]
     prompts += [[token] for token in range(8)]
     options = {"sampling": GREEDY, "max_new_tokens": [16 + row % 5 for row in range(32)]}
-    out = spsjax.generate(target, prompts, drafting.argument(name, draft, count), count, **options)
+    out = spsjax.generate(target, prompts, drafting.build(name, draft, count), **options)
     expected = spsjax.generate(target, prompts, **options)
     for tokens, others in zip(out.tokens, expected.tokens, strict=True):
         np.testing.assert_array_equal(tokens, others)
@@ -226,8 +229,8 @@ def test_pieces_of_a_stream_join_to_the_text(target, draft):
 
 
 def test_nothing_leaves_the_device_inside_the_loop(target, draft):
-    program, params, rows, state = beginning(target, draft)
-    lowered = jax.jit(functools.partial(decode.run, program)).lower(params, rows, state)
+    program, params, state = beginning(target, draft)
+    lowered = jax.jit(functools.partial(decode.run, program)).lower(params, state)
     assert "stablehlo.while" in lowered.as_text() and not LEAVES.search(lowered.as_text())
 
     def talks(x):
@@ -235,30 +238,30 @@ def test_nothing_leaves_the_device_inside_the_loop(target, draft):
         return x
 
     assert LEAVES.search(jax.jit(talks).lower(1.0).as_text())
-    loop = decode.compiled(decode.run, program)
-    loop(params, rows, state)
+    loop = compiled(decode.run, program)
+    loop(params, state)
     with jax.transfer_guard("disallow"):
         with pytest.raises(Exception, match=r"[Dd]isallow"):
             jnp.sin(np.ones(3)).block_until_ready()
-        state, seconds = loop(params, rows, state)
+        state, seconds = loop(params, state)
         jax.block_until_ready(state)
     assert seconds == 0 and state.done.all()
 
 
 def test_caches_are_donated(target, draft):
-    program, params, rows, state = beginning(target, draft)
+    program, params, state = beginning(target, draft)
     caches = jax.tree.leaves((state.cache.keys, state.cache.values, state.drafter.keys))
     size = sum(leaf.nbytes for leaf in caches)
-    loop = jax.jit(functools.partial(decode.run, program), donate_argnums=2)
-    memory = loop.lower(params, rows, state).compile().memory_analysis()
+    loop = jax.jit(functools.partial(decode.run, program), donate_argnums=1)
+    memory = loop.lower(params, state).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size
-    decode.compiled(decode.run, program, donate=2)(params, rows, state)
+    compiled(decode.run, program, donate=1)(params, state)
     assert all(leaf.is_deleted() for leaf in caches)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, rows)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
 def test_drafters_are_found_by_name():
-    for name in drafting.NAMES:
+    for name in drafting.PACKAGE:
         assert issubclass(getattr(drafters, name).Drafter, drafters.base.Drafter)
     with pytest.raises(AttributeError, match="expected a drafter's module, found 'nothing'"):
         drafters.nothing  # noqa: B018
@@ -267,7 +270,7 @@ def test_drafters_are_found_by_name():
 def test_64_bit_mode_changes_nothing(target, draft):
     options = {"sampling": MIXED, "max_new_tokens": NEW, "seed": 5}
     expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
-    with jax.enable_x64(True), mock.patch.dict(decode._compiled, clear=True):
+    with jax.enable_x64(True), mock.patch.dict(compilation._programs, clear=True):
         out = spsjax.generate(target, PROMPTS, draft, K, **options)
     for tokens, right in zip(out.tokens, expected):
         np.testing.assert_array_equal(tokens, right)

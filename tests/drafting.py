@@ -1,30 +1,43 @@
-"""Every drafter that spsjax has, found by looking into its package: a new one is tested unasked."""
+"""Every drafter, ready to be tested: those of the package, found by looking, and those of tests."""
 
-import dataclasses
 import pkgutil
 
-from spsjax import drafters, loading
+import jax
+import toy_drafters
+from jax.sharding import NamedSharding, PartitionSpec
 
-NAMES = sorted(
+from spsjax import drafters, loading
+from spsjax.drafters import draft_model
+from spsjax.loading import LoadedDrafter
+from spsjax.verifiers import match, rejection
+
+PACKAGE = sorted(
     module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"
 )
+NAMES = [*PACKAGE, "random_tree", "tapped"]
 
 
-def build(name: str, draft: loading.Model, K: int):
-    """The drafter `name` proposing K tokens, and its parameters.
+def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
+    """Returns the drafter `name` proposing K tokens, with its parameters.
 
-    One with a field `config` is given the draft's shape and weights; the others need nothing. Of
-    what a drafter of another kind needs, this is the place.
+    `draft` is a model of the target's shape. What a drafter of a new kind needs, this is the place.
     """
-    drafter = getattr(drafters, name).Drafter
-    fields = {field.name for field in dataclasses.fields(drafter)}
-    options = {} if name == "none" else {"num_speculative_tokens": K}
-    if "config" in fields:
-        return drafter(config=draft.config, **options), draft.params
-    return drafter(**options), {}
+    if name == "none":
+        return LoadedDrafter(name, drafters.none.Drafter(), {})
+    if name == "draft_model":
+        return LoadedDrafter(name, draft_model.Drafter(draft.config, K), draft.params)
+    if name == "random_tree":
+        drafter = toy_drafters.RandomTree(draft.config, K)
+        return LoadedDrafter(name, drafter, draft.params)
+    if name == "tapped":
+        drafter = toy_drafters.Tapped(draft.config.d_model, draft.config.vocab_size, K)
+        params = drafter.init_params(jax.random.key(3), draft.params)
+        if draft.mesh is not None:
+            params = jax.device_put(params, NamedSharding(draft.mesh, PartitionSpec()))
+        return LoadedDrafter(name, drafter, params)
+    return LoadedDrafter(name, getattr(drafters, name).Drafter(num_speculative_tokens=K), {})
 
 
-def argument(name: str, draft: loading.Model, K: int):
-    """The same as `generate` takes it."""
-    drafter, params = build(name, draft, K)
-    return draft if params else drafter
+def verifier(name: str):
+    """Returns the verifier that fits the drafter's proposals."""
+    return match.Verifier() if name == "random_tree" else rejection.Verifier()

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import mutants
 import numpy as np
 import reference
-from jax import lax
 
 from spsjax import decode, sampling
 from spsjax.drafters import draft_model
+from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
-from spsjax.types import ModelOutput
-from spsjax.verifiers import rejection as verify
+from spsjax.types import Block, ModelOutput
+from spsjax.verifiers import match, rejection
+from spsjax.verifiers.base import Verifier
 
 BISECTIONS = 48
 
@@ -57,28 +58,39 @@ def params_of(table: np.ndarray):
     return {"table": jnp.asarray(table), "norm": {"scale": jnp.ones(1, table.dtype)}}
 
 
-def apply(config, params, tokens_BT, positions_BT, mask_BTS, cache, *, dtype=None):
-    """`transformer.apply` of a table: its cache holds tokens, and it reads all that it may see."""
-    # With one head of two numbers every layout of a cache is [B, S, 2]. `kv.write` mixes int32 with
-    # the int64 of 64-bit mode; this is the same write.
-    held = cache.keys[0].reshape(len(tokens_BT), cache.num_slots, 2)
-    update = jnp.tile(tokens_BT[..., None], (1, 1, 2)).astype(held.dtype)
-    held = jax.vmap(lambda *args: lax.dynamic_update_slice_in_dim(*args, axis=0))(
-        held, update, cache.lengths
-    )
-    keys = held.reshape(cache.keys[0].shape)
+def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), **where):
+    """`transformer.apply` of a table: caches hold tokens, and it reads all that it may see.
+
+    `where` are positions and ancestors; what is visible, the real code says.
+    """
+    B, T = tokens_BT.shape
+    settings = {"positions_BT": None, "ancestors": None} | where
+    context = transformer._context(T, cache, block, **settings)
+    rows = jnp.tile(tokens_BT[:, None, :, None], (1, 1, 1, 2)).astype(params["table"].dtype)
+    if block is not None:
+        start = (0, 0, block.size, 0)
+        rows = jax.lax.dynamic_update_slice(block.keys[0], rows, [jnp.int32(i) for i in start])
+    P = rows.shape[2]
+    seen = jnp.broadcast_to(context.block_visible, (B, T, P))
+    held = rows[:, 0, :, 0]
+    if cache is not None:
+        cached = jnp.broadcast_to((cache.positions() >= 0)[:, None], (B, T, cache.num_slots))
+        seen = jnp.concatenate([cached, seen], axis=2)
+        # With one head of two numbers every layout of a cache is [B, S, 2].
+        slots = cache.keys[0].reshape(B, cache.num_slots, 2)[:, :, 0]
+        held = jnp.concatenate([slots, held], axis=1)
     index = jnp.zeros(tokens_BT.shape, jnp.int32)
-    for slot in range(cache.num_slots):
-        grown = index * config.vocab_size + held[:, slot, :1].astype(jnp.int32) + 1
-        index = jnp.where(mask_BTS[:, :, slot], grown, index)
+    for place in range(held.shape[1]):  # slots in order of positions, nodes after their parents
+        grown = index * config.vocab_size + held[:, place, None].astype(jnp.int32) + 1
+        index = jnp.where(seen[:, :, place], grown, index)
     logits = params["table"][jnp.clip(index, 0, len(params["table"]) - 1)]
     # A wrong position, or a mask that shows too much or too little, must not go unseen.
-    right = jnp.sum(mask_BTS, axis=-1) == positions_BT + 1
+    right = jnp.sum(seen, axis=-1) == context.positions + 1
     logits = jnp.where(right[..., None], logits, jnp.nan)
-    lengths = cache.lengths + tokens_BT.shape[1]
-    return ModelOutput(
-        logits, logits, dataclasses.replace(cache, keys=(keys,), values=(keys,), lengths=lengths)
-    )
+    positions = jnp.broadcast_to(context.block_positions, (B, P))
+    size = jnp.int32(T) + (0 if block is None else block.size)
+    grown = Block((rows,), (rows,), positions, size)
+    return ModelOutput(logits, logits, (logits,) * len(tap_layers), grown)
 
 
 # Tables are arguments, so that loops of one shape share a compiled program.
@@ -93,24 +105,24 @@ def _prefill(program, slots):
 
 @functools.lru_cache
 def _step(program, mutant):
-    propose = type(program.drafter).propose
-
-    def step(params, rows, state, uniforms, fault):
-        given, seen = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms)), []
+    def step(params, state, uniforms, fault):
+        given = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms))
+        proposals, propose = [], decode.propose
 
         def watched(*args):
-            seen.append(propose(*args))
-            return seen[-1]
+            proposals.append(propose(*args))
+            return proposals[-1]
 
+        broken = mutants.verifier(fault) if mutant else rejection.rejection
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in (
                 (sampling, "uniforms", lambda keys, role, count: given[role][:, :count]),
                 (transformer, "apply", apply),
-                (type(program.drafter), "propose", watched),
-                (verify, "rejection", mutants.verifier(fault) if mutant else verify.rejection),
+                (decode, "propose", watched),
+                (rejection, "rejection", broken),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
-            return decode.step(program, params, rows, state), seen[-1][0]
+            return decode.step(program, params, state), proposals[-1][0]
 
     return jax.jit(step)
 
@@ -124,73 +136,93 @@ def doubled(uniforms):
 class Loop:
     """The loop with one drafter over tables; `law` enumerates what it emits."""
 
-    drafter: object
+    loaded: LoadedDrafter  # its parameters are those of the table, unless it has some
     target: np.ndarray
     draft: np.ndarray
     limit: int  # tokens in all
     eos_ids: tuple[int, ...] = ()
     prompt: tuple[int, ...] = (0,)
-    lenience: float = 1.0
-    mutant: bool = False  # replaces the verifier by that of `mutants`
+    verifier: Verifier = rejection.Verifier()
+    mutant: bool = False  # replaces rejection sampling by that of `mutants`
 
     def __post_init__(self):
+        self.drafter = self.loaded.drafter
         self.vocab, self.K = self.target.shape[1], self.drafter.num_speculative_tokens
-        self.program = decode.Program(
-            config(self.vocab), self.drafter, self.eos_ids, float(self.lenience)
-        )
-        self.params = {"target": params_of(self.target), "drafter": params_of(self.draft)}
+        self.program = decode.Program(config(self.vocab), self.drafter, self.verifier, self.eos_ids)
+        drafter = self.loaded.params or params_of(self.draft)
+        self.params = {"target": params_of(self.target), "drafter": drafter}
 
-    def _start(self, rows):
-        width = max(map(len, rows))
-        tokens = np.zeros((len(rows), width), np.int32)
-        for row, prefix in enumerate(rows):
+    def _start(self, prefixes, params):
+        """The state after each prefix, one per row."""
+        width = max(map(len, prefixes))
+        tokens = np.zeros((len(prefixes), width), np.int32)
+        for row, prefix in enumerate(prefixes):
             tokens[row, : len(prefix)] = prefix
-        lengths = np.asarray(list(map(len, rows)), np.int32)
+        lengths = np.asarray(list(map(len, prefixes)), np.int32)
         slots = max(self.limit + self.K + 1, width)
-        limits = np.full(len(rows), self.limit, np.int32)
-        keys = sampling.row_keys(jax.random.key(0), len(rows))
-        return _prefill(self.program, slots)(self.params, tokens, lengths, limits, keys)
+        limits = np.full(len(prefixes), self.limit, np.int32)
+        keys = sampling.row_keys(jax.random.key(0), len(prefixes))
+        values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
+        rows = sampling.RowParams(
+            *(np.full(len(prefixes), float(value)) for value in values.values())
+        )
+        return _prefill(self.program, slots)(self.params, rows, tokens, lengths, limits, keys)
 
-    def _paths(self, prefix, params):
-        """Every draft path: its tokens, the numbers that draw it, its distributions and mass."""
-        if not isinstance(self.drafter, draft_model.Drafter):
-            return [((), np.zeros(self.K), None, 1.0)]
-        paths = []
-        for path in itertools.product(range(self.vocab), repeat=self.K):
-            laws = [
-                reference.warp(model_of(self.draft)([*prefix, *path[:k]]), **params)
-                for k in range(self.K)
-            ]
-            mass = np.prod([law[token] for law, token in zip(laws, path)])
-            middles = [np.cumsum(law)[t] - law[t] / 2 for law, t in zip(laws, path)]
-            paths.append((path, middles, laws, mass))
-        return paths
+    def _prefixes(self):
+        """Every prefix after which a round may begin."""
+        ordinary = [token for token in range(self.vocab) if token not in self.eos_ids]
+        sizes = range(self.limit - len(self.prompt))
+        return [
+            (*self.prompt, *new) for n in sizes for new in itertools.product(ordinary, repeat=n)
+        ]
+
+    def _paths(self, prefixes, params):
+        """Every draft path after each prefix: prefix, tokens, numbers that draw it, and its mass.
+
+        The numbers are found step by step: each token's lie in the middle of its part of the
+        distribution that the drafter says it draws from.
+        """
+        K, V = self.K, self.vocab
+        probe, one = _step(self.program, self.mutant), self._start(prefixes[:1], params)
+        nothing = np.zeros((1, K))
+        _, proposal = probe(self.params, one, (doubled(nothing), nothing, np.zeros((1, 2))), 0)
+        if proposal.probs is None:
+            return [(prefix, (), np.zeros(K), 1.0) for prefix in prefixes]
+        paths = [
+            (prefix, path) for prefix in prefixes for path in itertools.product(range(V), repeat=K)
+        ]
+        R = len(paths)
+        drafted = np.asarray([path for _, path in paths])
+        state = self._start([prefix for prefix, _ in paths], params)
+        middles, mass = np.zeros((R, K)), np.ones(R)
+        for k in range(K):
+            uniforms = doubled(middles), np.zeros((R, K)), np.zeros((R, 2))
+            probs = np.asarray(probe(self.params, state, uniforms, 0)[1].probs)[:, k]
+            own = probs[np.arange(R), drafted[:, k]]
+            middles[:, k] = np.cumsum(probs, axis=1)[np.arange(R), drafted[:, k]] - own / 2
+            mass *= own
+        columns = zip(paths, middles, mass)
+        return [(prefix, path, middle, share) for (prefix, path), middle, share in columns]
 
     def law(self, fault=0, **params) -> collections.Counter:
         """Every sequence of new tokens -> its probability; asserts the loop's invariants too."""
+        if isinstance(self.verifier, match.Verifier):
+            return self._law_of_matches(**params)
         K, V = self.K, self.vocab
-        ordinary = [token for token in range(V) if token not in self.eos_ids]
-        sizes = range(self.limit - len(self.prompt))
-        prefixes = [
-            (*self.prompt, *new) for n in sizes for new in itertools.product(ordinary, repeat=n)
-        ]
-        paths = [(prefix, *path) for prefix in prefixes for path in self._paths(prefix, params)]
+        paths = self._paths(self._prefixes(), params)
         # Row (path, a, z) studies the outcome "a drafts accepted, then z".
         R = len(paths) * (K + 1) * V
         a, z = (axis.reshape(-1) for axis in np.indices((len(paths), K + 1, V))[1:])
         owner = np.repeat(np.arange(len(paths)), (K + 1) * V)
         prefix_of = [paths[index][0] for index in owner]
-        state = self._start(prefix_of)
-        values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
-        rows = sampling.RowParams(*(np.full(R, float(value)) for value in values.values()))
+        state = self._start(prefix_of, params)
         middles = np.asarray([paths[index][2] for index in owner]).reshape(R, K)
         before = np.asarray(state.lengths)
-
         step = _step(self.program, self.mutant)
 
         def run(accept, following):
             uniforms = doubled(middles), accept, doubled(following[:, None])
-            output, proposal = step(self.params, rows, state, uniforms, fault)
+            output, proposal = step(self.params, state, uniforms, fault)
             accepted = np.argmax(np.asarray(output.accepted), axis=1)
             drawn = np.asarray(output.tokens)[np.arange(R), before + accepted]
             return output, proposal, accepted, drawn
@@ -218,16 +250,50 @@ class Loop:
         starts = bisect(lambda uniform: run(only_a, uniform)[3] < z).reshape(-1, K + 1, V)
         starts[:, :, 0] = 0
         ends = np.concatenate([starts[:, :, 1:], np.ones((len(paths), K + 1, 1))], axis=2)
-        path_mass = np.asarray([path[4] for path in paths])[:, None, None]
+        path_mass = np.asarray([path[3] for path in paths])[:, None, None]
         mass = path_mass * (reach * (1 - threshold))[:, :, None] * (ends - starts)
         output, proposal, accepted, drawn = run(only_a, ((starts + ends) / 2).reshape(-1))
         mass = mass.reshape(-1)
         real = mass > 1e-13
         np.testing.assert_array_equal(accepted[real], a[real])
         np.testing.assert_array_equal(drawn[real], z[real])
-        self._check(paths, owner, proposal, output)
+        if isinstance(self.drafter, draft_model.Drafter):
+            self._check_drafts(paths, owner, proposal, params)
+        self._check_caches(output)
+        return self._joint(prefix_of, mass, output)
+
+    def _law_of_matches(self, **params) -> collections.Counter:
+        """The same for matching: every draw of the target at every node of a given proposal."""
+        V, M = self.vocab, self.drafter.num_nodes + 1
+        prefixes, draws = self._prefixes(), list(itertools.product(range(V), repeat=M))
+        prefix_of = [prefix for prefix in prefixes for _ in draws]
+        drawn = np.asarray(draws * len(prefixes))
+        # The proposal may depend on anything but the draws: here on its prefix.
+        rng = np.random.default_rng(len(prefixes))
+        numbers = np.repeat(rng.random((len(prefixes), 3 * M)), len(draws), axis=0)
+        state, step = self._start(prefix_of, params), _step(self.program, False)
+        nothing = np.zeros((len(drawn), self.K))
+        _, proposal = step(self.params, state, (numbers, nothing, doubled(drawn * 0.0)), 0)
+        tokens, parents = np.asarray(proposal.tokens), np.asarray(proposal.parents)
+        middles, mass = np.zeros(drawn.shape), np.ones(len(drawn))
+        model = model_of(self.target)
+        for row, prefix in enumerate(prefix_of):
+            contexts = [prefix]
+            for token, parent in zip(tokens[row], parents[row]):
+                contexts.append((*contexts[parent], max(int(token), 0)))
+            for node, context in enumerate(contexts):
+                probs, token = reference.warp(model(context), **params), drawn[row, node]
+                middles[row, node] = np.cumsum(probs)[token] - probs[token] / 2
+                mass[row] *= probs[token]
+        output, _ = step(self.params, state, (numbers, nothing, doubled(middles)), 0)
+        assert np.asarray(output.accepted)[:, 1:].sum()  # some tokens are accepted
+        self._check_caches(output)
+        return self._joint(prefix_of, mass, output)
+
+    def _joint(self, prefix_of, mass, output) -> collections.Counter:
+        """The law of whole sequences, from what one round makes of every prefix."""
         after, tokens = np.asarray(output.lengths), np.asarray(output.tokens)
-        done = np.asarray(output.done)
+        done, before = np.asarray(output.done), np.asarray(list(map(len, prefix_of)))
         law, open_ = collections.Counter(), collections.Counter({self.prompt: 1.0})
         for row in np.argsort(before, kind="stable"):
             arrived = open_[prefix_of[row]] * mass[row]
@@ -238,23 +304,27 @@ class Loop:
                 )
         return law
 
-    def _check(self, paths, owner, proposal, output):
-        """The proposal is what the oracle drafts; the state is what a fresh prefill would give."""
+    def _check_drafts(self, paths, owner, proposal, params):
+        """The proposal is what the oracle drafts, from the oracle's distributions."""
+        prefixes, drafted, masses = ([paths[index][part] for index in owner] for part in (0, 1, 3))
+        real, model = np.asarray(masses) > 0, model_of(self.draft)
+        np.testing.assert_array_equal(np.asarray(proposal.tokens)[real], np.asarray(drafted)[real])
+        laws = [
+            [reference.warp(model([*prefix, *path[:k]]), **params) for k in range(self.K)]
+            for prefix, path in zip(prefixes, drafted)
+        ]
+        found = np.asarray(proposal.probs)
+        np.testing.assert_allclose(found[real], np.asarray(laws)[real], atol=1e-12)
+
+    def _check_caches(self, output):
+        """The caches hold what a fresh prefill would have written."""
         tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
-        if proposal.probs is not None:
-            drafted, laws, masses = (
-                np.asarray([paths[index][part] for index in owner]) for part in (1, 3, 4)
-            )
-            np.testing.assert_array_equal(
-                np.asarray(proposal.tokens)[masses > 0], drafted[masses > 0]
-            )
-            np.testing.assert_allclose(
-                np.asarray(proposal.probs)[masses > 0], laws[masses > 0], atol=1e-12
-            )
-        caches = [output.cache] + [output.drafter] * isinstance(self.drafter, draft_model.Drafter)
-        for fed_again, cache in enumerate(caches):  # a draft feeds its last two tokens
-            np.testing.assert_array_equal(cache.lengths, lengths - 1)
-            valid = np.arange(tokens.shape[1]) < lengths[:, None] - 1 - fed_again
+        caches = [(output.cache, lengths - 1)]
+        if isinstance(self.drafter, draft_model.Drafter):  # feeds its last two tokens
+            caches.append((output.drafter, np.maximum(lengths - 2, 0)))
+        for cache, expected in caches:
+            np.testing.assert_array_equal(cache.lengths, expected)
+            valid = np.arange(tokens.shape[1]) < expected[:, None]
             held = np.asarray(cache.keys[0]).reshape(*tokens.shape, 2)[:, :, 0]
             np.testing.assert_array_equal(held[valid], tokens[valid])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import drafting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import spsjax
 from spsjax import SamplingParams, tokenization
 from spsjax.drafters import ngram
 from spsjax.parallel import sharding
+from spsjax.verifiers import rejection
 
 NAN = float("nan")
 
@@ -91,7 +93,7 @@ def test_a_budget_that_is_no_count(model, budget):
 
 @pytest.mark.parametrize("budget", [[1, 2], [[1]]])
 def test_budgets_that_are_not_one_a_row(model, budget):
-    refused(model, "max_new_tokens", "one a row", max_new_tokens=budget)
+    refused(model, "max_new_tokens", "one per row", max_new_tokens=budget)
 
 
 # Sampling.
@@ -113,7 +115,7 @@ def test_a_sampling_value_out_of_range(field, value):
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
 def test_sampling_values_that_are_not_one_a_row(model, field):
-    refused(model, field, "one a row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
+    refused(model, field, "one per row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
 
 
 @pytest.mark.parametrize("sampling", [{}, None, "greedy", 1.0])
@@ -123,9 +125,20 @@ def test_sampling_of_another_type(model, sampling):
 
 @pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN, 1e-39])
 def test_a_lenience_out_of_range(model, lenience):
-    refused(model, "lenience", "(0, 1]", repr(lenience), lenience=lenience)
+    with one_line("lenience", "(0, 1]", repr(lenience)):
+        rejection.Verifier(lenience)
     with one_line("lenience", "(0, 1]"):
         spsjax.lenience_bias(jnp.ones((1, 2)) / 2, jnp.ones((1, 2)) / 2, lenience)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", 1.0, rejection, rejection.Verifier])
+def test_verifier_of_another_type_is_refused(model, verifier):
+    refused(model, "verifier", type(verifier).__name__, verifier=verifier)
+
+
+def test_rejection_sampling_of_a_tree_is_refused(model):
+    drafter = drafting.build("random_tree", model, 2)
+    refused(model, "verifier", "a tree", "match", drafter=drafter)
 
 
 # Drafters.

@@ -14,11 +14,14 @@ import mutants
 import numpy as np
 import pytest
 import reference
+import toy_drafters
 
 from spsjax import sampling
 from spsjax.drafters import draft_model, ngram, none
+from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
-from spsjax.verifiers import rejection as verify
+from spsjax.verifiers import lenience as lenient
+from spsjax.verifiers import match, rejection
 
 VOCAB, END = 3, 2
 TOLERANCE = 1e-12
@@ -41,24 +44,31 @@ def float64():
         yield
 
 
-def drafters(K):
+def drafters(K, length):
+    """A tiny instance of every drafter."""
+    heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
+    table_config = enumeration.config(VOCAB)
     return {
-        "draft_model": draft_model.Drafter(enumeration.config(VOCAB), K),
-        "ngram": ngram.Drafter(K, max_ngram=2),
-        "none": none.Drafter(),
+        "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), {}),
+        "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
+        "none": LoadedDrafter("", none.Drafter(), {}),
+        "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), {}),
+        "tapped": LoadedDrafter(
+            "", toy_drafters.Tapped(VOCAB, VOCAB, K), {"heads": jnp.asarray(heads)}
+        ),
     }
 
 
 def loop(drafter="draft_model", K=2, new=3, eos_ids=(END,), seed=0, prompt=(0,), **options):
     length = len(prompt) + new + K
     return enumeration.Loop(
-        drafters(K)[drafter],
+        drafters(K, length)[drafter],
         enumeration.table(VOCAB, length, seed),
         enumeration.table(VOCAB, length, seed + 1),
         len(prompt) + new,
         eos_ids,
         prompt,
-        **options,
+        **{"verifier": drafting.verifier(drafter)} | options,
     )
 
 
@@ -74,7 +84,7 @@ def assert_lossless(loop, **params):
 
 
 def test_every_drafter_is_enumerated():
-    assert sorted(drafters(2)) == drafting.NAMES
+    assert sorted(drafters(2, 4)) == sorted(drafting.NAMES)
 
 
 @pytest.mark.parametrize(("K", "new", "eos_ids"), SHAPES)
@@ -90,6 +100,38 @@ def test_ngram_is_lossless():
         studied = loop("ngram", 3, new, prompt=prompt)
         for params in PARAMS:
             assert_lossless(studied, **params)
+
+
+@pytest.mark.parametrize("params", (PARAMS[0], PARAMS[1], PARAMS[5]))
+def test_tree_matching_is_lossless(params):
+    """Random trees with random parents, holes, twins and nodes that may not be accepted."""
+    assert_lossless(loop("random_tree", 2, 3), **params)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_deeper_tree_matching_is_lossless(seed):
+    assert_lossless(loop("random_tree", 3, 2, seed=seed, eos_ids=()))
+
+
+def test_broken_matching_is_rejected(monkeypatch):
+    """What follows the accepted tokens is drawn at the root instead of at the last node."""
+    walk = match.walk
+
+    def broken(proposal, drawn, mass):
+        verdict = walk(proposal, drawn, mass)
+        last = jnp.arange(drawn.shape[1]) == verdict.num_tokens[:, None] - 1
+        tokens = jnp.where(last, drawn[:, :1], verdict.tokens)
+        return dataclasses.replace(verdict, tokens=tokens)
+
+    monkeypatch.setattr(match, "walk", broken)
+    enumeration._step.cache_clear()
+    assert rejected(loop("random_tree", 2, 3))
+    enumeration._step.cache_clear()
+
+
+@pytest.mark.parametrize("params", (PARAMS[0], PARAMS[1], PARAMS[5]))
+def test_drafter_on_target_features_is_lossless(params):
+    assert_lossless(loop("tapped", 2, 3), **params)
 
 
 def test_no_drafter_is_algorithm_1():
@@ -116,7 +158,8 @@ def test_a_draft_that_is_the_target_is_lossless():
 
 @pytest.mark.parametrize(("drafter", "lenience"), [("draft_model", 0.4), ("ngram", 0.8)])
 def test_lenient_law_is_the_law_with_lenience(drafter, lenience):
-    studied = loop(drafter, K=1, new=1, eos_ids=(), lenience=lenience, prompt=(0, 1, 0))
+    verifier = rejection.Verifier(lenience)
+    studied = loop(drafter, K=1, new=1, eos_ids=(), verifier=verifier, prompt=(0, 1, 0))
     for params in (PARAMS[0], PARAMS[5]):
         law = studied.law(**params)
         target_probs, draft_probs = (
@@ -126,13 +169,13 @@ def test_lenient_law_is_the_law_with_lenience(drafter, lenience):
         if drafter == "ngram":
             draft_probs = np.eye(VOCAB)[1]  # what followed the 0 before
         emitted = np.asarray([law[(token,)] for token in range(VOCAB)])
-        expected = verify.lenient_law(draft_probs, target_probs, lenience)
+        expected = lenient.lenient_distribution(draft_probs, target_probs, lenience)
         np.testing.assert_allclose(emitted, expected, atol=TOLERANCE)
-        bias = verify.lenience_bias(draft_probs, target_probs, lenience)
+        bias = lenient.lenience_bias(draft_probs, target_probs, lenience)
         np.testing.assert_allclose(np.abs(emitted - target_probs).sum() / 2, bias, atol=TOLERANCE)
         # It is no bias of zero, and enumeration sees it.
         assert bias > 1e-3 and enumeration.distance(law, target_law(studied, **params)) > 1e-3
-        assert verify.lenience_bias(draft_probs, target_probs, 1.0) < TOLERANCE
+        assert lenient.lenience_bias(draft_probs, target_probs, 1.0) < TOLERANCE
 
 
 def rejected(studied, fault=0) -> bool:
@@ -155,9 +198,9 @@ def test_broken_verifier_is_rejected(fault):
 def test_broken_part_of_the_loop_is_rejected(monkeypatch, part):
     """The same in spsjax's own verifier and drafter: what is enumerated is really they."""
     if part == "ratio":
-        ratio = verify.ratio
+        ratio = rejection.ratio
         monkeypatch.setattr(
-            verify, "ratio", lambda *args: (ratio(*args)[0] + 1e-9, ratio(*args)[1])
+            rejection, "ratio", lambda *args: (ratio(*args)[0] + 1e-9, ratio(*args)[1])
         )
     else:
         propose = draft_model.Drafter.propose
@@ -174,10 +217,12 @@ def test_broken_part_of_the_loop_is_rejected(monkeypatch, part):
 
 @pytest.mark.parametrize("fault", (None, "u = 0 accepts anything"))
 def test_u_of_zero_never_accepts_a_token_of_no_probability(monkeypatch, fault):
-    rejection = verify.rejection if fault is None else mutants.verifier(mutants.FAULTS.index(fault))
+    sampler = rejection.rejection
+    if fault is not None:
+        sampler = mutants.verifier(mutants.FAULTS.index(fault))
     monkeypatch.setattr(sampling, "uniforms", lambda keys, role, count: jnp.zeros((1, count)))
     proposal = Proposal(jnp.asarray([[1, 0]]), jnp.asarray([[[0.5, 0.5], [0.5, 0.5]]]))
     target_probs = jnp.asarray([[[1.0, 0.0]] * 3])
-    verdict = rejection(jax.random.split(jax.random.key(0), 1), proposal, target_probs)
+    verdict = sampler(jax.random.split(jax.random.key(0), 1), proposal, target_probs)
     accepts = int(verdict.num_tokens[0]) > 1
     assert accepts == (fault is not None)

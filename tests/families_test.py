@@ -18,7 +18,6 @@ from conftest import spread_params
 
 import spsjax
 from spsjax import InputError, SamplingParams, loading
-from spsjax import cache as kv
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.hf import weights as hf_weights
@@ -57,10 +56,8 @@ def test_cached_passes_give_the_logits(name):
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(count, cache, given):
-        positions = cache.lengths[:, None] + jnp.arange(count)
-        mask = kv.causal_mask(positions, slots)
-        output = transformer.apply(model.config, model.params, given, positions, mask, cache)
-        return output.logits, output.cache
+        output = transformer.apply(model.config, model.params, given, cache)
+        return output.logits, cache.extend(output)
 
     cache = transformer.empty_cache(model.config, model.params, 2, slots)
     for start, stop in ((0, 9), (9, 10), (10, 11), (11, 16), (13, 18), (18, 19)):

@@ -10,8 +10,9 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "spsjax"
 # The table: the rooms of each floor. A room is a file or a folder at the top of `spsjax/`.
 FLOORS = (
     {"types", "errors"},
-    {"utils"},
-    {"parallel", "sampling", "tree", "cache"},
+    {"utils", "tree"},
+    {"parallel"},
+    {"sampling", "cache"},
     {"models", "verifiers", "tokenization"},
     {"drafters"},
     {"decode", "loading"},
@@ -20,8 +21,8 @@ FLOORS = (
     {"training", "evaluation"},
     {"cli"},
 )
-# Rooms whose concrete parts know only the room's `base`, never each other.
-PLUG_INS = ("drafters", "verifiers")
+# The room whose parts know only its `base`, never each other.
+PLUG_INS = ("drafters",)
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")

@@ -29,7 +29,7 @@ FAULTS = (
 
 
 def verifier(fault):
-    """`verify.rejection` with the fault of that index, which may be traced: one program for all.
+    """`rejection.rejection` with the fault of that index, which may be traced: one program for all.
 
     For proposals with distributions, and no ids of -1.
     """
@@ -73,7 +73,8 @@ def verifier(fault):
         emitted = jnp.where(index == count[:, None], following[:, None], emitted)
         number = given("no bonus", jnp.minimum(count + 1, K), count + 1)
         emitted = jnp.where(index < number[:, None], emitted, -1).astype(jnp.int32)
-        return Verdict(emitted, number.astype(jnp.int32), jnp.ones(B, bool))
+        path = jnp.where(index <= count[:, None], index, -1).astype(jnp.int32)
+        return Verdict(emitted, number.astype(jnp.int32), path, jnp.ones(B, bool))
 
     return rejection
 

@@ -8,11 +8,13 @@ import pytest
 from conftest import nearby_model, spread_model
 
 import spsjax
-from spsjax import decode, generation
-from spsjax.drafters import none
+from spsjax import decode
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hlo
+from spsjax.request import Request
+from spsjax.types import Proposal
+from spsjax.utils.compilation import compiled
 
 MESHES = [(1, 8), (2, 4)]
 # Rows of different lengths, three of them so that they do not divide the mesh's data axis.
@@ -83,23 +85,24 @@ def programs(shape, num_kv_heads, tie, kind):
     target = spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
     draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
     target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")
-    job = generation._Job(
-        "run", target, [[1, 2, 3]] * 4, None if kind == "none" else draft, None,
-        spsjax.SamplingParams(), 8, 0, 1.0, True,
-    )  # fmt: skip
+    drafter = None if kind == "none" else draft
+    request = Request(
+        "run", target, [[1, 2, 3]] * 4, drafter, None, spsjax.SamplingParams(), 8, 0, None, True
+    )
     with jax.set_mesh(mesh):
-        state, _ = decode.compiled(decode.prefill, job.program, job.slots)(job.params, *job.inputs)
-        block = jax.device_put(np.zeros((4, K + 1), np.int32), sharding.batch_sharding(mesh))
+        prefill = compiled(decode.prefill, request.program, request.slots)
+        state, _ = prefill(request.params, *request.inputs)
+        drafts = jax.device_put(np.zeros((4, K), np.int32), sharding.batch_sharding(mesh))
 
-        def score(params, block, cache):
-            output = decode.score(job.program, params, block, cache)
-            return output.logits, output.cache
+        def score(params, state, drafts):
+            output = decode.score(request.program, params, state, Proposal(drafts, None))
+            return output.logits, output.block
 
-        def run(params, rows, state):
-            return decode.run(job.program, params, rows, state)
+        def run(params, state):
+            return decode.run(request.program, params, state)
 
-        scoring = jax.jit(score).lower(job.params, block, state.cache).compile()
-        loop = jax.jit(run, donate_argnums=2).lower(job.params, job.rows, state).compile()
+        scoring = jax.jit(score).lower(request.params, state, drafts).compile()
+        loop = jax.jit(run, donate_argnums=1).lower(request.params, state).compile()
     return target, scoring.as_text(), loop.as_text()
 
 
@@ -121,6 +124,7 @@ def test_the_scoring_pass_reduces_twice_a_layer_and_once_for_the_embedding(case)
     found = collectives(scoring)
     block = (4 // shape[0], K + 1, model.config.d_model)
     assert found.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
+    assert found.pop("all-gather") == [(*block[:2], model.config.vocab_size)]  # the logits
     assert not found  # neither weights nor caches nor anything else moves
 
 
@@ -130,11 +134,10 @@ def test_a_mixture_of_experts_reduces_no_more_often(num_experts):
     more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
     model = on(mesh, spread_model(48, num_layers=2, **more))
     config, place = model.config, sharding.batch_sharding(mesh)
-    program = decode.Program(config, none.Drafter())
 
     def score(params, block, lengths):
         cache = transformer.empty_cache(config, params, 4, 32).at(lengths)
-        return decode.score(program, {"target": params}, block, cache).logits
+        return transformer.apply(config, params, block, cache).logits
 
     with model.in_mesh():
         inputs = [jax.device_put(np.zeros(shape, np.int32), place) for shape in ((4, K + 1), (4,))]

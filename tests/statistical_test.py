@@ -19,7 +19,7 @@ from conftest import FAST, logits_of
 
 import spsjax
 from spsjax import SamplingParams, sampling
-from spsjax.verifiers import rejection as verify
+from spsjax.verifiers.lenience import lenient_distribution
 
 # Far below any chance of 1 in 10 that some fixed seed is unlucky; a real fault goes far below it.
 SUSPICIOUS = 1e-4
@@ -62,12 +62,13 @@ def params_of_rows(rows: int) -> SamplingParams:
     return SamplingParams(**{name: [getattr(p, name) for p in full] for name in names})
 
 
-def counts_of(model, drafter, K, seeds=SEEDS):
+def counts_of(model, drafter, K=None, seeds=SEEDS, verifier=None):
     """Samples of every kind of MIX: index -> counts of sequences."""
+    params = params_of_rows(ROWS)
     counts = collections.defaultdict(collections.Counter)
     for seed in range(seeds):
         out = spsjax.generate(
-            model, [PROMPT] * ROWS, drafter, K, params_of_rows(ROWS), max_new_tokens=NEW, seed=seed
+            model, [PROMPT] * ROWS, drafter, K, params, NEW, seed, verifier=verifier
         )
         for row, tokens in enumerate(out.tokens):
             kind = row % len(MIX)
@@ -86,8 +87,8 @@ def laws(small_target):
 
 @pytest.mark.parametrize("name", drafting.NAMES)
 def test_sampler_has_the_exact_joint_law(small_target, small_draft, laws, name):
-    K = None if name == "none" else 2
-    counts = counts_of(small_target, drafting.argument(name, small_draft, 2), K)
+    drafter = drafting.build(name, small_draft, 2)
+    counts = counts_of(small_target, drafter, verifier=drafting.verifier(name))
     for kind, law in laws.items():
         assert g_test(counts[kind], law) > SUSPICIOUS, MIX[kind]
     # Rows of one law only: these are the greedy ones.
@@ -163,5 +164,5 @@ def test_rejection_sample_has_the_exact_joint_law(lenience, dtype):
     assert g_test(counts, law) > SUSPICIOUS
     assert g_test(counts, perturbed(law)) < SUSPICIOUS
     first = collections.Counter((int(token),) for token in tokens[:, 0])
-    expected = verify.lenient_law(draft_probs[0], target_probs[0], lenience)
+    expected = lenient_distribution(draft_probs[0], target_probs[0], lenience)
     assert g_test(first, {(z,): float(expected[z]) for z in range(V)}) > SUSPICIOUS

@@ -13,7 +13,6 @@ from conftest import nearby_model, placed, spread_params, tiny_config
 
 import spsjax
 from spsjax import InputError, loading
-from spsjax import cache as kv
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 
@@ -78,11 +77,9 @@ def direct(config, params, tokens):
 
 def feed(config, params, cache, tokens):
     """The logits of `tokens` [T] after what the cache holds, and the cache that holds them."""
-    positions = cache.lengths[:, None] + jnp.arange(len(tokens))
-    mask = kv.causal_mask(positions, cache.num_slots)
-    block = jnp.broadcast_to(jnp.asarray(tokens), positions.shape)
-    output = transformer.apply(config, params, block, positions, mask, cache)
-    return np.asarray(output.logits), output.cache
+    tokens = jnp.broadcast_to(jnp.asarray(tokens), (len(cache.lengths), len(tokens)))
+    output = transformer.apply(config, params, tokens, cache)
+    return np.asarray(output.logits), cache.extend(output)
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=["one head a group", "grouped"])
@@ -96,9 +93,7 @@ def case(request):
 
 def test_relative_attention_is_transformer_xl_s(case):
     config, params, tokens, expected = case
-    positions = jnp.arange(LENGTH)[None]
-    mask = kv.causal_mask(positions, LENGTH)
-    found = transformer.apply(config, params, tokens[None], positions, mask).logits[0]
+    found = transformer.apply(config, params, tokens[None]).logits[0]
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.std(expected) > 0.5
 
@@ -135,8 +130,7 @@ def test_rows_that_roll_back_by_different_amounts_go_on_as_if_they_had_not_gone_
     kept = np.asarray([8, 5])
     cache = cache.at(jnp.asarray(kept))
     positions = kept[:, None] + np.arange(3)
-    mask = kv.causal_mask(positions, 32)
-    output = transformer.apply(config, params, tokens[positions], positions, mask, cache)
+    output = transformer.apply(config, params, tokens[positions], cache)
     np.testing.assert_allclose(output.logits, expected[positions], atol=1e-4)
 
 

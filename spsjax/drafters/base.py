@@ -43,7 +43,13 @@ class Drafter(abc.ABC):
         return ()
 
     def prefill(
-        self, params: PyTree, state: PyTree, tokens_BT: Array, starts_B: Array, output: ModelOutput
+        self,
+        params: PyTree,
+        state: PyTree,
+        tokens_BT: Array,
+        starts_B: Array,
+        lengths_B: Array,
+        output: ModelOutput,
     ) -> PyTree:
         """Returns the state after one more chunk of the prompts.
 
@@ -54,6 +60,8 @@ class Drafter(abc.ABC):
             state: state after the chunks before.
             tokens_BT: the chunk.
             starts_B: position of the chunk's first token per row.
+            lengths_B: lengths of the whole prompts. Their last token counts as not fed yet: it is
+                the root of the first round.
             output: what the target made of the chunk.
         """
         return state

@@ -43,7 +43,7 @@ class Drafter(base.Drafter):
     def init(self, params, batch, slots):
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
 
-    def prefill(self, params, state, tokens_BT, starts_B, output):
+    def prefill(self, params, state, tokens_BT, starts_B, lengths_B, output):
         cache = state.at(starts_B)
         return cache.extend(transformer.apply(self.config, params["drafter"], tokens_BT, cache))
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import cache as kv
 from spsjax import decode, generation, sampling
 from spsjax.loading import Model
 from spsjax.models import transformer
@@ -74,12 +73,8 @@ def positions(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _columns(target_config, draft_config, target_params, draft_params, tokens_BT, rows):
-    B, T = tokens_BT.shape
-    at_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    mask = kv.causal_mask(at_BT, T)
-
     def logits(config, params):
-        output = transformer.apply(config, params, tokens_BT, at_BT, mask)
+        output = transformer.apply(config, params, tokens_BT)
         return sharding.gather_vocab(output.logits)
 
     mine = logits(target_config, target_params)

@@ -124,7 +124,7 @@ def ids_of(target: Model, task: Task, turns: Sequence[str], answers: Sequence[st
                 messages.append({"role": "assistant", "content": answers[number]})
         return target.tokenizer.chat(messages)
     parts = [part for pair in zip(turns, [*answers, ""]) for part in pair if part]
-    return request.prompts(target, ["\n\n".join(parts)])[0]
+    return request.token_ids(target, ["\n\n".join(parts)])[0]
 
 
 def sample(

@@ -115,7 +115,7 @@ def compare(
             raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
     size = config.prompts, config.prompt_tokens
     if target.tokenizer and config.texts:
-        prompts = dict(zip(config.texts, request.prompts(target, config.texts)))
+        prompts = dict(zip(config.texts, request.token_ids(target, config.texts)))
     elif target.tokenizer:
         sources = from_config.build("data", Sources, config.data)
         prompts = held_out_prompts(target.tokenizer, *size, sources)

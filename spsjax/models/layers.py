@@ -67,11 +67,12 @@ class Context:
 
     def append(self, earlier: KeysValues | None, *new: Array) -> KeysValues:
         """Returns the block's keys and values with those of these tokens behind them."""
-        new = [self._whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in new]
+        new = [sharding.whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in new]
         if earlier is None:
             return tuple(new)
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        return tuple(update(old, rows, self.size) for old, rows in zip(earlier, new))
+        grown = (update(old, rows, self.size) for old, rows in zip(earlier, new))
+        return tuple(map(sharding.whole_heads, grown))
 
     def block_segment(self, keys: Array, values: Array, window: int) -> kv.Segment:
         """Returns one layer's part of the block as a segment."""
@@ -84,12 +85,6 @@ class Context:
             return segment
         near = segment.positions[:, None] > self.positions[:, :, None] - window
         return dataclasses.replace(segment, visible=segment.visible & near)
-
-    @staticmethod
-    def _whole_heads(rows_BGTC: Array) -> Array:
-        """Heads that the mesh cannot split stay whole on every device."""
-        split = rows_BGTC.shape[1] % sharding.model_axis() == 0
-        return rows_BGTC if split else sharding.shard_batch(rows_BGTC)
 
 
 def _finite_values(key: Array, value: Array) -> KeysValues:

@@ -17,6 +17,7 @@ from spsjax import cache as kv
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
 from spsjax.models.layers import INIT, Context, DecoderBlock, Norm
+from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
 
 
@@ -176,9 +177,11 @@ def _context(num_tokens, cache, block, positions_BT, ancestors) -> Context:
 def _segments(cache: kv.KVCache) -> list[kv.Segment]:
     """One segment per layer. Whatever a cache holds is before these tokens: all may see it."""
     positions = cache.positions()
-    visible = positions[:, None] >= 0
-    layers = zip(cache.keys, cache.values, cache.distances)
-    return [kv.Segment(keys, values, visible, positions, table) for keys, values, table in layers]
+    visible, whole = positions[:, None] >= 0, sharding.whole_heads
+    return [
+        kv.Segment(whole(keys), whole(values), visible, positions, distances)
+        for keys, values, distances in zip(cache.keys, cache.values, cache.distances)
+    ]
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:

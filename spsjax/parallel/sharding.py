@@ -116,6 +116,11 @@ def shard_batch(array: Array) -> Array:
     return _constrained(array, P("data"))
 
 
+def whole_heads(rows_BGSC: Array) -> Array:
+    """Under a mesh: keeps key-value heads that it cannot split whole on every device."""
+    return rows_BGSC if rows_BGSC.shape[1] % model_axis() == 0 else shard_batch(rows_BGSC)
+
+
 def gather_vocab(logits: Array) -> Array:
     """Under a mesh: one all-gather of logits [B, ..., V] that are split by vocabulary.
 

@@ -22,6 +22,7 @@ from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hardware, hlo, roofline, theory
 from spsjax.types import PyTree
+from spsjax.verifiers import rejection
 
 # Of a round; what the draft's steps take to sample is apart from its forward passes.
 PARTS = ("propose", "propose, sampling", "score", "verify", "commit", "other")
@@ -175,14 +176,15 @@ def compile_pair(
     rows = sharding.batch_sharding(mesh)
     column = functools.partial(jax.ShapeDtypeStruct, (batch,), sharding=rows)
     inputs = (
+        sampling.RowParams(*map(column, (jnp.float32, jnp.int32, jnp.float32, jnp.float32))),
         jax.ShapeDtypeStruct((batch, width), jnp.int32, sharding=rows),
         column(jnp.int32),
         column(jnp.int32),
         column(jax.random.key(0, impl=sampling.GENERATOR).dtype),
     )
-    sampled = sampling.RowParams(*map(column, (jnp.float32, jnp.int32, jnp.float32, jnp.float32)))
-    plain = decode.Program(target, none.Drafter(), (0,))
-    fast = decode.Program(target, draft_model.Drafter(draft, K), (0,))
+    verifier = rejection.Verifier()
+    plain = decode.Program(target, none.Drafter(), verifier, (0,))
+    fast = decode.Program(target, draft_model.Drafter(draft, K), verifier, (0,))
     programs, state = {}, None
     with jax.set_mesh(mesh):
         for program in progress(["prefill", "ArS", "SpS", "draft"]):
@@ -198,10 +200,10 @@ def compile_pair(
                 which, weights = plain, params | {"drafter": {}}
             if program == "draft":
                 start = dataclasses.replace(start, cache=state.drafter)
-                which = decode.Program(draft, none.Drafter(), (0,))
+                which = decode.Program(draft, none.Drafter(), verifier, (0,))
                 weights = {"target": params["drafter"], "drafter": {}}
             programs[program], _ = _compile(
-                decode.run, (which,), weights, sampled, start, donate=2, options=compiler_options
+                decode.run, (which,), weights, start, donate=1, options=compiler_options
             )
     passes = {
         label: roofline.floor(chip, mesh, config, moved, tokens, batch, slots, dtype, collective_us)

@@ -15,9 +15,11 @@ from jax import lax
 from spsjax import decode, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
-from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
+from spsjax.types import Proposal
+from spsjax.utils.compilation import compiled
+from spsjax.verifiers import rejection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,35 +58,36 @@ def probe(
     """
     K = num_speculative_tokens
     drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
-    program = decode.Program(target.config, drafter)
+    program = decode.Program(target.config, drafter, rejection.Verifier())
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
     slots = decode.num_slots(length + K + 1)
-    place = sharding.batch_sharding(target.mesh)
+    where = sharding.batch_sharding(target.mesh)
     B = 1 if target.mesh is None else target.mesh.shape["data"]
     with target.in_mesh():
-        keys = jax.jit(lambda: sampling.row_keys(jax.random.key(0), B), out_shardings=place)()
-    rows = jax.device_put(params.rows(B), place)
-    middle = jax.device_put(np.full(B, slots // 2, np.int32), place)
-    block = jax.device_put(np.zeros((B, K + 1), np.int32), place)
-    tokens = jax.device_put(np.zeros((B, slots), np.int32), place)
+        keys = jax.jit(lambda: sampling.row_keys(jax.random.key(0), B), out_shardings=where)()
+    ones, tokens = np.ones(B, np.int32), np.zeros((B, slots), np.int32)
+    inputs = jax.device_put((params.rows(B), tokens, ones, ones), where)
+    middle = jax.device_put(np.full(B, slots // 2, np.int32), where)
+    drafts = jax.device_put(np.zeros((B, K), np.int32), where)
 
     def measure() -> Parts:
         with target.in_mesh():
-            return parts()
-
-    def parts() -> Parts:
-        cache = transformer.empty_cache(target.config, weights["target"], B, slots).at(middle)
-        many = decode.compiled(_score_often, program, repeats)
-        scoring = _seconds(many, weights, rows, cache, block) / repeats
-        step = 0.0
-        if K and draft:
-            cache = transformer.empty_cache(draft.config, weights["drafter"], B, slots)
-            often = decode.compiled(_draft_often, drafter, repeats)
-            step = _seconds(often, weights, rows, cache.at(middle - 1), tokens, keys)
-            step /= repeats * K
+            state, _ = compiled(_halfway, program, slots)(weights, middle, *inputs, keys)
+            many = compiled(_score_often, program, repeats)
+            scoring = _seconds(many, weights, state, drafts) / repeats
+            step = 0.0
+            if K and draft:
+                many = compiled(_draft_often, program, repeats)
+                step = _seconds(many, weights, state) / (repeats * K)
         return Parts(step, scoring)
 
     return measure
+
+
+def _halfway(program, slots, params, lengths_B, *inputs):
+    """A state whose rows have the given lengths, of tokens that do not matter."""
+    state = decode.prefill(program, slots, params, *inputs)
+    return dataclasses.replace(state, lengths=lengths_B, cache=state.cache.at(lengths_B - 1))
 
 
 def _seconds(call: Callable, *args) -> float:
@@ -97,32 +100,37 @@ def _seconds(call: Callable, *args) -> float:
     return time.perf_counter() - start - compiling
 
 
-def _score_often(program, repeats, params, rows, cache, block):
-    """Scoring passes one after another, each waiting for all of the one before."""
+def _score_often(program, repeats, params, state, drafts_BK):
+    """Runs scoring passes one after another, each on tokens that depend on the one before."""
 
     def once(_, carry):
-        block, cache, _ = carry
-        output = decode.score(program, params, block, cache)
-        probs = sampling.to_probs(sharding.gather_vocab(output.logits), rows)
-        return block + (probs[..., 0] > 2), output.cache.at(cache.lengths), probs
+        tokens, drafts, _ = carry
+        proposal = Proposal(drafts, None)
+        output = decode.score(program, params, dataclasses.replace(state, tokens=tokens), proposal)
+        probs = sampling.to_probs(output.logits, state.rows)
+        never = jnp.max(probs) > 2  # but the compiler cannot know
+        return tokens + never, drafts + never, probs
 
-    probs = jnp.zeros((*block.shape, program.target.vocab_size), jnp.float32)
-    return lax.fori_loop(0, repeats, once, (block, cache, probs))
+    shape = (drafts_BK.shape[0], drafts_BK.shape[1] + 1, program.target.vocab_size)
+    carry = state.tokens, drafts_BK, jnp.zeros(shape, jnp.float32)
+    return lax.fori_loop(0, repeats, once, carry)
 
 
-def _draft_often(drafter, repeats, params, rows, state, tokens, keys):
-    """Drafts of K tokens one after another, with their distributions and draws."""
-    lengths = state.lengths + 1
+def _draft_often(program, repeats, params, state):
+    """Drafts K tokens again and again, each time after a token of the proposal before."""
 
-    def once(index, carry):
-        state, _ = carry
-        fresh = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
-        proposal, state = drafter.propose(params, state, tokens, lengths, rows, fresh)
-        return drafter.commit(params, state, lengths), proposal
+    def once(_, carry):
+        tokens, _ = carry
+        now = dataclasses.replace(state, tokens=tokens)
+        proposal, _ = decode.propose(program, params, now, decode.round_keys(now))
+        last = jnp.arange(tokens.shape[1]) == state.lengths[:, None] - 1
+        return jnp.where(last, proposal.tokens[:, -1:], tokens), proposal
 
-    shapes = jax.eval_shape(drafter.propose, params, state, tokens, lengths, rows, keys)[0]
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return lax.fori_loop(0, repeats, once, (state, nothing))
+    proposal = jax.eval_shape(
+        lambda: decode.propose(program, params, state, decode.round_keys(state))[0]
+    )
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), proposal)
+    return lax.fori_loop(0, repeats, once, (state.tokens, nothing))
 
 
 def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spsjax import cache as kv
 from spsjax import loading
 from spsjax.errors import InputError, check_number
 from spsjax.models import transformer
@@ -115,10 +114,7 @@ def forward(
     config: transformer.Config, params: PyTree, tokens_BT: Array, dtype=None, remat: bool = False
 ) -> transformer.ModelOutput:
     """Logits [B, T, V] and final hidden states [B, T, D] of whole sequences."""
-    length = tokens_BT.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
-    mask = kv.causal_mask(positions[:1], length)
-    return transformer.apply(config, params, tokens_BT, positions, mask, dtype=dtype, remat=remat)
+    return transformer.apply(config, params, tokens_BT, dtype=dtype, remat=remat)
 
 
 def language_model(config: transformer.Config, compute: Compute) -> Values:

@@ -38,6 +38,11 @@ class Verifier(base.Verifier):
         return self.lenience == 1
 
     def __call__(self, keys_B, proposal, logits_BMV, rows):
+        if proposal.parents is not None:
+            raise InputError(
+                "verifier: rejection sampling verifies a chain, and this drafter proposes a tree. "
+                "Use spsjax.verifiers.match.Verifier()."
+            )
         target_probs = sampling.to_probs(logits_BMV, rows)
         if self.lenience < 1:
             greedy = rows.temperature == 0
