@@ -13,10 +13,11 @@ import pytest
 from spsjax.utils import atomic_files
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Takes a lock, says so, and waits for its end.
+# Takes a lock and holds it until its input ends.
 HOLDER = """
 import sys
 from spsjax.utils import atomic_files
+print("started", flush=True)
 with atomic_files.lock(sys.argv[1]):
     print("locked", flush=True)
     sys.stdin.read()
@@ -31,7 +32,7 @@ def holder(tmp_path):
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     with process:
-        assert process.stdout.readline() == b"locked\n"
+        assert process.stdout.readline() + process.stdout.readline() == b"started\nlocked\n"
         yield process
         process.kill()
 
@@ -87,6 +88,7 @@ def test_lock_waits_for_holder(tmp_path, holder):
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     with waiter:
+        assert waiter.stdout.readline() == b"started\n"
         with pytest.raises(subprocess.TimeoutExpired):
             waiter.wait(1.0)
         holder.kill()
