@@ -15,7 +15,7 @@ CONFIGS = ["config.json", "generation_config.json", INDEX]
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """Stands for huggingface_hub. Its `calls` are the repository, revision and files of each."""
+    """A stand-in for huggingface_hub. `calls` has repository, revision and files per call."""
     library = types.SimpleNamespace(calls=[])
 
     def snapshot_download(repository, *, revision, allow_patterns):

@@ -20,7 +20,7 @@ _BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a program, as one device sees it.
+    """A collective instruction of a program, as one device sees it.
 
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.

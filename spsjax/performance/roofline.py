@@ -103,7 +103,7 @@ def lower_bound(
 
     Args:
         chip: figures of one chip.
-        mesh: mesh over such chips.
+        mesh: mesh over chips of this kind.
         config: model config.
         collectives: collectives of a pass over one token per row.
         tokens: number of tokens per row.

@@ -63,7 +63,7 @@ class Wrapper(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model family.
+    """A model family.
 
     Attributes:
         architecture: name of the class in config.json.

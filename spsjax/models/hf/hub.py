@@ -56,7 +56,7 @@ def _fetch(name: str, files: list[str]) -> pathlib.Path:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision or None, allow_patterns=files
         )
-    except Exception as error:  # no such name, no permission or no network, of many types
+    except Exception as error:  # the library raises many types
         raise InputError(
             f"{name}: expected a repository of the hub, found {one_line(error)[:_MESSAGE_LENGTH]}"
         ) from None

@@ -243,7 +243,7 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
     folder = pathlib.Path(folder)
     family = config_json.family_of(config)
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, dict[int, np.ndarray]] = {}  # of each tensor, by position in the last axis
+    parts: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and position
     for path, leaf in _leaves(params):
         location = families.locate(family, config, path)
         array = np.asarray(jnp.asarray(leaf).astype(dtype))
