@@ -25,6 +25,7 @@ setup(
     },
     install_requires=[
         "absl-py",
+        "filelock>=4.2",
         "flax",
         "grain",
         "jax>=0.10,<0.13",

@@ -4,7 +4,7 @@ python scripts/predict.py --acceptance=0.8 --draft_ms=1.8 --target_ms=14.1
 python scripts/predict.py --acceptance=0.9,0.85,0.8,0.8 --draft_ms=1.8 --target_ms=14.1
 python scripts/predict.py --measured=runs/figure1/report.json --plot=predicted.png
 
-Acceptance is one rate, the same everywhere, or one a position; --measured takes both from what
+Acceptance is one rate, the same everywhere, or one per position; --measured takes both from what
 reproduce.py has found. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
 """
 
@@ -19,7 +19,7 @@ from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import theory_check
 from spsjax.performance import theory
 
-_RATES = flags.DEFINE_list("acceptance", None, "A rate, or one a position: 0.8 or 0.9,0.85,0.8.")
+_RATES = flags.DEFINE_list("acceptance", None, "A rate, or one per position: 0.8 or 0.9,0.85,0.8.")
 _DRAFT = flags.DEFINE_float("draft_ms", None, "Of a draft token.", lower_bound=0)
 _TARGET = flags.DEFINE_float("target_ms", None, "Of the target's pass.", lower_bound=1e-9)
 _MEASURED = flags.DEFINE_string("measured", None, "report.json of reproduce.py.")
@@ -39,7 +39,7 @@ def main():
         header = ["K", "tokens a call", "speed-up", "target's arithmetic a token"]
         rows = [(K, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}") for K, (a, b, c) in curve.items()]
         terminal.columns(header, rows)
-        best, speedup = theory.best(rates, *costs, max(curve))
+        best, speedup = theory.best_num_speculative_tokens(rates, *costs, max(curve))
         if best:
             print(f"best: K = {best}, {speedup:.2f} x plain sampling")
         else:

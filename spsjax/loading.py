@@ -232,7 +232,7 @@ def _downloaded(name: str, weights: bool) -> pathlib.Path:
     index = folder / hf_weights.INDEX
     wanted += (
         hf_weights.SINGLE,
-        *{*(hf_weights.indexed(index).values() if index.exists() else ())},
+        *{*(hf_weights.read_index(index).values() if index.exists() else ())},
     )
     folder = fetch()
     if not index.exists() and not (folder / hf_weights.SINGLE).exists():

@@ -1,4 +1,4 @@
-"""Collectives and cycles are found in a program's text, whatever else stands there."""
+"""Tests of the parser of compiled programs: collectives and estimated cycles."""
 
 import pytest
 
@@ -24,7 +24,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split()[0])
-def test_a_collective_is_read_from_its_line(line):
+def test_collectives_line_with_one_returns_it(line):
     assert hlo.collectives(f"HloModule m\n{line}\n") == [LINES[line]]
 
 
@@ -36,7 +36,7 @@ def test_a_collective_is_read_from_its_line(line):
         "  ROOT %g = f32[8] add(%all-gather, %x)",
     ],
 )
-def test_what_only_mentions_one_is_none(line):
+def test_collectives_line_that_mentions_one_returns_none(line):
     assert hlo.collectives(line) == []
 
 
@@ -72,17 +72,18 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """  # noqa: E501
 
 
-def test_cycles_count_loops_as_often_as_they_run_and_the_longest_branch():
+def test_tally_counts_iterations_and_most_expensive_branch():
+    """The loop runs seven times, and its conditional has branches of 1 and of 10 cycles."""
     scope = "jit(f)/while/body/"
-    assert hlo.cycles(PROGRAM) == {"": 1000, scope + "on/mul": 7 * 100, scope + "if/cond": 7 * 10}
-    assert hlo.executed(PROGRAM) == {scope + "in/add": 7}
+    expected = {"": 1000, scope + "on/mul": 7 * 100, scope + "if/cond": 7 * 10}
+    assert hlo.estimated_cycles(PROGRAM) == expected
+    assert hlo.collective_counts(PROGRAM) == {scope + "in/add": 7}
 
 
-def test_a_loop_without_a_known_end_counts_once():
-    for known, other in (("constant(7)", "parameter(1)"), ("direction=LT", "direction=GT")):
-        check_counts_once(PROGRAM.replace(known, other))
-
-
-def check_counts_once(unknown):
-    assert sum(hlo.cycles(unknown).values()) == 1110
-    assert sum(hlo.executed(unknown).values()) == 1
+@pytest.mark.parametrize(
+    ("known", "unknown"), [("constant(7)", "parameter(1)"), ("direction=LT", "direction=GT")]
+)
+def test_tally_loop_of_unknown_length_counts_once(known, unknown):
+    program = PROGRAM.replace(known, unknown)
+    assert sum(hlo.estimated_cycles(program).values()) == 1110
+    assert sum(hlo.collective_counts(program).values()) == 1

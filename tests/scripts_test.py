@@ -205,7 +205,7 @@ CONFIGS = {
         (["--prompt=x", "--config=frozen.py"], "found one that returns Frozen"),
         (["--prompt=x", "--config=short.py"], "expected a key draft,"),
         (["--prompt=x", "--config=shallow.py"], "expected a key sampling.min_p"),
-        (["--prompt=x", "--config=more.py"], "sampling: expected what SamplingParams takes"),
+        (["--prompt=x", "--config=more.py"], "sampling: expected the fields of SamplingParams"),
     ],
 )
 def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):

@@ -1,4 +1,4 @@
-"""The formulas against the numbers that papers print, and against brute force."""
+"""Tests of the closed forms, against published numbers and brute force."""
 
 import itertools
 
@@ -18,14 +18,14 @@ BEST = {
 
 
 @pytest.mark.parametrize("acceptance", BEST)
-def test_the_best_k_and_its_speed_up(acceptance):
+def test_best_num_speculative_tokens_matches_paper(acceptance):
     for cost, (count, speed) in BEST[acceptance].items():
-        found = theory.best(acceptance, cost)
-        assert (found[0], round(found[1], 2)) == (count, speed)
+        best, speedup = theory.best_num_speculative_tokens(acceptance, cost)
+        assert (best, round(speedup, 2)) == (count, speed)
 
 
-def test_operations_for_fewer_calls():
-    """At 0.8 and K = 5, 1.63 times the arithmetic buys 3.69 times fewer calls."""
+def test_operations_matches_paper():
+    """At rate 0.8 and K = 5, there are 1.63 times as many operations and 3.69 times fewer calls."""
     assert round(theory.operations(0.8, 5, 0.0), 2) == 1.63
     assert round(theory.block_efficiency(0.8, 5), 2) == 3.69
 
@@ -35,26 +35,26 @@ def test_operations_for_fewer_calls():
     [(0.8, 14.1, 1.8, 2.65), (0.62, 14.1, 1.8, 2.05), (0.8125, 73.3, 11.9, 2.46)],
     ids=["HumanEval", "XSum", "GPT-2 XL"],
 )
-def test_the_speed_up_of_published_shares(share, target_ms, draft_ms, speed):
-    """r' (K + 1) t_target / (K t_draft + t_target), K = 4, r' being tokens a round / (K + 1)."""
+def test_speedup_matches_published_shares(share, target_ms, draft_ms, speed):
+    """r' (K + 1) t_target / (K t_draft + t_target), K = 4, r' = tokens per round / (K + 1)."""
     rate = theory.rate_of(share * 5, 4)
     assert theory.block_efficiency(rate, 4) == pytest.approx(5 * share)
     assert round(theory.speedup(rate, 4, draft_ms / target_ms), 2) == speed
 
 
 @pytest.mark.parametrize(("ms", "rate"), [(7.52, 0.71), (7.00, 0.75), (5.73, 0.85)])
-def test_the_rates_that_the_times_of_chen_et_al_imply(ms, rate):
-    """Table 1's times a token, with a loop of 14.1 + 4 x 1.8 ms."""
+def test_rate_of_matches_times_of_chen_et_al(ms, rate):
+    """Table 1 gives times per token. A round of its loop takes 14.1 + 4 x 1.8 ms."""
     assert round(theory.rate_of((14.1 + 4 * 1.8) / ms, 4), 2) == pytest.approx(rate, abs=0.011)
 
 
-def laws(seed, shape=(200, 7)):
+def distributions(seed, shape=(200, 7)):
     rng = np.random.default_rng(seed)
     return rng.dirichlet(np.full(shape[1], 0.4), (2, shape[0]))
 
 
-def test_acceptance_is_what_the_rule_accepts():
-    for target, draft in zip(*laws(0)):
+def test_acceptance_matches_the_rule_and_total_variation():
+    for target, draft in zip(*distributions(0)):
         accepted = sum(
             d * min(1, t / d) if d else 0 for t, d in zip(target.tolist(), draft.tolist())
         )
@@ -63,16 +63,16 @@ def test_acceptance_is_what_the_rule_accepts():
         assert theory.acceptance(target, draft) == pytest.approx(1 - variation, abs=1e-12)
 
 
-def test_matching_accepts_no_more_and_lenience_no_less():
-    target, draft = laws(1)
+def test_acceptance_lies_between_matching_and_lenience():
+    target, draft = distributions(1)
     rate = theory.acceptance(target, draft)
-    assert np.all(theory.match(target, draft) <= rate + 1e-15)
+    assert np.all(theory.match_rate(target, draft) <= rate + 1e-15)
     assert np.all(theory.acceptance(target, draft, 0.5) >= rate)
     assert np.all(theory.acceptance(target, draft, 0.5) <= 1 + 1e-12)
-    assert theory.match(target, draft).mean() < 0.8 * rate.mean()
+    assert theory.match_rate(target, draft).mean() < 0.8 * rate.mean()
 
 
-def test_tokens_a_call_by_enumeration_of_a_round():
+def test_block_efficiency_matches_enumeration_of_a_round():
     rates, K = [0.9, 0.5, 0.75, 0.1], 4
     expected = 0.0
     for outcome in itertools.product((True, False), repeat=K):
@@ -83,25 +83,26 @@ def test_tokens_a_call_by_enumeration_of_a_round():
     assert theory.block_efficiency([0.6] * 3, 3) == pytest.approx(theory.block_efficiency(0.6, 3))
 
 
-def test_ends_of_the_range():
+def test_theory_at_ends_of_the_range():
     assert theory.block_efficiency(0.0, 5) == 1 and theory.block_efficiency(1.0, 5) == 6
     assert theory.block_efficiency(0.7, 0) == 1 and theory.speedup(0.7, 0, 0.1) == 1
-    assert theory.best(0.1, 0.2) == (0, 1.0)
-    assert theory.best([0.9, 0.1], 0.05) == (1, pytest.approx(1.9 / 1.05))
-    assert theory.best(1.0, 0.01, most=40)[0] == 40
+    assert theory.best_num_speculative_tokens(0.1, 0.2) == (0, 1.0)
+    assert theory.best_num_speculative_tokens([0.9, 0.1], 0.05) == (1, pytest.approx(1.9 / 1.05))
+    assert theory.best_num_speculative_tokens(1.0, 0.01, most=40)[0] == 40
     for K in (1, 4, 30):
         assert theory.rate_of(1, K) == pytest.approx(0)
         assert theory.rate_of(K + 1, K) == pytest.approx(1)
+        assert theory.rate_of(theory.block_efficiency(0.3, K), K) == pytest.approx(0.3)
 
 
-def test_scoring_that_is_not_free_moves_the_best_k():
-    free, _ = theory.best(0.8, 0.05)
-    dear, speed = theory.best(0.8, 0.05, lambda K: 1 + 0.15 * K)
-    assert dear < free
-    assert speed == pytest.approx(theory.speedup(0.8, dear, 0.05, 1 + 0.15 * dear))
+def test_best_k_with_scoring_cost_is_smaller():
+    free, _ = theory.best_num_speculative_tokens(0.8, 0.05)
+    costly, speed = theory.best_num_speculative_tokens(0.8, 0.05, lambda K: 1 + 0.15 * K)
+    assert costly < free
+    assert speed == pytest.approx(theory.speedup(0.8, costly, 0.05, 1 + 0.15 * costly))
 
 
-def test_what_is_no_rate():
+def test_theory_refuses_bad_rates():
     with one_line("acceptance", "1.2"):
         theory.block_efficiency(1.2, 3)
     with one_line("acceptance", "3 rates", "found 2"):

@@ -108,7 +108,7 @@ def test_a_cache_of_any_size_changes_nothing(case, slots):
 
 
 def test_a_cache_is_read_without_the_weights_that_project_positions(case):
-    # Counted so in `roofline.floor`: these weights are read when the cache is made.
+    # Counted so in `roofline.lower_bound`: these weights are read when the cache is made.
     config, params, tokens, expected = case
     _, cache = feed(config, params, transformer.empty_cache(config, params, 1, 32), tokens[:8])
     broken = jax.tree_util.tree_map_with_path(

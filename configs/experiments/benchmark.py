@@ -1,12 +1,14 @@
-"""Autoregressive against speculative sampling on held-out code, over K.
+"""Speed of autoregressive and speculative sampling on held-out code, by K.
 
 python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
 python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick
 python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5 --config.prompts=4
 python scripts/benchmark.py --size=90M
 
-Hardware: any; made for a laptop's CPU with nothing else running.
-Expected on two cores: docs/results.md.
+Hardware: any; meant for a CPU with nothing else running. Time: not measured.
+Figures, on two cores of an AMD EPYC (Zen 4) with two prompts: at the best K of 4 and 8, speculative
+sampling is 1.80 (sampled) and 2.26 (greedy) times as fast as autoregressive sampling
+(docs/results.md).
 """
 
 import ml_collections
@@ -14,7 +16,7 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What is measured, and how often."""
+    """Returns the pair, the sampling settings, and the number of prompts and repetitions."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",

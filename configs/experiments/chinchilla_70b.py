@@ -2,15 +2,17 @@
 
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 
-Hardware: none; the programs are compiled for the topology that is named, and not run.
-Expected: docs/results.md.
+Hardware: a CPU. The programs are compiled for the named TPU slice and are not run.
+Time: two and a half minutes on two cores (libtpu 0.0.51).
+Figures: 10.20 of 102.01 GB per chip. By lower bounds from published figures, and at an acceptance
+rate of 0.8, the speed-up over autoregressive sampling is 2.69 (docs/results.md).
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The pair, what is asked of it, and what is assumed of its samples."""
+    """Returns the pair, the sizes of a call, and the assumed acceptance rate."""
     return ml_collections.ConfigDict(
         {
             "target": "chinchilla_70b",  # of configs/models

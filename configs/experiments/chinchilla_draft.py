@@ -1,12 +1,13 @@
-r"""The 4B draft of Chen et al. 2023 (arXiv 2302.01318), distilled from Chinchilla 70B.
+r"""Distillation of the 4B draft of Chen et al. 2023 (arXiv 2302.01318) from Chinchilla 70B.
 
 python scripts/train_drafter.py --config=configs/experiments/chinchilla_draft.py \
     --config.target=/mnt/runs/chinchilla/model --config.data.train="('/mnt/text/**/*.jsonl.gz',)" \
     --workdir=/mnt/runs/chinchilla_draft --distributed
 
-The paper's draft was trained on the text itself, with Chinchilla's tokenizer and data; its rate and
-number of tokens are stated nowhere. Here it is distilled, with Chinchilla's choices of optimisation
-and a rate for its size. Nobody has run this.
+The paper's draft was trained on text, with Chinchilla's tokenizer and data. The paper does not
+state its learning rate and number of tokens. This config distills the draft instead, with
+Chinchilla's choices of optimization and a learning rate for the draft's size.
+Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no time is known.
 """
 
 import pathlib
@@ -18,7 +19,7 @@ _CONFIGS = pathlib.Path(__file__).parent.parent
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Changes of `pystdlib_draft.py`."""
+    """Returns the config of `pystdlib_draft.py` with changes."""
     config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_draft.py"))["get_config"]()
     shape = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_draft_4b.py"))["get_config"]()
     for field in ("vocab_size", "max_positions"):  # the target's

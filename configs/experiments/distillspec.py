@@ -1,17 +1,20 @@
-r"""Which objective, on which texts: drafts of one shape and budget, distilled in different ways.
+r"""Comparison of distillation objectives and training texts, as in DistillSpec (arXiv 2310.08461).
 
 python scripts/compare_drafts.py --config=configs/experiments/distillspec.py \
     --workdir=runs/distillspec
 
-A draft is first trained on the text itself (cross entropy); each run goes on from there, with the
-same number of steps and of tokens a step. Results: docs/distillation.md.
+One draft is first trained on text with cross entropy. Each run continues from this draft, with the
+same number of steps and of tokens per step.
+Hardware: any; measured on two CPU cores. Time: 105 minutes, beside other work.
+Figures: distilled drafts yield 16 to 19% more tokens per target call at temperature 1 than the
+draft that continues with cross entropy (docs/distillation.md).
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The runs, as changes of `configs/experiments/pystdlib_draft.py`."""
+    """Returns the runs, as changes of `configs/experiments/pystdlib_draft.py`."""
     objectives = (
         "cross_entropy",
         "forward_kl",

@@ -1,11 +1,13 @@
-"""Continues a text with the shipped pair: speculative sampling, K = 4.
+"""Continuation of a text by the shipped pair, with speculative sampling at K = 4.
 
 python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.sampling.temperature=0
 python scripts/generate.py --prompt="import os" --config.drafter=ngram
 python scripts/generate.py --prompt="import os" --config.drafter=none --json
 
-Hardware: any; made for a laptop's CPU. Expected on two cores: docs/results.md.
+Hardware: any; meant for a laptop's CPU.
+Figures, on two cores of an AMD EPYC (Zen 4) at temperature 0.8 and top-p 0.95: 2.58 ms per token at
+K = 4, and 4.71 without a drafter (docs/results.md).
 """
 
 import ml_collections
@@ -13,7 +15,7 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The pair, the drafter, and how tokens are sampled."""
+    """Returns the pair, the drafter and the sampling parameters."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",

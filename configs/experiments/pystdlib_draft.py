@@ -1,14 +1,20 @@
-"""The draft of the shipped pair: one wide layer, 1.9M parameters, distilled from the target.
+r"""Distillation of the shipped draft: one wide layer, 1.9M parameters.
 
 python scripts/train_drafter.py --config=configs/experiments/pystdlib_draft.py \
     --config.target=runs/target/model --workdir=runs/draft
+
+Hardware: any; meant for two CPU cores.
+Time there, partly beside other work: 12 minutes for the target's states, and 56 minutes for 10,000
+of the 15,500 steps.
+Figures on held-out text at temperature 1: acceptance 0.865, greedy agreement 0.789
+(docs/results.md).
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Shape, objective, texts and optimisation."""
+    """Returns shape, objective, texts and optimization."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",

@@ -1,13 +1,16 @@
-"""The target of the shipped pair: 18.6M parameters on CPython's standard library.
+"""Training of the shipped target: 18.6M parameters, on CPython's standard library.
 
 python scripts/train_target.py --config=configs/experiments/pystdlib_target.py --workdir=runs/target
+
+Hardware: any; meant for two CPU cores. Time: 61 minutes there, partly beside other work.
+Figures: 4.04 nats per token on held-out files, and 4.01 in a second run (docs/results.md).
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Shape, data and optimisation."""
+    """Returns shape, data and optimization."""
     return ml_collections.ConfigDict(
         {
             "model": {

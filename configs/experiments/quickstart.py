@@ -1,9 +1,11 @@
-"""The first look: one text by both algorithms, then how much faster the second is.
+"""A first look: one text by autoregressive and by speculative sampling, and their speed.
 
 bash scripts/quickstart.sh    # or, in an environment that has spsjax: python scripts/quickstart.py
 
-Hardware: any; made for a laptop's CPU. Takes 2 min on two cores.
-Expected there: docs/results.md.
+Hardware: any; meant for a laptop's CPU.
+Time: 2 min 11 s on two cores of an AMD EPYC (Zen 4), the installation included.
+Figures there: the best speed-up is 1.97 sampled (K = 5) and 2.14 greedy (K = 4). It varies between
+hours, and was 1.79 and 1.90 in another run (docs/results.md).
 """
 
 import ml_collections
@@ -11,7 +13,7 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """A small `benchmark.py`, and a prompt."""
+    """Returns a small `benchmark.py`, and a prompt."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",

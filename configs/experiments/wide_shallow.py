@@ -1,17 +1,21 @@
-r"""Drafts of one size and 1, 2, 4 or 8 layers: what width buys, and what depth costs.
+r"""Comparison of drafts of equal size with 1, 2, 4 and 8 layers.
 
 python scripts/compare_drafts.py --config=configs/experiments/wide_shallow.py \
     --workdir=runs/wide_shallow
 
-Each has 1.90 million parameters, within 0.5%, the tied embedding included, and is trained alike.
-Results: docs/distillation.md.
+Each draft has 1.90 million parameters within 0.5%, the tied embedding included. All are trained
+alike.
+Hardware: any; measured on two CPU cores. Time: an hour and three quarters, beside other work.
+Figures: 4 layers have the highest acceptance (0.861 on held-out text), and 2 layers the highest
+speed-up (1.00 at temperature 1). A step of 8 layers takes 1.8 times as long as one of 1 layer
+(docs/distillation.md).
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The runs, as changes of `configs/experiments/pystdlib_draft.py`."""
+    """Returns the runs, as changes of `configs/experiments/pystdlib_draft.py`."""
     shapes = {  # layers: width, feed-forward; 8 heads, of which each reads keys of its own
         1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
         2: {"d_model": 200, "d_ff": 624, "head_dim": 26},

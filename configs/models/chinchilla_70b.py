@@ -1,14 +1,19 @@
-"""Chinchilla, 70.1B parameters: the target of Chen et al. 2023 (arXiv 2302.01318), Table 2.
+"""Chinchilla 70B: 70.1B parameters, the target of Chen et al. 2023 (arXiv 2302.01318), Table 2.
 
-Width, heads and layers are Table 2's. Relative positions and RMSNorm are Gopher's (Rae et al. 2021,
-arXiv 2112.11446); a feed-forward layer of 4 d_model is nowhere stated, but only it gives the count.
+python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+
+Table 2 gives width, heads and layers. Relative positions and RMSNorm are those of Gopher (Rae et
+al. 2021, arXiv 2112.11446). No paper states the feed-forward width. It is 4 d_model, because that
+gives the published number of parameters. There are no public weights.
+Hardware: meant for 16 chips. Target and draft need 9.28 GB per chip for weights in bfloat16, by
+the TPU compiler's count (docs/results.md).
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
             "vocab_size": 32_000,

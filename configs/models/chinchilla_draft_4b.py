@@ -1,14 +1,17 @@
-"""The draft of Chen et al. 2023 (arXiv 2302.01318), Table 2: 4.1B parameters, as wide as the mesh
-of its 70B target wants and a tenth as deep.
+"""The draft of Chen et al. 2023 (arXiv 2302.01318), Table 2: 4.1B parameters.
 
-Of the same family as `chinchilla_70b.py`.
+python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+
+It has a tenth of the target's layers and three quarters of its width, because on many chips each
+layer adds collectives. Other choices are those of `chinchilla_70b.py`. There are no public weights.
+Hardware: meant for the target's 16 chips.
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
             "vocab_size": 32_000,

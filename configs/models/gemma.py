@@ -1,6 +1,11 @@
-"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118) and 3 (2025, arXiv 2503.19786): `gemma:2-9b`.
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118) and Gemma 3 (2025, arXiv 2503.19786): `gemma:2-9b`.
 
-Of Gemma 3 of 4B and more, which also see pictures, this is the language model.
+python scripts/compile_tpu.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \\
+    --config.target=gemma:2-9b --config.draft=gemma:2-2b
+
+Sizes: 2-2b, 2-9b, 2-27b, 3-270m, 3-1b, 3-4b, 3-12b and 3-27b. Gemma 3 is multimodal from 4B on, and
+the config is that of its language model.
+Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
 import ml_collections
@@ -40,7 +45,7 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
             "ffn": "geglu",

@@ -1,4 +1,10 @@
-"""GPT-2 (Radford et al. 2019): `gpt2:small`, `gpt2:medium`, `gpt2:large` and `gpt2:xl`."""
+"""GPT-2 (Radford et al. 2019): `gpt2:small`, `gpt2:medium`, `gpt2:large` and `gpt2:xl`.
+
+python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random
+
+Hardware: XL with small as its draft needs 7 GB of memory in float32. On two CPU cores a pass of XL
+takes 299 ms and a draft step of small 23 ms (docs/models.md).
+"""
 
 import ml_collections
 
@@ -11,7 +17,7 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     shape = SIZES[size]
     return ml_collections.ConfigDict(
         {

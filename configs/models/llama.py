@@ -1,6 +1,12 @@
-"""Llama 2 (Touvron et al. 2023, arXiv 2307.09288), and Llama 3 to 3.2: `llama:2-7b`.
+"""Llama 2 (Touvron et al. 2023, arXiv 2307.09288) and Llama 3 to 3.2: `llama:2-7b`.
 
-3 is of Grattafiori et al. 2024 (arXiv 2407.21783); 3.1 and 3.2 scale its rotary frequencies.
+python scripts/compile_tpu.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \\
+    --config.target=llama:3.1-8b --config.draft=llama:3.2-1b
+
+Sizes: 2-7b, 2-13b, 2-70b, 3-8b, 3-70b, 3.1-8b, 3.1-70b, 3.1-405b, 3.2-1b and 3.2-3b. Llama 3 is
+described by Grattafiori et al. 2024 (arXiv 2407.21783). Versions 3.1 and 3.2 scale its rotary
+frequencies.
+Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
 import ml_collections
@@ -33,5 +39,5 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict({"tie_embeddings": False, **SIZES[size]})

@@ -1,6 +1,12 @@
 """Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and Mixtral 8x7B (2024, arXiv 2401.04088).
 
-`mistral:7b` is the paper's, with windows of 4,096 tokens; `mistral:7b-v0.3` has none of them.
+python scripts/compile_tpu.py --topology=v5e:4x4 --config=configs/experiments/chinchilla_70b.py \\
+    --config.target=mistral:8x7b --config.draft=mistral:7b
+
+Sizes: 7b, 7b-v0.3 and 8x7b. `mistral:7b` is the model of the paper, with windows of 4,096 tokens.
+The model
+`mistral:7b-v0.3` has no windows.
+Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
 import ml_collections
@@ -13,7 +19,7 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
             "vocab_size": 32_000,

@@ -1,6 +1,12 @@
 """Qwen2.5 (Yang et al. 2024, arXiv 2412.15115) and Qwen3 (2025, arXiv 2505.09388): `qwen:2.5-7b`.
 
-Embedding and head have more rows than the tokenizer has tokens, and not all sizes as many.
+python scripts/compile_tpu.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \\
+    --config.target=qwen:3-8b --config.draft=qwen:3-0.6b
+
+Sizes: 2.5-0.5b, -1.5b, -3b, -7b, -14b, -32b and -72b; 3-0.6b, -1.7b, -4b, -8b, -14b, -32b and
+-30b-a3b. Embedding and head have more rows than the tokenizer has tokens, and their number depends
+on the size.
+Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
 import ml_collections
@@ -32,5 +38,5 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-    """The fields of `spsjax.models.transformer.Config`."""
+    """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict({"rope_theta": 1e6, "norm_eps": 1e-6, **SIZES[size]})

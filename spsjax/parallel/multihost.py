@@ -1,4 +1,4 @@
-"""Several processes, one mesh: how they find each other, and what the first alone does."""
+"""Runs of several processes: start-up, communication and locks."""
 
 import contextlib
 import hashlib
@@ -13,12 +13,13 @@ from spsjax.errors import InputError, one_line, short_repr
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files
 
-# A process that is gone is missed after so many seconds, and the others end.
+# Seconds without a heartbeat after which a process counts as lost and the others end.
 HEARTBEAT_SECONDS = 20
 
 # Folders that this process has locked, with their locks.
 _LOCKED: dict[pathlib.Path, contextlib.AbstractContextManager] = {}
 
+# host:port, with an IPv6 address in brackets and a port in [1, 65535].
 _ADDRESS = re.compile(
     r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 )
@@ -31,27 +32,28 @@ def initialize(
     timeout: int = 300,
     saves: bool = False,
 ) -> None:
-    """Joins the processes of a run; call it before any other use of JAX.
+    """Connects the processes of a run. Call it before any other use of JAX.
 
-    On TPU pods, and under schedulers that JAX knows, no argument is needed.
+    No argument is needed on TPU pods and under schedulers that JAX knows.
 
     Args:
-        coordinator: address and port at which process 0 listens, the same for all.
-        num_processes: how many there are.
-        process_id: which this is, from 0.
-        timeout: seconds to wait for the others.
-        saves: whether the program saves something when it is told to end (SIGTERM): all processes
-            then hear of it (`multihost_utils.reached_preemption_sync_point`), and none ends by it.
+        coordinator: address and port at which process 0 listens, equal in all processes.
+        num_processes: number of processes.
+        process_id: index of this process, from 0.
+        timeout: seconds to wait for the other processes.
+        saves: whether the program saves its state when it receives SIGTERM. If so, the signal does
+            not end a process, and all processes are notified of it
+            (`multihost_utils.reached_preemption_sync_point`).
 
     Raises:
-        InputError: the processes did not find each other.
+        InputError: the processes could not connect to each other.
     """
     if coordinator is not None and not _ADDRESS.fullmatch(coordinator):
         raise InputError(
             f"coordinator: expected host:port, as 10.0.0.1:8476, found {short_repr(coordinator)}"
         )
     jax.config.update("jax_enable_preemption_service", saves)
-    # What talks between processes where there is no accelerator.
+    # The transport of collectives between CPU processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -69,45 +71,48 @@ def initialize(
 
 
 def check_same_everywhere(*values) -> None:
-    """Raises InputError unless all processes call with the same values.
+    """Raises InputError unless all processes call this function with the same values.
 
-    Without it, each would go its own way, and wait for the others for ever.
+    Processes that run different programs would wait for each other forever.
     """
     if jax.process_count() == 1:
         return
     digest = hashlib.sha256(repr(values).encode()).digest()[:8]
-    found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
-    if len(np.unique(found.reshape(jax.process_count(), -1), axis=0)) > 1:
-        raise InputError("processes: expected the same call in all of them, found different ones")
+    digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
+    if len(np.unique(digests.reshape(jax.process_count(), -1), axis=0)) > 1:
+        raise InputError(
+            "processes: expected the same call in all processes, found different arguments. "
+            "Start every process with the same command."
+        )
 
 
 def is_main_process() -> bool:
-    """Whether this process writes: text, reports and files are the first one's alone."""
+    """Returns whether this is process 0, the only one that prints and writes files."""
     return jax.process_index() == 0
 
 
-def all_true(fine: bool) -> bool:
-    """Whether it is so in all processes, each of which has to ask."""
+def all_true(value: bool) -> bool:
+    """Returns whether `value` is true in all processes. Every process must call it."""
     if jax.process_count() == 1:
-        return fine
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine))))
+        return value
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
 
 
 def broadcast_int(number: int) -> int:
-    """The first process's number, in all of them."""
+    """Returns the number that process 0 passed. Every process must call it."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.process_allgather(np.asarray(number)).ravel()[0])
 
 
 def barrier(name: str) -> None:
-    """Until all processes are here; `name` says where."""
+    """Waits until all processes have reached the barrier of this name."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """The arrays as NumPy arrays, whole, in every process."""
+    """Returns complete copies of all arrays as NumPy arrays, in every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(np.asarray, multihost_utils.process_allgather(tree, tiled=True))
@@ -128,7 +133,8 @@ def lock_folder(path: pathlib.Path) -> None:
         lock.__enter__()  # released when the process ends
     except BlockingIOError:
         raise InputError(
-            f"{path}: in use by another process. Wait for it to finish or choose another --workdir."
+            f"{path}: expected a folder that no other run uses, found one in use by another "
+            "process. Wait for it to finish or choose another --workdir."
         ) from None
     except OSError as error:
         raise InputError(f"{path}: expected a folder for a run, found {one_line(error)}") from None

@@ -1,8 +1,9 @@
-"""One mesh, and Megatron's rules on it (Shoeybi et al. 2019, arXiv 1909.08053).
+"""Device meshes and Megatron's sharding rules (Shoeybi et al. 2019, arXiv 1909.08053).
 
-Axes: `data` splits the rows of a batch, `model` splits the weights. Column-parallel query, key,
-value, gate and up; row-parallel out and down, each followed by the one all-reduce that the compiler
-puts there: two a layer. Embedding and head are split by vocabulary, a bias as what it is added to.
+The mesh axis `data` splits the rows of a batch, and the axis `model` splits the weights. Query,
+key, value, gate and up are column-parallel. Out and down are row-parallel, and the compiler inserts
+one all-reduce after each of them, so two per layer. Embedding and head are split by vocabulary.
+A bias is split like the output that it is added to.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, PyTree
 
-# Parameter -> how its axes are split. What is not named here (norms) is on every device.
+# Module or parameter -> partition spec. Other parameters (norms) are replicated.
 _RULES = {
     "embed": P("model", None),  # embedding [V_model, D]
     "head": P(None, "model"),  # [D, V_model]
@@ -30,7 +31,7 @@ _RULES = {
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
     "down": P("model", None),  # [F_model, D]
-    "experts_gate": P(None, None, "model"),  # [E, D, F_model]; or [E_model, D, F], see `param_spec`
+    "experts_gate": P(None, None, "model"),  # [E, D, F_model] or [E_model, D, F]
     "experts_up": P(None, None, "model"),
     "experts_down": P(None, "model", None),
 }
@@ -38,7 +39,16 @@ _EXPERTS = "experts_gate", "experts_up", "experts_down"
 
 
 def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh:
-    """A mesh of the first `data * model` devices; raises InputError if there are fewer."""
+    """Returns a mesh of the first `data * model` devices.
+
+    Args:
+        data: size of the axis that splits batches.
+        model: size of the axis that splits weights.
+        devices: devices to choose from; None: all devices.
+
+    Raises:
+        InputError: a size is not a positive integer, or there are too few devices.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = data, model
     if not all(type(size) is int and size >= 1 for size in sizes):
@@ -52,15 +62,16 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
 
 
 def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-    """The context in which programs on the mesh are traced and run."""
+    """Returns the context in which programs on the mesh are traced and run."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def check_divides(mesh: Mesh, config) -> None:
-    """Raises InputError where the mesh does not divide the model."""
+    """Raises InputError if the model axis of the mesh does not divide the model's sizes."""
     size = mesh.shape["model"]
-    whole = config.num_experts and config.num_experts % size == 0  # experts are split, not they
-    for field in ("num_heads",) if whole else ("num_heads", "d_ff"):
+    # Whole experts are distributed over the mesh, so their width need not be divisible.
+    whole_experts = config.num_experts and config.num_experts % size == 0
+    for field in ("num_heads",) if whole_experts else ("num_heads", "d_ff"):
         if getattr(config, field) % size:
             raise InputError(
                 f"{field}: expected a multiple of the mesh's model axis, {size}, "
@@ -69,10 +80,11 @@ def check_divides(mesh: Mesh, config) -> None:
 
 
 def param_spec(path: tuple, mesh: Mesh, config) -> P:
-    """How the parameter at `path` is split.
+    """Returns the partition spec of the parameter at `path`.
 
-    Key-value heads and vocabularies that the mesh does not divide are on every device; experts that
-    it does divide are split as they are, and else each of them inside.
+    Key-value heads and vocabularies are replicated if the mesh does not divide them. If the mesh
+    divides the number of experts, each device holds whole experts. Otherwise every expert's weights
+    are split.
     """
     (owner, leaf), size = path[-2:], mesh.shape["model"]
     if owner in ("key", "value") and config.num_kv_heads % size:
@@ -88,9 +100,15 @@ def param_spec(path: tuple, mesh: Mesh, config) -> P:
 def param_shardings(
     mesh: Mesh | None, config, replicate: bool = False
 ) -> Callable[[tuple], Sharding]:
-    """`path -> sharding`: which slice of that parameter each device holds; or all of it.
+    """Returns a function from a parameter's path to its sharding.
 
-    Raises InputError where the mesh does not divide the model.
+    Args:
+        mesh: mesh of the model; None: the default device.
+        config: model config (`models.config.Config`).
+        replicate: whether every device holds all parameters.
+
+    Raises:
+        InputError: the mesh does not divide the model.
     """
     if mesh is None:
         return lambda path: SingleDeviceSharding(jax.local_devices()[0])
@@ -99,20 +117,22 @@ def param_shardings(
     return lambda path: NamedSharding(mesh, P() if replicate else param_spec(path, mesh, config))
 
 
-def place_params(params: PyTree, where: Callable[[tuple], Sharding]) -> PyTree:
-    """The parameters where they belong."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.device_put(leaf, where(tuple(entry.key for entry in path))), params
-    )
+def place_params(params: PyTree, sharding_of: Callable[[tuple], Sharding]) -> PyTree:
+    """Returns the parameters with the shardings that `param_shardings` gives."""
+
+    def place(path, leaf):
+        return jax.device_put(leaf, sharding_of(tuple(entry.key for entry in path)))
+
+    return jax.tree_util.tree_map_with_path(place, params)
 
 
 def model_axis() -> int:
-    """Size of the model axis of the mesh in use; 1 without a mesh."""
+    """Returns the size of the model axis of the current mesh, or 1 without a mesh."""
     return jax.sharding.get_abstract_mesh().shape.get("model", 1)
 
 
 def shard_batch(array: Array) -> Array:
-    """Under a mesh: each device has its rows of `array` whole. A no-op without one."""
+    """Constrains an array to be split by rows alone. Does nothing without a mesh."""
     return _constrained(array, P("data"))
 
 
@@ -122,24 +142,25 @@ def whole_heads(rows_BGSC: Array) -> Array:
 
 
 def gather_vocab(logits: Array) -> Array:
-    """Under a mesh: one all-gather of logits [B, ..., V] that are split by vocabulary.
+    """Gathers logits [B, ..., V] that are split by vocabulary, with one all-gather.
 
-    Sampling reduces over the vocabulary some forty times, and is cheap: once gathered, it needs no
-    collective. Said in two steps, lest the compiler gather the head's weights instead.
+    Sampling reduces over the vocabulary about forty times. Each reduction of split logits would
+    need a collective, while gathered logits need none. Does nothing without a mesh.
     """
+    # Two constraints, because with the second alone the compiler may gather the head's weights.
     if logits.shape[-1] % model_axis() == 0:
         logits = _constrained(logits, P("data", *[None] * (logits.ndim - 2), "model"))
     return shard_batch(logits)
 
 
-def _constrained(array: Array, how: P) -> Array:
+def _constrained(array: Array, spec: P) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return array
-    return jax.lax.with_sharding_constraint(array, how)
+    return jax.lax.with_sharding_constraint(array, spec)
 
 
 def batch_sharding(mesh: Mesh | None) -> Sharding:
-    """Where arrays with a leading batch axis go."""
+    """Returns the sharding of arrays with a leading batch axis."""
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     return NamedSharding(mesh, P("data"))

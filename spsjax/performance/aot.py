@@ -37,7 +37,8 @@ class Program:
         aliased: bytes of results that take their argument's place.
         flops, bytes_accessed: as the compiler counts them.
         collectives: in the program's text.
-        cycles: of one round, by the part of it (`part`); see `hlo.cycles` for what is missing.
+        cycles: of one round, by the part of it (`part`); `hlo.estimated_cycles` says what is
+            missing.
         executed: collectives of one round, by the part of it.
     """
 
@@ -71,7 +72,7 @@ class Report:
     weights: int
     caches: int
     programs: dict[str, Program]
-    passes: dict[str, roofline.Pass]
+    passes: dict[str, roofline.PassCost]
     acceptance: float
     block_efficiency: float
     ars_ms: float
@@ -206,7 +207,9 @@ def compile_pair(
                 decode.run, (which,), weights, start, donate=1, options=compiler_options
             )
     passes = {
-        label: roofline.floor(chip, mesh, config, moved, tokens, batch, slots, dtype, collective_us)
+        label: roofline.lower_bound(
+            chip, mesh, config, moved, tokens, batch, slots, dtype, collective_us
+        )
         for label, config, moved, tokens in (
             ("target", target, programs["ArS"].collectives, 1),
             ("scoring", target, programs["ArS"].collectives, K + 1),
@@ -288,8 +291,8 @@ def _compile(
         flops=cost["flops"],
         bytes_accessed=cost["bytes accessed"],
         collectives=hlo.collectives(text),
-        cycles=_by_part(hlo.cycles(text)),
-        executed=_by_part(hlo.executed(text)),
+        cycles=_by_part(hlo.estimated_cycles(text)),
+        executed=_by_part(hlo.collective_counts(text)),
     )
     results = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),

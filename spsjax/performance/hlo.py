@@ -1,4 +1,4 @@
-"""What a compiled program says of itself: the collectives in its text, and a TPU's cycles."""
+"""Collectives and estimated cycles in the text of compiled programs (HLO)."""
 
 import collections
 import dataclasses
@@ -20,13 +20,13 @@ _BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a program, as one device sees it.
+    """A collective instruction of a program, as one device sees it.
 
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
-        shapes: of what it produces.
-        num_bytes: of what it produces.
-        scope: the names of the scopes that it was traced in, joined by slashes.
+        shapes: shapes of its results.
+        num_bytes: bytes of its results.
+        scope: names of the scopes in which it was traced, joined by slashes.
     """
 
     kind: str
@@ -36,53 +36,57 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives in a program's text (`compiled.as_text()`), each once, in loops too."""
-    found = []
+    """Returns the collectives in a program's text (`compiled.as_text()`).
+
+    A collective in a loop is returned once.
+    """
+    parsed = []
     for line in text.splitlines():
         match = _COLLECTIVE.search(line)
         if not match:
             continue
         results = _SHAPE.findall(match[1])
         if match[3] and match[2] in ("all-gather", "collective-permute"):
-            # An asynchronous one names its operands first, and flags of its own last.
+            # The result of an asynchronous start lists operands, then results. A collective-permute
+            # has two flags after them.
             results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
         shapes, num_bytes = [], 0
         for bits, sizes in results:
             shape = tuple(int(size) for size in sizes.split(",") if size)
             shapes.append(shape)
-            num_bytes += math.prod(shape) * int(bits or 8) // 8
+            num_bytes += math.prod(shape) * int(bits or 8) // 8  # a pred has no bits in its name
         scope = _SCOPE.search(line)
-        found.append(Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else ""))
-    return found
+        parsed.append(Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else ""))
+    return parsed
 
 
-def shapes(found: list[Collective]) -> dict[str, list[tuple[int, ...]]]:
-    """Kind -> the shapes that its instructions produce."""
-    kinds = collections.defaultdict(list)
-    for each in found:
-        kinds[each.kind] += each.shapes
-    return kinds
+def shapes(collectives: list[Collective]) -> dict[str, list[tuple[int, ...]]]:
+    """Returns the result shapes by kind of collective."""
+    by_kind = collections.defaultdict(list)
+    for collective in collectives:
+        by_kind[collective.kind] += collective.shapes
+    return by_kind
 
 
-def cycles(text: str) -> dict[str, int]:
-    """Scope -> cycles, as the TPU's compiler estimates them in a program's text, by `tally`.
+def estimated_cycles(text: str) -> dict[str, int]:
+    """Returns the cycles per scope that the TPU compiler estimates, added up by `tally`.
 
-    Missing is what it does not estimate: collectives, sorts, custom calls.
+    The compiler gives no estimate for collectives, sorts and custom calls.
     """
     return tally(text, lambda line: int(match[1]) if (match := _CYCLES.search(line)) else 0)
 
 
-def executed(text: str) -> dict[str, int]:
-    """Scope -> how many collectives are run, by `tally`."""
+def collective_counts(text: str) -> dict[str, int]:
+    """Returns the number of executed collectives per scope, added up by `tally`."""
     return tally(text, lambda line: 1 if _COLLECTIVE.search(line) else 0)
 
 
 def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
-    """Scope -> the sum of `measure(line)` over the instructions that run.
+    """Returns the sum of `measure(line)` over the executed instructions, per scope.
 
-    A loop counts as often as it runs, where it counts up from 0 to a constant, and once
-    otherwise; a conditional counts as its largest branch. An instruction without a scope belongs to
-    that of the loop or conditional around it.
+    A loop that counts from 0 up to a constant is multiplied by its number of iterations. Other
+    loops count once. A conditional counts as its most expensive branch. An instruction without a
+    scope gets the scope of the loop or conditional around it.
     """
     lines, entry, name = collections.defaultdict(list), None, None
     for line in text.splitlines():
@@ -93,24 +97,24 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
         elif name:
             lines[name].append(line)
 
-    def trips(condition: str) -> int:
+    def num_iterations(condition: str) -> int:
         bounds = [int(bound) for line in lines[condition] for bound in _BOUND.findall(line)]
         counts_up = any("direction=LT" in line for line in lines[condition])
         return bounds[0] if len(bounds) == 1 and counts_up else 1
 
     def total(computation: str, outer: str) -> collections.Counter:
-        found = collections.Counter()
+        counts = collections.Counter()
         for line in lines[computation]:
             scope = _SCOPE.search(line)
             scope = scope[1] if scope and "/" in scope[1] else outer
-            found[scope] += measure(line)
+            counts[scope] += measure(line)
             if match := _WHILE.search(line):
-                times = trips(match[1])
+                times = num_iterations(match[1])
                 for inner, value in total(match[2], scope).items():
-                    found[inner] += times * value
+                    counts[inner] += times * value
             elif match := _CONDITIONAL.search(line):
-                branches = [total(each.strip(" %"), scope) for each in match[1].split(",")]
-                found += max(branches, key=lambda branch: branch.total())
-        return +found
+                branches = [total(name.strip(" %"), scope) for name in match[1].split(",")]
+                counts += max(branches, key=lambda branch: branch.total())
+        return +counts  # unary plus drops scopes whose count is 0
 
     return dict(total(entry, ""))

@@ -1,9 +1,6 @@
 """Probes of the hardware: the parts of one round, each alone, and the memory's bandwidth."""
 
-import concurrent.futures
 import dataclasses
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +13,7 @@ from spsjax import decode, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
 from spsjax.parallel import sharding
+from spsjax.performance.hardware import machine, memory_bandwidth, num_cores  # noqa: F401
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
@@ -131,60 +129,3 @@ def _draft_often(program, repeats, params, state):
     )
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), proposal)
     return lax.fori_loop(0, repeats, once, (state.tokens, nothing))
-
-
-def memory_bandwidth(megabytes: int = 512, times: int = 5) -> dict[str, float]:
-    """Bytes a second that a sum over an array much larger than any cache reads; best of `times`.
-
-    On a CPU, of one thread and of one a core.
-    """
-    count = megabytes * 2**20 // 4
-    if jax.default_backend() != "cpu":
-        array = jax.block_until_ready(jnp.ones(4 * count, jnp.float32))
-        total = jax.jit(jnp.sum).lower(array).compile()
-        return {"device": _best_rate(lambda: total(array).block_until_ready(), array.nbytes, times)}
-    array = np.ones(count, np.float32)
-    rates = {"1 thread": _best_rate(array.sum, array.nbytes, times)}
-    if (threads := num_cores()) > 1:
-        parts = np.array_split(array, threads)
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            rate = _best_rate(lambda: list(pool.map(np.sum, parts)), array.nbytes, times)
-        rates[f"{threads} threads"] = rate
-    return rates
-
-
-def _best_rate(call: Callable, size: int, times: int) -> float:
-    best = float("inf")
-    for _ in range(times + 1):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return size / best
-
-
-def machine(model: Model) -> dict[str, object]:
-    """What times depend on: device, cores, versions and the model's compute type."""
-    kind = jax.devices()[0].device_kind
-    return {
-        "device": _processor() if kind == "cpu" else kind,
-        "cores": num_cores(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "dtype": str(model.params["norm"]["scale"].dtype),
-    }
-
-
-def _processor() -> str:
-    """The model's name where the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            found = [line.partition(":")[2].strip() for line in file if "model name" in line]
-    except OSError:
-        found = []
-    return (found or [platform.processor()])[0] or "cpu"
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1

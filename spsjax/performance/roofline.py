@@ -1,4 +1,4 @@
-"""A forward pass at its floor: what one chip of a mesh must hold, read, multiply and send."""
+"""Lower bounds on the time of a forward pass: bytes, operations and collectives per chip."""
 
 import dataclasses
 import math
@@ -16,16 +16,18 @@ from spsjax.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """One forward pass at its floor, on one chip.
+class PassCost:
+    """Cost of one forward pass on one chip, and the lower bounds that follow from it.
 
     Attributes:
-        weights: bytes of weights that it reads.
-        cache: bytes of the cache that it reads, were all slots taken.
-        flops: of its products with weights.
-        collectives: how many.
-        memory_seconds, compute_seconds, interconnect_seconds: were each all that counts. The last
-            is bytes over bandwidth, and what each collective is assumed to take besides.
+        weights: bytes of weights that the pass reads.
+        cache: bytes of the cache that the pass reads if every slot is filled.
+        flops: operations of the products with weights.
+        collectives: number of collectives.
+        memory_seconds: time to read weights and cache at the published bandwidth.
+        compute_seconds: time of the operations at the published peak.
+        interconnect_seconds: time to send the collectives' bytes at the published bandwidth, and
+            the time that each collective is assumed to take besides.
     """
 
     weights: int
@@ -38,22 +40,23 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """Weights stream while they are multiplied; a collective waits for its layer."""
+        """Lower bound on the time of the pass."""
+        # Weights are read while others are multiplied, but a collective waits for its layer.
         return max(self.memory_seconds, self.compute_seconds) + self.interconnect_seconds
 
 
 def abstract_params(config: transformer.Config, mesh: Mesh, dtype) -> PyTree:
-    """The parameters' shapes, types and places."""
+    """Returns the shapes, types and shardings of the parameters."""
 
-    def place(path, leaf):
-        how = sharding.param_spec(tuple(entry.key for entry in path), mesh, config)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(mesh, how))
+    def abstract(path, leaf):
+        spec = sharding.param_spec(tuple(entry.key for entry in path), mesh, config)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(place, transformer.param_shapes(config, dtype))
+    return jax.tree_util.tree_map_with_path(abstract, transformer.param_shapes(config, dtype))
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of the arrays on one device."""
+    """Returns the bytes of the arrays on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -61,29 +64,31 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def cache_bytes(config: transformer.Config, mesh: Mesh, batch: int, slots: int, dtype) -> int:
-    """Bytes of a cache on one device, by the rules of `sharding`."""
+    """Returns the bytes of a cache on one device, by the rules of `sharding`."""
     model = mesh.shape["model"]
+    # Key-value heads that the mesh does not divide are replicated.
     heads = config.num_kv_heads // (1 if config.num_kv_heads % model else model)
     per_head = slots * config.head_dim * jnp.dtype(dtype).itemsize * config.num_layers
     total = 2 * (batch // mesh.shape["data"]) * heads * per_head
     if config.positions == "relative":
+        # The cache also holds the projected relative positions, which rows share.
         total += config.num_heads // model * per_head
     return total
 
 
-def _read(config: transformer.Config, params: PyTree) -> PyTree:
-    """The parameters that a pass over a cache multiplies with.
+def _multiplied(config: transformer.Config, params: PyTree) -> PyTree:
+    """Returns the parameters that a pass over a filled cache multiplies with.
 
-    An embedding is looked up, unless it is the head, too; the projections of relative positions
-    were applied when the cache was made.
+    An embedding is looked up, not multiplied, unless it also is the head. The projections of
+    relative positions were applied when the cache was made.
     """
-    kept = params if config.tie_embeddings else params | {"embed": {}}
+    used = params if config.tie_embeddings else params | {"embed": {}}
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: None if any(entry.key == "position" for entry in path) else leaf, kept
+        lambda path, leaf: None if any(entry.key == "position" for entry in path) else leaf, used
     )
 
 
-def floor(
+def lower_bound(
     chip: Chip,
     mesh: Mesh,
     config: transformer.Config,
@@ -93,21 +98,35 @@ def floor(
     slots: int,
     dtype,
     collective_us: float,
-) -> Pass:
-    """One pass over `tokens` a row; the collectives are those of a pass over one token."""
-    weights = num_bytes(_read(config, abstract_params(config, mesh, dtype)))
+) -> PassCost:
+    """Returns the cost of one pass, from published figures of the chip.
+
+    Args:
+        chip: figures of one chip.
+        mesh: mesh over chips of this kind.
+        config: model config.
+        collectives: collectives of a pass over one token per row.
+        tokens: number of tokens per row.
+        batch: number of rows.
+        slots: number of slots of the cache.
+        dtype: type of weights and cache.
+        collective_us: microseconds that each collective is assumed to take besides its bytes.
+    """
+    weights = num_bytes(_multiplied(config, abstract_params(config, mesh, dtype)))
     cache = cache_bytes(config, mesh, batch, slots, dtype)
     rows = tokens * batch // mesh.shape["data"]
     flops = 2 * rows * weights / jnp.dtype(dtype).itemsize
     moved = rows / (batch // mesh.shape["data"]) * sum(c.num_bytes for c in collectives)
-    ring = 2 * (1 - 1 / mesh.shape["model"])  # an all-reduce passes every byte twice
-    return Pass(
+    # A ring all-reduce sends every byte twice: once to reduce, once to distribute the sums.
+    ring = 2 * (1 - 1 / mesh.shape["model"])
+    return PassCost(
         weights=weights,
         cache=cache,
         flops=flops,
         collectives=len(collectives),
         memory_seconds=(weights + cache) / chip.bandwidth,
         compute_seconds=flops / chip.flops,
+        # The published figure adds up both directions, and a chip sends while it receives.
         interconnect_seconds=ring * moved / (chip.interconnect / 2)
         + len(collectives) * collective_us * 1e-6,
     )

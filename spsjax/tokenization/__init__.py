@@ -1,7 +1,7 @@
-"""Text to token ids and back, by what lies beside a checkpoint, or is trained here.
+"""Tokenizers of model folders, and training of new ones.
 
-A folder's tokenizer is its `tokenizer.json`, which the `tokenizers` library reads; or its
-`tokenizer.model`, which is SentencePiece's; or GPT-2's `vocab.json` and `merges.txt`.
+A folder's tokenizer is the first of these that is there: `tokenizer.json` (read by the `tokenizers`
+library), `tokenizer.model` (SentencePiece), or GPT-2's `vocab.json` and `merges.txt`.
 """
 
 import pathlib
@@ -15,19 +15,22 @@ __all__ = ["NAMES", "Tokenizer", "exists", "load", "train"]
 
 
 def exists(folder: pathlib.Path) -> bool:
-    """Whether there is a tokenizer in the folder."""
+    """Returns whether the folder has a tokenizer."""
     return any((folder / kind[0]).exists() for kind in KINDS)
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
-    """The tokenizer of a folder, or in a file; raises InputError where there is none."""
+    """Loads the tokenizer of a folder, or from one file.
+
+    Raises InputError if there is no tokenizer, or if its files cannot be read.
+    """
     path = pathlib.Path(path)
     if path.is_dir():
         for kind in KINDS:
             if (path / kind[0]).exists():
                 return (SentencePiece if kind == KINDS[1] else HuggingFace)(path, kind)
-        first = ", ".join(kind[0] for kind in KINDS)
-        raise InputError(f"{path}: expected a tokenizer ({first}), found none")
+        names = ", ".join(kind[0] for kind in KINDS)
+        raise InputError(f"{path}: expected a tokenizer ({names}), found none")
     for kind in KINDS:
         if path.suffix == ".json" and path.name == kind[0]:
             return HuggingFace(path.parent, kind)

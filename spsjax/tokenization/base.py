@@ -1,4 +1,4 @@
-"""What a tokenizer is, whichever library reads it, and what lies beside it in a folder."""
+"""The interface of tokenizers, and the files of a folder that belong to one."""
 
 import abc
 import functools
@@ -12,22 +12,24 @@ from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import chat_template
 from spsjax.utils import atomic_files
 
-# The files that define a tokenizer, by which of them is looked for first.
+# Tokenizer files, in order of preference.
 KINDS = ("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt")
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+# Files that change or extend a tokenizer, if they are there.
 _BESIDE = _SETTINGS, "special_tokens_map.json", "added_tokens.json", _TEMPLATE
 NAMES = tuple(name for kind in KINDS for name in kind) + _BESIDE
 
 
 class Tokenizer(abc.ABC):
-    """A tokenizer of some kind; `spsjax.tokenization` loads and trains them.
+    """Base class of tokenizers. `spsjax.tokenization` loads and trains them.
 
     Attributes:
-        path: of its first file.
-        files: what a folder must hold to have it again, by name.
-        vocab_size: one more than its highest id.
-        bos_id, eos_id: that begin and end a text, if it has such.
+        path: path of the first tokenizer file.
+        files: contents of all files that a folder needs, by file name.
+        vocab_size: highest token id plus one.
+        bos_id: beginning-of-sequence id, if there is one.
+        eos_id: end-of-sequence id, if there is one.
     """
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str]):
@@ -43,35 +45,40 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str, whole: bool = True) -> list[int]:
-        """Token ids of a text, with what begins one if it is `whole`; its end is left open.
+        """Returns the token ids of a text, without an end-of-sequence id.
 
-        Raises InputError if it is not valid Unicode.
+        Args:
+            text: text to encode.
+            whole: whether to add the ids that the tokenizer puts before a text.
+
+        Raises:
+            InputError: the text is not valid Unicode.
         """
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids.
+        """Returns the text of token ids.
 
-        Control ids (begin, end) leave nothing behind, nor do ids beyond the tokenizer's: a model's
-        vocabulary is sometimes padded.
+        Control ids (beginning and end of a sequence) have no text. Neither have ids beyond the
+        vocabulary, because the vocabulary of a model may be padded.
         """
 
     @functools.cached_property
     @abc.abstractmethod
     def pieces(self) -> dict[int, str]:
-        """What each id stands for, control ids apart."""
+        """The piece of text of each id, without control ids."""
 
     def __eq__(self, other) -> bool:
-        """Two tokenizers are one if each id stands for the same text; control ids may differ."""
+        """Returns whether each id has the same text in both. Control ids may differ."""
         return isinstance(other, Tokenizer) and self.pieces == other.pieces
 
     @property
     def sha256(self) -> str:
-        """The hash of the files that define it."""
+        """The SHA-256 hash of the tokenizer files."""
         return hashlib.sha256(b"".join(self.files[name] for name in self._names)).hexdigest()
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes it to a folder, in which no other tokenizer's files are left."""
+        """Writes the tokenizer to a folder and removes the files of any other tokenizer."""
         for name in NAMES:
             if name not in self.files:
                 (folder / name).unlink(missing_ok=True)
@@ -79,12 +86,13 @@ class Tokenizer(abc.ABC):
             atomic_files.write(folder / name, raw)
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins, by the folder's template.
+        """Returns the token ids of a conversation, up to the beginning of the answer.
 
         Args:
-            messages: as `[{"role": "user", "content": "Hello"}]`.
+            messages: conversation, as `[{"role": "user", "content": "Hello"}]`.
 
-        Raises InputError where there is no template, or it refuses the messages.
+        Raises:
+            InputError: the folder has no chat template, or the template refuses the messages.
         """
         template = self._template()
         if template is None:
@@ -97,76 +105,93 @@ class Tokenizer(abc.ABC):
 
     @property
     def has_template(self) -> bool:
-        """Whether `chat` can be used."""
+        """Whether the folder has a chat template."""
         return self._template() is not None
 
     def _template(self) -> str | None:
         if _TEMPLATE in self.files:
             return self.files[_TEMPLATE].decode("utf-8", "replace")
         template = self._settings.get("chat_template")
-        if isinstance(template, list):  # of several, by name
-            named = [each for each in template if isinstance(each, dict)]
+        if isinstance(template, list):  # several named templates
+            named = [entry for entry in template if isinstance(entry, dict)]
             template = next((x.get("template") for x in named if x.get("name") == "default"), None)
         return template if isinstance(template, str) else None
 
     def _object(self, name: str) -> dict:
-        """The JSON object in a file; an empty one where there is no such file."""
+        """Returns the JSON object in a file, or an empty one if the file is missing."""
         try:
-            found = json.loads(self.files.get(name, b"{}").decode("utf-8-sig"))
+            value = json.loads(self.files.get(name, b"{}").decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             path = self.path.with_name(name)
             raise InputError(f"{path}: expected JSON, found {one_line(error)}") from None
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             path = self.path.with_name(name)
-            raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}")
-        return found
+            raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        return value
 
     def _check_complete(self) -> None:
-        """Raises InputError where there are tokens that only the settings have.
+        """Raises InputError if the settings have tokens that the tokenizer files do not have.
 
-        So it is in older fine-tuned models. `transformers` makes one file of it.
+        Older fine-tuned models add tokens in this way. They would be read as plain text here.
         """
-        known = self._object("added_tokens.json")
+        added = self._object("added_tokens.json")
         listed = self._settings.get("added_tokens_decoder")
         tokens = []
         if isinstance(listed, dict):
             for id, token in listed.items():
                 text = token.get("content") if isinstance(token, dict) else token
                 tokens.append((_SETTINGS, str(id), text))
-        tokens += [("added_tokens.json", str(id), text) for text, id in known.items()]
+        tokens += [("added_tokens.json", str(id), text) for text, id in added.items()]
         for name, id, text in tokens:
-            here = id.isdecimal() and len(id) < 10 and int(id) < self.vocab_size
-            # A space is written as it is, or as pieces have it.
-            if not here or _spaced(self._text_of(int(id))) != _spaced(text):
+            known = id.isdecimal() and len(id) < 10 and int(id) < self.vocab_size
+            if not known or _spaced(self._text_of(int(id))) != _spaced(text):
                 raise InputError(
-                    f"{self.path}: expected all tokens, found {id} ({short_repr(text)}) in {name} "
-                    "alone; to make tokenizer.json of both: AutoTokenizer.from_pretrained(folder)"
-                    ".save_pretrained(folder), of transformers"
+                    f"{self.path}: expected all tokens, found {id} ({short_repr(text)}) only in "
+                    f"{name}. Make one tokenizer.json of both files with transformers: "
+                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
                 )
 
     @abc.abstractmethod
     def _text_of(self, id: int) -> str | None:
-        """How the tokenizer itself spells an id."""
+        """Returns the piece of an id, control ids included, as the tokenizer files spell it."""
 
     def _special(self, name: str) -> str | None:
-        """The text of a token such as `bos_token`, where the settings have it."""
-        found = self._settings.get(name)
-        found = found.get("content") if isinstance(found, dict) else found
-        return found if isinstance(found, str) else None
+        """Returns the text of a special token such as `bos_token`, if the settings have it."""
+        token = self._settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        return token if isinstance(token, str) else None
+
+
+def incremental_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Returns the text that `tokens` add to the text of `prompt`.
+
+    Some tokenizers decode tokens differently without the tokens before them, so both are decoded
+    together and the prompt's text is removed.
+    """
+    before = tokenizer.decode(prompt)
+    both = tokenizer.decode([*prompt, *tokens])
+    # The prompt may end within a character (decoded as U+FFFD) that the new tokens complete.
+    for start in (before, before.rstrip("\ufffd")):
+        if both.startswith(start):
+            return both[len(start) :]
+    return tokenizer.decode(tokens)
 
 
 def _spaced(text) -> str | None:
+    """Returns a piece with SentencePiece's mark for a space replaced by a space."""
     return text.replace("\u2581", " ") if isinstance(text, str) else None
 
 
 def read(path: pathlib.Path) -> bytes:
+    """Reads a tokenizer file; raises InputError if that fails."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path}: expected a tokenizer's file, found {one_line(error)}") from None
+        raise InputError(f"{path}: expected a tokenizer file, found {one_line(error)}") from None
 
 
 def check_unicode(text: str) -> None:
+    """Raises InputError if the text has lone surrogates, which no encoding of Unicode has."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

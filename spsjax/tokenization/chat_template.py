@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text that a model was trained on."""
+"""Chat templates, which turn a conversation into the text format of a model."""
 
 import datetime
 import json
@@ -11,7 +11,7 @@ from spsjax.errors import InputError, one_line, short_repr
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks answers for training; here it is what is within."""
+    """Jinja tag `{% generation %}`, which marks answers for training. It renders its content."""
 
     tags = frozenset({"generation"})
 
@@ -21,12 +21,18 @@ class _Generation(jinja2.ext.Extension):
 
 
 def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, str | None]) -> str:
-    """The conversation, and what begins the answer.
+    """Returns the text of a conversation, up to the beginning of the answer.
 
-    Templates come with a checkpoint, from anywhere: they run in a sandbox. They may use what
-    `transformers` gives them: the special `tokens`, `raise_exception`, `strftime_now`, `tojson`.
+    Templates come with downloaded checkpoints, so they run in a sandbox. They have the functions
+    that `transformers` offers: `raise_exception`, `strftime_now` and the filter `tojson`.
 
-    Raises InputError where the template is none, or refuses the messages.
+    Args:
+        template: source of the Jinja template.
+        messages: conversation, as `[{"role": "user", "content": "Hello"}]`.
+        tokens: text of the special tokens by name, as `bos_token`.
+
+    Raises:
+        InputError: the template is invalid, or it refuses the messages.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InputError(f"messages: expected a list of messages, found {short_repr(messages)}")
@@ -48,18 +54,18 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    known = {name: text for name, text in tokens.items() if text is not None}
+    special = {name: text for name, text in tokens.items() if text is not None}
     options = {"tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        return environment.from_string(template).render(messages=messages, **options, **known)
-    except Exception as error:  # a template is a program: it may fail in any way
+        return environment.from_string(template).render(messages=messages, **options, **special)
+    except Exception as error:  # a template is a program, which can raise anything
         raise InputError(
-            f"messages: expected what the chat template takes, found {one_line(error)}"
+            f"messages: expected a conversation for the chat template, found {one_line(error)}"
         ) from None
 
 
 def _tojson(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False) -> str:
-    """JSON without the escapes of HTML that Jinja's own filter makes."""
+    """Returns JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

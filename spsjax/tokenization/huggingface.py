@@ -1,4 +1,4 @@
-"""Tokenizers that the `tokenizers` library reads: `tokenizer.json`, and GPT-2's two files."""
+"""Tokenizers of the `tokenizers` library: `tokenizer.json` and GPT-2's two files."""
 
 import functools
 import itertools
@@ -12,12 +12,14 @@ import tokenizers
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import base
 
-_END = "<|endoftext|>"  # of GPT-2, whose own files do not say so
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of one byte, of tokenizers that fall back to them
+# GPT-2's end of text. Its own files do not mark it as special.
+_END = "<|endoftext|>"
+# A piece that stands for one byte, in tokenizers with byte fallback.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class HuggingFace(base.Tokenizer):
-    """One that the `tokenizers` library reads; what begins a text is as its own file says."""
+    """A tokenizer that the `tokenizers` library reads."""
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str]):
         super().__init__(folder, names)
@@ -28,14 +30,16 @@ class HuggingFace(base.Tokenizer):
                 model = self._gpt2(folder)
         except (InputError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises Exception, and where it panics more
+        except BaseException as error:  # a panic of the library is no Exception
             raise InputError(
                 f"{self.path}: expected a tokenizer, found {one_line(error)}"
             ) from None
-        model.no_truncation()  # some files have the settings of what they were trained for
+        # Some files carry the truncation and padding of a training run.
+        model.no_truncation()
         model.no_padding()
         self._model = model
-        spaced = self._settings.get("add_prefix_space")  # goes before what the file says
+        # The settings take precedence over the tokenizer file.
+        spaced = self._settings.get("add_prefix_space")
         bytewise = isinstance(model.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel)
         if bytewise and isinstance(spaced, bool):
             model.pre_tokenizer.add_prefix_space = spaced
@@ -47,9 +51,11 @@ class HuggingFace(base.Tokenizer):
             for token in map(self._special, ("bos_token", "eos_token"))
         )
         self._prefix = []
+        # The number of ids that the file adds after a text. They are cut off, because the model
+        # continues the text.
         added = model.encode("x").special_tokens_mask
         self._suffix = 0 if all(added) else added[::-1].index(0)
-        begins = self._settings.get("add_bos_token") and self.bos_id is not None
+        adds_bos = self._settings.get("add_bos_token") and self.bos_id is not None
         self._bytes = {
             id: int(piece[3:5], 16)
             for piece, id in model.get_vocab().items()
@@ -57,25 +63,30 @@ class HuggingFace(base.Tokenizer):
         }
         if names != base.KINDS[0]:
             self._check_complete()
-        if begins and not self.encode(""):  # older files leave it to the class that reads them
+        # In older files the class of transformers adds this id, not the tokenizer file.
+        if adds_bos and not self.encode(""):
             self._prefix = [self.bos_id]
 
     def _gpt2(self, folder: pathlib.Path) -> tokenizers.Tokenizer:
-        """Byte-level BPE (Radford et al. 2019); others have such files, but split otherwise."""
-        known = self._settings.get("tokenizer_class", "GPT2Tokenizer")
+        """Returns GPT-2's byte-level BPE (Radford et al. 2019).
+
+        Other models have files of these names, but split text in another way before the merges.
+        """
+        name = self._settings.get("tokenizer_class", "GPT2Tokenizer")
         config = base.read(folder / "config.json") if (folder / "config.json").exists() else b"{}"
         kind = json.loads(config).get("model_type", "gpt2")
-        if not str(known).startswith("GPT2Tokenizer") or kind != "gpt2":
+        if not str(name).startswith("GPT2Tokenizer") or kind != "gpt2":
             raise InputError(
-                f"{folder}: expected tokenizer.json or tokenizer.model, found only vocab.json, "
-                f"which does for GPT-2 but not for {short_repr(known if kind == 'gpt2' else kind)}"
+                f"{folder}: expected tokenizer.json or tokenizer.model, found only vocab.json of "
+                f"{short_repr(name if kind == 'gpt2' else kind)}. It is enough for GPT-2 alone."
             )
         vocab = json.loads(self.files["vocab.json"])
         lines = self.files["merges.txt"].decode().replace("\r\n", "\n").split("\n")
         merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
-        made = {*map("".join, merges), _END}
+        # Without its merge a piece would never be produced, and text would be split differently.
+        merged = {*map("".join, merges), _END}
         for piece in vocab:
-            if len(piece) > 1 and piece not in made:
+            if len(piece) > 1 and piece not in merged:
                 raise InputError(
                     f"{folder / 'merges.txt'}: expected a merge for each piece of vocab.json, "
                     f"found none for {short_repr(piece)}"
@@ -105,7 +116,8 @@ class HuggingFace(base.Tokenizer):
         ids = [int(id) for id in ids if id < self.vocab_size]
         if self._bytes.keys().isdisjoint(ids):
             return self._model.decode(ids)
-        # The library gives up a whole run of bytes where the last character of it is not complete.
+        # The library drops a whole run of bytes if the last character of the run is incomplete, so
+        # text that was already streamed would change. Here each run is decoded separately.
         tokens = []
         for is_byte, run in itertools.groupby(ids, self._bytes.__contains__):
             if is_byte:

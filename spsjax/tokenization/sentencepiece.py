@@ -1,4 +1,4 @@
-"""Tokenizers of the `sentencepiece` library, read and trained."""
+"""Tokenizers of the `sentencepiece` library, and their training."""
 
 import functools
 import io
@@ -13,11 +13,11 @@ from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import base
 from spsjax.utils import atomic_files
 
-_SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
+_SPACE = "\u2581"  # a space inside a piece
 
 
 class SentencePiece(base.Tokenizer):
-    """A SentencePiece model. `encode` begins with the begin-of-sequence id, if there is one."""
+    """A SentencePiece model. `encode` begins with its beginning-of-sequence id, if there is one."""
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str]):
         super().__init__(folder, names)
@@ -26,21 +26,25 @@ class SentencePiece(base.Tokenizer):
             model.LoadFromSerializedProto(self.files[names[0]])
         except RuntimeError:
             raise InputError(
-                f"{self.path}: expected a SentencePiece model, found another or a damaged file"
+                f"{self.path}: expected a SentencePiece model, found a file that "
+                "is damaged or of another kind"
             ) from None
-        self.files["tokenizer.model"] = self.files.pop(names[0])  # as a folder has it
+        self.files["tokenizer.model"] = self.files.pop(names[0])  # the name in a folder
         self._names = ("tokenizer.model",)
         self.vocab_size = model.vocab_size()
         self.bos_id = model.bos_id() if model.bos_id() >= 0 else None
         self.eos_id = model.eos_id() if model.eos_id() >= 0 else None
-        self._begins = self.bos_id is not None and self._settings.get("add_bos_token") is not False
+        self._adds_bos = (
+            self.bos_id is not None and self._settings.get("add_bos_token") is not False
+        )
         self._check_complete()
         spaced = self._settings.get("add_prefix_space")
         first = model.encode("a", out_type=str)[:1]
         if isinstance(spaced, bool) and first and spaced != first[0].startswith(_SPACE):
             raise InputError(
                 f"{self.path.with_name('tokenizer_config.json')}: add_prefix_space: "
-                f"expected what {self.path.name} does, found {json.dumps(spaced)}"
+                f"expected {json.dumps(not spaced)} as in {self.path.name}, "
+                f"found {json.dumps(spaced)}"
             )
 
     @functools.cached_property
@@ -51,7 +55,7 @@ class SentencePiece(base.Tokenizer):
 
     @functools.cached_property
     def _controls(self) -> dict[str, int]:
-        """Begin, end, and what else only ids can say."""
+        """The ids of control pieces, by piece."""
         model = self._model
         ids = [id for id in range(self.vocab_size) if model.is_control(id)]
         return {model.id_to_piece(id): id for id in ids if model.id_to_piece(id)}
@@ -63,17 +67,18 @@ class SentencePiece(base.Tokenizer):
         base.check_unicode(text)
         if whole:
             ids = self._model.encode(text)
-            return [self.bos_id, *ids] if self._begins else ids
-        # A template writes control pieces as text, which the model itself never reads so.
+            return [self.bos_id, *ids] if self._adds_bos else ids
+        # A chat template writes control pieces as text, but the library never reads text as control
+        # pieces. So the text is split at them. Longer names go first, as one may begin another.
         controls = self._controls
         names = sorted(map(re.escape, controls), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(names)})", text) if names else [text]
+        segments = re.split(f"({'|'.join(names)})", text) if names else [text]
         encode = self._model.encode
         return [
             id
-            for part in parts
-            if part
-            for id in ([controls[part]] if part in controls else encode(part))
+            for segment in segments
+            if segment
+            for id in ([controls[segment]] if segment in controls else encode(segment))
         ]
 
     def decode(self, ids):
@@ -81,12 +86,22 @@ class SentencePiece(base.Tokenizer):
 
 
 def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> SentencePiece:
-    """Trains a byte-fallback BPE that keeps white space as it is, and writes it to `path`.
+    """Trains a byte-fallback BPE that preserves white space, and writes it to `path`.
 
-    Runs of 2, 4, 8, 12 and 16 spaces are pieces of their own, because indentation is what code
-    is made of; nothing is normalised, so that decoding gives back the text that was encoded
-    (but for U+2581, which SentencePiece writes for a space).
-    Raises InputError if the texts are too few, or too varied, for `vocab_size` pieces.
+    Runs of 2, 4, 8, 12 and 16 spaces are pieces, because code is full of indentation. Text is not
+    normalised, so decoding restores the encoded text. The one exception is U+2581, which is
+    decoded as a space.
+
+    Args:
+        texts: texts to train on.
+        path: path of the new SentencePiece model.
+        vocab_size: number of pieces.
+
+    Returns:
+        The trained tokenizer.
+
+    Raises:
+        InputError: the texts are too few or too varied for `vocab_size` pieces.
     """
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
         raise InputError(f"vocab_size: expected an integer >= 1, found {short_repr(vocab_size)}")

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes, file locks and file hashes."""
 
 import contextlib
-import fcntl
+import errno
 import glob
 import hashlib
 import os
@@ -9,19 +9,25 @@ import pathlib
 import stat
 from collections.abc import Iterator
 
+import filelock
+
+# Error codes of a file system that cannot lock files, as some network file systems cannot.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
+
 
 @contextlib.contextmanager
 def atomic_write(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """Where to write what becomes the file at `path` at the end, unless an error comes before.
+    """Yields a temporary path that replaces the file at `path` if the block raises no error.
 
-    A link is followed, and a device or a pipe is written to, not replaced.
+    A symbolic link is followed. A device or a pipe is written to directly, not replaced.
     """
     path = pathlib.Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         yield path
         return
+    # The prefix keeps the temporary name within the 255 bytes that a file name may have.
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
-    _forget(path)
+    _remove_abandoned(path)
     try:
         partial.touch()
         mode = stat.S_IMODE((path if path.exists() else partial).stat().st_mode)
@@ -29,54 +35,69 @@ def atomic_write(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
         partial.chmod(mode)
         partial.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # who is told of a full disk wants to know
+        # A failed write (a full disk) names no file. Callers report the name.
+        error.filename = error.filename or str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _forget(path: pathlib.Path) -> None:
-    """Removes what processes that were killed have left of this file."""
+def _remove_abandoned(path: pathlib.Path) -> None:
+    """Removes temporary files of `path` that killed processes left behind."""
     for partial in path.parent.glob(f".{glob.escape(path.name[:200])}.*.partial"):
         process = partial.name.split(".")[-2]
-        if process.isdecimal() and not _alive(int(process)):
+        if process.isdecimal() and not _is_alive(int(process)):
             partial.unlink(missing_ok=True)
 
 
-def _alive(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except OSError:  # the process exists and belongs to another user
         return True
     return True
 
 
 @contextlib.contextmanager
 def lock(path: str | pathlib.Path, wait: bool = True) -> Iterator[None]:
-    """Held by one at a time; a process that ends, however, gives it back.
+    """Holds an exclusive lock on the file at `path`, which is created if needed.
 
-    Where the file system knows no locks, everyone holds it. Raises BlockingIOError if another one
-    holds it and `wait` is false.
+    The operating system releases the lock when the process ends, even if it is killed. On a file
+    system without locks, every process gets the lock.
+
+    Args:
+        path: lock file.
+        wait: whether to wait for the lock while another process holds it.
+
+    Raises:
+        BlockingIOError: `wait` is false and another process holds the lock.
+        OSError: the lock file cannot be opened.
     """
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+    # The library's own fallback is a file that marks the lock. It would outlive a killed process.
+    file_lock = filelock.FileLock(path, fallback_to_soft=False)
+    try:
+        file_lock.acquire(blocking=wait)
+    except filelock.Timeout:
+        message = "locked by another process"
+        raise BlockingIOError(errno.EWOULDBLOCK, message, str(path)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
             raise
-        except OSError:
-            pass
+    try:
         yield
+    finally:
+        file_lock.release()
 
 
 def sha256(path: pathlib.Path) -> str:
-    """The hash of a file."""
+    """Returns the SHA-256 hash of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write(path: str | pathlib.Path, data: str | bytes) -> None:
-    """Writes a file whole; text is UTF-8."""
+    """Writes a file atomically; text is encoded as UTF-8."""
     with atomic_write(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)

@@ -6,9 +6,22 @@ from spsjax.errors import InputError
 
 
 def build(name: str, cls: Callable, options, **more):
-    """`cls(**options, **more)`; raises InputError where it takes no such options."""
+    """Returns `cls(**options, **more)`.
+
+    Args:
+        name: name of the config section, for the error message.
+        cls: class or function to call.
+        options: keyword arguments from the config section.
+        **more: keyword arguments from elsewhere.
+
+    Raises:
+        InputError: `cls` does not take these arguments.
+    """
     try:
         return cls(**options, **more)
     except TypeError as error:
-        found = str(error).rpartition("() ")[2]
-        raise InputError(f"{name}: expected what {cls.__name__} takes, found {found}") from None
+        # Python's message without the name of the function, which the user has not written.
+        problem = str(error).rpartition("() ")[2]
+        raise InputError(
+            f"{name}: expected the fields of {cls.__name__}, found {problem}"
+        ) from None

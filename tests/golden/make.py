@@ -1,8 +1,8 @@
-"""Makes the folders beside it: of each family a tiny random model, as `transformers` writes it.
+"""Golden model folders: one tiny random model per family, saved by transformers.
 
 pip install -e '.[parity]' && python tests/golden/make.py
 
-Each has `expected.npz`: tokens, the logits of `transformers` in float32, and its greedy text.
+Each folder has `expected.npz` with tokens, the float32 logits of transformers, and its greedy text.
 """
 
 import pathlib
@@ -27,7 +27,7 @@ LLAMA3 = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 8}
 GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 9, **WINDOW}
-# Folder: class of the config, what it differs in, type on disk.
+# By folder: class of the config, changed fields, and type on disk.
 FAMILIES = {
     "gpt2": (
         transformers.GPT2Config,
@@ -80,39 +80,39 @@ FAMILIES = {
 
 
 def model(name: str) -> transformers.PreTrainedModel:
-    """The random model of a folder, its weights rounded to what is on disk, in float32."""
+    """Returns the random model of a folder in float32, rounded to the type on disk."""
     kind, changes, dtype = FAMILIES[name]
     torch.manual_seed(sorted(FAMILIES).index(name))
     shape = TOKENS if kind is transformers.GPT2Config else SHAPE
     made = transformers.AutoModelForCausalLM.from_config(kind(**{**shape, **changes}))
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.ndim == 1:  # norms and biases begin as constants
+            if parameter.ndim == 1:  # norms and biases are initialized to constants
                 parameter.add_(0.3 * torch.randn_like(parameter))
             parameter.copy_(parameter.to(getattr(torch, dtype)))
     return made.float().eval()
 
 
 def expected(made: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
-    """What it says: logits of two rows of tokens, and the greedy text after the first of them."""
+    """Returns the logits of two rows of tokens, and the greedy text after the first row."""
     tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 24))
     with torch.no_grad():
-        given = torch.from_numpy(tokens)
-        logits = made(given).logits.numpy()
+        inputs = torch.from_numpy(tokens)
+        logits = made(inputs).logits.numpy()
         for _ in range(NEW):
-            best = made(given[:1]).logits[:, -1:].argmax(-1)
-            given = torch.cat([given[:1], best], dim=1)
-    greedy = given[0, tokens.shape[1] :].numpy()
+            best = made(inputs[:1]).logits[:, -1:].argmax(-1)
+            inputs = torch.cat([inputs[:1], best], dim=1)
+    greedy = inputs[0, tokens.shape[1] :].numpy()
     return {"tokens": tokens.astype(np.int32), "logits": logits, "greedy": greedy}
 
 
 def main():
     for name, (_, _, dtype) in FAMILIES.items():
         made = model(name)
-        found = expected(made)
+        arrays = expected(made)
         made.to(getattr(torch, dtype)).save_pretrained(HERE / name)
         (HERE / name / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(HERE / name / "expected.npz", **found)
+        np.savez_compressed(HERE / name / "expected.npz", **arrays)
         size = sum(path.stat().st_size for path in (HERE / name).iterdir())
         print(f"{name}: {size / 1000:.0f} kB")
 

@@ -1,13 +1,15 @@
-"""Families of models in the Hugging Face layout: their flags, and the names that they give things.
+"""Model families in the Hugging Face layout: flags, defaults and tensor names.
 
-All of it is data: what reads and writes it is in `huggingface` and `config_json`.
+This module is data. `weights` reads and writes tensors by it, and `config_json` reads and writes
+config.json.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from spsjax.models.config import Config
 
-# Field of `Config` -> key of config.json.
+# Keys of config.json, by field of `Config`.
 _KEYS = {
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -19,8 +21,9 @@ _KEYS = {
     "max_positions": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-# Module -> what the layout calls it: those of a layer, then the others. One that is a tensor itself
-# has its own name, without `.weight` or `.bias`; `{expert}` stands for a number.
+# Names of a layer's modules in the layout, by name here. A module's tensors end in `.weight` and
+# `.bias`. A parameter with an entry of its own is stored under exactly that name. `{expert}` stands
+# for the number of an expert.
 _LAYER = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
@@ -32,7 +35,8 @@ _LAYER = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-_OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_OTHER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+# Names in files that were saved without the language-modelling head.
 _BARE = {name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")}
 _QK_NORMS = {
     "attention.query_norm": "self_attn.q_norm",
@@ -45,53 +49,71 @@ _POST_NORMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """One family.
+class Wrapper(NamedTuple):
+    """A multimodal model whose config.json contains the config of a language model.
 
     Attributes:
-        architecture: as config.json names the class.
-        flags: fields of `Config` that all members share; other flags have their defaults.
-        layer, outside: names of modules, see above.
-        prefix: of a layer's names.
-        keys: of config.json, by field.
-        activation: its key and its names there; the first is written.
-        transposed: whether linear weights are stored [out, in]; the head always is.
+        model_type: `model_type` of the multimodal model.
+        key: key of the language model's config.
+    """
+
+    model_type: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Attributes:
+        architecture: name of the class in config.json.
+        flags: fields of `Config` that all members share. Other flags have the defaults of `Config`.
+        layer_names: names of a layer's modules in the layout, by name here.
+        other_names: names of the other modules in the layout, by name here.
+        layer_prefix: common beginning of a layer's tensor names.
+        keys: keys of config.json, by field of `Config`.
+        activation_key: key of the activation in config.json.
+        activation: name of the activation that is written.
+        activation_aliases: other names that mean the same activation in this family.
+        transposed: whether linear weights are stored as [out, in]. The head always is.
         packed: modules whose outputs lie side by side in one tensor, in this order.
-        ignored: regular expression of the names of tensors that hold nothing to load.
-        prefixes: how names begin in some files, and how here.
-        absent: what config.json means where it leaves a key out. Of `FEATURES`, other keys than
-            these mean nothing to the family.
-        period: of so many layers, the last one sees all, where config.json does not say which.
-        inside: the `model_type` of a larger model, and where its config.json has this one's.
-        widening: d_ff over d_model, where config.json leaves d_ff out.
+        ignored: regular expression for names of tensors that are not loaded.
+        aliases: other beginnings of tensor names, and the beginnings that replace them.
+        defaults: meaning of keys that config.json leaves out. Of `FEATURES`, the family ignores all
+            keys that are not listed here.
+        full_attention_every: every n-th layer uses full attention, if config.json has no
+            `layer_types`. 0: all layers are alike.
+        nested_in: multimodal model whose config.json contains this one.
+        ffn_ratio: d_ff / d_model, if config.json leaves d_ff out.
     """
 
     architecture: str
     flags: dict[str, object]
-    layer: dict[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
-    outside: dict[str, str] = dataclasses.field(default_factory=lambda: _OUTSIDE)
-    prefix: str = "model.layers.{layer}."
+    layer_names: dict[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
+    other_names: dict[str, str] = dataclasses.field(default_factory=lambda: _OTHER)
+    layer_prefix: str = "model.layers.{layer}."
     keys: dict[str, str] = dataclasses.field(default_factory=lambda: _KEYS)
-    activation: tuple[str, ...] = ("hidden_act", "silu")
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    activation_aliases: tuple[str, ...] = ()
     transposed: bool = True
     packed: tuple[str, ...] = ()
     ignored: str = r".*\.rotary_emb\.inv_freq"
-    prefixes: dict[str, str] = dataclasses.field(default_factory=lambda: _BARE)
-    absent: dict[str, object] = dataclasses.field(default_factory=lambda: _ABSENT)
-    period: int = 0
-    inside: tuple[str, ...] = ()
-    widening: int = 0
+    aliases: dict[str, str] = dataclasses.field(default_factory=lambda: _BARE)
+    defaults: dict[str, object] = dataclasses.field(default_factory=lambda: _DEFAULTS)
+    full_attention_every: int = 0
+    nested_in: Wrapper | None = None
+    ffn_ratio: int = 0
 
     def canonical(self, name: str) -> str:
-        """A tensor's name as it is here."""
-        for prefix, ours in self.prefixes.items():
-            if name.startswith(prefix):
-                return ours + name.removeprefix(prefix)
+        """Returns the name of a tensor with the family's usual beginning."""
+        for alias, prefix in self.aliases.items():
+            if name.startswith(alias):
+                return prefix + name.removeprefix(alias)
         return name
 
 
-_ABSENT = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _WINDOWS = {"sliding_window": 4096}
 _LAST_WINDOWS = _WINDOWS | {
     "use_sliding_window": False,
@@ -99,11 +121,11 @@ _LAST_WINDOWS = _WINDOWS | {
     "layer_types": None,
 }
 _GEMMA = {"ffn": "geglu", "norm_offset": 1.0, "embed_scale": True}
-_GEMMA_ABSENT = _ABSENT | {"tie_word_embeddings": True, "head_dim": 256}
-_SCALED = _GEMMA_ABSENT | _WINDOWS | {"query_pre_attn_scalar": 256, "layer_types": None}
-_TANH = ("hidden_activation", "gelu_pytorch_tanh")
+_GEMMA_DEFAULTS = _DEFAULTS | {"tie_word_embeddings": True, "head_dim": 256}
+_GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | _WINDOWS | {"query_pre_attn_scalar": 256, "layer_types": None}
+_TANH = {"activation_key": "hidden_activation", "activation": "gelu_pytorch_tanh"}
 
-# Keys that some families know and others ignore, whatever is there.
+# Keys that some families use and others ignore, whatever their value.
 FEATURES = (
     "sliding_window",
     "use_sliding_window",
@@ -115,12 +137,13 @@ FEATURES = (
     "final_logit_softcapping",
 )
 
-# By `model_type`. Only this package reads "chinchilla": no layout of other tools has its positions.
+# Families by `model_type`. "chinchilla" is of this package alone, because transformers has no model
+# with its relative positions.
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"positions": "learned", "ffn": "gelu", "norm": "layer", "biases": "all"},
-        layer={
+        layer_names={
             "attention_norm": "ln_1",
             "attention.query": "attn.c_attn",
             "attention.key": "attn.c_attn",
@@ -130,13 +153,13 @@ FAMILIES = {
             "ffn.up": "mlp.c_fc",
             "ffn.down": "mlp.c_proj",
         },
-        outside={
+        other_names={
             "embed": "transformer.wte",
             "position_embed": "transformer.wpe",
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },
-        prefix="transformer.h.{layer}.",
+        layer_prefix="transformer.h.{layer}.",
         keys={
             "vocab_size": "vocab_size",
             "d_model": "n_embd",
@@ -146,52 +169,57 @@ FAMILIES = {
             "max_positions": "n_positions",
             "norm_eps": "layer_norm_epsilon",
         },
-        activation=("activation_function", "gelu_new", "gelu_pytorch_tanh"),
+        activation_key="activation_function",
+        activation="gelu_new",
+        activation_aliases=("gelu_pytorch_tanh",),
         transposed=False,
         packed=("attention.query", "attention.key", "attention.value"),
         ignored=r".*\.attn\.(masked_)?bias",
-        prefixes={name: f"transformer.{name}" for name in ("wte.", "wpe.", "h.", "ln_f.")},
-        absent={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
-        widening=4,
+        aliases={name: f"transformer.{name}" for name in ("wte.", "wpe.", "h.", "ln_f.")},
+        defaults={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        ffn_ratio=4,
     ),
     "llama": Family("LlamaForCausalLM", {}),
-    "mistral": Family("MistralForCausalLM", {}, absent=_ABSENT | _WINDOWS | {"layer_types": None}),
-    "qwen2": Family("Qwen2ForCausalLM", {"biases": "qkv"}, absent=_ABSENT | _LAST_WINDOWS),
+    "mistral": Family(
+        "MistralForCausalLM", {}, defaults=_DEFAULTS | _WINDOWS | {"layer_types": None}
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", {"biases": "qkv"}, defaults=_DEFAULTS | _LAST_WINDOWS),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {"qk_norm": True},
-        layer=_LAYER | _QK_NORMS,
-        absent=_ABSENT | _LAST_WINDOWS | {"head_dim": 128},
+        layer_names=_LAYER | _QK_NORMS,
+        defaults=_DEFAULTS | _LAST_WINDOWS | {"head_dim": 128},
     ),
     "gemma": Family(
         "GemmaForCausalLM",
         _GEMMA,
-        # Released files say "gelu", and mean tanh's.
-        activation=("hidden_act", "gelu_pytorch_tanh", "gelu"),
-        absent=_GEMMA_ABSENT,
+        activation="gelu_pytorch_tanh",
+        activation_aliases=("gelu",),  # in released files, which mean the approximation by tanh
+        defaults=_GEMMA_DEFAULTS,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {**_GEMMA, "post_norms": True},
-        layer=_LAYER | _POST_NORMS,
-        activation=_TANH,
-        absent=_SCALED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        period=2,
+        layer_names=_LAYER | _POST_NORMS,
+        **_TANH,
+        defaults=_GEMMA2_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        full_attention_every=2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {**_GEMMA, "post_norms": True, "qk_norm": True},
-        layer=_LAYER | _QK_NORMS | _POST_NORMS,
-        activation=_TANH,
-        # Of the larger ones, which also see pictures, the language model alone is read.
+        layer_names=_LAYER | _QK_NORMS | _POST_NORMS,
+        **_TANH,
+        # Sizes from 4B on are multimodal. Only their language model is read.
         ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
-        prefixes=_BARE
+        aliases=_BARE
         | {
             "language_model.model.": "model.",
             "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.",
         },
-        absent=_SCALED
+        defaults=_GEMMA2_DEFAULTS
         | {
             "sliding_window_pattern": None,
             "final_logit_softcapping": None,
@@ -202,13 +230,13 @@ FAMILIES = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 10_000.0,
         },
-        period=6,
-        inside=("gemma3", "text_config"),
+        full_attention_every=6,
+        nested_in=Wrapper("gemma3", "text_config"),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"renormalize": True},
-        layer=_LAYER
+        layer_names=_LAYER
         | {
             "ffn.router": "block_sparse_moe.gate",
             "ffn.experts_gate": "block_sparse_moe.experts.{expert}.w1.weight",
@@ -217,7 +245,7 @@ FAMILIES = {
         },
         keys=_KEYS
         | {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
-        absent=_ABSENT
+        defaults=_DEFAULTS
         | {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
@@ -227,7 +255,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {"qk_norm": True},
-        layer=_LAYER
+        layer_names=_LAYER
         | _QK_NORMS
         | {
             "ffn.router": "mlp.gate",
@@ -242,60 +270,63 @@ FAMILIES = {
             "experts_per_token": "num_experts_per_tok",
             "renormalize": "norm_topk_prob",
         },
-        absent=_ABSENT
+        defaults=_DEFAULTS
         | {"norm_topk_prob": False, "use_sliding_window": False, "sliding_window": 4096},
     ),
     "chinchilla": Family(
         "ChinchillaForCausalLM",
         {"positions": "relative", "ffn": "gelu"},
-        layer=_LAYER
+        layer_names=_LAYER
         | {
             "attention.position": "self_attn.r_proj",
             "attention.content_bias": "self_attn.content_bias",
             "attention.position_bias": "self_attn.position_bias",
         },
-        activation=("hidden_act", "gelu_pytorch_tanh"),
+        activation="gelu_pytorch_tanh",
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a parameter is stored.
+class TensorLocation:
+    """Tensors of the layout that hold one parameter.
 
     Attributes:
-        names: of its tensor, or of one for each index of its first axis.
-        stacked: whether it is the latter.
-        transposed: whether its last two axes are swapped there.
-        part: (index, count): which of so many equal parts of the last axis it is there.
+        names: names of the tensors: one, or one per expert.
+        stacked: whether there is one tensor per index of the parameter's first axis.
+        transposed: whether the tensors have the parameter's last two axes swapped.
+        part: index of this parameter among those that share the tensor's last axis.
+        num_parts: number of parameters of equal size that share the tensor's last axis.
     """
 
     names: tuple[str, ...]
     stacked: bool
     transposed: bool
-    part: tuple[int, int] = (0, 1)
+    part: int = 0
+    num_parts: int = 1
 
 
-def place(family: str, config: Config, path: tuple) -> Place:
-    """The place of the parameter at `path`, such as ('layers', 0, 'ffn', 'up', 'kernel')."""
+def locate(family: str, config: Config, path: tuple) -> TensorLocation:
+    """Returns the location of the parameter at `path`, as ('layers', 0, 'ffn', 'up', 'kernel')."""
     known = FAMILIES[family]
-    inside = path[0] == "layers"
-    names = known.layer if inside else known.outside
-    whole, module = (".".join(path[2 * inside : end]) for end in (len(path), -1))
-    is_matrix = path[-1] == "kernel" or whole.startswith("ffn.experts_")
-    if whole in names:
-        name = names[whole]
+    in_layer = path[0] == "layers"
+    names = known.layer_names if in_layer else known.other_names
+    local = path[2:] if in_layer else path
+    full_name, module = ".".join(local), ".".join(local[:-1])
+    is_matrix = path[-1] == "kernel" or full_name.startswith("ffn.experts_")
+    if full_name in names:
+        name = names[full_name]
     else:
         name = f"{names[module]}.{'bias' if path[-1] == 'bias' else 'weight'}"
-    if inside:
-        name = known.prefix.format(layer=path[1]) + name
-    stacked, part = "{expert}" in name, (0, 1)
-    numbers = range(config.num_experts if stacked else 1)
-    if module in known.packed:
-        part = known.packed.index(module), len(known.packed)
-    return Place(
-        tuple(name.replace("{expert}", str(number)) for number in numbers),
-        stacked,
-        is_matrix and (known.transposed or module == "head"),
-        part,
+    if in_layer:
+        name = known.layer_prefix.format(layer=path[1]) + name
+    stacked = "{expert}" in name
+    experts = range(config.num_experts if stacked else 1)
+    is_packed = module in known.packed
+    return TensorLocation(
+        names=tuple(name.replace("{expert}", str(expert)) for expert in experts),
+        stacked=stacked,
+        transposed=is_matrix and (known.transposed or module == "head"),
+        part=known.packed.index(module) if is_packed else 0,
+        num_parts=len(known.packed) if is_packed else 1,
     )

@@ -1,8 +1,9 @@
-"""Model folders in the Hugging Face layout: `config.json` and safetensors, in and out.
+"""Weights of model folders in the Hugging Face layout: safetensors, read and written.
 
-Which tensor is which parameter is data (`families`).
+`families` says which tensors hold which parameter.
 """
 
+import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ import safetensors.numpy
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import config_json, families
-from spsjax.models.hf.config_json import OBJECT, Fields
+from spsjax.models.hf.fields import OBJECT, Fields, read_json
 from spsjax.parallel import sharding
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files
@@ -24,9 +25,10 @@ from spsjax.utils import atomic_files
 read_config = config_json.read
 SINGLE, INDEX, _PICKLES = "model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"
 PICKLE = (
-    "a pickle, which could run anything; to convert it: "
-    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder), of transformers"
+    "a pickle, which can run any code. Convert it with transformers: "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
 )
+_TYPES = "BF16", "F16", "F32", "F64"
 
 
 def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
@@ -35,30 +37,35 @@ def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
 
 
 def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tensor name -> the file that holds it. A single file goes before shards, as elsewhere."""
+    """Returns the file of each tensor, by tensor name.
+
+    A single file takes precedence over shards, as in transformers.
+    """
     single, index = folder / SINGLE, folder / INDEX
     if single.exists():
         return dict.fromkeys(_open(single).keys(), single)
     if not index.exists():
-        found = f"pytorch_model.bin, {PICKLE}" if list(folder.glob(_PICKLES)) else "neither"
-        raise InputError(f"{folder}: expected {SINGLE} or its index, found {found}")
-    return {name: folder / file for name, file in indexed(index).items()}
+        others = f"pytorch_model.bin, {PICKLE}" if list(folder.glob(_PICKLES)) else "neither"
+        raise InputError(f"{folder}: expected {SINGLE} or its index, found {others}")
+    return {name: folder / file for name, file in read_index(index).items()}
 
 
-def indexed(index: pathlib.Path) -> dict[str, str]:
-    """Tensor name -> name of the file that holds it, by an index."""
-    weight_map = Fields(index, config_json.read_json(index)).get("weight_map", OBJECT)
+def read_index(index: pathlib.Path) -> dict[str, str]:
+    """Returns the file name of each tensor, by tensor name, from an index of shards."""
+    weight_map = Fields(index, read_json(index)).get("weight_map", OBJECT)
     for name, file in weight_map.items():
+        # A path could lead out of the folder.
         if not isinstance(file, str) or file != pathlib.PurePath(file).name:
             raise InputError(f"{index}: {name}: expected a file name, found {short_repr(file)}")
     return weight_map
 
 
 def _open(path: pathlib.Path):
+    """Opens a safetensors file; raises InputError if that fails."""
     try:
         if not path.is_file():
             raise InputError(f"{path}: expected a safetensors file, found none")
-        path.open("rb").close()  # the library calls all that it cannot read absent
+        path.open("rb").close()  # the library reports an unreadable file as missing
         return safetensors.safe_open(path, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(
@@ -66,21 +73,85 @@ def _open(path: pathlib.Path):
         ) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a model folder.
+
+    Attributes:
+        stored_names: names in the files, by the family's usual names.
+        shards: file of each tensor, by name in the files.
+        files: opened files, by path.
+        contents: names of the tensors that each file really has, by path.
+    """
+
+    stored_names: dict[str, str]
+    shards: dict[str, pathlib.Path]
+    files: dict[pathlib.Path, object]
+    contents: dict[pathlib.Path, set[str]]
+
+    def get(self, name: str, shape: tuple[int, ...]):
+        """Returns a tensor that is not read yet; raises InputError if shape or type is wrong."""
+        name = self.stored_names[name]
+        shard = self.shards[name]
+        if name not in self.contents[shard]:
+            raise InputError(f"{shard}: expected a tensor {name}, found none")
+        stored = self.files[shard].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise InputError(
+                f"{shard}: {name}: expected shape {list(shape)}, found {stored.get_shape()}"
+            )
+        if stored.get_dtype() not in _TYPES:
+            raise InputError(
+                f"{shard}: {name}: expected floating-point weights of 16 bits or more, "
+                f"found {stored.get_dtype()}"
+            )
+        return stored
+
+
+def _stored_names(
+    folder: pathlib.Path, names: Iterable[str], family: families.Family
+) -> dict[str, str]:
+    """Returns the names in the files by the family's usual names; raises InputError at doubles."""
+    stored: dict[str, str] = {}
+    for name in names:
+        other = stored.setdefault(family.canonical(name), name)
+        if other != name:
+            raise InputError(f"{folder}: expected a tensor once, found {other} and {name}")
+    return stored
+
+
+def _check_count(folder: pathlib.Path, config: transformer.Config, count: int) -> None:
+    """Raises InputError if there are fewer tensors than layers times experts.
+
+    This comes first: for a wrong config.json of a million layers, their shapes alone would take
+    minutes to compute.
+    """
+    if config.num_layers * max(config.num_experts, 1) > count:
+        experts = f" of {config.num_experts} experts" if config.num_experts else ""
+        raise InputError(
+            f"{folder}: expected tensors of {config.num_layers} layers{experts} (config.json), "
+            f"found {count} tensors in all"
+        )
+
+
 def _check_names(
-    folder: pathlib.Path, found: Iterable[str], expected: Iterable[str], family: families.Family
+    folder: pathlib.Path, names: Iterable[str], expected: Iterable[str], family: families.Family
 ) -> None:
-    """Raises InputError at a tensor that is missing, or that would silently be left out."""
-    found, expected = set(found), set(expected)
-    for name in sorted(expected - found):
+    """Raises InputError if a tensor is missing, or if one would silently be left out."""
+    names, expected = set(names), set(expected)
+    for name in sorted(expected - names):
         raise InputError(f"{folder}: expected a tensor {name}, found none")
-    for name in sorted(found - expected):
-        # A tied head is sometimes stored.
+    for name in sorted(names - expected):
+        # Some files have a head that is tied to the embedding.
         if name != "lm_head.weight" and not re.fullmatch(family.ignored, name):
             raise InputError(f"{folder}: expected no tensor {name} (config.json), found one")
 
 
-def _check_same(folder: pathlib.Path, head, embedding, rows: int = 4096) -> None:
-    """Raises InputError where a head that is tied to the embedding is stored, and another one."""
+def _check_tied_head(folder: pathlib.Path, head, embedding, rows: int = 4096) -> None:
+    """Raises InputError if a stored head differs from the embedding that it is tied to.
+
+    The tensors are compared `rows` rows at a time, to keep little of them in memory.
+    """
     count = head.get_shape()[0]
     for start in range(0, count, rows):
         part = slice(start, min(start + rows, count))
@@ -95,102 +166,97 @@ def read_params(
     folder: pathlib.Path,
     config: transformer.Config,
     dtype,
-    where: Callable[[tuple], jax.sharding.Sharding] | None = None,
+    sharding_of: Callable[[tuple], jax.sharding.Sharding] | None = None,
 ) -> PyTree:
-    """Parameters in compute type `dtype`; each device's slice alone is read for it.
+    """Reads parameters. For each device, only the device's slice is read.
 
     Args:
-        folder: the model folder.
-        config: as `read_config` gives it.
+        folder: model folder.
+        config: config of the model, from `read_config`.
         dtype: type of the parameters in memory.
-        where: as `sharding.param_shardings` gives it; None: the default device.
+        sharding_of: sharding of each parameter, from `sharding.param_shardings`; None: the default
+            device.
+
+    Raises:
+        InputError: files or tensors are missing, damaged or of another model.
     """
-    where = where or sharding.param_shardings(None, config)
-    family = config_json.family_of(config)
+    sharding_of = sharding_of or sharding.param_shardings(None, config)
+    name = config_json.family_of(config)
+    family = families.FAMILIES[name]
     shards = _shards(folder)
-    spelt: dict[str, str] = {}
-    for name in shards:
-        other = spelt.setdefault(families.FAMILIES[family].canonical(name), name)
-        if other != name:
-            raise InputError(f"{folder}: expected a tensor once, found {other} and {name}")
-    if config.num_layers * max(config.num_experts, 1) > len(shards):
-        experts = f" of {config.num_experts} experts" if config.num_experts else ""
-        raise InputError(
-            f"{folder}: expected tensors of {config.num_layers} layers{experts} (config.json), "
-            f"found {len(shards)} tensors in all"
-        )
+    stored_names = _stored_names(folder, shards, family)
+    _check_count(folder, config, len(shards))
     shapes = transformer.param_shapes(config, dtype)
-    places = {path: families.place(family, config, path) for path, _ in _leaves(shapes)}
-    _check_names(
-        folder,
-        spelt,
-        (name for place in places.values() for name in place.names),
-        families.FAMILIES[family],
-    )
+    locations = {path: families.locate(name, config, path) for path, _ in _leaves(shapes)}
+    expected = (tensor for location in locations.values() for tensor in location.names)
+    _check_names(folder, stored_names, expected, family)
     files = {path: _open(path) for path in set(shards.values())}
-    names = {path: set(file.keys()) for path, file in files.items()}
+    contents = {path: set(file.keys()) for path, file in files.items()}
+    tensors = _Tensors(stored_names, shards, files, contents)
+    if config.tie_embeddings and "lm_head.weight" in stored_names:
+        embedding = locations["embed", "embedding"].names[0]
+        shape = (config.vocab_rows, config.d_model)
+        head, embedding = tensors.get("lm_head.weight", shape), tensors.get(embedding, shape)
+        _check_tied_head(folder, head, embedding)
 
-    def opened(name: str, shape: tuple[int, ...]):
-        """The tensor of that name, which must be of that shape."""
-        name = spelt[name]
-        shard = shards[name]
-        if name not in names[shard]:
-            raise InputError(f"{shard}: expected a tensor {name}, found none")
-        stored = files[shard].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise InputError(
-                f"{shard}: {name}: expected shape {list(shape)}, found {stored.get_shape()}"
-            )
-        if stored.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-            raise InputError(
-                f"{shard}: {name}: expected floating-point weights of 16 bits or more, "
-                f"found {stored.get_dtype()}"
-            )
-        return stored
-
-    if config.tie_embeddings and "lm_head.weight" in spelt:
-        embedding = places["embed", "embedding"].names[0]
-        rows = (config.vocab_rows, config.d_model)
-        _check_same(folder, *(opened(name, rows) for name in ("lm_head.weight", embedding)))
-
-    def read(path, shape):
+    def read(path, leaf):
         path = tuple(entry.key for entry in path)
-        place, (part, count) = places[path], places[path].part
-        inner = shape.shape[1:] if place.stacked else shape.shape
-        stored_shape = (*inner[:-1], inner[-1] * count)
-        stored_shape = stored_shape[::-1] if place.transposed else stored_shape
-        stored = [opened(name, stored_shape) for name in place.names]
-
-        def cut(index):
-            chosen, index = (stored[index[0]], index[1:]) if place.stacked else (stored, index)
-            start, stop, _ = index[-1].indices(inner[-1])
-            index = (*index[:-1], slice(start + part * inner[-1], stop + part * inner[-1]))
-            index = index[::-1] if place.transposed else index
-            parts = (each[index].astype(dtype) for each in chosen)
-            parts = [each.T if place.transposed else each for each in parts]
-            return np.stack(parts) if place.stacked else parts[0]
-
-        return jax.make_array_from_callback(shape.shape, where(path), cut)
+        return _read(tensors, locations[path], leaf.shape, dtype, sharding_of(path))
 
     return jax.tree_util.tree_map_with_path(read, shapes)
 
 
+def _read(
+    tensors: _Tensors,
+    location: families.TensorLocation,
+    shape: tuple[int, ...],
+    dtype,
+    target: jax.sharding.Sharding,
+) -> jax.Array:
+    """Reads one parameter of this shape, slice by slice."""
+    *rows, width = shape[1:] if location.stacked else shape
+    stored_shape = (*rows, width * location.num_parts)
+    stored_shape = stored_shape[::-1] if location.transposed else stored_shape
+    stored = [tensors.get(name, stored_shape) for name in location.names]
+
+    def read_slice(index):
+        chosen = stored
+        if location.stacked:
+            chosen, index = stored[index[0]], index[1:]
+        # Among packed parameters, this one begins at `offset` of the last axis.
+        start, stop, _ = index[-1].indices(width)
+        offset = location.part * width
+        index = (*index[:-1], slice(start + offset, stop + offset))
+        index = index[::-1] if location.transposed else index
+        slices = [tensor[index].astype(dtype) for tensor in chosen]
+        slices = [array.T if location.transposed else array for array in slices]
+        return np.stack(slices) if location.stacked else slices[0]
+
+    return jax.make_array_from_callback(shape, target, read_slice)
+
+
 def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree, dtype="bfloat16"):
-    """Writes `config.json` and `model.safetensors`, each whole or not at all."""
+    """Writes `config.json` and `model.safetensors`, each of them atomically.
+
+    Raises InputError if the layout cannot express the config.
+    """
     folder = pathlib.Path(folder)
     family = config_json.family_of(config)
     folder.mkdir(parents=True, exist_ok=True)
-    pieces: dict[str, dict[int, np.ndarray]] = {}
+    parts: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and position
     for path, leaf in _leaves(params):
-        place = families.place(family, config, path)
+        location = families.locate(family, config, path)
         array = np.asarray(jnp.asarray(leaf).astype(dtype))
-        for name, each in zip(place.names, array if place.stacked else [array]):
-            pieces.setdefault(name, {})[place.part[0]] = each.T if place.transposed else each
+        for name, tensor in zip(location.names, array if location.stacked else [array]):
+            tensor = tensor.T if location.transposed else tensor
+            parts.setdefault(name, {})[location.part] = tensor
     tensors = {
-        name: np.ascontiguousarray(np.concatenate([parts[i] for i in sorted(parts)], axis=-1))
-        for name, parts in pieces.items()
+        name: np.ascontiguousarray(np.concatenate([packed[i] for i in sorted(packed)], axis=-1))
+        for name, packed in parts.items()
     }
-    config_json.write(folder, config, jnp.dtype(dtype).name)  # first: it may refuse the shape
-    with atomic_files.atomic_write(folder / "model.safetensors") as partial:
+    # The config is written first, because it may be refused.
+    config_json.write(folder, config, jnp.dtype(dtype).name)
+    with atomic_files.atomic_write(folder / SINGLE) as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
-    (folder / "generation_config.json").unlink(missing_ok=True)  # another model's, and goes first
+    # A generation config of another model would override the end-of-sequence ids.
+    (folder / "generation_config.json").unlink(missing_ok=True)

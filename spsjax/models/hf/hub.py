@@ -1,0 +1,63 @@
+"""Downloads from the Hugging Face Hub."""
+
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+
+from spsjax.errors import InputError, one_line
+from spsjax.models.hf import weights as hf_weights
+
+PREFIX = "hf://"
+# Longest part of a message of the library. Some fill pages.
+_MESSAGE_LENGTH = 300
+
+
+def download(name: str, tokenizer_files: Sequence[str] = (), weights: bool = False) -> pathlib.Path:
+    """Downloads a repository of the hub and returns its local folder.
+
+    Only files that this package reads are fetched. Files in the local cache are not fetched again.
+
+    Args:
+        name: repository and optional revision, as "hf://openai-community/gpt2@main".
+        tokenizer_files: names of the tokenizer files to fetch.
+        weights: whether to fetch the weights.
+
+    Raises:
+        InputError: the package huggingface_hub is missing, the download fails, or the repository
+            has no safetensors.
+    """
+    if not importlib.util.find_spec("huggingface_hub"):
+        raise InputError(
+            f"{name}: expected the package huggingface_hub, found none. "
+            "Install the extra: pip install 'spsjax[hub]'"
+        )
+    files = ["config.json", "generation_config.json", hf_weights.INDEX, *tokenizer_files]
+    folder = _fetch(name, files)
+    if not weights:
+        return folder
+    # The index names the weight files, so it has to be there before they can be fetched.
+    index = folder / hf_weights.INDEX
+    shards = {*hf_weights.read_index(index).values()} if index.exists() else ()
+    folder = _fetch(name, [*files, hf_weights.SINGLE, *shards])
+    if not index.exists() and not (folder / hf_weights.SINGLE).exists():
+        raise InputError(
+            f"{name}: expected {hf_weights.SINGLE} or its index, found neither; "
+            f"pytorch_model.bin is not read: {hf_weights.PICKLE}"
+        )
+    return folder
+
+
+def _fetch(name: str, files: list[str]) -> pathlib.Path:
+    """Fetches files of a repository and returns its local folder."""
+    import huggingface_hub  # an optional package
+
+    repository, _, revision = name.removeprefix(PREFIX).partition("@")
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision or None, allow_patterns=files
+        )
+    except Exception as error:  # the library raises many types
+        raise InputError(
+            f"{name}: expected a repository of the hub, found {one_line(error)[:_MESSAGE_LENGTH]}"
+        ) from None
+    return pathlib.Path(folder)

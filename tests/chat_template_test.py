@@ -1,0 +1,125 @@
+"""Tests of chat templates."""
+
+import json
+
+import pytest
+import sentencepiece
+from bad_input import one_line
+from tokenizer_examples import (
+    CODE,
+    SETTINGS,
+    TEMPLATE,
+    byte_level,
+    save_with,
+    sentence_piece,
+)
+
+from spsjax import tokenization
+
+
+@pytest.fixture(scope="module")
+def sp(tmp_path_factory):
+    """A SentencePiece tokenizer."""
+    return sentence_piece(tmp_path_factory.mktemp("sp"))
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE of the `tokenizers` library."""
+    return tokenization.load(byte_level(tmp_path_factory.mktemp("bpe") / "folder"))
+
+
+def test_chat_follows_template(bpe):
+    messages = [{"role": "user", "content": " Hi! "}]
+    text = "<|user|>Hi!", "\n<|answer|>"
+    assert bpe.chat(messages) == [0, *bpe.encode(text[0])[1:], 1, *bpe.encode(text[1])[1:]]
+
+
+def test_chat_template_is_read_from_list_or_file(bpe, tmp_path):
+    messages = [{"role": "user", "content": "Hi"}]
+    save_with(bpe, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    several = [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    path.write_text(json.dumps(SETTINGS | {"chat_template": several}))
+    assert tokenization.load(tmp_path).chat(messages) == bpe.chat(messages)
+    path.write_text(json.dumps(SETTINGS | {"chat_template": None}))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert tokenization.load(tmp_path).chat(messages) == bpe.chat(messages)
+    (tmp_path / "chat_template.jinja").unlink()
+    with one_line("chat template"):
+        tokenization.load(tmp_path).chat(messages)
+
+
+def test_chat_template_has_functions_of_transformers(bpe, tmp_path):
+    save_with(bpe, tmp_path)
+    template = (
+        "{% generation %}{{ image_token }}{{ messages[0].content }}{% endgeneration %}"
+        "{{ messages | tojson }}{{ strftime_now('%Y')[:2] }}"
+    )
+    settings = {"chat_template": template, "extra_special_tokens": {"image_token": "[I]"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = tokenization.load(tmp_path)
+    ids = loaded.chat([{"role": "user", "content": "é<"}])
+    assert loaded.decode(ids) == '[I]é<[{"role": "user", "content": "é<"}]20'
+
+
+def test_chat_template_with_unhashable_name_is_skipped(bpe, tmp_path):
+    save_with(bpe, tmp_path)
+    several = [{"name": [], "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    settings = json.dumps(SETTINGS | {"chat_template": several})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenization.load(tmp_path).chat(messages) == bpe.chat(messages)
+
+
+def test_sentencepiece_chat_encodes_bos_and_eos_as_ids(sp, tmp_path):
+    sp.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+    ids = tokenization.load(tmp_path).chat([{"role": "user", "content": "Hi"}])
+    text = "<|user|>Hi", "\n<|answer|>"
+    bos, eos = sp.bos_id, sp.eos_id
+    assert ids == [bos, *sp.encode(text[0])[1:], eos, *sp.encode(text[1])[1:]]
+
+
+def test_sentencepiece_chat_encodes_control_pieces_as_ids(tmp_path):
+    """The tokenizer.model of a Mistral has control pieces of this kind."""
+    controls = ["[INST]", "[/INST]"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CODE), model_prefix=str(tmp_path / "tokenizer"), vocab_size=320,
+        model_type="bpe", byte_fallback=True, control_symbols=controls, minloglevel=2,
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    opening, closing = map(model.piece_to_id, controls)
+    template = "{{ bos_token }}[INST] {{ messages[0].content }}[/INST]"
+    settings = SETTINGS | {
+        "chat_template": template,
+        "added_tokens_decoder": {
+            str(id): {"content": name} for id, name in zip((opening, closing), controls)
+        },
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    sp = tokenization.load(tmp_path)
+    bos, *words = sp.encode("return x")
+    assert sp.chat([{"role": "user", "content": "return x"}]) == [bos, opening, *words, closing]
+
+
+@pytest.mark.parametrize(
+    "messages, template, part",
+    [
+        ([{"role": "robot", "content": "Hi"}], TEMPLATE, "no robots"),
+        ([], TEMPLATE, "messages"),
+        ("Hi", TEMPLATE, "'Hi'"),
+        (["Hi"], TEMPLATE, "messages[0]"),
+        ([{"role": "user"}], TEMPLATE, "role"),
+        ([{"role": "user", "content": 3}], TEMPLATE, "content"),
+        ([{"role": "user", "content": "Hi"}], "{% for %}", "messages"),
+        ([{"role": "user", "content": "Hi"}], "{{ ''.__class__.__mro__ }}", "unsafe"),
+        ([{"role": "user", "content": "Hi"}], "{{ messages.clear() }}", "safe"),
+    ],
+)
+def test_chat_refuses_bad_messages_and_unsafe_templates(bpe, tmp_path, messages, template, part):
+    save_with(bpe, tmp_path)
+    settings = SETTINGS | {"chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with one_line("messages", part):
+        tokenization.load(tmp_path).chat(messages)
