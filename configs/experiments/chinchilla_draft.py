@@ -4,9 +4,9 @@ python scripts/train_drafter.py --config=configs/experiments/chinchilla_draft.py
     --config.target=/mnt/runs/chinchilla/model --config.data.train="('/mnt/text/**/*.jsonl.gz',)" \
     --workdir=/mnt/runs/chinchilla_draft --distributed
 
-The paper's draft was trained on the text itself, with Chinchilla's tokenizer and data; its rate and
-number of tokens are stated nowhere. Here it is distilled, with Chinchilla's choices of optimisation
-and a rate for its size. Nobody has run this.
+The paper's draft was trained on text with Chinchilla's tokenizer and data. Its learning rate and
+its number of tokens are not published. This config distils it instead, with Chinchilla's optimizer
+and a learning rate for its size. It has not been run.
 """
 
 import pathlib
@@ -18,10 +18,10 @@ _CONFIGS = pathlib.Path(__file__).parent.parent
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Changes of `pystdlib_draft.py`."""
+    """Returns the config of `pystdlib_draft.py` with the paper's shape and batch."""
     config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_draft.py"))["get_config"]()
     shape = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_draft_4b.py"))["get_config"]()
-    for field in ("vocab_size", "max_positions"):  # the target's
+    for field in ("vocab_size", "max_positions"):  # taken from the target
         del shape[field]
     config.model = shape
     config.update(
@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
             "batch": 768,
             "steps": 50_000,
             "objective": {"name": "lk_hybrid", "temperatures": (1.0,)},
-            "teacher": {"keep": "nothing"},
+            "target_cache": {"store": "nothing"},
             "optimization": {
                 "learning_rate": 2e-4,
                 "warmup": 1500,

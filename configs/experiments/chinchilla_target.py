@@ -1,12 +1,13 @@
-r"""Chinchilla 70B, trained as Hoffmann et al. 2022 (arXiv 2203.15556) say.
+r"""Chinchilla 70B, trained as Hoffmann et al. 2022 (arXiv 2203.15556) describe.
 
 python scripts/train_target.py --config=configs/experiments/chinchilla_target.py \
     --config.data.train="('/mnt/text/**/*.jsonl.gz',)" --workdir=/mnt/runs/chinchilla --distributed
 
-Published: 1.4T tokens, 3M a batch (1.5M in the first half), length 2,048, AdamW, a rate of 1e-4
-that falls by a cosine to a tenth, bfloat16 with float32 weights in the optimiser. Of Gopher (Rae et
-al. 2021, arXiv 2112.11446): 1,500 steps of warm-up, gradients clipped to a norm of 1. Stated
-nowhere, and ours: weight decay, and the decay of AdamW's moments. Nobody has run this.
+Published there: 1.4T tokens, 3M tokens per batch (1.5M in the first half), length 2,048, AdamW, a
+learning rate of 1e-4 with cosine decay to a tenth, bfloat16 with float32 weights in the optimizer.
+Taken from Gopher (Rae et al. 2021, arXiv 2112.11446): 1,500 warm-up steps, gradients clipped to a
+norm of 1. Our own choice, because it is not published: weight decay and AdamW's betas. This config
+has not been run.
 """
 
 import pathlib
@@ -18,7 +19,7 @@ _CONFIGS = pathlib.Path(__file__).parent.parent
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Changes of `pystdlib_target.py`."""
+    """Returns the config of `pystdlib_target.py` with the paper's shape and optimizer."""
     config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_target.py"))["get_config"]()
     config.model = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_70b.py"))["get_config"]()
     config.update(

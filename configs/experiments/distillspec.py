@@ -1,17 +1,17 @@
-r"""Which objective, on which texts: drafts of one shape and budget, distilled in different ways.
+r"""Comparison of objectives and training texts for drafts of one shape and budget.
 
 python scripts/compare_drafts.py --config=configs/experiments/distillspec.py \
     --workdir=runs/distillspec
 
-A draft is first trained on the text itself (cross entropy); each run goes on from there, with the
-same number of steps and of tokens a step. Results: docs/distillation.md.
+A draft is first trained on the text itself (cross entropy). Every run starts from that draft and
+has the same number of steps and of tokens per step. Results: docs/distillation.md.
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The runs, as changes of `configs/experiments/pystdlib_draft.py`."""
+    """Returns the runs, as changes to `configs/experiments/pystdlib_draft.py`."""
     objectives = (
         "cross_entropy",
         "forward_kl",
@@ -37,11 +37,11 @@ def get_config() -> ml_collections.ConfigDict:
             }
     return ml_collections.ConfigDict(
         {
-            "base": "pystdlib_draft",  # of this folder
+            "base": "pystdlib_draft",  # a config in this folder
             "common": {
                 "objective": {"temperatures": (1.0,)},
-                "cache": "",  # of the target's states; none: of this comparison alone
-                "trial": {"prompts": 64, "new_tokens": 96},
+                "cache": "",  # folder of the target cache; empty: in the comparison's folder
+                "draft_eval": {"prompts": 64, "new_tokens": 96},
                 "mixture": {"samples": 640},
                 "eval_every": 600,
                 "eval_examples": 128,
@@ -55,7 +55,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "runs": runs,
             "speed": {
-                "prompts": 16,  # 0: speed is not measured
+                "prompts": 16,  # 0: do not measure speed
                 "prompt_tokens": 64,
                 "max_new_tokens": 96,
                 "repetitions": 2,

@@ -1,4 +1,4 @@
-"""Training sees every example once an epoch, in an order that no mesh and no stop changes."""
+"""Tests of training batches: each example once per epoch, in an order fixed by the seed."""
 
 import itertools
 
@@ -11,46 +11,47 @@ from spsjax.data import pipeline
 from spsjax.parallel import sharding
 
 
-def take(feed, count):
-    return [jax.tree.map(np.asarray, batch) for batch in itertools.islice(feed, count)]
+def take(batches, count):
+    return [jax.tree.map(np.asarray, batch) for batch in itertools.islice(batches, count)]
 
 
 def table(count, width=3, start=0):
     return pipeline.Table(tokens=start + np.arange(count * width).reshape(count, width))
 
 
-def feed(tables=None, shares=(1.0,), batch=4, seed=0, mesh=None):
-    return pipeline.Feed(tables or [table(12)], shares, batch, seed, sharding.batch_sharding(mesh))
+def iterator(tables=None, shares=(1.0,), batch=4, seed=0, mesh=None):
+    where = sharding.batch_sharding(mesh)
+    return pipeline.BatchIterator(tables or [table(12)], shares, batch, seed, where)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 12])
-def test_windows_share_one_token_and_leave_out_only_a_partial_last_one(length):
-    windows = pipeline.Windows(np.arange(40, dtype=np.uint16), length)
+def test_windows_share_one_token_and_drop_a_partial_one(length):
+    windows = pipeline.TokenWindows(np.arange(40, dtype=np.uint16), length)
     assert windows[:].dtype == np.int32 and windows[:].shape == (39 // length, length + 1)
     assert windows[:][:, 1:].ravel().tolist() == list(range(1, 1 + 39 // length * length))
     assert windows[1].tolist() == windows[:][1].tolist()
     assert windows[np.asarray([2, 0])].tolist() == windows[:][[2, 0]].tolist()
 
 
-def test_too_few_tokens_and_no_length_are_refused():
+def test_windows_over_too_few_tokens_are_refused():
     with pytest.raises(InputError, match=r"^train: expected at least 5 tokens, one example, found"):
-        pipeline.Windows(range(4), 4, "train")
-    with pytest.raises(InputError, match=r"^length: expected at least 1, found 0$"):
-        pipeline.Windows(range(4), 0)
+        pipeline.TokenWindows(range(4), 4, "train")
+    with pytest.raises(InputError, match=r"^length: expected an integer >= 1, found 0$"):
+        pipeline.TokenWindows(range(4), 0)
 
 
-def test_an_epoch_shows_each_example_once_in_an_order_of_its_own():
-    epochs = np.concatenate([batch["tokens"][:, 0] // 3 for batch in take(feed(), 9)])
+def test_epoch_shows_each_example_once_in_its_own_order():
+    epochs = np.concatenate([batch["tokens"][:, 0] // 3 for batch in take(iterator(), 9)])
     epochs = epochs.reshape(3, 12).tolist()
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
-    (other,) = take(feed(batch=12, seed=1), 1)
+    (other,) = take(iterator(batch=12, seed=1), 1)
     assert (other["tokens"][:, 0] // 3).tolist() != epochs[0]
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 5])
-def test_a_restored_feed_goes_on_where_the_other_was(skipped):
-    first, second = feed(batch=5), feed(batch=5)
+def test_restored_iterator_continues_at_the_same_batch(skipped):
+    first, second = iterator(batch=5), iterator(batch=5)
     take(first, skipped)
     second.restore(first.state())
     for left, right in zip(take(first, 6), take(second, 6)):
@@ -59,29 +60,29 @@ def test_a_restored_feed_goes_on_where_the_other_was(skipped):
 
 def test_tables_are_mixed_by_their_shares():
     tables = [table(40), table(10, start=1000)]
-    batches = take(feed(tables, (0.75, 0.25), batch=8), 10)
+    batches = take(iterator(tables, (0.75, 0.25), batch=8), 10)
     rows = np.concatenate([batch["tokens"][:, 0] for batch in batches])
     assert (rows >= 1000).sum() == 20
-    assert sorted(rows[rows < 1000][:40] // 3) == list(range(40))  # an epoch of it
+    assert sorted(rows[rows < 1000][:40] // 3) == list(range(40))  # one epoch of the first table
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (8, 1), (1, 8)])
-def test_a_mesh_gets_the_same_batches_in_the_same_order(shape):
+def test_mesh_receives_the_same_batches_in_order(shape):
     tables = [table(40), table(16, start=1000)]
-    alone = take(feed(tables, (0.5, 0.5), batch=8), 5)
-    split = feed(tables, (0.5, 0.5), batch=8, mesh=sharding.mesh(*shape))
-    for left, right in zip(alone, take(split, 5)):
+    one_device = take(iterator(tables, (0.5, 0.5), batch=8), 5)
+    sharded = iterator(tables, (0.5, 0.5), batch=8, mesh=sharding.mesh(*shape))
+    for left, right in zip(one_device, take(sharded, 5)):
         assert np.array_equal(left["tokens"], right["tokens"])
-    assert next(split)["tokens"].addressable_shards[0].data.shape == (8 // shape[0], 3)
+    assert next(sharded)["tokens"].addressable_shards[0].data.shape == (8 // shape[0], 3)
 
 
-def test_a_batch_of_one_may_come_from_several_tables():
-    batches = take(feed([table(40), table(10, start=1000)], (0.5, 0.5), batch=1), 8)
+def test_batches_of_one_row_alternate_between_tables():
+    batches = take(iterator([table(40), table(10, start=1000)], (0.5, 0.5), batch=1), 8)
     assert sum(int(batch["tokens"][0, 0] >= 1000) for batch in batches) == 4
 
 
-def test_columns_stay_together():
+def test_columns_of_a_row_stay_together():
     tokens = np.arange(24).reshape(12, 2)
     both = pipeline.Table(tokens=tokens, start=tokens[:, 0] * 10)
-    for batch in take(feed([both]), 4):
+    for batch in take(iterator([both]), 4):
         assert np.array_equal(batch["start"], batch["tokens"][:, 0] * 10)
