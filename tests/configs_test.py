@@ -83,8 +83,8 @@ def num_params(config):
 
 def test_num_params_extrapolates_the_layers():
     config = cli.model_config("gpt2:small", FOLDER)
-    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-    assert whole == num_params(config) == COUNTS["gpt2:small"]
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+    assert count == num_params(config) == COUNTS["gpt2:small"]
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -101,7 +101,7 @@ def test_token_file_or_tokenizer_of_another_corpus_is_named(tmp_path, texts):
         prepare(tmp_path, texts)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"parts": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"splits": 3}'])
 def test_damaged_manifest_is_named(tmp_path, texts, text):
     prepare(tmp_path, texts)
     path = tmp_path / "data" / "manifest.json"

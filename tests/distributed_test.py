@@ -60,13 +60,13 @@ def one_device() -> dict:
 
 def test_two_processes_give_the_tokens_of_one_device(one_device):
     flags = ("--data=2", "--model=4")
-    (whole,) = results(start(*flags, devices=8))
+    (one_process,) = results(start(*flags, devices=8))
     first, second = start_two(*flags)
     (result,) = results(first)
     assert results(second) == []  # only the first process writes
-    assert result["tokens"] == whole["tokens"] == one_device["tokens"]
+    assert result["tokens"] == one_process["tokens"] == one_device["tokens"]
     # Each process loads only its own slices of the weights.
-    assert result["held"] <= 1.01 * whole["held"] / 2
+    assert result["held"] <= 1.01 * one_process["held"] / 2
 
 
 def test_mesh_without_the_devices_of_a_process_is_refused():

@@ -163,7 +163,7 @@ PACKED = gzip.compress(b"xyz" * 33, mtime=0)
         ("a.jsonl", b'{"text": "x\n', r"a.jsonl:1: expected a JSON object, found Unterminated"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a.jsonl:1: expected text in valid Unicode, found "),
         ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: expected a JSON object, found "),
-        ("a.txt", b"abc\xff", r"a.txt: expected text in UTF-8, found another byte at 3$"),
+        ("a.txt", b"abc\xff", r"a.txt: expected text in UTF-8, found an invalid byte at 3$"),
         ("a.txt.gz", b"no gzip", r"a.txt.gz: expected a text file, found Not a gzipped file"),
         ("a.txt.gz", PACKED[:-9], r"a.txt.gz: expected a text file, found "),
         ("a.txt.gz", PACKED[:12] + b"?" * 20, "expected a text file, found"),

@@ -97,14 +97,14 @@ def test_lk_hybrid_weight_has_no_gradient():
         return jnp.sum(weight * kl + (1 - weight) * (1 - overlap))
 
     expected = jax.grad(fixed)(draft)
-    found = jax.grad(lambda draft: losses.lk_hybrid(target, draft).sum())(draft)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    result = jax.grad(lambda draft: losses.lk_hybrid(target, draft).sum())(draft)
+    np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
 def test_jensen_shannon_beta_weighs_the_target(beta):
-    found = losses.divergence(f"jensen_shannon:{beta}")(TARGET, DRAFT)
-    np.testing.assert_allclose(found, jensen_shannon(beta), atol=2e-6)
+    result = losses.divergence(f"jensen_shannon:{beta}")(TARGET, DRAFT)
+    np.testing.assert_allclose(result, jensen_shannon(beta), atol=2e-6)
 
 
 def test_jensen_shannon_tends_to_both_kl_divergences():
@@ -115,8 +115,8 @@ def test_jensen_shannon_tends_to_both_kl_divergences():
 
 def test_point_mass_log_acceptance_is_cross_entropy():
     points = np.where(np.arange(11) == LABELS[..., None], 0.0, -1e9)
-    found = losses.negative_log_acceptance(points, DRAFT)
-    np.testing.assert_allclose(found, losses.cross_entropy(DRAFT, LABELS), atol=1e-5)
+    result = losses.negative_log_acceptance(points, DRAFT)
+    np.testing.assert_allclose(result, losses.cross_entropy(DRAFT, LABELS), atol=1e-5)
 
 
 @pytest.mark.parametrize(

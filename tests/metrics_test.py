@@ -55,7 +55,7 @@ def test_evaluation_counts_each_example_once(batch, shape):
     objective = distillation.Objective("forward_kl")
     metrics_of = distillation.distillation_metrics(CONFIG, CONFIG, objective, FLOAT32)
     logits = [train_step.forward(CONFIG, weights, HELD_OUT[:, :-1]).logits for weights in params]
-    probs = [np.asarray(jax.nn.softmax(each), np.float64) for each in logits]
+    probs = [np.asarray(jax.nn.softmax(array), np.float64) for array in logits]
     summaries = metrics.evaluate_batches(
         jax.jit(metrics_of),
         *params,

@@ -76,6 +76,14 @@ def test_mesh_receives_the_same_batches_in_order(shape):
     assert next(sharded)["tokens"].addressable_shards[0].data.shape == (8 // shape[0], 3)
 
 
+def test_row_order_does_not_depend_on_the_batch_size():
+    tables = [table(40), table(10, start=1000)]
+    one_by_one = take(iterator(tables, (0.75, 0.25), batch=1), 24)
+    batches = take(iterator(tables, (0.75, 0.25), batch=8), 3)
+    rows = [np.concatenate([batch["tokens"] for batch in taken]) for taken in (one_by_one, batches)]
+    assert np.array_equal(*rows)
+
+
 def test_batches_of_one_row_alternate_between_tables():
     batches = take(iterator([table(40), table(10, start=1000)], (0.5, 0.5), batch=1), 8)
     assert sum(int(batch["tokens"][0, 0] >= 1000) for batch in batches) == 4

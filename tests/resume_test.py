@@ -131,9 +131,9 @@ def uninterrupted(target):
     return note, losses
 
 
-def assert_close(found, expected) -> None:
+def assert_close(actual, expected) -> None:
     """Checks losses up to rounding, which differs on another mesh."""
-    for (step, loss), (_, other) in zip(found[1], expected[1], strict=True):
+    for (step, loss), (_, other) in zip(actual[1], expected[1], strict=True):
         assert loss == pytest.approx(other, abs=2e-3), step
 
 

@@ -109,6 +109,30 @@ def test_state_shapes_are_those_of_the_first_state(shape):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
 
 
+def test_step_trains_parameters_of_any_shape():
+    """A linear head on the hidden states of a frozen transformer is a model like any other."""
+    frozen = transformer.init(CONFIG, jax.random.key(0))
+    optimizer = OptimizerConfig(3e-2, steps=30, warmup=2)
+    kernel = jax.ShapeDtypeStruct(
+        (CONFIG.d_model, VOCAB), jnp.float32, sharding=sharding.batch_sharding(None)
+    )
+    shapes = {"head": {"kernel": kernel}}
+    init = functools.partial(jax.random.normal, shape=kernel.shape)
+    params = train_step.random_params(lambda key: {"head": {"kernel": init(key)}}, shapes, 0)
+    state = train_step.init_state(params, train_step.state_shapes(shapes, optimizer), optimizer)
+
+    def metrics_of(params, frozen, batch):
+        tokens = batch["tokens"]
+        hidden = train_step.forward(CONFIG, frozen, tokens[:, :-1]).hidden
+        return {"loss": losses.cross_entropy(hidden @ params["head"]["kernel"], tokens[:, 1:])}
+
+    step, batch = train_step.make_step(metrics_of, optimizer), {"tokens": jnp.asarray(EXAMPLES)}
+    state, first = step(state, frozen, batch)
+    for _ in range(29):
+        state, last = step(state, frozen, batch)
+    assert last["loss"] < 0.8 * first["loss"]
+
+
 def test_two_replicas_take_half_of_a_batch_each():
     mesh = sharding.mesh(2, 1, jax.devices()[:2])
     batch = pipeline.global_batch({"tokens": EXAMPLES[:16]}, 16, sharding.batch_sharding(mesh))
@@ -147,7 +171,7 @@ def test_forward_does_not_see_later_tokens():
     tokens = EXAMPLES[:1, :16]
     changed = tokens.copy()
     changed[0, 9:] = (changed[0, 9:] + 5) % VOCAB
-    before, after = (train_step.forward(CONFIG, params, each).logits for each in (tokens, changed))
+    before, after = (train_step.forward(CONFIG, params, row).logits for row in (tokens, changed))
     assert np.array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 9:], after[:, 9:])
 

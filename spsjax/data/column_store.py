@@ -45,7 +45,7 @@ def cached_columns(
         try:
             _compute_all(path, count, batch, compute, label)
         except OSError as error:
-            error.filename = error.filename or str(path)  # names the place of a full disk
+            error.filename = error.filename or str(path)  # a full disk gives no path
             raise
         multihost.barrier(f"{path.name} computed")
     columns = {}

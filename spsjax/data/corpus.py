@@ -119,7 +119,7 @@ def _build(
     vocab_size: int | None,
     recipe: dict,
 ) -> None:
-    """Writes the files of a corpus. The manifest comes last: if it exists, all others are whole."""
+    """Writes the files of a corpus. A manifest, written last, says that the others are complete."""
     files = listing(sources)  # read first: files that change meanwhile make the corpus stale
     documents = Split(sources)
     counts, characters = _count(documents, sources)

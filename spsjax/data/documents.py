@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from spsjax.errors import InputError, one_line, short_repr
 
-_HELD_OUT_EVERY = 20  # one document in so many is held out
+_HELD_OUT_EVERY = 20  # one document in 20 is held out
 # Tests repeat each other. The other two large folders hold tables that a program wrote.
 _EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
@@ -63,8 +63,8 @@ class Sources:
             object.__setattr__(self, name, tuple(paths))
         for name in ("field", "separator"):
             if not isinstance(getattr(self, name), str):
-                found = short_repr(getattr(self, name))
-                raise InputError(f"{name}: expected a string, found {found}")
+                value = short_repr(getattr(self, name))
+                raise InputError(f"{name}: expected a string, found {value}")
         if not all(path.strip() and "\0" not in path for path in self.train + self.held_out):
             raise InputError("train, held_out: expected paths, found an empty one or a zero byte")
         if not self.train:
@@ -242,8 +242,8 @@ def _read_text(path: pathlib.Path, errors: str) -> str:
             content = gzip.decompress(content)
         return content.decode("utf-8-sig", errors=errors).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        found = f"another byte at {error.start}"
-        raise InputError(f"{path}: expected text in UTF-8, found {found}") from None
+        position = f"an invalid byte at {error.start}"
+        raise InputError(f"{path}: expected text in UTF-8, found {position}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: expected a text file, found {one_line(error)}") from None
 
@@ -257,8 +257,8 @@ def _json_text(line: str, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected a JSON object, found {short_repr(record)}")
     if field not in record:
-        found = ", ".join(record) or "none"
-        raise InputError(f"{where}: expected a field {short_repr(field)}, found {found}")
+        fields = ", ".join(record) or "none"
+        raise InputError(f"{where}: expected a field {short_repr(field)}, found {fields}")
     if not isinstance(record[field], str):
         raise InputError(
             f"{where}: expected {field} to be a string, found {short_repr(record[field])}"

@@ -111,7 +111,7 @@ def train_loop(
 
 
 def _restore_or_init(checkpoints, shapes, init_state, batches) -> tuple[int, PyTree]:
-    """Returns the number of finished steps and the state; moves the batches to the same place."""
+    """Returns the number of finished steps and the state; moves the batches to that step."""
     restored = checkpoints.restore(shapes)
     if restored is None:
         return 0, init_state()

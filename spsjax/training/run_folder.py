@@ -101,7 +101,7 @@ class Folder:
                 file.write(line)
             self._events.add(step, curves)
         except OSError as error:
-            error.filename = error.filename or str(self.path)  # names the place of a full disk
+            error.filename = error.filename or str(self.path)  # a full disk gives no path
             raise
 
     def _check_stored_config(self, pinned: bool) -> None:

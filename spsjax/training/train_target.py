@@ -45,8 +45,8 @@ def train_target(
     build_model = functools.partial(from_config.build, "model", transformer.Config, config.model)
     # Validate everything that does not need the corpus first: building it can take hours.
     trainer.check_model(build_model())
-    given = tokenization.load(config.tokenizer) if config.tokenizer else None
-    corpus = trainer.prepare_corpus(trainer.choose_tokenizer(given), config.model.vocab_size)
+    named = tokenization.load(config.tokenizer) if config.tokenizer else None
+    corpus = trainer.prepare_corpus(trainer.choose_tokenizer(named), config.model.vocab_size)
     tokenizer = corpus.tokenizer
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(

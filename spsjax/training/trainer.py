@@ -117,7 +117,7 @@ class Trainer:
                 )
 
     def choose_tokenizer(self, tokenizer: Tokenizer | None) -> Tokenizer | None:
-        """Returns the given tokenizer, or else that of the initial model if there is one.
+        """Returns `tokenizer`, or that of the initial model if it is None and there is one.
 
         Raises InputError if both exist and differ: the weights would be read with other tokens.
         """
