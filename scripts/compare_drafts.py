@@ -24,7 +24,7 @@ from spsjax.errors import InputError, one_line
 from spsjax.evaluation import race, samplers, speed
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
-from spsjax.training import recipes, run_folder
+from spsjax.training import run_folder, train_draft
 from spsjax.utils import atomic_files, from_config
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -43,7 +43,7 @@ def main():
         if name != "start" and (workdir / "start" / "model").exists():
             each.update(begin_with)
         try:
-            target = recipes.check_draft(each, workdir / name, cli.mesh(each.mesh))
+            target = train_draft.check_draft_config(each, workdir / name, cli.mesh(each.mesh))
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     prompts = prompts_of(config.speed, base, target)
@@ -77,7 +77,7 @@ def configs(config: ConfigDict, workdir: pathlib.Path) -> tuple[ConfigDict, dict
     base = runpy.run_path(str(path))["get_config"]()
     base.lock()
     base = changed("common", base, config.common)
-    if "cache" not in base or "trial" not in base:
+    if "cache" not in base or "draft_eval" not in base:
         raise InputError(f"base: expected the config of a draft, found {config.base!r}")
     base.cache = base.cache or str(workdir / "cache")
     runs_of = {"start": config.start} if config.start else {}
@@ -100,12 +100,12 @@ def changed(name: str, config: ConfigDict, changes: ConfigDict) -> ConfigDict:
 
 def train(name: str, config: ConfigDict, workdir: pathlib.Path) -> None:
     print(f"== {name}", flush=True)
-    recipes.draft(config, workdir / name, cli.mesh(config.mesh))
+    train_draft.distill_draft(config, workdir / name, cli.mesh(config.mesh))
 
 
 def quality(run: pathlib.Path) -> dict[str, float]:
     """The last measurements of a run."""
-    last = {record["group"]: record for record in run_folder.records(run)}
+    last = {record["group"]: record for record in run_folder.read_log(run)}
     held_out = last["held_out"]
     figures = {
         "acceptance": held_out["acceptance"]["mean"],

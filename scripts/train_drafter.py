@@ -2,7 +2,7 @@
 
 python scripts/train_drafter.py --config.target=runs/target/model --workdir=runs/draft
 
-The same command goes on with a run that was stopped.
+The same command resumes a run that was stopped.
 """
 
 import pathlib
@@ -11,13 +11,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from spsjax.cli import main as cli
-from spsjax.training import recipes
+from spsjax.training import train_draft
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the run.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 _EXPORT = flags.DEFINE_string(
-    "export", None, "Make this checkpoint of the run its model, and train no more: a step, or best."
+    "export", None, "Step of a checkpoint to turn into the model instead of training, or 'best'."
 )
 flags.mark_flag_as_required("workdir")
 
@@ -25,7 +25,7 @@ flags.mark_flag_as_required("workdir")
 def main():
     config = _CONFIG.value
     print(cli.shown(config))
-    recipes.draft(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
+    train_draft.distill_draft(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
 
 
 if __name__ == "__main__":

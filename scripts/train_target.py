@@ -1,9 +1,9 @@
-"""Trains a language model, and its tokenizer, on a corpus: Python's standard library, or yours.
+"""Trains a language model and its tokenizer on Python's standard library or on your own text.
 
 python scripts/train_target.py --workdir=runs/target
 python scripts/train_target.py --workdir=runs/mine --config.data.train="('books/*.txt.gz',)"
 
-The same command goes on with a run that was stopped.
+The same command resumes a run that was stopped.
 """
 
 import pathlib
@@ -12,13 +12,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from spsjax.cli import main as cli
-from spsjax.training import recipes
+from spsjax.training import train_target
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the run.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 _EXPORT = flags.DEFINE_string(
-    "export", None, "Make this checkpoint of the run its model, and train no more: a step, or best."
+    "export", None, "Step of a checkpoint to turn into the model instead of training, or 'best'."
 )
 flags.mark_flag_as_required("workdir")
 
@@ -26,7 +26,7 @@ flags.mark_flag_as_required("workdir")
 def main():
     config = _CONFIG.value
     print(cli.shown(config))
-    recipes.target(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
+    train_target.train_target(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from spsjax.cli import main as cli
 from spsjax.parallel import sharding
 from spsjax.performance import aot, hardware, theory
 from spsjax.training import step as train_step
+from spsjax.training.optimizer import OptimizerConfig
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
@@ -227,14 +228,16 @@ def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     _, devices = hardware.topology("v5e:2x2")
     mesh = sharding.mesh(2, 2, devices)
     model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
-    how = train_step.Optimization(1e-3, steps=20, warmup=2)
-    state = train_step.shapes(model, how, mesh)
+    how = OptimizerConfig(1e-3, steps=20, warmup=2)
+    state = train_step.state_shapes(train_step.model_shapes(model, mesh), how)
     tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.batch_sharding(mesh))
     temporary = {}
     for remat in (False, True):
-        values = train_step.language_model(model, train_step.Compute("bfloat16", remat))
+        values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
         with jax.set_mesh(mesh), aot.uncached():
-            program = train_step.step(values, how).lower(state, {}, {"tokens": tokens}).compile()
+            program = (
+                train_step.make_step(values, how).lower(state, {}, {"tokens": tokens}).compile()
+            )
         temporary[remat] = program.memory_analysis().temp_size_in_bytes
         assert "all-gather(" not in program.as_text()  # weights and activations stay split
     assert temporary[True] < 0.3 * temporary[False]

@@ -1,6 +1,7 @@
-"""A checkpoint is there whole or not at all, and is read as it was written or not at all."""
+"""Tests of checkpoints: complete or absent, and read as written or not at all."""
 
 import errno
+import functools
 import json
 import pathlib
 import resource
@@ -12,16 +13,23 @@ import pytest
 from toy import CONFIG
 
 from spsjax import InputError
+from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.training import step as train_step
 from spsjax.training.checkpoints import Checkpoints
+from spsjax.training.optimizer import OptimizerConfig
 from spsjax.utils.hashing import array_checksums
 
-HOW = train_step.Optimization(1e-2, steps=20, warmup=2)
+OPTIMIZER = OptimizerConfig(1e-2, steps=20, warmup=2)
 
 
 def state(seed=0, mesh=None):
-    return train_step.initial(CONFIG, HOW, mesh, seed)
+    param_shapes = train_step.model_shapes(CONFIG, mesh)
+    params = train_step.random_params(
+        functools.partial(transformer.init, CONFIG), param_shapes, seed
+    )
+    shapes = train_step.state_shapes(param_shapes, OPTIMIZER)
+    return train_step.init_state(params, shapes, OPTIMIZER)
 
 
 def write(folder, scores, **options):
@@ -36,9 +44,9 @@ def read(folder, mesh=None):
         return checkpoints.restore(state(99, mesh))
 
 
-def assert_is(found, step):
-    assert found[0] == step and found[2] == {"next_index": step}
-    assert all(map(np.array_equal, jax.tree.leaves(found[1]), jax.tree.leaves(state(step))))
+def assert_restored(restored, step):
+    assert restored[0] == step and restored[2] == {"next_index": step}
+    assert all(map(np.array_equal, jax.tree.leaves(restored[1]), jax.tree.leaves(state(step))))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def copy(written, tmp_path):
-    """A copy of it, to damage."""
+    """A copy of that folder, to damage."""
     folder = tmp_path / "checkpoints"
     for path in sorted(written.rglob("*")):
         target = folder / path.relative_to(written)
@@ -60,19 +68,19 @@ def copy(written, tmp_path):
     return folder
 
 
-def test_the_newest_is_read_on_any_mesh(written):
+def test_newest_checkpoint_is_restored_on_any_mesh(written):
     for mesh in (None, sharding.mesh(2, 4), sharding.mesh(1, 8)):
-        found = read(written, mesh)
-        assert_is(found, 3)
-        for left, right in zip(jax.tree.leaves(found[1]), jax.tree.leaves(state(0, mesh))):
+        restored = read(written, mesh)
+        assert_restored(restored, 3)
+        for left, right in zip(jax.tree.leaves(restored[1]), jax.tree.leaves(state(0, mesh))):
             assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
 
 
-def test_nothing_is_read_where_nothing_is(tmp_path):
+def test_empty_folder_restores_nothing(tmp_path):
     assert read(tmp_path / "checkpoints") is None
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_newest_and_best_checkpoints_are_kept(tmp_path):
     folder = write(tmp_path / "a", [0.1, 0.9, 0.3, 0.8, 0.2], keep=2, keep_best=1)
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.steps() == [2, 4, 5] and checkpoints.best() == 2
@@ -87,77 +95,89 @@ def largest(folder: pathlib.Path) -> pathlib.Path:
     return max(files, key=lambda path: path.stat().st_size)
 
 
-def flip(folder):
+def flip_a_bit(folder):
     path = largest(folder / "state")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
-def cut(folder):
+def truncate(folder):
     path = largest(folder / "state")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(folder):
+def empty_all_files(folder):
     for path in folder.rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
 
 
-def forget(folder):
+def delete_all_files(folder):
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def exchange(folder):
-    (folder / "note" / "metadata").write_text('{"feed": {"next_index": 3}, "sums": [1, 2]}')
+def replace_note(folder):
+    note = {"iterator": {"next_index": 3}, "checksums": [1, 2]}
+    (folder / "note" / "metadata").write_text(json.dumps(note))
 
 
-def advance(folder):
+def advance_iterator(folder):
     path = folder / "note" / "metadata"
     note = json.loads(path.read_text())
-    note["feed"]["next_index"] += 1
+    note["iterator"]["next_index"] += 1
     path.write_text(json.dumps(note))
 
 
-@pytest.mark.parametrize("damage", [flip, cut, empty, forget, exchange, advance])
-def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_read(copy, damage, capfd):
+DAMAGES = [
+    flip_a_bit,
+    truncate,
+    empty_all_files,
+    delete_all_files,
+    replace_note,
+    advance_iterator,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_newest_checkpoint_is_moved_away(copy, damage, capfd):
+    """It is named in a warning, the one before is restored, and its step can be saved again."""
     damage(copy / "step_3")
     with pytest.warns(UserWarning, match=rf"^{copy}/step_3: expected a checkpoint, found it dam"):
-        assert_is(read(copy), 2)
+        assert_restored(read(copy), 2)
     with Checkpoints(copy) as checkpoints:
         assert (copy.parent / "damaged" / "step_3").is_dir()
         assert checkpoints.steps() == [1, 2]
-        checkpoints.save(3, state(3), {"next_index": 3})  # its step is free again
+        checkpoints.save(3, state(3), {"next_index": 3})
         checkpoints.wait()
-        assert_is(checkpoints.restore(state(99)), 3)
+        assert_restored(checkpoints.restore(state(99)), 3)
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_an_older_one_that_was_being_removed_is_removed_without_a_word(copy, recwarn):
+def test_half_deleted_old_checkpoint_is_removed_silently(copy, recwarn):
+    """A run may be killed while Orbax deletes an old checkpoint. That is no damage to report."""
     for path in (copy / "step_2").iterdir():
         if path.name != "state":
-            forget(path) if path.is_dir() else None
+            delete_all_files(path) if path.is_dir() else None
             path.rmdir() if path.is_dir() else path.unlink()
-    assert_is(read(copy), 3)
+    assert_restored(read(copy), 3)
     assert not (copy / "step_2").exists() and not (copy.parent / "damaged").exists()
-    assert not [each for each in recwarn if "damaged" in str(each.message)]
+    assert not [warning for warning in recwarn if "damaged" in str(warning.message)]
 
 
 def names(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("damage", [flip, empty])
-def test_where_all_are_damaged_none_is_invented_and_nothing_is_moved(copy, damage):
+@pytest.mark.parametrize("damage", [flip_a_bit, empty_all_files])
+def test_all_checkpoints_damaged_raises_and_moves_nothing(copy, damage):
     for step in (1, 2, 3):
         damage(copy / f"step_{step}")
     before = names(copy.parent)
+    message = rf"^{copy}: expected an undamaged checkpoint, found only damaged"
     for _ in range(2):  # a scheduler tries again
-        with pytest.raises(
-            InputError, match=rf"^{copy}: expected a sound checkpoint, found only damaged"
-        ):
+        with pytest.raises(InputError, match=message):
             read(copy)
         assert names(copy.parent) == before
 
@@ -170,26 +190,26 @@ def test_where_all_are_damaged_none_is_invented_and_nothing_is_moved(copy, damag
         MemoryError("no room"),
     ],
 )
-def test_what_the_system_refuses_is_not_damaged(copy, error, monkeypatch):
+def test_system_error_is_not_taken_for_damage(copy, error, monkeypatch):
     before = names(copy.parent)
+    message = r"step_3: expected to read it, found .*(open|no r)"
     with Checkpoints(copy) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "_read", lambda *_: raised(error))
-            with pytest.raises(
-                InputError, match=r"step_3: expected to read it, found .*(open|no r)"
-            ):
+            patch.setattr(checkpoints, "_read", lambda *_: raise_error(error))
+            with pytest.raises(InputError, match=message):
                 checkpoints.restore(state(99))
         assert names(copy.parent) == before
-        assert_is(checkpoints.restore(state(99)), 3)
+        assert_restored(checkpoints.restore(state(99)), 3)
 
 
-def raised(error):
+def raise_error(error):
     raise error
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_older_ones(copy):
+def test_full_disk_is_one_line_and_keeps_older_checkpoints(copy):
+    """A file size limit stands for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # no file may become larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         with Checkpoints(copy) as checkpoints, pytest.raises(InputError) as caught:
             checkpoints.save(4, state(4), {"next_index": 4})
@@ -198,29 +218,33 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_ones(copy):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = str(caught.value)
     assert message.startswith(f"{copy}: expected to write a checkpoint, found ")
-    assert "whole ones: 1, 2, 3)" in message and "\n" not in message and len(message) < 700
-    assert_is(read(copy), 3)
+    assert (
+        "complete checkpoints: 1, 2, 3)" in message and "\n" not in message and len(message) < 700
+    )
+    assert_restored(read(copy), 3)
 
 
-def test_sums_tell_any_bit_and_any_place_apart_and_no_sharding():
+def test_checksums_see_bits_and_order_but_no_sharding():
     leaves = {"a": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8, dtype=jnp.int32)}
     expected = array_checksums(leaves)
     mesh = sharding.mesh(2, 4)
     for spec in (("data", "model"), ("model", None), (None, "data")):
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        assert array_checksums({**leaves, "a": jax.device_put(leaves["a"], place)}) == expected
+        sharded = jax.device_put(
+            leaves["a"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        )
+        assert array_checksums({**leaves, "a": sharded}) == expected
     changed = leaves["a"].at[3, 4].set(jnp.nextafter(leaves["a"][3, 4], jnp.inf))
     for other in (changed, leaves["a"][::-1], leaves["a"].T, -leaves["a"]):
         assert array_checksums({**leaves, "a": other}) != expected
 
 
 @pytest.mark.parametrize(("keep", "keep_best"), [(0, 1), (-1, 1), (1.5, 1), (1, -1)])
-def test_numbers_to_keep_that_are_none_are_refused(tmp_path, keep, keep_best):
+def test_invalid_number_to_keep_is_refused(tmp_path, keep, keep_best):
     with pytest.raises(InputError, match=r"^keep(_best)?: expected an integer >= "):
         Checkpoints(tmp_path, keep, keep_best)
 
 
-def test_the_first_of_two_errors_is_told(tmp_path, monkeypatch):
+def test_first_of_two_errors_is_reported(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="the first"), Checkpoints(tmp_path, 1, 1) as checkpoints:
         monkeypatch.setattr(checkpoints._manager, "close", lambda: 1 / 0)
         raise OSError("the first")

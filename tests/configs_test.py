@@ -1,4 +1,4 @@
-"""The models of `configs/models` have as many parameters as their sources say."""
+"""Tests of the shipped configs: published parameter counts, and options that are valid."""
 
 import dataclasses
 import math
@@ -14,12 +14,15 @@ from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.transformer import param_shapes
-from spsjax.training import distillation, metrics, target_cache
+from spsjax.training import distillation, loop
 from spsjax.training import step as train_step
+from spsjax.training.draft_evaluation import DraftEvalConfig
+from spsjax.training.optimizer import OptimizerConfig
+from spsjax.training.target_cache import TargetCache
 from spsjax.utils import from_config
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"
-# What a paper says in billions, or what the files of the published weights add up to.
+# Billions as a paper states them, or the exact count of the published weights.
 COUNTS = {
     "chinchilla_70b": 70.1,
     "chinchilla_draft_4b": 4.1,
@@ -28,9 +31,9 @@ COUNTS = {
     "gemma:2-27b": 27_227_128_320,
     "gemma:3-270m": 268_098_176,
     "gemma:3-1b": 999_885_952,
-    "gemma:3-4b": 3_880_263_168,  # with its eyes 4,300,079,472
-    "gemma:3-12b": 11_766_034_176,  # 12,187,325,040
-    "gemma:3-27b": 27_009_346_304,  # 27,432,406,640
+    "gemma:3-4b": 3_880_263_168,  # with the vision tower 4,300,079,472
+    "gemma:3-12b": 11_766_034_176,  # with the vision tower 12,187,325,040
+    "gemma:3-27b": 27_009_346_304,  # with the vision tower 27,432,406,640
     "gpt2:small": 124_439_808,
     "gpt2:medium": 354_823_168,
     "gpt2:large": 774_030_080,
@@ -65,12 +68,12 @@ COUNTS = {
 }
 
 
-def test_every_model_s_count_is_tested_here():
+def test_every_model_config_has_an_expected_count():
     assert set(cli.model_names(FOLDER)) == set(COUNTS)
 
 
 def num_params(config):
-    """By `jax.eval_shape` of two small depths: all layers are of one size."""
+    """The count of a deep model, from two shallow ones: all layers have one size."""
     sizes = []
     for layers in (1, 2):
         shapes = param_shapes(dataclasses.replace(config, num_layers=layers))
@@ -78,28 +81,29 @@ def num_params(config):
     return sizes[0] + (config.num_layers - 1) * (sizes[1] - sizes[0])
 
 
-def test_a_deep_model_is_its_layers():
+def test_num_params_extrapolates_the_layers():
     config = cli.model_config("gpt2:small", FOLDER)
-    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-    assert whole == num_params(config) == COUNTS["gpt2:small"]
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+    assert count == num_params(config) == COUNTS["gpt2:small"]
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_model_has_the_published_number_of_parameters(name):
+def test_model_config_has_the_published_count(name):
     config, expected = cli.model_config(name, FOLDER), COUNTS[name]
     count = num_params(config)
     assert count == expected if type(expected) is int else round(count / 1e9, 1) == expected
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_model_can_be_written(name):
+def test_model_config_belongs_to_a_family(name):
+    """Hence the model can be saved in the Hugging Face layout."""
     config = cli.model_config(name, FOLDER)
     family = config_json.family_of(config)
     stem = "mixtral" if "8x7b" in name else name.partition(":")[0].partition("_")[0]
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
 
 
-def test_a_model_that_there_is_not():
+def test_unknown_model_name_lists_the_known_ones():
     with one_line("'llama:2-8b'", "llama:2-7b"):
         cli.model_config("llama:2-8b", FOLDER)
     with one_line("'lama'", "llama:SIZE", "chinchilla_70b"):
@@ -111,24 +115,28 @@ TRAININGS = ("pystdlib_target", "pystdlib_draft", "chinchilla_target", "chinchil
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_s_parts_are_what_they_should_be(name):
+def test_training_config_is_valid(name):
     config = runpy.run_path(EXPERIMENTS / f"{name}.py")["get_config"]()
     shipped = "pystdlib_target" if "tokenizer" in config else "pystdlib_draft"
     default = runpy.run_path(EXPERIMENTS / f"{shipped}.py")["get_config"]()
     cli._check_keys(config, default, free=("model",))
-    how = from_config.build("o", train_step.Optimization, config.optimization, steps=config.steps)
+    optimizer = from_config.build(
+        "optimization", OptimizerConfig, config.optimization, steps=config.steps
+    )
+    loop.Intervals(config.steps, config.eval_every, config.log_every)
+    train_step.Precision(**config.compute)
     data, model = config.mesh.data, config.mesh.model
     mesh = jax.sharding.AbstractMesh((data, model), ("data", "model"))
-    train_step.check_batch(config.batch, how.accumulate, mesh)
+    train_step.check_batch(config.batch, optimizer.accumulate, mesh)
     documents.Sources(**config.data)
-    more = {} if "vocab_size" in config.model else {"vocab_size": 32_000, "max_positions": 2048}
-    shape = from_config.build("model", transformer.Config, config.model, **more)
+    shared = {} if "vocab_size" in config.model else {"vocab_size": 32_000, "max_positions": 2048}
+    shape = from_config.build("model", transformer.Config, config.model, **shared)
     assert config.length <= shape.max_positions
     if "objective" in config:
         distillation.Objective(**config.objective)
         distillation.Mixture(**config.mixture)
-        target_cache.Teacher(**config.teacher)
-        metrics.Drafting(**config.trial)
+        TargetCache(**config.target_cache)
+        DraftEvalConfig(**config.draft_eval)
     for field in ("num_heads", "d_ff"):
         assert getattr(shape, field) % model == 0
     if name == "chinchilla_target":  # 1.4T tokens
@@ -136,14 +144,15 @@ def test_a_training_s_parts_are_what_they_should_be(name):
 
 
 @pytest.mark.parametrize("name", ["distillspec", "wide_shallow"])
-def test_a_comparison_changes_what_there_is_and_its_drafts_have_one_size(name):
+def test_comparison_drafts_have_one_size(name):
+    """The changes name existing keys, and drafts differ by less than 0.5% in parameters."""
     config = runpy.run_path(EXPERIMENTS / f"{name}.py")["get_config"]()
     base = runpy.run_path(EXPERIMENTS / f"{config.base}.py")["get_config"]()
     sizes = []
     for changes in (config.start, *config.runs.values()):
-        each = base.copy_and_resolve_references().lock()
-        each.update(config.common)
-        each.update(changes)
-        shape = transformer.Config(vocab_size=4096, max_positions=512, **each.model)
+        run = base.copy_and_resolve_references().lock()
+        run.update(config.common)
+        run.update(changes)
+        shape = transformer.Config(vocab_size=4096, max_positions=512, **run.model)
         sizes.append(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(shape))))
     assert max(sizes) / min(sizes) < 1.005

@@ -1,4 +1,4 @@
-"""What is trained on is on disk, whole, and says where it came from."""
+"""Tests of tokenized corpora: complete on disk, reproducible, and described by their manifest."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from spsjax import InputError, tokenization
 from spsjax.data import corpus
 from spsjax.data.documents import Sources
 
-PIECES = 300
+VOCAB_SIZE = 300
 
 
 @pytest.fixture
@@ -23,64 +23,65 @@ def texts(tmp_path):
     return Sources((str(folder),))
 
 
-def prepare(tmp_path, texts, length=8, vocab_size=PIECES, **options):
+def prepare(tmp_path, texts, length=8, vocab_size=VOCAB_SIZE, **options):
     return corpus.prepare(tmp_path / "data", texts, length, vocab_size=vocab_size, **options)
 
 
-def test_every_token_of_a_part_is_a_label_once_and_texts_begin_and_end(tmp_path, texts):
-    training, held_out, pieces = prepare(tmp_path, texts)
-    for windows, part in ((training, "train"), (held_out, "held_out")):
-        stream = np.fromfile(tmp_path / "data" / f"{part}.bin", np.uint16)
+def test_tokens_are_labels_once_between_begin_and_end(tmp_path, texts):
+    """Every token of a split is a label exactly once, and every text has a begin and an end id."""
+    train, held_out, tokenizer = prepare(tmp_path, texts)
+    for windows, split in ((train, "train"), (held_out, "held_out")):
+        stream = np.fromfile(tmp_path / "data" / f"{split}.bin", np.uint16)
         assert windows[:][:, 1:].ravel().tolist() == stream[1 : 1 + 8 * len(windows)].tolist()
         assert 0 <= len(stream) - 1 - 8 * len(windows) < 8
-        begin, end = (stream == pieces.bos_id).sum(), (stream == pieces.eos_id).sum()
+        begin, end = (stream == tokenizer.bos_id).sum(), (stream == tokenizer.eos_id).sum()
         assert begin == end > 0
-        decoded = [
-            pieces.decode(each) for each in np.split(stream, np.flatnonzero(stream == 2) + 1)
-        ]
+        ends = np.flatnonzero(stream == tokenizer.eos_id) + 1
+        decoded = [tokenizer.decode(ids) for ids in np.split(stream, ends)]
         for text in decoded[:-1]:
             assert text.startswith("def function_") and text.endswith("\n")
 
 
-def test_the_manifest_tells_of_every_file(tmp_path, texts):
-    training, held_out, pieces = prepare(tmp_path, texts)
+def test_manifest_describes_every_file(tmp_path, texts):
+    train, held_out, tokenizer = prepare(tmp_path, texts)
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
-    assert manifest["parts"]["train"]["tokens"] == len(training.tokens)
-    assert manifest["parts"]["held_out"]["tokens"] == len(held_out.tokens)
-    assert (
-        manifest["parts"]["train"]["documents"] + manifest["parts"]["held_out"]["documents"] == 30
-    )
-    assert manifest["tokenizer_sha256"] == pieces.sha256
+    splits = manifest["splits"]
+    assert splits["train"]["tokens"] == len(train.tokens)
+    assert splits["held_out"]["tokens"] == len(held_out.tokens)
+    assert splits["train"]["documents"] + splits["held_out"]["documents"] == 30
+    assert manifest["tokenizer_sha256"] == tokenizer.sha256
     assert len(manifest["files"]) == 30
     name = str(tmp_path / "texts" / "7.txt")
     text = (tmp_path / "texts" / "7.txt").read_bytes()
     assert manifest["files"][name]["text_sha256"] == hashlib.sha256(text).hexdigest()
     total = sum(entry.get("train_tokens", 0) for entry in manifest["files"].values())
-    assert total == len(training.tokens)
+    assert total == len(train.tokens)
 
 
-def test_it_is_made_once_and_is_the_same_anywhere(tmp_path, texts):
+def test_corpus_is_built_once_and_reproducible(tmp_path, texts):
     first = prepare(tmp_path, texts)
-    (tmp_path / "texts" / "3.txt").unlink()  # what was tokenized is what is trained on
+    (tmp_path / "texts" / "3.txt").unlink()  # does not change a corpus that is already tokenized
     second = prepare(tmp_path, texts)
     assert np.array_equal(first[0].tokens, second[0].tokens)
     elsewhere = prepare(tmp_path / "more", texts)
-    sizes = [sum(len(each.tokens) for each in made[:2]) for made in (first, elsewhere)]
+    sizes = [len(train.tokens) + len(held_out.tokens) for train, held_out, _ in (first, elsewhere)]
     assert sizes[1] < sizes[0]
     again = prepare(tmp_path / "again", texts)
     assert again[2].files == elsewhere[2].files
     assert np.array_equal(again[0].tokens, elsewhere[0].tokens)
 
 
-def test_another_corpus_in_the_folder_is_refused_or_made_anew(tmp_path, texts):
+def test_other_corpus_in_the_folder_is_refused_or_replaced(tmp_path, texts):
     prepare(tmp_path, texts)
-    with pytest.raises(InputError, match=r"expected tokenizer 'of 310 pieces', found 'of 300 piec"):
+    with pytest.raises(
+        InputError, match=r"expected tokenizer 'trained, 310 .*, found 'trained, 300"
+    ):
         prepare(tmp_path, texts, vocab_size=310)
     assert prepare(tmp_path, texts, vocab_size=310, replace=True)[2].vocab_size == 310
 
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin"])
-def test_token_files_that_were_cut_off_are_named(tmp_path, texts, name):
+def test_truncated_token_file_is_named(tmp_path, texts, name):
     prepare(tmp_path, texts)
     path = tmp_path / "data" / name
     path.write_bytes(path.read_bytes()[:-2])
@@ -88,20 +89,20 @@ def test_token_files_that_were_cut_off_are_named(tmp_path, texts, name):
         prepare(tmp_path, texts)
 
 
-def test_tokens_and_a_tokenizer_that_are_not_the_manifest_s_are_named(tmp_path, texts):
-    _, _, pieces = prepare(tmp_path, texts)
+def test_token_file_or_tokenizer_of_another_corpus_is_named(tmp_path, texts):
+    _, _, tokenizer = prepare(tmp_path, texts)
     path = tmp_path / "data" / "train.bin"
     path.write_bytes(b"\xff" * path.stat().st_size)
     with pytest.raises(InputError, match=rf"^{path}: expected the tokens of .*, found others$"):
         prepare(tmp_path, texts)
     prepare(tmp_path / "other", texts, vocab_size=310)
-    pieces.path.write_bytes((tmp_path / "other" / "data" / "tokenizer.model").read_bytes())
+    tokenizer.path.write_bytes((tmp_path / "other" / "data" / "tokenizer.model").read_bytes())
     with pytest.raises(InputError, match=r": expected the tokenizer of .*, found another one$"):
         prepare(tmp_path, texts)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"parts": 3}'])
-def test_a_damaged_manifest_is_named(tmp_path, texts, text):
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"splits": 3}'])
+def test_damaged_manifest_is_named(tmp_path, texts, text):
     prepare(tmp_path, texts)
     path = tmp_path / "data" / "manifest.json"
     path.write_text(text)
@@ -109,7 +110,7 @@ def test_a_damaged_manifest_is_named(tmp_path, texts, text):
         prepare(tmp_path, texts)
 
 
-def test_a_stop_while_it_is_made_leaves_no_corpus(tmp_path, texts, monkeypatch):
+def test_interrupted_build_leaves_no_corpus(tmp_path, texts, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -121,21 +122,21 @@ def test_a_stop_while_it_is_made_leaves_no_corpus(tmp_path, texts, monkeypatch):
     prepare(tmp_path, texts)
 
 
-def test_a_single_document_is_told_about_the_separator(tmp_path):
+def test_single_document_is_refused_with_a_hint(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(InputError, match=r"found 1 and 0; `separator` cuts files into documents$"):
+    with pytest.raises(InputError, match=r"found 1 and 0. Give `separator` to cut files into doc"):
         prepare(tmp_path, Sources((str(tmp_path / "a.txt"),)))
     assert not (tmp_path / "data").exists()
 
 
-def test_too_little_text_for_one_example_is_refused(tmp_path, texts):
+def test_text_shorter_than_one_example_is_refused(tmp_path, texts):
     with pytest.raises(
         InputError, match=r"^held_out: expected at least 513 tokens, one example, f"
     ):
         prepare(tmp_path, texts, length=512)
 
 
-def test_more_text_helps_where_there_was_too_little(tmp_path, texts):
+def test_adding_text_after_a_refusal_succeeds(tmp_path, texts):
     with pytest.raises(InputError, match=r"^held_out: expected at least 101 tokens"):
         prepare(tmp_path, texts, length=100)
     for index in range(100, 200):
@@ -145,10 +146,10 @@ def test_more_text_helps_where_there_was_too_little(tmp_path, texts):
     prepare(tmp_path, texts, length=100)
 
 
-def test_long_texts_are_part_of_the_tokenizer_s_training(tmp_path):
+def test_tokenizer_is_trained_on_long_texts_too(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for index in range(3):
         (folder / f"{index}.txt").write_text(f"{index} " + "wherever you go " * 100_000)  # 1.6 MB
-    _, _, pieces = prepare(tmp_path, Sources((str(folder),)), vocab_size=300)
-    assert len(pieces.encode("wherever you go")) < 10
+    _, _, tokenizer = prepare(tmp_path, Sources((str(folder),)), vocab_size=300)
+    assert len(tokenizer.encode("wherever you go")) < 10

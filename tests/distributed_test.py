@@ -1,4 +1,4 @@
-"""Two processes of four devices give what one of eight gives; none outlives another for long."""
+"""Tests of several processes: the same tokens as one, and no survivors when one of them dies."""
 
 import json
 import os
@@ -33,43 +33,43 @@ def start(*flags: str, devices: int) -> subprocess.Popen:
 
 
 def start_two(*flags: str, second: str = "--seed=0") -> list[subprocess.Popen]:
-    """Two processes; the second has a flag of its own, too."""
+    """Starts two processes, the second one with an additional flag."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    together = (*flags, f"--coordinator=localhost:{port}", "--num_processes=2")
+    flags = (*flags, f"--coordinator=localhost:{port}", "--num_processes=2")
     return [
-        start(*together, f"--process_id={index}", *([second] * index), devices=4)
-        for index in range(2)
+        start(*flags, f"--process_id={index}", *([second] * index), devices=4) for index in range(2)
     ]
 
 
-def ended(process: subprocess.Popen) -> list[dict]:
+def results(process: subprocess.Popen) -> list[dict]:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
-    return [json.loads(line) for line in out.splitlines()]  # and nothing else, of no library
+    # Libraries must not write to standard output: every line is a result.
+    return [json.loads(line) for line in out.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def one_device() -> dict:
     """The tokens of one device."""
-    (result,) = ended(start(devices=1))
+    (result,) = results(start(devices=1))
     assert [len(rows) for rows in result["tokens"]] == [4, 4]
     return result
 
 
-def test_two_processes_give_the_tokens_of_one_and_of_one_device(one_device):
+def test_two_processes_give_the_tokens_of_one_device(one_device):
     flags = ("--data=2", "--model=4")
-    (whole,) = ended(start(*flags, devices=8))
+    (one_process,) = results(start(*flags, devices=8))
     first, second = start_two(*flags)
-    (result,) = ended(first)
-    assert ended(second) == []  # only the first process writes
-    assert result["tokens"] == whole["tokens"] == one_device["tokens"]
-    # Each process loads its slices alone.
-    assert result["held"] <= 1.01 * whole["held"] / 2
+    (result,) = results(first)
+    assert results(second) == []  # only the first process writes
+    assert result["tokens"] == one_process["tokens"] == one_device["tokens"]
+    # Each process loads only its own slices of the weights.
+    assert result["held"] <= 1.01 * one_process["held"] / 2
 
 
-def test_a_mesh_that_leaves_out_another_process_s_devices_is_refused():
+def test_mesh_without_the_devices_of_a_process_is_refused():
     for process in start_two("--data=1", "--model=4"):
         _, err = process.communicate(timeout=300)
         assert process.returncode == 1
@@ -77,14 +77,15 @@ def test_a_mesh_that_leaves_out_another_process_s_devices_is_refused():
 
 
 @pytest.mark.parametrize("second", ["--seed=2", "--stream"])
-def test_processes_that_are_asked_different_things_say_so_rather_than_wait(second):
+def test_processes_with_different_requests_are_refused(second):
+    """They would otherwise wait for each other forever."""
     for process in start_two("--data=2", "--model=4", second=second):
         _, err = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "error: " in err and "Traceback" not in err
 
 
-def test_one_of_several_processes_alone_is_refused():
+def test_process_without_a_coordinator_is_refused():
     process = start("--num_processes=2", devices=1)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
@@ -92,13 +93,13 @@ def test_one_of_several_processes_alone_is_refused():
 
 
 @pytest.mark.parametrize("address", ["nonsense", "localhost:abc", "localhost:0", ":80", "a:65536"])
-def test_what_is_no_address_is_refused(address):
+def test_invalid_coordinator_address_is_refused(address):
     with pytest.raises(InputError, match=f"^coordinator: expected host:port.*, found '{address}'$"):
         multihost.initialize(address, 1, 0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_takes_the_others_along_within_a_minute(victim):
+def test_killed_process_ends_the_others_within_a_minute(victim):
     processes = start_two("--data=2", "--model=4", "--rounds=100000")
     while not (line := processes[0].stdout.readline()).startswith("{"):
         assert line

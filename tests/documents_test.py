@@ -1,4 +1,4 @@
-"""Texts are read as they are, and none is in two parts."""
+"""Tests of reading documents, and of their split into training and held-out sets."""
 
 import gzip
 import json
@@ -14,11 +14,12 @@ def read(*train, **options):
     return list(documents.read(Sources(tuple(map(str, train)), **options), "train"))
 
 
-def parts(sources):
-    found = {"train": [], "held_out": [], "copy": []}
-    for part, document in documents.Split(sources):
-        found[part].append(document)
-    return found
+def split(sources):
+    """Documents by split."""
+    splits = {"train": [], "held_out": [], "copy": []}
+    for name, document in documents.Split(sources):
+        splits[name].append(document)
+    return splits
 
 
 def write_lines(path, *records):
@@ -26,7 +27,7 @@ def write_lines(path, *records):
     return path
 
 
-def test_the_held_out_names_are_fixed():
+def test_held_out_names_never_change():
     names = [
         "abc.py",
         "argparse.py",
@@ -49,7 +50,7 @@ def test_the_held_out_names_are_fixed():
     ]
 
 
-def test_the_standard_library_is_read_without_its_tests():
+def test_stdlib_source_excludes_its_tests():
     texts = documents.stdlib()
     assert "argparse.py" in texts and "json/decoder.py" in texts
     assert "def heappush" in texts["heapq.py"]
@@ -57,7 +58,7 @@ def test_the_standard_library_is_read_without_its_tests():
     assert list(texts) == sorted(texts, key=lambda name: name.split("/"))
 
 
-def test_folders_files_patterns_and_compressed_files_are_read(tmp_path):
+def test_sources_read_folders_files_patterns_and_gzip(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / ".git").mkdir()
     (tmp_path / "a" / ".git" / "config").write_text("hidden")
@@ -65,29 +66,32 @@ def test_folders_files_patterns_and_compressed_files_are_read(tmp_path):
     (tmp_path / "a" / "empty.txt").write_text("")
     (tmp_path / "a" / "b" / "two.txt.gz").write_bytes(gzip.compress("\ufeffzwei \u00fc".encode()))
     texts = {"b/two.txt.gz": "zwei \u00fc", "one.txt": "one\nline"}
-    assert {each.name: each.text for each in read(tmp_path / "a")} == texts
-    assert {each.name: each.text for each in read(tmp_path / "a" / "**" / "*.txt*")} == texts
-    assert [each.name for each in read(tmp_path / "a" / "one.txt")] == ["one.txt"]
+    for source in (tmp_path / "a", tmp_path / "a" / "**" / "*.txt*"):
+        assert {document.name: document.text for document in read(source)} == texts
+    assert [document.name for document in read(tmp_path / "a" / "one.txt")] == ["one.txt"]
 
 
-def test_a_name_and_so_the_split_does_not_depend_on_where_the_folder_is(tmp_path):
-    for place in ("here", "there/deep"):
-        folder = tmp_path / place
+def test_split_does_not_depend_on_where_the_folder_is(tmp_path):
+    for name in ("here", "there/deep"):
+        folder = tmp_path / name
         folder.mkdir(parents=True)
         for index in range(40):
             (folder / f"{index}.txt").write_text(f"text {index}")
     splits = [
-        {part: [each.name for each in found] for part, found in parts(Sources((source,))).items()}
+        {
+            name: [document.name for document in members]
+            for name, members in split(Sources((source,))).items()
+        }
         for source in (str(tmp_path / "here"), f"{tmp_path}/there/deep", f"{tmp_path}/there/deep/*")
     ]
     assert splits[0] == splits[1] == splits[2]
     assert 0 < len(splits[0]["held_out"]) < 10
 
 
-def test_an_object_a_line_is_a_document(tmp_path):
+def test_jsonl_source_has_one_document_per_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"body": "one"}, {"body": "two\u2028three", "id": 3})
     path.write_text(path.read_text() + "\n")
-    assert [(each.name, each.text) for each in read(path, field="body")] == [
+    assert [(document.name, document.text) for document in read(path, field="body")] == [
         ("a.jsonl:1", "one"),
         ("a.jsonl:2", "two\u2028three"),
     ]
@@ -96,52 +100,53 @@ def test_an_object_a_line_is_a_document(tmp_path):
     assert len(read(packed, field="body")) == 2
 
 
-def test_a_separator_cuts_text_files(tmp_path):
+def test_separator_cuts_text_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one<end>two<end>\n<end>three")
-    assert [each.text for each in read(path, separator="<end>")] == ["one", "two", "three"]
+    texts = [document.text for document in read(path, separator="<end>")]
+    assert texts == ["one", "two", "three"]
 
 
-def test_a_copy_of_a_held_out_text_is_trained_on_by_nobody(tmp_path):
+def test_copy_of_a_held_out_text_is_not_trained_on(tmp_path):
     for index in range(60):
         (tmp_path / f"module_{index}.py").write_text(f"text {index}")
     (tmp_path / "copy.py").write_text("text 21")
-    found = parts(Sources((str(tmp_path),)))
-    assert {each.name for each in found["held_out"]} == {
+    splits = split(Sources((str(tmp_path),)))
+    assert {document.name for document in splits["held_out"]} == {
         f"module_{index}.py" for index in (3, 21, 31, 53, 56)
     }
-    assert [each.name for each in found["copy"]] == ["copy.py"]
-    assert len(found["train"]) == 55
-    texts = {each.text for each in found["train"]}
-    assert not texts & {each.text for each in found["held_out"]}
+    assert [document.name for document in splits["copy"]] == ["copy.py"]
+    assert len(splits["train"]) == 55
+    texts = {document.text for document in splits["train"]}
+    assert not texts & {document.text for document in splits["held_out"]}
 
 
-def test_a_held_out_text_counts_once(tmp_path):
+def test_held_out_text_counts_once(tmp_path):
     for index in range(60):
         (tmp_path / f"module_{index}.py").write_text(f"text {index}")
-    found = parts(Sources((str(tmp_path), str(tmp_path / "*.py"))))
-    assert len(found["held_out"]) == 5 and len(found["copy"]) == 5
+    splits = split(Sources((str(tmp_path), str(tmp_path / "*.py"))))
+    assert len(splits["held_out"]) == 5 and len(splits["copy"]) == 5
 
 
-def test_held_out_documents_may_be_named(tmp_path):
+def test_held_out_sources_replace_the_hash(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text {name}")
     (tmp_path / "again.txt").write_text("text c")
     train = tuple(str(tmp_path / f"{name}.txt") for name in ("a", "b", "again"))
-    found = parts(Sources(train, (str(tmp_path / "c.txt"),)))
-    assert [each.name for each in found["train"]] == ["a.txt", "b.txt"]
-    assert [each.name for each in found["copy"]] == ["again.txt"]
-    assert [each.name for each in found["held_out"]] == ["c.txt"]
+    splits = split(Sources(train, (str(tmp_path / "c.txt"),)))
+    assert [document.name for document in splits["train"]] == ["a.txt", "b.txt"]
+    assert [document.name for document in splits["copy"]] == ["again.txt"]
+    assert [document.name for document in splits["held_out"]] == ["c.txt"]
 
 
-def test_of_a_few_documents_one_is_held_out_all_the_same(tmp_path):
+def test_small_corpus_still_holds_out_one_document(tmp_path):
     for index in range(3):
         (tmp_path / f"{index}.txt").write_text(f"text {index}")
-    found = parts(Sources((str(tmp_path),)))
-    assert [len(found[part]) for part in ("train", "held_out", "copy")] == [2, 1, 0]
+    splits = split(Sources((str(tmp_path),)))
+    assert [len(splits[name]) for name in ("train", "held_out", "copy")] == [2, 1, 0]
 
 
-# Without the time, which would make it a test of another name in each process.
+# Without a time stamp: the bytes are part of a test's id, the same in every process.
 PACKED = gzip.compress(b"xyz" * 33, mtime=0)
 
 
@@ -153,30 +158,30 @@ PACKED = gzip.compress(b"xyz" * 33, mtime=0)
             b'{"id": 1, "body": "x"}\n',
             r"a.jsonl:1: expected a field 'text', found id, b",
         ),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a.jsonl:2: expected text to be a text, fou"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a.jsonl:2: expected text to be a string, f"),
         ("a.jsonl", b'\n["text"]\n', r"a.jsonl:2: expected a JSON object, found \['text'\]$"),
         ("a.jsonl", b'{"text": "x\n', r"a.jsonl:1: expected a JSON object, found Unterminated"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a.jsonl:1: expected text in valid Unicode, found "),
         ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: expected a JSON object, found "),
-        ("a.txt", b"abc\xff", r"a.txt: expected text in UTF-8, found another byte at 3$"),
+        ("a.txt", b"abc\xff", r"a.txt: expected text in UTF-8, found an invalid byte at 3$"),
         ("a.txt.gz", b"no gzip", r"a.txt.gz: expected a text file, found Not a gzipped file"),
         ("a.txt.gz", PACKED[:-9], r"a.txt.gz: expected a text file, found "),
         ("a.txt.gz", PACKED[:12] + b"?" * 20, "expected a text file, found"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(tmp_path, name, content, message):
+def test_unreadable_file_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
         read(tmp_path)
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_missing_source_is_named(tmp_path):
     for source in (tmp_path / "nothing", tmp_path / "*.txt", tmp_path):
         with pytest.raises(InputError, match=r": expected a file, a folder with files, or a patte"):
             read(source)
 
 
 @pytest.mark.parametrize("train", ["stdlib", (), (3,), None])
-def test_sources_that_are_none_are_refused(train):
+def test_invalid_sources_are_refused(train):
     with pytest.raises(InputError, match=r"^train: expected "):
         Sources(train)

@@ -1,4 +1,4 @@
-"""Losses against plain NumPy in float64, and gradients that training can use."""
+"""Tests of losses against plain NumPy in float64, and of their gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -43,32 +43,32 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_divergence_is_what_numpy_gives(name):
+def test_divergence_equals_numpy(name):
     np.testing.assert_allclose(getattr(losses, name)(TARGET, DRAFT), EXPECTED[name], atol=2e-6)
 
 
-def test_cross_entropy_is_what_numpy_gives():
+def test_cross_entropy_equals_numpy():
     rows, columns = np.indices(LABELS.shape)
     expected = -np.log(draft_probs[rows, columns, LABELS])
     np.testing.assert_allclose(losses.cross_entropy(DRAFT, LABELS), expected, atol=2e-6)
 
 
-def test_every_distillation_objective_is_tested_here():
+def test_every_divergence_has_an_expected_value():
     assert losses.DIVERGENCES.keys() <= EXPECTED.keys()
 
 
 @pytest.mark.parametrize("name", losses.DIVERGENCES)
-def test_a_draft_equal_to_the_target_has_no_divergence_and_no_gradient(name):
+def test_divergence_of_equal_models_is_zero(name):
     loss = losses.DIVERGENCES[name]
     target = jnp.asarray(TARGET, jnp.float32)
     value, gradient = jax.value_and_grad(lambda draft: loss(target, draft).sum())(target)
     assert abs(value) < 1e-5
-    if name in ("forward_kl", "reverse_kl", "jensen_shannon"):  # the others have a kink there
+    if name in ("forward_kl", "reverse_kl", "jensen_shannon"):  # the others are not smooth there
         assert jnp.abs(gradient).max() < 1e-6
 
 
 @pytest.mark.parametrize("name", losses.DIVERGENCES)
-def test_a_step_along_the_gradient_brings_the_draft_nearer(name):
+def test_gradient_descent_raises_the_acceptance(name):
     loss = losses.DIVERGENCES[name]
     target, draft = jnp.asarray(TARGET), jnp.asarray(DRAFT)
     for _ in range(50):
@@ -79,16 +79,16 @@ def test_a_step_along_the_gradient_brings_the_draft_nearer(name):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*losses.DIVERGENCES, "acceptance"])
-def test_far_apart_logits_give_finite_values_and_gradients(name, dtype):
+def test_extreme_logits_give_finite_values_and_gradients(name, dtype):
     target = jnp.asarray([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]], dtype)
     draft = jnp.asarray([[-1e4, 0.0, 1e4], [200.0, 0.0, 0.0]], dtype)
     loss = getattr(losses, name)
     value, gradient = jax.value_and_grad(lambda draft: loss(target, draft).sum())(draft)
     assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
-    assert value.dtype == jnp.float32  # whatever the logits are
+    assert value.dtype == jnp.float32  # also for bfloat16 logits
 
 
-def test_the_hybrid_weight_has_no_gradient():
+def test_lk_hybrid_weight_has_no_gradient():
     target, draft = jnp.asarray(TARGET), jnp.asarray(DRAFT)
     weight = jnp.exp(-3 * losses.acceptance(target, draft))
 
@@ -97,49 +97,50 @@ def test_the_hybrid_weight_has_no_gradient():
         return jnp.sum(weight * kl + (1 - weight) * (1 - overlap))
 
     expected = jax.grad(fixed)(draft)
-    found = jax.grad(lambda draft: losses.lk_hybrid(target, draft).sum())(draft)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    result = jax.grad(lambda draft: losses.lk_hybrid(target, draft).sum())(draft)
+    np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-def test_beta_is_the_target_s_share_of_the_mixture(beta):
-    found = losses.divergence(f"jensen_shannon:{beta}")(TARGET, DRAFT)
-    np.testing.assert_allclose(found, jensen_shannon(beta), atol=2e-6)
+def test_jensen_shannon_beta_weighs_the_target(beta):
+    result = losses.divergence(f"jensen_shannon:{beta}")(TARGET, DRAFT)
+    np.testing.assert_allclose(result, jensen_shannon(beta), atol=2e-6)
 
 
-def test_over_its_beta_jensen_shannon_tends_to_the_two_divergences():
+def test_jensen_shannon_tends_to_both_kl_divergences():
     near = [losses.jensen_shannon(TARGET, DRAFT, beta) for beta in (1e-4, 1 - 1e-4)]
     np.testing.assert_allclose(near[0] / 1e-4, KL, rtol=0.1)
     np.testing.assert_allclose(near[1] / 1e-4, REVERSE, rtol=0.1)
 
 
-def test_minus_log_acceptance_of_a_point_mass_is_cross_entropy():
+def test_point_mass_log_acceptance_is_cross_entropy():
     points = np.where(np.arange(11) == LABELS[..., None], 0.0, -1e9)
-    found = losses.negative_log_acceptance(points, DRAFT)
-    np.testing.assert_allclose(found, losses.cross_entropy(DRAFT, LABELS), atol=1e-5)
+    result = losses.negative_log_acceptance(points, DRAFT)
+    np.testing.assert_allclose(result, losses.cross_entropy(DRAFT, LABELS), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "name", ["kl", "forward_kl:0.5", "jensen_shannon:", "jensen_shannon:1", "jensen_shannon:x", ""]
 )
-def test_what_is_no_objective_is_refused(name):
+def test_unknown_objective_is_refused(name):
     with pytest.raises(InputError, match=r"^objective: expected "):
         losses.divergence(name)
 
 
 @pytest.mark.parametrize("k", [1, 4, 10])
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"])
-def test_a_coarse_divergence_is_at_most_the_whole_one_and_nearly_it(name, k):
+def test_top_k_divergence_is_at_most_the_full_one(name, k):
+    """With all tokens but one stored, the two are equal."""
     ids = np.argsort(-TARGET, axis=-1)[..., :k]
-    pair = losses.coarse(TARGET, ids), losses.coarse(DRAFT, ids)
-    whole, coarse = EXPECTED[name], losses.DIVERGENCES[name](*pair)
-    assert np.all(coarse <= whole * (1 + 1e-3) + 1e-5)  # 1 - sum loses bits
+    pair = losses.top_k_with_rest(TARGET, ids), losses.top_k_with_rest(DRAFT, ids)
+    full, reduced = EXPECTED[name], losses.DIVERGENCES[name](*pair)
+    assert np.all(reduced <= full * (1 + 1e-3) + 1e-5)  # 1 - sum loses bits
     if k == 10:  # the rest is one token
-        np.testing.assert_allclose(coarse, whole, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(reduced, full, rtol=1e-3, atol=1e-5)
 
 
-def test_a_coarse_law_adds_the_rest_up():
+def test_top_k_with_rest_sums_the_other_tokens():
     ids = np.argsort(-TARGET, axis=-1)[..., :3]
-    kept = np.take_along_axis(target_probs, ids, axis=-1)
-    expected = np.concatenate([kept, 1 - kept.sum(-1, keepdims=True)], axis=-1)
-    np.testing.assert_allclose(np.exp(losses.coarse(TARGET, ids)), expected, atol=1e-6)
+    probs = np.take_along_axis(target_probs, ids, axis=-1)
+    expected = np.concatenate([probs, 1 - probs.sum(-1, keepdims=True)], axis=-1)
+    np.testing.assert_allclose(np.exp(losses.top_k_with_rest(TARGET, ids)), expected, atol=1e-6)

@@ -1,6 +1,6 @@
-"""Runs that are killed, told to end, or fill the disk, and go on: to the bit what they would be.
+"""Tests of resuming: killed, stopped and out-of-space runs end bit-identical to undisturbed ones.
 
-By the scripts, in processes of their own, one and several.
+They run the scripts in processes of their own, one and several.
 """
 
 import json
@@ -17,24 +17,35 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 90
-FLAGS = (
-    "--config.model.d_model=32", "--config.model.d_ff=32",
-    "--config.model.num_heads=8", "--config.model.num_kv_heads=4", "--config.model.head_dim=4",
-    "--config.model.num_layers=1", "--config.length=32", "--config.batch=4",
-    "--config.eval_every=20", "--config.eval_examples=4", "--config.log_every=1",
-    "--config.optimization.warmup=3", "--config.compute.dtype=float32",
-)  # fmt: skip
-TARGET = (
-    *FLAGS, f"--config.steps={STEPS}", "--config.model.vocab_size=320",
-    "--config.model.max_positions=64",
-)  # fmt: skip
-# From what is kept of the target, on its own texts and on the corpus.
-DRAFT = (
-    *FLAGS, "--config.steps=8", "--config.mixture.corpus=0.5", "--config.mixture.target=0.5",
-    "--config.mixture.samples=8", "--config.mixture.batch=4", "--config.mixture.prompt_length=8",
-    "--config.trial.prompts=2", "--config.trial.prompt_length=8", "--config.trial.new_tokens=8",
-    "--config.teacher.keep=top_k",
-)  # fmt: skip
+SHARED = {
+    "model.d_model": 32,
+    "model.d_ff": 32,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 4,
+    "model.num_layers": 1,
+    "length": 32,
+    "batch": 4,
+    "eval_every": 20,
+    "eval_examples": 4,
+    "log_every": 1,
+    "optimization.warmup": 3,
+    "compute.dtype": "float32",
+}
+TARGET = SHARED | {"steps": STEPS, "model.vocab_size": 320, "model.max_positions": 64}
+# On corpus text and samples of the target, both with a cached target.
+DRAFT = SHARED | {
+    "steps": 8,
+    "mixture.corpus": 0.5,
+    "mixture.target": 0.5,
+    "mixture.samples": 8,
+    "mixture.batch": 4,
+    "mixture.prompt_length": 8,
+    "draft_eval.prompts": 2,
+    "draft_eval.prompt_length": 8,
+    "draft_eval.new_tokens": 8,
+    "target_cache.store": "top_k",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +65,18 @@ def start(
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
     }
-    of_script = DRAFT if script == "train_drafter.py" else TARGET
-    train = f"--config.data.train=('{texts}',)"
+    options = DRAFT if script == "train_drafter.py" else TARGET
+    options = [f"--config.{name}={value}" for name, value in options.items()]
+    options += [f"--workdir={workdir}", f"--config.data.train=('{texts}',)", *flags]
     limited = ["bash", "-c", f'ulimit -f {limit}; exec "$0" "$@"'] if limit else []
     return subprocess.Popen(
-        [
-            *limited, sys.executable, ROOT / "scripts" / script, f"--workdir={workdir}", train,
-            *of_script, *flags,
-        ],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", env=environment, cwd=ROOT,
-    )  # fmt: skip
+        [*limited, sys.executable, ROOT / "scripts" / script, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment,
+        cwd=ROOT,
+    )
 
 
 def start_two(texts, workdir, *flags, script="train_target.py") -> list[subprocess.Popen]:
@@ -94,16 +107,16 @@ def finished(process) -> str:
 
 
 def result(workdir, step=STEPS):
-    """Sums of the last checkpoint's bits, and the losses of every step."""
+    """Checksums of the last checkpoint, and the losses of every step."""
     note = json.loads((workdir / "checkpoints" / f"step_{step}" / "note" / "metadata").read_text())
     records = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
-    losses = [(each["step"], each["loss"]) for each in records if each["group"] == "train"]
+    losses = [(row["step"], row["loss"]) for row in records if row["group"] == "train"]
     return note, losses
 
 
 @pytest.fixture(scope="module")
 def target(texts, tmp_path_factory) -> pathlib.Path:
-    """A run that nobody disturbed."""
+    """The folder of an undisturbed run."""
     workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
     finished(start(texts, workdir))
     return workdir
@@ -111,20 +124,20 @@ def target(texts, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(target):
-    """What a run is that nobody disturbs."""
+    """The result of that run."""
     note, losses = result(target)
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
-    assert note["feed"] == {"next_index": STEPS} and len(note["sums"]) > 10
+    assert note["iterator"] == {"next_index": STEPS} and len(note["checksums"]) > 10
     return note, losses
 
 
-def assert_near(found, expected) -> None:
-    """Another mesh rounds otherwise; nothing else differs."""
-    for (step, loss), (_, other) in zip(found[1], expected[1]):
+def assert_close(actual, expected) -> None:
+    """Checks losses up to rounding, which differs on another mesh."""
+    for (step, loss), (_, other) in zip(actual[1], expected[1], strict=True):
         assert loss == pytest.approx(other, abs=2e-3), step
 
 
-def test_killed_and_told_to_end_a_run_is_the_same_to_the_bit(texts, tmp_path, uninterrupted):
+def test_killed_and_stopped_run_ends_bit_identical(texts, tmp_path, uninterrupted):
     workdir = tmp_path / "run"
     process = start(texts, workdir)
     when_logged(workdir, 33, process)
@@ -135,65 +148,65 @@ def test_killed_and_told_to_end_a_run_is_the_same_to_the_bit(texts, tmp_path, un
     process.terminate()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
-    (step,) = re.findall(r"stopped at step (\d+), saved; the same command goes on from it", err)
+    (step,) = re.findall(r"stopped at step (\d+), saved. Run the same command to resume", err)
     assert "Traceback" not in err and (workdir / "checkpoints" / f"step_{step}").is_dir()
     assert "model in" in finished(start(texts, workdir))
     assert result(workdir) == uninterrupted
 
 
-def test_two_processes_killed_and_told_to_end_go_on(texts, tmp_path, uninterrupted):
+def test_two_processes_resume_after_kill_and_stop(texts, tmp_path, uninterrupted):
     workdir = tmp_path / "run"
     processes = start_two(texts, workdir)
     when_logged(workdir, 33, processes[0])
-    for process in processes:  # that one alone takes the other along: distributed_test
+    for process in processes:  # distributed_test kills only one of them
         process.kill()
     for process in processes:
         process.communicate(timeout=120)
     processes = start_two(texts, workdir)
     when_logged(workdir, 55, processes[0])
-    processes[1].terminate()  # one of them is told, and all of them hear of it
+    processes[1].terminate()  # a signal to one process stops both
     for process in processes:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 128 + signal.SIGTERM, err
     for process in start_two(texts, workdir):
         finished(process)
-    assert_near(result(workdir), uninterrupted)
-    # And another mesh can go on with it, or find it finished.
+    assert_close(result(workdir), uninterrupted)
+    # Another mesh can resume the run, and finds it finished.
     assert "model in" in finished(start(texts, workdir))
 
 
-def test_two_processes_distil_as_one_does(texts, tmp_path, target):
-    teaching = f"--config.target={target / 'model'}"
-    finished(start(texts, tmp_path / "one", teaching, script="train_drafter.py"))
-    for process in start_two(texts, tmp_path / "two", teaching, script="train_drafter.py"):
+def test_two_processes_distil_like_one(texts, tmp_path, target):
+    flag = f"--config.target={target / 'model'}"
+    finished(start(texts, tmp_path / "one", flag, script="train_drafter.py"))
+    for process in start_two(texts, tmp_path / "two", flag, script="train_drafter.py"):
         finished(process)
     one, two = (result(tmp_path / name, step=8) for name in ("one", "two"))
     assert len(one[1]) == 8
-    assert_near(two, one)
-    kept = [
+    assert_close(two, one)
+    cached = [
         {path.relative_to(cache): path.stat().st_size for path in cache.glob("*/*.npy")}
         for cache in (tmp_path / "one" / "cache", tmp_path / "two" / "cache")
     ]
-    assert kept[0] == kept[1] and len(kept[0]) == 3 + 2 * 2  # of two tables, ids and laws
+    # Three columns of samples, then ids and probabilities for each of the two tables.
+    assert cached[0] == cached[1] and len(cached[0]) == 3 + 2 * 2
 
 
-def test_a_full_disk_ends_a_run_with_one_line_and_leaves_the_checkpoints(
-    texts, tmp_path, uninterrupted
-):
+def test_full_disk_ends_a_run_with_one_line(texts, tmp_path, uninterrupted):
+    """The earlier checkpoints remain, and the run can be resumed once there is space."""
     workdir = tmp_path / "run"
     process = start(texts, workdir)
     when_logged(workdir, 45, process)
     process.kill()
     process.communicate()
     before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
-    process = start(texts, workdir, limit=20)  # KiB that a file may have
+    process = start(texts, workdir, limit=20)  # largest file in KiB
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     line = err.splitlines()[-1]
     assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, err
     assert "Traceback" not in err
     assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
-    # Space was made, and another mesh goes on.
+    # With enough space, another mesh resumes the run.
     mesh = ("--config.mesh.data=2", "--config.mesh.model=4")
     assert "model in" in finished(start(texts, workdir, *mesh, devices=8))
-    assert_near(result(workdir), uninterrupted)
+    assert_close(result(workdir), uninterrupted)

@@ -256,7 +256,8 @@ def test_training_answers_a_mistake_with_one_line(tmp_path):
 TINY = {
     "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
     "length": 32, "batch": 2, "steps": 4, "eval_every": 4, "eval_examples": 2,
-    "optimization": {"warmup": 1}, "trial": {"prompts": 2, "prompt_length": 8, "new_tokens": 8},
+    "optimization": {"warmup": 1},
+    "draft_eval": {"prompts": 2, "prompt_length": 8, "new_tokens": 8},
 }  # fmt: skip
 
 

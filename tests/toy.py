@@ -1,4 +1,4 @@
-"""A toy language, which a tiny model learns in a few steps."""
+"""A toy language that a tiny model learns in a few steps."""
 
 import numpy as np
 from conftest import tiny_config

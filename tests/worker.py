@@ -1,4 +1,6 @@
-"""One process of several: the tokens of a batch by both samplings, as JSON, from the first alone.
+"""Samples a batch in one of several processes; the first process prints the tokens as JSON.
+
+It samples autoregressively and speculatively.
 
 python tests/worker.py --data=2 --model=4 --rounds=1 [--coordinator=host:port --num_processes=2
     --process_id=0]
@@ -14,11 +16,11 @@ import spsjax
 from spsjax.cli import main as cli
 from spsjax.parallel import multihost
 
-_DATA = flags.DEFINE_integer("data", 1, "Of the mesh.")
-_MODEL = flags.DEFINE_integer("model", 1, "Of the mesh.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
-_STREAM = flags.DEFINE_bool("stream", False, "One text, round by round.")
-_ROUNDS = flags.DEFINE_integer("rounds", 1, "How often.")
+_DATA = flags.DEFINE_integer("data", 1, "Size of the mesh's data axis.")
+_MODEL = flags.DEFINE_integer("model", 1, "Size of the mesh's model axis.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
+_STREAM = flags.DEFINE_bool("stream", False, "Stream one text instead.")
+_ROUNDS = flags.DEFINE_integer("rounds", 1, "Number of batches.")
 
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
 

@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the config of `pystdlib_draft.py` with changes."""
     config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_draft.py"))["get_config"]()
     shape = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_draft_4b.py"))["get_config"]()
-    for field in ("vocab_size", "max_positions"):  # the target's
+    for field in ("vocab_size", "max_positions"):  # taken from the target
         del shape[field]
     config.model = shape
     config.update(
@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
             "batch": 768,
             "steps": 50_000,
             "objective": {"name": "lk_hybrid", "temperatures": (1.0,)},
-            "teacher": {"keep": "nothing"},
+            "target_cache": {"store": "nothing"},
             "optimization": {
                 "learning_rate": 2e-4,
                 "warmup": 1500,

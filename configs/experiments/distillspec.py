@@ -40,11 +40,11 @@ def get_config() -> ml_collections.ConfigDict:
             }
     return ml_collections.ConfigDict(
         {
-            "base": "pystdlib_draft",  # of this folder
+            "base": "pystdlib_draft",  # a config in this folder
             "common": {
                 "objective": {"temperatures": (1.0,)},
-                "cache": "",  # of the target's states; none: of this comparison alone
-                "trial": {"prompts": 64, "new_tokens": 96},
+                "cache": "",  # folder of the target cache; empty: in the comparison's folder
+                "draft_eval": {"prompts": 64, "new_tokens": 96},
                 "mixture": {"samples": 640},
                 "eval_every": 600,
                 "eval_examples": 128,
@@ -58,7 +58,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "runs": runs,
             "speed": {
-                "prompts": 16,  # 0: speed is not measured
+                "prompts": 16,  # 0: do not measure speed
                 "prompt_tokens": 64,
                 "max_new_tokens": 96,
                 "repetitions": 2,

@@ -14,7 +14,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns shape, objective, texts and optimization."""
+    """Returns the options of `spsjax.training.train_draft.distill_draft`."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",
@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "num_kv_heads": 8,
                 "head_dim": 32,
             },
-            "init": "",  # a model folder to begin with; none: random weights
+            "init": "",  # folder of the initial model; empty: random weights
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "objective": {"name": "lk_hybrid", "temperatures": (0.8,)},
             "mixture": {
@@ -38,9 +38,9 @@ def get_config() -> ml_collections.ConfigDict:
                 "prompt_length": 32,
                 "temperature": 1.0,
             },
-            "teacher": {"keep": "states", "k": 64, "batch": 2},
-            "cache": "",  # where what is kept of the target goes; none: into the run's folder
-            "trial": {
+            "target_cache": {"store": "states", "k": 64, "batch": 2},
+            "cache": "",  # folder of the target cache; empty: in the run's folder
+            "draft_eval": {
                 "prompts": 16,
                 "prompt_length": 32,
                 "new_tokens": 64,

@@ -10,7 +10,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns shape, data and optimization."""
+    """Returns the options of `spsjax.training.train_target.train_target`."""
     return ml_collections.ConfigDict(
         {
             "model": {
@@ -23,8 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
                 "head_dim": 64,
                 "max_positions": 512,
             },
-            "tokenizer": "",  # a tokenizer.model; none: one is trained
-            "init": "",  # a model folder to begin with; none: random weights
+            "tokenizer": "",  # path of a tokenizer; empty: one is trained
+            "init": "",  # folder of the initial model; empty: random weights
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "length": 512,
             "batch": 2,

@@ -15,8 +15,8 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns the runs, as changes of `configs/experiments/pystdlib_draft.py`."""
-    shapes = {  # layers: width, feed-forward; 8 heads, of which each reads keys of its own
+    """Returns the runs, as changes to `configs/experiments/pystdlib_draft.py`."""
+    shapes = {  # by number of layers; every draft has 8 heads with keys of their own
         1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
         2: {"d_model": 200, "d_ff": 624, "head_dim": 26},
         4: {"d_model": 152, "d_ff": 488, "head_dim": 20},
@@ -24,11 +24,11 @@ def get_config() -> ml_collections.ConfigDict:
     }
     return ml_collections.ConfigDict(
         {
-            "base": "pystdlib_draft",  # of this folder
+            "base": "pystdlib_draft",  # a config in this folder
             "common": {
                 "objective": {"name": "forward_kl", "temperatures": (1.0,)},
-                "cache": "",  # of the target's states; none: of this comparison alone
-                "trial": {"prompts": 64, "new_tokens": 96},
+                "cache": "",  # folder of the target cache; empty: in the comparison's folder
+                "draft_eval": {"prompts": 64, "new_tokens": 96},
                 "eval_every": 1000,
                 "eval_examples": 128,
                 "steps": 2000,

@@ -1,7 +1,6 @@
-"""Columns of a table that are dear to compute: computed once, batch by batch, and kept in files."""
+"""Caches expensive per-example arrays on disk: computed once, in batches, and resumable."""
 
 import contextlib
-import io
 import os
 import pathlib
 import time
@@ -14,119 +13,156 @@ from spsjax.errors import InputError, one_line
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
-# How much work may be lost, in seconds.
-_LOSS = 10
+_SAVE_SECONDS = 10  # time between two saves, hence the most work that a kill can lose
 
 
-def columns(
+def cached_columns(
     path: pathlib.Path,
     count: int,
     batch: int,
     compute: Callable[[int], dict[str, np.ndarray]],
-    what: str,
+    label: str,
 ) -> dict[str, np.ndarray]:
-    """Columns of `count` rows, read from files as needed, which are made first if need be.
+    """Returns memory-mapped columns of `count` rows, computing them first if they are missing.
 
-    What is killed on the way goes on where it was. Of several runs that want the same, one makes
-    it, and the others wait.
+    An interrupted computation resumes from the last saved batch. If several processes need the same
+    cache, one computes it and the others wait.
 
     Args:
-        path: the folder, whose name tells all that the columns depend on; one `.npy` a column.
-        count: rows.
-        batch: rows that are computed at once.
-        compute: a row's number -> the columns of the batch that begins there, the same in every
-            process. Rows that are too many are left out.
-        what: it is, for the bar.
+        path: folder of the cache, with one `.npy` file per column. Its name identifies everything
+            that the columns depend on.
+        count: number of rows.
+        batch: rows per call of `compute`.
+        compute: function from the first row of a batch to its columns. It returns the same arrays
+            in every process. Rows beyond `count` are dropped.
+        label: text on the progress bar.
 
     Raises:
         InputError: a file is damaged.
+        OSError: the disk is full.
     """
     if not multihost.all_true(path.is_dir()):
         try:
-            _make(path, count, batch, compute, what)
+            _compute_all(path, count, batch, compute, label)
         except OSError as error:
-            error.filename = error.filename or str(path)  # of a full disk
+            error.filename = error.filename or str(path)  # a full disk gives no path
             raise
-        multihost.barrier(f"{path.name} made")
-    found = {}
+        multihost.barrier(f"{path.name} computed")
+    columns = {}
     for file in sorted(path.glob("*.npy")):
         try:
-            found[file.stem] = np.load(file, mmap_mode="r")
-            if len(found[file.stem]) != count:
-                raise ValueError(f"{len(found[file.stem])}")
+            columns[file.stem] = np.load(file, mmap_mode="r")
+            if len(columns[file.stem]) != count:
+                raise ValueError(f"{len(columns[file.stem])}")
         except (OSError, ValueError, EOFError) as error:
             raise InputError(
-                f"{file}: expected {count} rows that were kept, or no such folder, "
-                f"found {one_line(error)}"
+                f"{file}: expected {count} cached rows, found {one_line(error)}. "
+                f"Delete {path} to compute them again"
             ) from None
-    if not found:
-        raise InputError(f"{path}: expected columns that were kept, or no such folder, found none")
-    return found
+    if not columns:
+        raise InputError(
+            f"{path}: expected cached columns, found none. Delete the folder to compute them again"
+        )
+    return columns
 
 
-def _make(path, count, batch, compute, what) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    first, done = multihost.is_main_process(), 0
+def _compute_all(path: pathlib.Path, count: int, batch: int, compute, label: str) -> None:
+    """Computes all columns in a hidden folder, which gets its name once they are complete."""
+    writes = multihost.is_main_process()
+    partial = _PartialColumns(path.with_name(f".{path.name}.partial"), count)
     with contextlib.ExitStack() as stack:
-        if first:
+        done = 0
+        if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(atomic_files.lock(path.with_name(f".{path.name}.lock")))
-            done = count if path.is_dir() else _done(partial)
+            done = count if path.is_dir() else partial.rows_done()
         done = multihost.broadcast_int(done)
-        if done == count:
+        if done == count:  # another run computed them while this one waited for the lock
             return
-        bar = tqdm(desc=what, total=count, initial=done, unit="row", disable=not first)
-        outputs, noted = {}, time.monotonic()
+        bar = tqdm(desc=label, total=count, initial=done, unit="row", disable=not writes)
+        stack.enter_context(bar)
+        saved = time.monotonic()
         for start in range(done, count, batch):
-            part = compute(start)
-            bar.update(min(batch, count - start))
-            if not first:
-                continue
-            for name, column in part.items():
-                column = np.ascontiguousarray(column[: count - start])
-                if name not in outputs:
-                    partial.mkdir(exist_ok=True)
-                    file = _opened(partial / f"{name}.npy", column, count, start)
-                    outputs[name] = stack.enter_context(file)
-                outputs[name].write(column.tobytes())
-            if start + batch < count and time.monotonic() - noted >= _LOSS:
-                for file in outputs.values():
-                    file.flush()
-                    os.fsync(file.fileno())
-                atomic_files.write(partial / "rows", str(start + batch))
-                noted = time.monotonic()
-        bar.close()
-        if first:
-            for file in outputs.values():
-                file.close()
-            (partial / "rows").unlink(missing_ok=True)
-            partial.rename(path)
+            columns = compute(start)
+            stop = min(start + batch, count)
+            if writes:
+                partial.write(start, stop, columns, resumed=done > 0)
+                if time.monotonic() - saved >= _SAVE_SECONDS and stop < count:
+                    partial.save(stop)
+                    saved = time.monotonic()
+            bar.update(stop - start)
+        if writes:
+            partial.finish(path)
 
 
-def _done(partial: pathlib.Path) -> int:
-    """How many rows are there already."""
-    try:
-        return int((partial / "rows").read_text())
-    except (OSError, ValueError):
-        return 0
+class _PartialColumns:
+    """Columns under construction: memory-mapped files, and a counter of the rows that are done.
 
+    Args:
+        folder: folder of the files.
+        count: number of rows.
+    """
 
-def _opened(path: pathlib.Path, column: np.ndarray, count: int, start: int):
-    """The file of a column of `count` rows like these, where row `start` goes."""
-    header = io.BytesIO()
-    kind = np.lib.format.dtype_to_descr(column.dtype)
-    shape = {"descr": kind, "fortran_order": False, "shape": (count, *column.shape[1:])}
-    np.lib.format.write_array_header_1_0(header, shape)
-    header = header.getvalue()
-    file = open(path, "r+b" if start else "wb")  # noqa: SIM115 (the caller's)
-    if start:
-        at = len(header) + start * column[0].nbytes
-        if file.read(len(header)) != header or os.path.getsize(path) < at:
+    def __init__(self, folder: pathlib.Path, count: int):
+        self._folder, self._counter, self._count = folder, folder / "rows", count
+        self._maps: dict[str, np.memmap] = {}
+
+    def rows_done(self) -> int:
+        """Returns how many rows an interrupted computation has saved."""
+        try:
+            return int(self._counter.read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def write(self, start: int, stop: int, columns: dict[str, np.ndarray], resumed: bool) -> None:
+        """Writes the rows from `start` to `stop`, in files of an earlier run if it is resumed."""
+        for name, column in columns.items():
+            if name not in self._maps:
+                self._maps[name] = self._open(name, column, start, resumed)
+            self._maps[name][start:stop] = column[: stop - start]
+
+    def save(self, rows: int) -> None:
+        """Writes all rows to the disk, then their number."""
+        for column in self._maps.values():
+            column.flush()
+        atomic_files.write(self._counter, str(rows))
+
+    def finish(self, path: pathlib.Path) -> None:
+        """Writes all rows to the disk and gives the folder its final name."""
+        for column in self._maps.values():
+            column.flush()
+        self._maps.clear()
+        self._counter.unlink(missing_ok=True)
+        self._folder.rename(path)
+
+    def _open(self, name: str, column: np.ndarray, start: int, resumed: bool) -> np.memmap:
+        """Opens the file of a column, and creates it unless the computation is resumed."""
+        file = self._folder / f"{name}.npy"
+        shape = self._count, *column.shape[1:]
+        if not resumed:
+            self._folder.mkdir(exist_ok=True)
+            rows = np.lib.format.open_memmap(file, "w+", column.dtype, shape)
+            _allocate(file)
+            return rows
+        try:
+            # Opened for reading first: for writing, NumPy would extend a file that is too short.
+            rows = np.load(file, mmap_mode="r")
+            if (rows.dtype, rows.shape) != (column.dtype, shape):
+                raise ValueError(f"{rows.dtype} {rows.shape}")
+        except (OSError, ValueError) as error:
             raise InputError(
-                f"{path}: expected {start} rows of {count}, or no such folder, found others"
-            )
-        file.seek(at)
-        file.truncate()
-    else:
-        file.write(header)
-    return file
+                f"{file}: expected {start} saved rows of {self._count}, found {one_line(error)}. "
+                f"Delete {self._folder} to compute them again"
+            ) from None
+        return np.lib.format.open_memmap(file, "r+")
+
+
+def _allocate(file: pathlib.Path) -> None:
+    """Reserves the disk space of a file; raises OSError if the disk is too full.
+
+    Without it, writing to the mapped memory of a sparse file on a full disk kills the process with
+    SIGBUS.
+    """
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(file, "r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, os.path.getsize(file))

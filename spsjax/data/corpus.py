@@ -1,4 +1,4 @@
-"""A corpus ready to train on: token files of both parts of a split, and a manifest of them."""
+"""Tokenized corpora on disk: token files of the training and held-out split, and a manifest."""
 
 import contextlib
 import dataclasses
@@ -16,148 +16,212 @@ from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import atomic_files
 
-# More text than this makes a vocabulary no better, and its training slow.
+# More text does not improve a vocabulary, and makes its training slow.
 _TOKENIZER_CHARACTERS = 200_000_000
-# SentencePiece leaves out texts of more than a mebibyte.
+# SentencePiece ignores texts longer than a mebibyte, so that long documents are cut up.
 _CHUNK = 1 << 18
-_PARTS = "train", "held_out"
+_SPLITS = "train", "held_out"
 
 
 def prepare(
     folder: pathlib.Path,
     sources: Sources,
     length: int,
-    pieces: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
     replace: bool = False,
-) -> tuple[pipeline.Windows, pipeline.Windows, Tokenizer]:
-    """Token files of both parts, made once and then found again.
+) -> tuple[pipeline.TokenWindows, pipeline.TokenWindows, Tokenizer]:
+    """Returns both splits of a corpus, and tokenizes it first if the folder does not hold it.
 
-    A document begins and ends with the tokenizer's ids for that, and the next one follows. The
-    folder gets `train.bin`, `held_out.bin`, the tokenizer and at last `manifest.json`: of each
-    file the hash of its text, and how many documents and tokens of it are in which part.
+    Documents follow each other, each between the tokenizer's begin and end ids. The folder receives
+    `train.bin`, `held_out.bin`, the tokenizer and at last `manifest.json`: per file, the hash of
+    its text and the number of its documents and tokens in each split.
 
     Args:
-        folder: where they are kept.
-        sources: the documents.
-        length: tokens of an example.
-        pieces: the tokenizer; None: one of `vocab_size` pieces is trained on the training part.
-        vocab_size: see there.
-        replace: makes the corpus anew if the folder holds another, or the files have changed.
+        folder: folder of the corpus.
+        sources: documents.
+        length: tokens per example.
+        tokenizer: tokenizer; None trains one on the training split.
+        vocab_size: vocabulary size of a tokenizer to train.
+        replace: whether to replace another corpus in the folder, or one whose files have changed.
 
     Returns:
         Training examples, held-out examples, and the tokenizer.
 
     Raises:
-        InputError: a part has too few tokens for one example, or the folder holds another corpus.
+        InputError: a split has too few tokens for one example, or the folder holds another corpus.
     """
-    manifest = folder / "manifest.json"
+    path = folder / "manifest.json"
     recipe = {
         "sources": json.loads(json.dumps(dataclasses.asdict(sources))),
-        "tokenizer": f"of {vocab_size} pieces" if pieces is None else pieces.sha256,
+        "tokenizer": f"trained, {vocab_size} tokens" if tokenizer is None else tokenizer.sha256,
     }
-    if not manifest.exists() or (replace and _stale(manifest, recipe, sources)):
-        manifest.unlink(missing_ok=True)
-        _make(folder, sources, length, pieces, vocab_size, recipe)
-    found = _manifest(manifest)
+    if not path.exists() or (replace and _is_stale(path, recipe, sources)):
+        path.unlink(missing_ok=True)
+        _build(folder, sources, length, tokenizer, vocab_size, recipe)
+    manifest = _read_manifest(path)
     for key, value in recipe.items():
-        if found["recipe"].get(key) != value:
+        if manifest["recipe"].get(key) != value:
             raise InputError(
-                f"{manifest}: expected {key} {short_repr(value)}, "
-                f"found {short_repr(found['recipe'].get(key))}"
+                f"{path}: expected {key} {short_repr(value)}, "
+                f"found {short_repr(manifest['recipe'].get(key))}"
             )
-    parts, dtype = found["parts"], np.dtype(found["dtype"])
-    pieces = tokenization.load(folder)
-    if pieces.sha256 != found["tokenizer_sha256"]:
-        raise InputError(f"{pieces.path}: expected the tokenizer of {manifest}, found another one")
-    windows = []
-    for part in _PARTS:
-        path = folder / f"{part}.bin"
-        size = path.stat().st_size if path.exists() else 0
-        if size != parts[part]["tokens"] * dtype.itemsize:
-            raise InputError(
-                f"{path}: expected {parts[part]['tokens']} tokens of {dtype}, found {size} bytes"
-            )
-        if atomic_files.sha256(path) != parts[part]["sha256"]:
-            raise InputError(f"{path}: expected the tokens of {manifest}, found others")
-        windows.append(pipeline.Windows(np.memmap(path, dtype, "r") if size else [], length, part))
-    return *windows, pieces
+    tokenizer = tokenization.load(folder)
+    if tokenizer.sha256 != manifest["tokenizer_sha256"]:
+        raise InputError(f"{tokenizer.path}: expected the tokenizer of {path}, found another one")
+    train, held_out = (_open_split(path, manifest, split, length) for split in _SPLITS)
+    return train, held_out, tokenizer
 
 
-def _stale(manifest: pathlib.Path, recipe: dict, sources: Sources) -> bool:
-    found = _manifest(manifest)
-    return found["recipe"] != recipe or found.get("listing") != listing(sources)
+def _is_stale(path: pathlib.Path, recipe: dict, sources: Sources) -> bool:
+    """Returns whether a corpus was built from other options or from files that have changed."""
+    manifest = _read_manifest(path)
+    return manifest["recipe"] != recipe or manifest.get("listing") != listing(sources)
 
 
-def _manifest(path: pathlib.Path) -> dict:
+def _read_manifest(path: pathlib.Path) -> dict:
+    """Returns the manifest at a path; raises InputError if it is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        complete = all(type(found["parts"][part]["tokens"]) is int for part in _PARTS)
-        complete &= all(isinstance(found["parts"][part]["sha256"], str) for part in _PARTS)
-        complete &= isinstance(found["tokenizer_sha256"], str)
-        if not (complete and isinstance(found["recipe"], dict) and np.dtype(found["dtype"])):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        complete = isinstance(manifest["tokenizer_sha256"], str)
+        for split in _SPLITS:
+            complete &= type(manifest["splits"][split]["tokens"]) is int
+            complete &= isinstance(manifest["splits"][split]["sha256"], str)
+        if not (complete and isinstance(manifest["recipe"], dict) and np.dtype(manifest["dtype"])):
             raise ValueError("other values")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: expected a manifest, found {one_line(error)}") from None
-    return found
+    return manifest
 
 
-def _make(folder, sources, length, pieces, vocab_size, recipe) -> None:
-    """Writes the files of `prepare`; the manifest comes last: the others are whole then."""
-    before = listing(sources)
-    documents = Split(sources)
-    counts = {"train": 0, "held_out": 0, "copy": 0}
-    characters = 0
-    for part, document in documents:
-        counts[part] += 1
-        characters += len(document.text) if part == "train" else 0
-    for part in _PARTS:
-        if not counts[part]:
-            several = sum(counts.values()) > 1
-            hint = "those of one name are in one part" if several else ""
-            hint = f"; {hint or '`separator` cuts files into documents'}"
-            raise InputError(
-                f"{', '.join(sources.train)}: expected documents to train on and to hold out, "
-                f"found {counts['train']} and {counts['held_out']}{hint}"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    if pieces is None:
-        every = -(-characters // _TOKENIZER_CHARACTERS)
-        train = (document.text for part, document in documents if part == "train")
-        some = (
-            text[start : start + _CHUNK]
-            for index, text in enumerate(train)
-            if index % every == 0
-            for start in range(0, len(text), _CHUNK)
+def _open_split(
+    manifest_path: pathlib.Path, manifest: dict, split: str, length: int
+) -> pipeline.TokenWindows:
+    """Returns the examples of a split; raises InputError if its file is not the manifest's."""
+    path, entry = manifest_path.with_name(f"{split}.bin"), manifest["splits"][split]
+    dtype = np.dtype(manifest["dtype"])
+    size = path.stat().st_size if path.exists() else 0
+    if size != entry["tokens"] * dtype.itemsize:
+        raise InputError(
+            f"{path}: expected {entry['tokens']} tokens of {dtype}, found {size} bytes"
         )
-        pieces = tokenization.train(some, folder / "tokenizer.model", vocab_size)
-    pieces.save(folder)
-    if pieces.eos_id is None:
+    if atomic_files.sha256(path) != entry["sha256"]:
+        raise InputError(f"{path}: expected the tokens of {manifest_path}, found others")
+    tokens = np.memmap(path, dtype, "r") if size else []  # an empty file cannot be mapped
+    return pipeline.TokenWindows(tokens, length, split)
+
+
+def _build(
+    folder: pathlib.Path,
+    sources: Sources,
+    length: int,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    recipe: dict,
+) -> None:
+    """Writes the files of a corpus. A manifest, written last, says that the others are complete."""
+    files = listing(sources)  # read first: files that change meanwhile make the corpus stale
+    documents = Split(sources)
+    counts, characters = _count(documents, sources)
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is None:
+        tokenizer = _train_tokenizer(folder, documents, characters, vocab_size)
+    tokenizer.save(folder)
+    if tokenizer.eos_id is None:
         raise InputError("tokenizer: expected one with an end-of-sequence id, found none")
-    dtype = "uint16" if pieces.vocab_size <= 1 << 16 else "uint32"
-    listed, parts = {}, {part: {"documents": counts[part], "tokens": 0} for part in _PARTS}
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    tokens, entries = _write_tokens(
+        folder, documents, sum(counts.values()), tokenizer, dtype, length
+    )
+    splits = {
+        split: {
+            "documents": counts[split],
+            "tokens": tokens[split],
+            "sha256": atomic_files.sha256(folder / f"{split}.bin"),
+        }
+        for split in _SPLITS
+    }
+    manifest = {
+        "recipe": recipe,
+        "listing": files,
+        "dtype": dtype,
+        "splits": splits,
+        "files": entries,
+        "tokenizer_sha256": tokenizer.sha256,
+    }
+    atomic_files.write(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+
+
+def _count(documents: Split, sources: Sources) -> tuple[dict[str, int], int]:
+    """Returns the number of documents per split, and of characters to train on.
+
+    Raises InputError if a split has no documents.
+    """
+    counts, characters = {"train": 0, "held_out": 0, "copy": 0}, 0
+    for split, document in documents:
+        counts[split] += 1
+        characters += len(document.text) if split == "train" else 0
+    if not (counts["train"] and counts["held_out"]):
+        if sum(counts.values()) > 1:
+            hint = "Documents with one name are in one split: give `held_out`, or more files"
+        else:
+            hint = "Give `separator` to cut files into documents, or `held_out`"
+        raise InputError(
+            f"{', '.join(sources.train)}: expected documents to train on and to hold out, "
+            f"found {counts['train']} and {counts['held_out']}. {hint}"
+        )
+    return counts, characters
+
+
+def _train_tokenizer(
+    folder: pathlib.Path, documents: Split, characters: int, vocab_size: int | None
+) -> Tokenizer:
+    """Trains a tokenizer on the training split, or on every n-th document of a large one."""
+    every = -(-characters // _TOKENIZER_CHARACTERS)
+    texts = (document.text for split, document in documents if split == "train")
+    chunks = (
+        text[start : start + _CHUNK]
+        for index, text in enumerate(texts)
+        if index % every == 0
+        for start in range(0, len(text), _CHUNK)
+    )
+    return tokenization.train(chunks, folder / "tokenizer.model", vocab_size)
+
+
+def _write_tokens(
+    folder: pathlib.Path,
+    documents: Split,
+    total: int,
+    tokenizer: Tokenizer,
+    dtype: str,
+    length: int,
+) -> tuple[dict[str, int], dict[str, dict]]:
+    """Writes the token file of each split.
+
+    Returns:
+        The number of tokens per split, and the manifest's entry per file of the sources.
+
+    Raises:
+        InputError: a split has too few tokens for one example. No file is left.
+    """
+    tokens, entries = dict.fromkeys(_SPLITS, 0), {}
     with contextlib.ExitStack() as stack:
         outputs = {}
-        for part in _PARTS:
-            partial = stack.enter_context(atomic_files.atomic_write(folder / f"{part}.bin"))
-            outputs[part] = stack.enter_context(open(partial, "wb"))
-        total = sum(counts.values())
-        for part, document in tqdm(documents, "tokenizing", total, unit="doc", delay=2):
-            entry = listed.setdefault(document.file, {"text_sha256": hashlib.sha256()})
+        for split in _SPLITS:
+            partial = stack.enter_context(atomic_files.atomic_write(folder / f"{split}.bin"))
+            outputs[split] = stack.enter_context(open(partial, "wb"))
+        for split, document in tqdm(documents, "tokenizing", total, unit="doc", delay=2):
+            entry = entries.setdefault(document.file, {"text_sha256": hashlib.sha256()})
             entry["text_sha256"].update(document.text.encode())
-            if part == "copy":
+            if split == "copy":
                 entry["copies"] = entry.get("copies", 0) + 1
                 continue
-            ids = np.asarray([*pieces.encode(document.text), pieces.eos_id], dtype)
-            outputs[part].write(ids.tobytes())
-            parts[part]["tokens"] += len(ids)
-            entry[f"{part}_tokens"] = entry.get(f"{part}_tokens", 0) + len(ids)
-        for part in _PARTS:
-            pipeline.check_tokens(part, parts[part]["tokens"], length)
-    for entry in listed.values():
+            ids = np.asarray([*tokenizer.encode(document.text), tokenizer.eos_id], dtype)
+            outputs[split].write(ids.tobytes())
+            tokens[split] += len(ids)
+            entry[f"{split}_tokens"] = entry.get(f"{split}_tokens", 0) + len(ids)
+        for split in _SPLITS:
+            pipeline.check_token_count(split, tokens[split], length)
+    for entry in entries.values():
         entry["text_sha256"] = entry["text_sha256"].hexdigest()
-    for part in _PARTS:
-        parts[part]["sha256"] = atomic_files.sha256(folder / f"{part}.bin")
-    record = {"recipe": recipe, "listing": before, "dtype": dtype, "parts": parts, "files": listed}
-    record["tokenizer_sha256"] = pieces.sha256
-    atomic_files.write(folder / "manifest.json", json.dumps(record, indent=1) + "\n")
+    return tokens, entries

@@ -1,4 +1,4 @@
-"""Documents: texts from files of several kinds, and a split of them that never changes."""
+"""Documents from files of several kinds, and their stable split into training and held-out sets."""
 
 import dataclasses
 import glob
@@ -13,13 +13,20 @@ from collections.abc import Iterator, Sequence
 
 from spsjax.errors import InputError, one_line, short_repr
 
-# Tests repeat themselves, and the two big folders are tables that a program wrote.
-_NOT_PROSE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+_HELD_OUT_EVERY = 20  # one document in 20 is held out
+# Tests repeat each other. The other two large folders hold tables that a program wrote.
+_EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text of a file. Its name is relative to the source, whose place thus does not matter."""
+    """A text from a file.
+
+    Attributes:
+        file: path of the file.
+        name: name within the source. It does not depend on where the source is.
+        text: content.
+    """
 
     file: str
     name: str
@@ -28,16 +35,17 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Where the documents are.
+    """Locations of documents.
 
     Attributes:
-        train: "stdlib", the running interpreter's standard library without its tests; or files,
-            folders (every file below, hidden ones left out) and patterns such as `books/*.txt`.
-            Files are UTF-8, and may be compressed (`.gz`). One whose name ends in `.jsonl` has an
-            object a line; any other is a document.
-        held_out: the same, of documents to evaluate on. Empty: one document in 20 of `train`.
-        field: of an object, the text.
-        separator: what stands between the documents of one text file; empty: a file is one.
+        train: sources of the documents to train on. "stdlib" names the running interpreter's
+            standard library without its tests. Other sources are files, folders (all files below,
+            except hidden ones) and patterns such as `books/*.txt`. Files are UTF-8 and may be
+            compressed (`.gz`). A `.jsonl` file has one JSON object per line; any other file is a
+            document.
+        held_out: sources of the documents to evaluate on; if empty, one document in 20 of `train`.
+        field: key of the text in a JSON object.
+        separator: string between the documents of one text file; if empty, a file is one document.
     """
 
     train: tuple[str, ...]
@@ -51,12 +59,12 @@ class Sources:
             if not isinstance(paths, (tuple, list)) or not all(
                 isinstance(path, str) for path in paths
             ):
-                raise InputError(f"{name}: expected a tuple of texts, found {short_repr(paths)}")
+                raise InputError(f"{name}: expected a tuple of strings, found {short_repr(paths)}")
             object.__setattr__(self, name, tuple(paths))
         for name in ("field", "separator"):
             if not isinstance(getattr(self, name), str):
-                found = short_repr(getattr(self, name))
-                raise InputError(f"{name}: expected a text, found {found}")
+                value = short_repr(getattr(self, name))
+                raise InputError(f"{name}: expected a string, found {value}")
         if not all(path.strip() and "\0" not in path for path in self.train + self.held_out):
             raise InputError("train, held_out: expected paths, found an empty one or a zero byte")
         if not self.train:
@@ -64,64 +72,72 @@ class Sources:
 
 
 def stdlib() -> dict[str, str]:
-    """The running interpreter's standard library: path in the library -> text, tests left out."""
+    """Returns the standard library without its tests, as path within the library -> text."""
     return {document.name: document.text for document in read(Sources(("stdlib",)), "train")}
 
 
 def is_held_out(name: str) -> bool:
-    """One document in 20, chosen by the hash of its name alone, so that no run trains on it."""
-    return _hash(name) % 20 == 0
+    """Returns whether a document is held out, by the hash of its name.
+
+    The choice depends on nothing else, so that no run trains on a held-out document.
+    """
+    return _name_hash(name) % _HELD_OUT_EVERY == 0
 
 
 def held_out_names(sources: Sources) -> set[str]:
-    """Of a corpus so small that chance left none out, the one with the least hash is."""
-    return _held_out(sources)[0]
+    """Returns the names of the documents of `train` that are held out.
+
+    If hashing selects none (a very small corpus), the document with the smallest hash is held out.
+    """
+    return _choose_held_out(sources)[0]
 
 
-def _held_out(sources: Sources) -> tuple[set[str], set[bytes]]:
-    """Names of the documents of `train` that are held out, and digests of their texts."""
+def _choose_held_out(sources: Sources) -> tuple[set[str], set[bytes]]:
+    """Returns names and text digests of the documents of `train` that are held out."""
     names, digests = set(), set()
-    alone = {}  # the names with the two least hashes, while none is held out
+    # While none is held out: digests by name, for the two names with the smallest hashes. The
+    # second one shows that a document remains to train on.
+    candidates = {}
     for document in read(sources, "train"):
         name = document.name
         if is_held_out(name):
             names.add(name)
-            digests.add(_digest(document))
+            digests.add(_text_digest(document))
         elif not names:
-            alone.setdefault(name, set()).add(_digest(document))
-            if len(alone) > 2:
-                del alone[max(alone, key=_hash)]
-    if names or len(alone) < 2:
+            candidates.setdefault(name, set()).add(_text_digest(document))
+            if len(candidates) > 2:
+                del candidates[max(candidates, key=_name_hash)]
+    if names or len(candidates) < 2:
         return names, digests
-    least = min(alone, key=_hash)
-    return {least}, alone[least]
+    smallest = min(candidates, key=_name_hash)
+    return {smallest}, candidates[smallest]
 
 
-def read(sources: Sources, part: str) -> Iterator[Document]:
-    """The documents that the sources of "train" or "held_out" name, in a fixed order.
+def read(sources: Sources, split: str) -> Iterator[Document]:
+    """Reads the documents of the sources of one split, "train" or "held_out", in a fixed order.
 
-    Raises InputError for what is not there or cannot be read; the message names file and line.
+    Raises InputError for a file that is missing or cannot be read. The message names file and line.
     """
-    for source in getattr(sources, part):
+    for source in getattr(sources, split):
         for name, path in _files(source):
-            text = _text(path, errors="replace" if source == "stdlib" else "strict")
+            text = _read_text(path, errors="replace" if source == "stdlib" else "strict")
             file = f"stdlib/{name}" if source == "stdlib" else str(path)
             if path.name.removesuffix(".gz").endswith(".jsonl"):
                 for number, line in enumerate(text.split("\n"), 1):
                     if line.strip():
-                        field = _field(line, sources.field, f"{path}:{number}")
-                        if field:
-                            yield Document(file, f"{name}:{number}", field)
+                        record_text = _json_text(line, sources.field, f"{path}:{number}")
+                        if record_text:
+                            yield Document(file, f"{name}:{number}", record_text)
             elif sources.separator:
-                for number, each in enumerate(text.split(sources.separator), 1):
-                    if each.strip():
-                        yield Document(file, f"{name}:{number}", each)
+                for number, section in enumerate(text.split(sources.separator), 1):
+                    if section.strip():
+                        yield Document(file, f"{name}:{number}", section)
             elif text:
                 yield Document(file, name, text)
 
 
 def held_out(sources: Sources) -> Iterator[Document]:
-    """The documents to evaluate on, copies and all."""
+    """Reads the documents to evaluate on, including copies."""
     if sources.held_out:
         yield from read(sources, "held_out")
         return
@@ -130,61 +146,63 @@ def held_out(sources: Sources) -> Iterator[Document]:
 
 
 def listing(sources: Sources) -> str:
-    """A hash of the names, sizes and times of all files: it changes when one of them does."""
+    """Returns a hash of names, sizes and modification times, which changes if any file does."""
     digest = hashlib.sha256()
-    for part in ("train", "held_out"):
-        for source in getattr(sources, part):
+    for split in ("train", "held_out"):
+        for source in getattr(sources, split):
             for name, path in _files(source):
                 stat = path.stat()
-                entry = part, source, name, stat.st_size, stat.st_mtime_ns
+                entry = split, source, name, stat.st_size, stat.st_mtime_ns
                 digest.update(repr(entry).encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
 class Split:
-    """Every document with its part: "train", "held_out", or "copy" of a held-out one.
+    """Iterates over all documents with their split: "train", "held_out" or "copy".
 
-    No text is in two parts, whatever its name: a copy is trained on by nobody, and counted once.
-    Each iteration reads the sources again, and so does the making of a split, once.
+    No text is in two splits, whatever its name. A copy of a held-out document is excluded from
+    training and counted once. Every iteration reads the sources again, and so does the constructor.
     """
 
     def __init__(self, sources: Sources):
-        self._sources, self._names = sources, set()
+        self._sources, self._held_out_names = sources, set()
         if sources.held_out:
-            self._held = {_digest(document) for document in read(sources, "held_out")}
+            self._held_out = {_text_digest(document) for document in read(sources, "held_out")}
         else:
-            self._names, self._held = _held_out(sources)
+            self._held_out_names, self._held_out = _choose_held_out(sources)
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
         seen = set()
-        for part in ("train", "held_out"):
-            for document in read(self._sources, part):
-                digest = _digest(document)
-                if digest not in self._held:
+        for split in ("train", "held_out"):
+            for document in read(self._sources, split):
+                digest = _text_digest(document)
+                if digest not in self._held_out:
                     yield "train", document
-                elif digest in seen or (part == "train" and document.name not in self._names):
+                elif digest in seen or (
+                    split == "train" and document.name not in self._held_out_names
+                ):
                     yield "copy", document
                 else:
                     seen.add(digest)
                     yield "held_out", document
 
 
-def _hash(name: str) -> int:
+def _name_hash(name: str) -> int:
     return int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest(), 16)
 
 
-def _digest(document: Document) -> bytes:
+def _text_digest(document: Document) -> bytes:
     return hashlib.sha256(document.text.encode()).digest()
 
 
 def _files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
-    """(name in the source, path) of each file of a source, sorted."""
+    """Returns (name within the source, path) of every file of a source, sorted."""
     if source == "stdlib":
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         return [
             (name.as_posix(), root / name)
             for name in sorted(path.relative_to(root) for path in root.rglob("*.py"))
-            if not _NOT_PROSE & set(name.parts)
+            if not _EXCLUDED_FOLDERS & set(name.parts)
         ]
     try:
         path = pathlib.Path(source).expanduser()
@@ -193,20 +211,21 @@ def _files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
-        found = _below(path)
+        files = _files_below(path)
     else:
+        # Names are relative to the part of the pattern that has no wildcard.
         fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
         root = pathlib.Path(*fixed)
         paths = map(pathlib.Path, sorted(glob.glob(str(path), recursive=True)))
-        found = [(each.relative_to(root).as_posix(), each) for each in paths if each.is_file()]
-    if not found:
+        files = [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+    if not files:
         expected = "a file, a folder with files, or a pattern that some files match"
         raise InputError(f"{source}: expected {expected}, found none")
-    return found
+    return files
 
 
-def _below(folder: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
-    """The files below a folder, but for hidden ones and those in hidden folders."""
+def _files_below(folder: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
+    """Returns the files below a folder, except hidden ones and those in hidden folders."""
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return [
         (name.as_posix(), folder / name)
@@ -215,20 +234,22 @@ def _below(folder: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
     ]
 
 
-def _text(path: pathlib.Path, errors: str) -> str:
+def _read_text(path: pathlib.Path, errors: str) -> str:
+    """Returns the text of a file, decompressed if need be; raises InputError if it is damaged."""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
         return content.decode("utf-8-sig", errors=errors).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        found = f"another byte at {error.start}"
-        raise InputError(f"{path}: expected text in UTF-8, found {found}") from None
+        position = f"an invalid byte at {error.start}"
+        raise InputError(f"{path}: expected text in UTF-8, found {position}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: expected a text file, found {one_line(error)}") from None
 
 
-def _field(line: str, field: str, where: str) -> str:
+def _json_text(line: str, field: str, where: str) -> str:
+    """Returns a field of a JSON object; raises InputError that names the line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -236,11 +257,11 @@ def _field(line: str, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected a JSON object, found {short_repr(record)}")
     if field not in record:
-        found = ", ".join(record) or "none"
-        raise InputError(f"{where}: expected a field {short_repr(field)}, found {found}")
+        fields = ", ".join(record) or "none"
+        raise InputError(f"{where}: expected a field {short_repr(field)}, found {fields}")
     if not isinstance(record[field], str):
         raise InputError(
-            f"{where}: expected {field} to be a text, found {short_repr(record[field])}"
+            f"{where}: expected {field} to be a string, found {short_repr(record[field])}"
         )
     try:
         record[field].encode()

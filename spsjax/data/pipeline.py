@@ -1,4 +1,4 @@
-"""Examples: windows over a file of tokens, in an order that depends on the seed alone."""
+"""Training batches: windows over a token file, in an order that depends on the seed alone."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -9,23 +9,29 @@ import numpy as np
 
 from spsjax.errors import InputError
 from spsjax.types import PyTree
+from spsjax.utils.checks import check_integer
 
-# Examples: fewer than a machine's integers count, also when several tables are mixed.
-_FOR_EVER = 1 << 48
+# Number of examples before a table ends, as grain wants a finite length. Mixing several tables
+# multiplies their lengths, and the product must fit into a 64-bit integer.
+_ENDLESS = 1 << 48
 
 
-class Windows:
-    """[N, length + 1] int32 examples over a row of tokens, read as they are asked for.
+class TokenWindows:
+    """[N, length + 1] int32 examples over a sequence of tokens, read on demand.
 
-    Neighbours share one token, so that every token is a label once; a last, partial window is left
-    out. `windows[3]` is one, `windows[array]` are several.
+    Neighbouring windows share one token, so that every token is a label exactly once. A last,
+    partial window is dropped. `windows[3]` is one example, `windows[array]` are several.
+
+    Args:
+        tokens: tokens, for example a memory-mapped file.
+        length: labels per example.
+        name: name of the tokens in error messages.
     """
 
     def __init__(self, tokens: Sequence[int], length: int, name: str = "tokens"):
-        if length < 1:
-            raise InputError(f"length: expected at least 1, found {length}")
+        check_integer("length", length, 1)
         self.tokens, self.length = np.asanyarray(tokens), length
-        check_tokens(name, len(self.tokens), length)
+        check_token_count(name, len(self.tokens), length)
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.length
@@ -36,15 +42,15 @@ class Windows:
         return self.tokens[offsets].astype(np.int32)
 
 
-def check_tokens(name: str, count: int, length: int) -> None:
-    """Raises InputError where there are too few tokens for one example."""
+def check_token_count(name: str, count: int, length: int) -> None:
+    """Raises InputError if there are too few tokens for one example."""
     if count < length + 1:
         expected = f"at least {length + 1} tokens, one example"
         raise InputError(f"{name}: expected {expected}, found {count}")
 
 
 class Table:
-    """Arrays side by side, one row an example: `table[rows]` is a dict of arrays."""
+    """Named arrays with one row per example; `table[rows]` is a dict of arrays."""
 
     def __init__(self, **columns):
         self.columns = columns
@@ -56,16 +62,18 @@ class Table:
         return {name: np.asarray(column[rows]) for name, column in self.columns.items()}
 
 
-class Feed:
-    """Batches of one table or of several, for ever; each row is seen once before any comes again.
+class BatchIterator:
+    """An endless iterator over batches of one or several tables.
+
+    Within a table, every row is seen once per epoch. The order depends on the seed alone, not on
+    the number of processes and devices, so that a run can be resumed on another mesh.
 
     Args:
-        tables: of the same columns.
-        shares: of each table, how much of a batch comes from it; they add up to 1.
-        batch: rows of all processes together.
-        seed: of the order, which is the same however many processes and devices share a batch, so
-            that a run can go on with others.
-        place: where the rows go.
+        tables: tables with the same columns.
+        shares: share of a batch that comes from each table; they add up to 1.
+        batch: rows per batch, in all processes together.
+        seed: random seed of the order.
+        batch_sharding: sharding of the rows of a batch.
     """
 
     def __init__(
@@ -74,60 +82,70 @@ class Feed:
         shares: Sequence[float],
         batch: int,
         seed: int,
-        place: jax.sharding.Sharding,
+        batch_sharding: jax.sharding.Sharding,
     ):
-        self._tables, self._batch, self._place = tables, batch, place
-        starts = np.cumsum([0, *map(len, tables)])
-        parts = [
+        self._tables, self._batch, self._sharding = tables, batch, batch_sharding
+        # Rows of all tables are numbered through: table i has the rows from starts[i].
+        self._starts = np.cumsum([0, *map(len, tables)])
+        datasets = [
             grain.MapDataset.range(start, stop)
             .seed(seed + index)
             .shuffle()
-            .repeat(_FOR_EVER // max(1, stop - start))
-            for index, (start, stop) in enumerate(itertools.pairwise(starts))
+            .repeat(_ENDLESS // max(1, stop - start))
+            for index, (start, stop) in enumerate(itertools.pairwise(self._starts))
         ]
-        mixed = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, shares)
-        mine = local_rows(place, batch)
-        local = mixed.batch(batch).map(lambda rows: self._read(rows[mine]))
+        mixed = datasets[0] if len(datasets) == 1 else grain.MapDataset.mix(datasets, shares)
+        local = local_rows(batch_sharding, batch)
+        batches = mixed.batch(batch).map(lambda rows: self._read(rows[local]))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        self._iterator = iter(local.to_iter_dataset(options))
+        self._iterator = iter(batches.to_iter_dataset(options))
 
     def __iter__(self) -> Iterator[PyTree]:
         return self
 
     def __next__(self) -> PyTree:
-        return put(next(self._iterator), self._batch, self._place)
+        return global_batch(next(self._iterator), self._batch, self._sharding)
 
     def state(self) -> dict:
-        """What `restore` takes to go on from here."""
+        """Returns the position of the iterator, for `restore`."""
         return self._iterator.get_state()
 
     def restore(self, state: dict) -> None:
-        """Goes on from where another feed of the same tables, batch and seed was."""
+        """Moves to the position of another iterator over the same tables, batch size and seed."""
         self._iterator.set_state(state)
 
     def _read(self, rows: np.ndarray) -> PyTree:
-        starts = np.cumsum([0, *map(len, self._tables)])
-        owners = np.searchsorted(starts, rows, side="right") - 1
-        parts = [
-            self._tables[owner][rows[owners == owner] - starts[owner]]
+        """Reads rows of any table, in their order."""
+        owners = np.searchsorted(self._starts, rows, side="right") - 1
+        chunks = [
+            self._tables[owner][rows[owners == owner] - self._starts[owner]]
             for owner in np.unique(owners)
         ]
-        back = np.argsort(np.argsort(owners, kind="stable"))
-        return jax.tree.map(lambda *columns: np.concatenate(columns)[back], *parts)
+        # The chunks hold the rows sorted by owner. The inverse permutation restores their order.
+        order = np.argsort(np.argsort(owners, kind="stable"))
+        return jax.tree.map(lambda *columns: np.concatenate(columns)[order], *chunks)
 
 
-def local_rows(place: jax.sharding.Sharding, batch: int) -> slice:
-    """Which rows of a batch the devices of this process hold."""
-    slices = [rows for rows, *_ in place.addressable_devices_indices_map((batch,)).values()]
+def local_rows(batch_sharding: jax.sharding.Sharding, batch: int) -> slice:
+    """Returns the rows of a batch that the devices of this process hold."""
+    slices = [
+        rows for rows, *_ in batch_sharding.addressable_devices_indices_map((batch,)).values()
+    ]
     starts, stops = zip(*(rows.indices(batch)[:2] for rows in slices))
     return slice(min(starts), max(stops))
 
 
-def put(rows: PyTree, batch: int, place: jax.sharding.Sharding) -> PyTree:
-    """A batch on its devices, of the rows of it that this process holds."""
+def global_batch(rows: PyTree, batch: int, batch_sharding: jax.sharding.Sharding) -> PyTree:
+    """Returns a batch on all devices, made of the rows that each process holds.
+
+    Args:
+        rows: columns of the rows `local_rows(batch_sharding, batch)`.
+        batch: rows of the whole batch.
+        batch_sharding: sharding of the rows of a batch.
+    """
     return jax.tree.map(
         lambda column: jax.make_array_from_process_local_data(
-            place, column, (batch, *column.shape[1:])
+            batch_sharding, column, (batch, *column.shape[1:])
         ),
         rows,
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside the training, checked when they are read."""
+"""Checkpoints of a run: written in the background, verified by checksums when they are read."""
 
 import contextlib
 import errno
@@ -19,28 +19,32 @@ from spsjax.errors import InputError, one_line
 from spsjax.parallel import multihost
 from spsjax.types import PyTree
 from spsjax.utils import hashing
+from spsjax.utils.checks import check_integer
+
+_MESSAGE_LENGTH = 250  # characters of an error from Orbax, which can fill a page
+_SYSTEM = "EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ESTALE", "ETIMEDOUT", "ENOBUFS"
 
 
 class Checkpoints:
-    """The newest few and the best few checkpoints of a run, in a folder that all processes share.
+    """The newest and the best checkpoints of a run, in a folder that all processes share.
 
-    A save goes on in the background. A checkpoint is there whole or not at all, and holds sums of
-    the bits of all its arrays, so that one whose files were damaged later is not gone on from.
+    Orbax writes a checkpoint in the background and renames its folder when it is complete. Orbax
+    does not notice files that are damaged later. Each checkpoint therefore holds checksums of its
+    arrays, and a damaged one is not resumed.
 
     Args:
-        folder: where they are.
-        keep: how many of the newest.
-        keep_best: how many of those with the highest score.
+        folder: folder of the checkpoints.
+        keep: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the highest score to keep.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int = 2, keep_best: int = 1):
-        for name, value, least in (("keep", keep, 1), ("keep_best", keep_best, 0)):
-            if type(value) is not int or value < least:
-                raise InputError(f"{name}: expected an integer >= {least}, found {value!r}")
+        check_integer("keep", keep, 1)
+        check_integer("keep_best", keep_best, 0)
         self.folder = folder.absolute()
-        self._aside = self.folder.parent / "damaged"
+        self._damaged = self.folder.parent / "damaged"
         self._unreadable = self._hide_unreadable() if multihost.is_main_process() else []
-        multihost.barrier("checkpoints looked at")
+        multihost.barrier("unreadable checkpoints hidden")
         best = preservation_policy.BestN(
             get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False
         )
@@ -51,41 +55,47 @@ class Checkpoints:
             step_prefix="step",
             cleanup_tmp_directories=True,
         )
-        self._silence = _Silence()
+        self._quiet = _QuietOrbaxThreads()
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self) -> "Checkpoints":
-        self._silence.__enter__()
+        self._quiet.__enter__()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         if kind is None:
             self.wait()
-        # On a full disk a save in the background fails, too: the first error is the one to tell.
+        # On a full disk the save in the background fails, too. Only the first error is reported.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             self._manager.close()
-        gc.collect()  # what failed is told to nobody now
-        self._silence.__exit__(None, None, None)
+        gc.collect()  # failed saves print when they are collected: now, while that is suppressed
+        self._quiet.__exit__(None, None, None)
 
     def steps(self) -> list[int]:
-        """Those that are there, in order."""
+        """Returns the steps of all checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
     def best(self) -> int | None:
-        """The step with the highest score; None if there is no checkpoint."""
+        """Returns the step with the highest score, or None if there is no checkpoint."""
         scores = {step: _score(self._manager.metrics(step)) for step in self.steps()}
         return max(scores, key=scores.get, default=None)
 
-    def save(self, step: int, state: PyTree, feed: dict, score: float = -math.inf) -> None:
-        """Begins to write a checkpoint; an earlier one's failure is raised here.
+    def save(
+        self, step: int, state: PyTree, iterator_state: dict, score: float = -math.inf
+    ) -> None:
+        """Begins to write a checkpoint; raises InputError if the previous save failed.
 
         Args:
-            step: its name.
-            state: arrays.
-            feed: what `data.Feed.state` gave.
-            score: the higher, the better; minus infinity where it was not measured.
+            step: number of finished steps.
+            state: training state.
+            iterator_state: position in the data, from `pipeline.BatchIterator.state`.
+            score: score of the state, higher is better; minus infinity if it was not measured.
         """
-        note = {"feed": feed, "feed_sha256": _digest(feed), "sums": hashing.array_checksums(state)}
+        note = {
+            "iterator": iterator_state,
+            "iterator_sha256": _digest(iterator_state),
+            "checksums": hashing.array_checksums(state),
+        }
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note)
         )
@@ -96,7 +106,7 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Until what was begun is written; raises InputError if it could not be."""
+        """Waits until the last save is complete; raises InputError if it failed."""
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -104,168 +114,182 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def restore(self, like: PyTree) -> tuple[int, PyTree, dict] | None:
-        """The newest sound checkpoint: its step, its state and the feed's; None if there is none.
+        """Restores the newest undamaged checkpoint.
 
-        Newer ones are damaged then: they are named in a warning, and moved out of the way, so that
-        their steps can be saved again.
+        Newer, damaged checkpoints are reported in a warning and moved to the folder `damaged`, so
+        that their steps can be saved again.
 
         Args:
-            like: arrays or their shapes, with the shardings that the state's are to have.
+            like: training state or its shapes, with the shardings to restore to.
+
+        Returns:
+            Step, training state and iterator state, or None if there is no checkpoint.
 
         Raises:
-            InputError: there are checkpoints, and all are damaged; or the system refuses to read
-                them. Nothing is moved.
+            InputError: all checkpoints are damaged, or the system refuses to read one, for example
+                for lack of memory. Nothing is moved then.
         """
         faults: dict[int, str] = {}
         for step in reversed(self.steps()):
-            found = None
+            fault = None
             try:
-                state, feed = self._read(step, like)
+                state, iterator_state = self._read(step, like)
             except Exception as error:
-                found = one_line(error)[:200]
-                if _of_the_system(error):
+                fault = one_line(error)[:_MESSAGE_LENGTH]
+                if _is_system_error(error):
                     path = self.folder / f"step_{step}"
-                    raise InputError(f"{path}: expected to read it, found {found}") from None
-            if multihost.all_true(found is None):
-                self._set_aside(step, faults)
-                return step, state, feed
-            faults[step] = found or "another process could not read it"
+                    raise InputError(f"{path}: expected to read it, found {fault}") from None
+            # All processes take the same checkpoint: one that every process could read.
+            if multihost.all_true(fault is None):
+                self._remove_damaged(step, faults)
+                return step, state, iterator_state
+            faults[step] = fault or "another process could not read it"
         if faults:
-            found = "; ".join(f"step_{step}: {fault}" for step, fault in faults.items())
-            raise _none_sound(self.folder, found)
+            text = "; ".join(f"step_{step}: {fault}" for step, fault in faults.items())
+            raise _all_damaged(self.folder, text)
         return None
 
     def read(self, step: int, like: PyTree) -> PyTree:
-        """The state of one checkpoint; raises InputError where it is not there, or damaged."""
+        """Returns the state of one checkpoint; raises InputError if it is missing or damaged."""
         if step not in self.steps():
-            found = ", ".join(map(str, self.steps())) or "none"
-            raise InputError(f"{self.folder}: expected a checkpoint of step {step}, found {found}")
+            steps = ", ".join(map(str, self.steps())) or "none"
+            raise InputError(f"{self.folder}: expected a checkpoint of step {step}, found {steps}")
         try:
             return self._read(step, like)[0]
         except Exception as error:
             path = self.folder / f"step_{step}"
-            found = one_line(error)[:200]
-            raise InputError(f"{path}: expected a sound checkpoint, found {found}") from None
+            fault = one_line(error)[:_MESSAGE_LENGTH]
+            raise InputError(f"{path}: expected an undamaged checkpoint, found {fault}") from None
 
     def _read(self, step: int, like: PyTree) -> tuple[PyTree, dict]:
+        """Returns state and iterator state of a checkpoint; raises an error if it is damaged."""
         arguments = ocp.args.Composite(
             state=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()
         )
-        read = self._manager.restore(step, args=arguments)
-        if hashing.array_checksums(read.state) != read.note["sums"]:
-            raise ValueError("arrays are not those that were saved")
-        if read.note["feed_sha256"] != _digest(read.note["feed"]):
-            raise ValueError("the place in the data is not the one that was saved")
-        return read.state, read.note["feed"]
+        restored = self._manager.restore(step, args=arguments)
+        note = restored.note
+        if hashing.array_checksums(restored.state) != note["checksums"]:
+            raise ValueError("the arrays do not have their checksums")
+        if note["iterator_sha256"] != _digest(note["iterator"]):
+            raise ValueError("the iterator state does not have its checksum")
+        return restored.state, note["iterator"]
 
     def _hide_unreadable(self) -> list[int]:
-        """Moves aside those that Orbax would fail on when it opens the folder; their steps.
+        """Moves away checkpoints that make Orbax fail when it opens the folder.
 
-        Raises InputError where there is no other; nothing is moved then.
+        Returns:
+            The steps of those checkpoints.
+
+        Raises:
+            InputError: there is no other checkpoint. Nothing is moved then.
         """
         written = self._written()
-        hidden = [step for step in written if not _readable(self.folder / f"step_{step}")]
+        hidden = [step for step in written if not _is_readable(self.folder / f"step_{step}")]
         if hidden and hidden == written:
-            raise _none_sound(self.folder, "descriptions that are none")
+            raise _all_damaged(self.folder, "unreadable metadata")
         for step in hidden:
             self._move(step)
         return hidden
 
-    def _set_aside(self, sound: int, faults: dict[int, str]) -> None:
-        """What stood in the way of a checkpoint that was read."""
+    def _remove_damaged(self, restored: int, faults: dict[int, str]) -> None:
+        """Moves away and reports the damaged checkpoints that are newer than the restored one."""
         if multihost.is_main_process():
-            told = dict(faults)
+            reports = dict(faults)
             for step in faults:
                 self._move(step)
             for step in self._unreadable:
-                if step > sound:
-                    told[step] = "its description is none"
-                else:  # it was being removed when the run was killed
-                    shutil.rmtree(self._aside / f"step_{step}", ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._aside.rmdir()  # if there is nothing in it
-            for step, fault in sorted(told.items()):
+                if step > restored:
+                    reports[step] = "unreadable metadata"
+                else:  # Orbax was deleting this old checkpoint when the run was killed.
+                    shutil.rmtree(self._damaged / f"step_{step}", ignore_errors=True)
+            with contextlib.suppress(OSError):  # rmdir fails unless the folder is empty
+                self._damaged.rmdir()
+            for step, fault in sorted(reports.items()):
                 warnings.warn(
                     f"{self.folder / f'step_{step}'}: expected a checkpoint, found it damaged "
-                    f"({fault}); it is in {self._aside} now",
+                    f"({fault}). It was moved to {self._damaged}",
                     stacklevel=1,
                 )
-        multihost.barrier("damaged checkpoints set aside")
-        if faults:  # the same ones in every process
+        multihost.barrier("damaged checkpoints removed")
+        if faults:  # every process has the same faults, and so reloads or does not
             self._manager.reload()
 
     def _move(self, step: int) -> None:
+        """Moves a checkpoint to the folder of damaged ones."""
         name = f"step_{step}"
-        self._aside.mkdir(exist_ok=True)
-        shutil.rmtree(self._aside / name, ignore_errors=True)
-        shutil.move(self.folder / name, self._aside / name)
+        self._damaged.mkdir(exist_ok=True)
+        shutil.rmtree(self._damaged / name, ignore_errors=True)
+        shutil.move(self.folder / name, self._damaged / name)
 
     def _written(self) -> list[int]:
-        """The steps whose folders are complete: until then they have another name."""
+        """Returns the steps of complete checkpoints. Until then Orbax uses another folder name."""
         names = (path.name for path in self.folder.glob("step_*"))
         return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
     def _failed(self, error: Exception) -> InputError:
-        kept = ", ".join(map(str, self._written())) or "none"
+        """Returns the error of a failed save, with the free disk space."""
+        steps = ", ".join(map(str, self._written())) or "none"
         free = shutil.disk_usage(self.folder).free / 1e9
         return InputError(
-            f"{self.folder}: expected to write a checkpoint, found {one_line(error)[:300]} "
-            f"({free:.3g} GB are free; whole ones: {kept})"
+            f"{self.folder}: expected to write a checkpoint, "
+            f"found {one_line(error)[:_MESSAGE_LENGTH]} "
+            f"({free:.3g} GB are free; complete checkpoints: {steps})"
         )
 
 
-def _readable(path: pathlib.Path) -> bool:
-    """Whether what Orbax reads of a checkpoint when it opens a folder can be read.
+def _is_readable(path: pathlib.Path) -> bool:
+    """Returns whether the files are intact that Orbax reads when it opens the folder.
 
-    Raises OSError where the system refuses to read what is there.
+    Raises OSError if the system refuses to read a file that exists.
     """
     try:
-        description, metrics = (
+        metadata, metrics = (
             json.loads((path / name).read_text(encoding="utf-8"))
             for name in ("_CHECKPOINT_METADATA", "metrics/metrics")
         )
-        return isinstance(description, dict) and type(metrics["score"]) is float
+        return isinstance(metadata, dict) and type(metrics["score"]) is float
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     except (ValueError, KeyError, TypeError):
         return False
 
 
-def _none_sound(folder: pathlib.Path, found: str) -> InputError:
+def _all_damaged(folder: pathlib.Path, faults: str) -> InputError:
     return InputError(
-        f"{folder}: expected a sound checkpoint, found only damaged ones ({found}); "
-        "to begin anew, take another --workdir"
+        f"{folder}: expected an undamaged checkpoint, found only damaged ones ({faults}). "
+        "Choose another --workdir to start over"
     )
 
 
-# Errors that say nothing of a file. Orbax's libraries give some of them as a text only.
-_SYSTEM = "EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ESTALE", "ETIMEDOUT", "ENOBUFS"
+def _is_system_error(error: BaseException) -> bool:
+    """Returns whether an error comes from the system, which says nothing about the file.
 
-
-def _of_the_system(error: BaseException) -> bool:
+    TensorStore reports some of these errors only in the text of another exception.
+    """
     while error is not None:
         name = errno.errorcode.get(error.errno) if isinstance(error, OSError) else None
         text = str(error)
         if isinstance(error, MemoryError) or name in _SYSTEM or "RESOURCE_EXHAUSTED" in text:
             return True
-        if any(f": {each} " in text or f"({each})" in text for each in _SYSTEM):
+        if any(f": {code} " in text or f"({code})" in text for code in _SYSTEM):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _digest(feed: dict) -> str:
-    return hashlib.sha256(json.dumps(feed, sort_keys=True).encode()).hexdigest()
+def _digest(iterator_state: dict) -> str:
+    return hashlib.sha256(json.dumps(iterator_state, sort_keys=True).encode()).hexdigest()
 
 
 def _score(metrics: dict[str, float] | None) -> float:
     return metrics["score"] if metrics else -math.inf
 
 
-class _Silence:
-    """Keeps off the screen what Orbax's threads say when a read or a write failed, pages of it.
+class _QuietOrbaxThreads:
+    """Suppresses the tracebacks that Orbax's threads print after a failed read or write.
 
-    We say it in a line of our own. They find out one after another, when nobody listens any more.
+    `Checkpoints` raises one InputError instead. The threads report the same failure later, one
+    after another.
     """
 
     def __enter__(self) -> None:

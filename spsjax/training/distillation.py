@@ -1,9 +1,10 @@
-"""Distillation of a draft from a frozen target: what is minimised, on which texts.
+"""Distillation of a draft model from a frozen target: objectives, texts and metrics.
 
-After DistillSpec (Zhou et al. 2023, arXiv 2310.08461): a divergence between the two laws at each
-position, averaged over positions of texts that come from a corpus, from the target's samples, or
-from the draft's own. No gradient goes through sampling, and none into the target. Lossless or not
-is no question here: whatever the draft, `generate` samples from the target.
+After DistillSpec (Zhou et al. 2023, arXiv 2310.08461). The loss is a divergence between the
+target's and the draft's distribution at each position, averaged over positions of texts that come
+from a corpus, from the target's samples, or from the draft's own samples. No gradient flows through
+sampling or into the target. Distillation does not affect exactness: with any draft, `generate`
+samples from the target.
 """
 
 import dataclasses
@@ -22,19 +23,20 @@ from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.training import losses
 from spsjax.training import step as train_step
-from spsjax.types import PyTree
+from spsjax.types import Array, PyTree
+from spsjax.utils.checks import check_integer
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is minimised.
+    """Training objective of a draft.
 
     Attributes:
-        name: "cross_entropy", of the text itself, or one of `losses.DIVERGENCES`;
-            "jensen_shannon:0.1" says beta.
-        temperatures: by which the logits of both are divided before a divergence is taken, which is
-            averaged over them. One below 1 weighs the tokens that a sharpened target, or a greedy
-            one, would emit.
+        name: "cross_entropy" of the text itself, or one of `losses.DIVERGENCES`.
+            "jensen_shannon:0.1" also sets beta.
+        temperatures: temperatures that divide the logits of both models before the divergence is
+            taken; the loss is the mean over them. A temperature below 1 gives more weight to the
+            tokens that a sharpened or greedy target emits.
     """
 
     name: str
@@ -55,19 +57,19 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Which texts: shares of the three, which add up to 1.
+    """Shares of three kinds of training text, which add up to 1.
 
-    The corpus and the target's samples share every batch; a whole batch at a time is of the draft's
-    own samples, drawn from the parameters of that step, and the share says how often.
+    Every batch mixes corpus text with samples of the target. On-policy text replaces whole batches:
+    its share is the probability that a step trains on samples of the current draft.
 
     Attributes:
-        corpus: text of the corpus.
-        target: texts that the target wrote, `samples` of them, sampled once.
-        draft: texts that the draft writes as it learns: on-policy.
-        samples: see there.
-        batch: of them, sampled at a time.
-        prompt_length: tokens of the corpus that each sample goes on from; no loss is taken on them.
-        temperature: of the samples.
+        corpus: share of corpus text.
+        target: share of texts that the target wrote, sampled once before training.
+        draft: share of texts that the draft writes during training (on-policy).
+        samples: number of texts to sample from the target.
+        batch: number of texts to sample at once.
+        prompt_length: number of corpus tokens that begin each sample. They are not trained on.
+        temperature: sampling temperature.
     """
 
     corpus: float = 1.0
@@ -85,35 +87,44 @@ class Mixture:
         if abs(sum(shares) - 1) > 1e-6:
             raise InputError(f"mixture: expected three shares that add up to 1, found {shares}")
         for field in ("samples", "batch", "prompt_length"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{field}: expected an integer >= 1, found {short_repr(value)}")
+            check_integer(f"mixture.{field}", getattr(self, field), 1)
         check_number("mixture.temperature", self.temperature, 0, 1e30)
 
 
-def values(
+def distillation_metrics(
     config: transformer.Config,
-    target: transformer.Config,
+    target_config: transformer.Config,
     objective: Objective,
-    compute: train_step.Compute,
+    precision: train_step.Precision,
     temperature: float = 1.0,
-) -> train_step.Values:
-    """Divergence of the draft from the target at each position, and how much would be accepted.
+) -> train_step.PerTokenMetrics:
+    """Returns a metrics function: the draft's loss, acceptance rate, agreement and cross entropy.
 
-    `acceptance` is that of both laws at `temperature`, above 0.
+    Its `frozen` argument holds the target's parameters. A batch has `tokens` [B, T+1]. If it also
+    has the columns of a `TargetCache`, they replace the target's forward pass.
 
-    `frozen` are the target's parameters. A batch has `tokens` [B, T+1], and may have what a
-    `Teacher` kept of the target on them; without that, the target is run on them.
+    Args:
+        config: shape of the draft.
+        target_config: shape of the target.
+        objective: training objective.
+        precision: numerical options of both forward passes.
+        temperature: sampling temperature, above 0, at which "acceptance" is computed.
     """
 
-    def values(params, frozen, batch):
+    def metrics(params, frozen, batch):
         tokens = batch["tokens"]
         logits = train_step.forward(
-            config, params, tokens[:, :-1], compute.dtype, compute.remat
+            config, params, tokens[:, :-1], precision.dtype, precision.remat
         ).logits
         label_loss = losses.cross_entropy(logits, tokens[:, 1:])
-        temperatures = (temperature, *objective.temperatures)
-        pairs, agree = _laws(target, frozen, batch, logits, temperatures, compute.dtype)
+        pairs, agree = _distribution_pairs(
+            target_config,
+            frozen,
+            batch,
+            logits,
+            (temperature, *objective.temperatures),
+            precision.dtype,
+        )
         if objective.name == "cross_entropy":
             loss = label_loss
         else:
@@ -126,37 +137,48 @@ def values(
             "cross_entropy": label_loss,
         }
 
-    return values
+    return metrics
 
 
-def _laws(config, params, batch, logits, temperatures, dtype):
-    """Pairs of laws, target and draft, at each temperature; and whether the likeliest agree."""
-    likeliest = jnp.argmax(logits, -1)
+def _distribution_pairs(
+    target_config, target_params, batch, logits, temperatures, dtype
+) -> tuple[list[tuple[Array, Array]], Array]:
+    """Returns logits of (target, draft) per temperature, and where their most likely tokens agree.
+
+    The target comes from the batch's cached columns if there are any: `ids` and `log_probs` of its
+    most likely tokens, or `states`, its final hidden states. Otherwise it is run.
+    """
+    draft_argmax = jnp.argmax(logits, -1)
     if "ids" in batch:
         pairs = [
-            (batch["log_probs"][..., index, :], losses.coarse(logits / temperature, batch["ids"]))
+            (
+                batch["log_probs"][..., index, :],
+                losses.top_k_with_rest(logits / temperature, batch["ids"]),
+            )
             for index, temperature in enumerate(temperatures)
         ]
-        return pairs, likeliest == batch["ids"][..., 0]
+        return pairs, draft_argmax == batch["ids"][..., 0]
     if "states" in batch:
-        target_logits = transformer.head(config, params, batch["states"].astype(jnp.float32))
+        states = batch["states"].astype(jnp.float32)
+        target_logits = transformer.head(target_config, target_params, states)
     else:
-        target_logits = train_step.forward(config, params, batch["tokens"][:, :-1], dtype).logits
+        tokens = batch["tokens"][:, :-1]
+        target_logits = train_step.forward(target_config, target_params, tokens, dtype).logits
     target_logits = jax.lax.stop_gradient(target_logits)
-    pairs = [(target_logits / each, logits / each) for each in temperatures]
-    return pairs, likeliest == jnp.argmax(target_logits, -1)
+    pairs = [(target_logits / temperature, logits / temperature) for temperature in temperatures]
+    return pairs, draft_argmax == jnp.argmax(target_logits, -1)
 
 
-def continued(
+def sample_continuations(
     model: Model, prompts: np.ndarray, length: int, temperature: float, seed: int
 ) -> dict[str, np.ndarray]:
-    """The model's own continuations of prompts [B, P], as examples, the same in every process.
+    """Samples continuations of prompts [B, P] as training examples, the same in every process.
 
-    An end of a text does not end a row: as in the corpus, another text follows. What is longer than
-    the model's context is padding.
+    A row does not stop at an end-of-sequence id: as in the corpus, another text follows. Positions
+    beyond the model's context are padding.
 
     Returns:
-        `tokens` [B, length] int32; `start` and `stop` [B], see `train.weights`.
+        `tokens` [B, length] int32, and `start` and `stop` [B] as in `step.loss_mask`.
     """
     count, prompt = prompts.shape
     stop = min(length, model.config.max_positions)
@@ -170,32 +192,41 @@ def continued(
     )
     tokens = np.zeros((count, length), np.int32)
     tokens[:, :stop] = np.concatenate([prompts, np.stack(out.tokens)], axis=1)
-    ends = {"start": np.full(count, prompt, np.int32), "stop": np.full(count, stop, np.int32)}
-    return {"tokens": tokens, **ends}
+    return {
+        "tokens": tokens,
+        "start": np.full(count, prompt, np.int32),
+        "stop": np.full(count, stop, np.int32),
+    }
 
 
 def on_policy(
-    mixture: Mixture, model: Callable[[PyTree], Model], place: jax.sharding.Sharding, seed: int
+    mixture: Mixture,
+    as_model: Callable[[PyTree], Model],
+    batch_sharding: jax.sharding.Sharding,
+    seed: int,
 ) -> Callable[[int, PyTree, PyTree], PyTree]:
-    """`(step, params, batch) -> batch`: now and then, the draft's own texts instead.
+    """Returns `(step, params, batch) -> batch`, which sometimes replaces a batch by draft samples.
 
     Args:
-        mixture: how often, and after how many tokens of the batch's texts.
-        model: the draft as a model, of its parameters at that step.
-        place: of a batch's rows.
-        seed: of the choice and of the samples. Both depend on it and on the step alone, so that a
-            resumed run does what it would have done.
+        mixture: how often to replace a batch, and how many of its tokens to use as prompts.
+        as_model: builds the draft model from the parameters of a step.
+        batch_sharding: sharding of the rows of a batch.
+        seed: random seed of the choice and of the samples. Both depend on the seed and the step
+            alone, so that a resumed run repeats what an uninterrupted one does.
     """
 
-    def change(step: int, params: PyTree, batch: PyTree) -> PyTree:
-        choice, samples = np.random.default_rng((seed, step)).integers(2**32, size=2)
+    def replace_batch(step: int, params: PyTree, batch: PyTree) -> PyTree:
+        choice, sample_seed = np.random.default_rng((seed, step)).integers(2**32, size=2)
         if choice / 2**32 >= mixture.draft:
             return batch
         tokens = np.asarray(multihost.to_host(batch["tokens"]))
         count, length = tokens.shape
         prompts = tokens[:, : mixture.prompt_length]
-        texts = continued(model(params), prompts, length, mixture.temperature, int(samples))
-        mine = pipeline.local_rows(place, count)
-        return pipeline.put({name: column[mine] for name, column in texts.items()}, count, place)
+        texts = sample_continuations(
+            as_model(params), prompts, length, mixture.temperature, int(sample_seed)
+        )
+        local = pipeline.local_rows(batch_sharding, count)
+        texts = {name: column[local] for name, column in texts.items()}
+        return pipeline.global_batch(texts, count, batch_sharding)
 
-    return change
+    return replace_batch

@@ -1,91 +1,184 @@
-"""What a draft under training is worth, measured now and then."""
+"""Evaluation of a draft: its expected acceptance rate, and its acceptance while drafting."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
+from spsjax import generation
 from spsjax.data import pipeline
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_number, short_repr
 from spsjax.loading import Model
+from spsjax.sampling import SamplingParams
 from spsjax.training import metrics
 from spsjax.training import step as train_step
-from spsjax.training.metrics import Drafting
 from spsjax.types import PyTree
+from spsjax.utils.checks import check_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftEvalConfig:
+    """Options of an evaluation by speculative sampling after prompts of held-out text.
+
+    Attributes:
+        prompts: number of prompts.
+        prompt_length: tokens per prompt.
+        new_tokens: new tokens per prompt.
+        num_speculative_tokens: number of draft tokens per round, K.
+        temperatures: sampling temperatures of target and draft, with one evaluation each. 0 is
+            greedy.
+    """
+
+    prompts: int = 16
+    prompt_length: int = 32
+    new_tokens: int = 64
+    num_speculative_tokens: int = 4
+    temperatures: tuple[float, ...] = (1.0, 0.0)
+
+    def __post_init__(self):
+        for field in ("prompts", "prompt_length", "new_tokens", "num_speculative_tokens"):
+            check_integer(f"draft_eval.{field}", getattr(self, field), 1)
+        if not isinstance(self.temperatures, (tuple, list)):
+            raise InputError(
+                "draft_eval.temperatures: expected a tuple of numbers, "
+                f"found {short_repr(self.temperatures)}"
+            )
+        for temperature in self.temperatures:
+            check_number("draft_eval.temperatures", temperature, 0, 1e30)
+
+    def check_fits(self, context: int, length: int) -> None:
+        """Raises InputError if the prompts or the samples are too long.
+
+        Args:
+            context: longest sequence of the target.
+            length: tokens per held-out example.
+        """
+        longest = min(length, context - 1)
+        if self.prompt_length > longest:
+            raise InputError(
+                f"draft_eval.prompt_length: expected at most {longest}, found {self.prompt_length}"
+            )
+        room = context - self.prompt_length
+        if self.new_tokens > room:
+            raise InputError(
+                f"draft_eval.new_tokens: expected at most {room}, in a context of {context}, "
+                f"found {self.new_tokens}"
+            )
+        if self.num_speculative_tokens >= context:
+            raise InputError(
+                f"draft_eval.num_speculative_tokens: expected less than the context of {context}, "
+                f"found {self.num_speculative_tokens}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftEvalResult:
+    """Result of an evaluation by speculative sampling.
+
+    Attributes:
+        samples: [N, prompt + new tokens] int32 texts. Their new tokens are exact samples of the
+            target, whatever the draft.
+        counted_acceptance: share of draft tokens accepted, among those that the target decided on.
+        block_efficiency: tokens per target call and text.
+    """
+
+    samples: np.ndarray
+    counted_acceptance: float
+    block_efficiency: float
+
+
+def sample_with_draft(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    options: DraftEvalConfig,
+    temperature: float,
+    seed: int,
+) -> DraftEvalResult:
+    """Continues prompts by speculative sampling and counts the accepted draft tokens."""
+    out = generation.generate(
+        target,
+        prompts,
+        draft,
+        options.num_speculative_tokens,
+        SamplingParams(temperature=temperature),
+        options.new_tokens,
+        seed,
+        stop_at_eos=False,
+    )
+    histogram = np.asarray(out.stats.accepted_histogram, np.float64)
+    accepted = np.arange(len(histogram))
+    # A round decides on its accepted tokens, and on one more unless all were accepted.
+    decided = accepted + (accepted < len(histogram) - 1)
+    samples = [[*prompt, *tokens] for prompt, tokens in zip(prompts, out.tokens)]
+    return DraftEvalResult(
+        np.asarray(samples, np.int32),
+        float((histogram @ accepted) / max(1, histogram @ decided)),
+        out.stats.block_efficiency,
+    )
 
 
 @dataclasses.dataclass
-class Trials:
-    """Measures a draft: on held-out text, and on texts that the target wrote with it.
+class DraftEvaluator:
+    """Evaluates a draft on held-out text, and on texts that the target wrote with it.
 
     Attributes:
-        trial: how it is tried out.
-        values: `train.Values` whose acceptance is that at a temperature.
-        target: the target.
-        model: the draft as a model, of its parameters.
-        held: [N, T+1] held-out examples, of which the first begin the trials' texts.
-        rows: examples at a time.
-        place: where they go.
-        report: `(step, group, record)` takes what was found.
+        options: options of the evaluation by speculative sampling.
+        metrics_at: builds the metrics function whose "acceptance" is that at a temperature.
+        target: target model.
+        as_model: builds the draft model from its parameters.
+        held_out: [N, T+1] held-out examples. Some of them, evenly spaced, begin the samples.
+        batch: examples per batch.
+        batch_sharding: sharding of the rows of a batch.
+        report: takes `(step, group, record)` for every group of measurements.
     """
 
-    trial: Drafting
-    values: Callable[[float], train_step.Values]
+    options: DraftEvalConfig
+    metrics_at: Callable[[float], train_step.PerTokenMetrics]
     target: Model
-    model: Callable[[PyTree], Model]
-    held: np.ndarray
-    rows: int
-    place: jax.sharding.Sharding
+    as_model: Callable[[PyTree], Model]
+    held_out: np.ndarray
+    batch: int
+    batch_sharding: jax.sharding.Sharding
     report: Callable[[int, str, dict], None]
 
     def __post_init__(self):
-        trial = self.trial
-        # At temperature 0 there is no acceptance but agreement, which any values tell.
-        self.measures = {t: jax.jit(self.values(t or 1.0)) for t in (1.0, *trial.temperatures)}
-        count = min(trial.prompts, len(self.held))
-        chosen = np.arange(count) * len(self.held) // count  # from all over the text
-        self.prompts = self.held[chosen, : trial.prompt_length].tolist()
+        # Acceptance is not defined at temperature 0. Greedy agreement takes its place, and any
+        # metrics function gives it.
+        self._metrics_of = {
+            temperature: jax.jit(self.metrics_at(temperature or 1.0))
+            for temperature in (1.0, *self.options.temperatures)
+        }
+        rows = metrics.evenly_spaced(self.options.prompts, len(self.held_out))
+        self._prompts = self.held_out[rows, : self.options.prompt_length].tolist()
 
     def evaluate(self, step: int, params: PyTree) -> float:
-        """Logs it; the score is the acceptance on held-out text."""
-        found = self._exact(1.0, params, pipeline.Table(tokens=self.held))
-        self.report(step, "held_out", found)
-        for temperature in self.trial.temperatures:
-            drafted = metrics.by_sampling(
-                self.target, self.model(params), self.prompts, self.trial, temperature, step
+        """Reports all measurements and returns the expected acceptance rate on held-out text."""
+        held_out = self._expected(1.0, params, pipeline.Table(tokens=self.held_out))
+        self.report(step, "held_out", held_out)
+        for temperature in self.options.temperatures:
+            result = sample_with_draft(
+                self.target, self.as_model(params), self._prompts, self.options, temperature, step
             )
-            start = np.full(len(self.prompts), self.trial.prompt_length, np.int32)
-            table = pipeline.Table(tokens=drafted.samples, start=start)
-            exact = self._exact(temperature, params, table)
+            start = np.full(len(self._prompts), self.options.prompt_length, np.int32)
+            table = pipeline.Table(tokens=result.samples, start=start)
+            expected = self._expected(temperature, params, table)
             names = ("acceptance", "greedy_agreement") if temperature else ("greedy_agreement",)
-            record = {name: exact[name] for name in names}
-            record |= {"counted": drafted.counted, "block_efficiency": drafted.block_efficiency}
+            record = {name: expected[name] for name in names}
+            record["counted_acceptance"] = result.counted_acceptance
+            record["block_efficiency"] = result.block_efficiency
             self.report(step, f"temperature_{temperature:g}", record)
-        return found["acceptance"]["mean"]
+        return held_out["acceptance"]["mean"]
 
-    def _exact(self, temperature: float, params: PyTree, table: pipeline.Table) -> dict[str, dict]:
-        found = metrics.on_examples(
-            self.measures[temperature], params, self.target.params, table, self.rows, self.place
+    def _expected(self, temperature: float, params: PyTree, table: pipeline.Table) -> dict:
+        """Returns the metrics of a table of texts, as records for the log."""
+        summaries = metrics.evaluate_batches(
+            self._metrics_of[temperature],
+            params,
+            self.target.params,
+            table,
+            self.batch,
+            self.batch_sharding,
         )
-        return {name: dataclasses.asdict(means) for name, means in found.items()}
-
-
-def check(trial: metrics.Drafting, context: int, length: int) -> None:
-    """Raises InputError where texts of this length, or this context, are too short for a trial."""
-    width = min(length, context - 1)
-    if trial.prompt_length > width:
-        raise InputError(
-            f"trial.prompt_length: expected at most {width}, found {trial.prompt_length}"
-        )
-    room = context - trial.prompt_length
-    if trial.new_tokens > room:
-        raise InputError(
-            f"trial.new_tokens: expected at most {room}, in a context of {context}, "
-            f"found {trial.new_tokens}"
-        )
-    if trial.num_speculative_tokens >= context:
-        raise InputError(
-            f"trial.num_speculative_tokens: expected less than the context of {context}, "
-            f"found {trial.num_speculative_tokens}"
-        )
+        return {name: dataclasses.asdict(summary) for name, summary in summaries.items()}

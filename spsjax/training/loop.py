@@ -1,30 +1,34 @@
-"""The loop of a training: steps, measurements, checkpoints. It may end at any time, and go on."""
+"""The training loop: steps, evaluation and checkpoints. A killed run can be resumed at any time."""
 
+import contextlib
 import dataclasses
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
 
 from spsjax.data import pipeline
-from spsjax.errors import InputError, NonFiniteError, Stopped
+from spsjax.errors import NonFiniteError, Stopped
 from spsjax.training import run_folder
-from spsjax.training import step as train_step
 from spsjax.training.checkpoints import Checkpoints
+from spsjax.training.progress import Progress
+from spsjax.training.step import all_finite
 from spsjax.types import PyTree
+from spsjax.utils.checks import check_integer
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """How often: all in steps.
+class Intervals:
+    """Training intervals, in steps.
 
     Attributes:
-        steps: of the whole run.
-        eval_every: evaluates and saves; it does so at the end, too.
-        log_every: logs loss and speed.
+        steps: number of steps in the whole run.
+        eval_every: steps between two evaluations, each followed by a checkpoint. The last step is
+            always evaluated and saved.
+        log_every: steps between two log records of loss and speed.
     """
 
     steps: int
@@ -33,105 +37,123 @@ class Pace:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{field.name}: expected an integer >= 1, found {value!r}")
+            check_integer(field.name, getattr(self, field.name), 1)
+
+    def evaluates(self, step: int) -> bool:
+        """Returns whether the run evaluates and saves after a step."""
+        return step % self.eval_every == 0 or step == self.steps
+
+    def logs(self, step: int) -> bool:
+        """Returns whether the run logs loss and speed after a step."""
+        return step % self.log_every == 0
 
 
-def fit(
+def train_loop(
     folder: run_folder.Folder,
     checkpoints: Checkpoints,
-    pace: Pace,
+    intervals: Intervals,
+    *,
     shapes: PyTree,
-    initial: Callable[[], PyTree],
-    step: Callable,
+    init_state: Callable[[], PyTree],
+    train_step: Callable,
     frozen: PyTree,
-    feed: pipeline.Feed,
+    batches: pipeline.BatchIterator,
     evaluate: Callable[[int, PyTree], float],
-    change: Callable[[int, PyTree, PyTree], PyTree] | None = None,
+    replace_batch: Callable[[int, PyTree, PyTree], PyTree] | None = None,
     tokens: int = 0,
     flops: float = 0.0,
 ) -> PyTree:
-    """Runs the steps that are left of a run, and returns its state at the end.
+    """Runs the remaining steps of a run and returns its final state.
 
-    Killed at any moment and called again with the same arguments, it ends with the same state: to
-    the bit, on the same devices. SIGTERM makes it save at the next step.
+    A run that is killed and resumed ends with the same state, bit-identical on the same devices.
 
     Args:
-        folder: the run's.
-        checkpoints: the run's; the newest is gone on from.
-        pace: how often what.
-        shapes: of parameters and optimiser state, with their shardings.
-        initial: makes them, where there is no checkpoint: large ones fit into memory once.
-        step: `(state, frozen, batch) -> (state, metrics)`, which takes the state's memory.
-        frozen: what is not trained.
-        feed: the batches.
-        evaluate: `(step, params) -> score`, and logs what it finds; the higher, the better.
-        change: `(step, params, batch) -> batch`, what is trained on in place of a batch.
-        tokens, flops: of one step, to show speed.
+        folder: folder of the run.
+        checkpoints: checkpoints of the run. The newest one is resumed.
+        intervals: when to evaluate, save and log.
+        shapes: shapes of the training state, with shardings.
+        init_state: creates the first state; called only if there is no checkpoint.
+        train_step: `(state, frozen, batch) -> (state, metrics)`, which consumes the state.
+        frozen: arrays that are not trained.
+        batches: training batches.
+        evaluate: `(step, params) -> score`, which logs its measurements. Higher is better.
+        replace_batch: `(step, params, batch) -> batch`, which may substitute a batch.
+        tokens, flops: tokens and floating-point operations per step, to report the speed.
 
     Raises:
-        Stopped: after a SIGTERM; the message says where.
-        NonFiniteError: the loss is not finite; checkpoints before that are there.
+        Stopped: the process received SIGTERM, and has saved a checkpoint.
+        NonFiniteError: the loss or a weight is not finite. Earlier checkpoints remain.
     """
-    restored = checkpoints.restore(shapes)
-    if restored:
-        start, state, position = restored
-        feed.restore(position)
-    else:
-        start, state = 0, initial()
-    folder.go_on(start)
-    if start >= pace.steps:
+    start, state = _restore_or_init(checkpoints, shapes, init_state, batches)
+    folder.begin(start)
+    if start >= intervals.steps:
         return state
-    with _Sigterm() as sigterm, run_folder.Progress(start, pace.steps, tokens, flops) as progress:
-        for number in range(start + 1, pace.steps + 1):
-            batch = next(feed)
-            if change is not None:
-                batch = change(number, state["params"], batch)
-            state, metrics = step(state, frozen, batch)
+    with _sigterm() as stop_after, Progress(start, intervals.steps, tokens, flops) as progress:
+        for step in range(start + 1, intervals.steps + 1):
+            batch = next(batches)
+            if replace_batch is not None:
+                batch = replace_batch(step, state["params"], batch)
+            state, metrics = train_step(state, frozen, batch)
             progress.advance()
-            stop = sigterm.received(number)
-            whole = number % pace.eval_every == 0 or number == pace.steps
-            if whole or stop or number % pace.log_every == 0:
-                metrics = {name: float(value) for name, value in metrics.items()}
-                if not math.isfinite(metrics["loss"]):
-                    raise NonFiniteError(
-                        f"step {number}: expected a finite loss, found {metrics['loss']}"
-                    )
-                folder.log(number, "train", **metrics, **progress.measure(metrics["loss"]))
-            if whole or stop:
-                progress.pause()
-                if not train_step.all_finite(state["params"]):
-                    found = "a NaN or an infinity, which are not saved"
-                    raise NonFiniteError(f"step {number}: expected finite weights, found {found}")
-                score = evaluate(number, state["params"]) if whole else -math.inf
-                checkpoints.save(number, state, feed.state(), score)
-                progress.go_on()
-            if stop and number < pace.steps:
+            stop, evaluates = stop_after(step), intervals.evaluates(step)
+            if stop or evaluates or intervals.logs(step):
+                _log(folder, step, metrics, progress)
+            if stop or evaluates:
+                with progress.paused():
+                    _check_finite(step, state["params"])
+                    score = evaluate(step, state["params"]) if evaluates else -math.inf
+                    checkpoints.save(step, state, batches.state(), score)
+            if stop and step < intervals.steps:
                 checkpoints.wait()
-                raise Stopped(f"stopped at step {number}, saved; the same command goes on from it")
+                raise Stopped(f"stopped at step {step}, saved. Run the same command to resume")
         checkpoints.wait()
     return state
 
 
-class _Sigterm:
-    """Notices that this process, or another one of the run, was told to end."""
+def _restore_or_init(checkpoints, shapes, init_state, batches) -> tuple[int, PyTree]:
+    """Returns the number of finished steps and the state; moves the batches to that step."""
+    restored = checkpoints.restore(shapes)
+    if restored is None:
+        return 0, init_state()
+    start, state, iterator_state = restored
+    batches.restore(iterator_state)
+    return start, state
 
-    def __enter__(self) -> "_Sigterm":
-        self._told, self._before = False, None
-        self._alone = jax.process_count() == 1
-        # Of several processes, each hears of a signal to any of them from jax.distributed.
-        if self._alone and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._notice)
-        return self
 
-    def __exit__(self, *_) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+def _log(folder: run_folder.Folder, step: int, metrics: dict, progress: Progress) -> None:
+    """Logs the metrics of a step; raises NonFiniteError if the loss is not finite."""
+    metrics = {name: float(value) for name, value in metrics.items()}
+    if not math.isfinite(metrics["loss"]):
+        raise NonFiniteError(f"step {step}: expected a finite loss, found {metrics['loss']}")
+    folder.log(step, "train", **metrics, **progress.measure(metrics["loss"]))
 
-    def received(self, step: int) -> bool:
-        """Whether to end after this step: the same answer in all processes."""
-        return self._told if self._alone else multihost_utils.reached_preemption_sync_point(step)
 
-    def _notice(self, *_) -> None:
-        self._told = True
+def _check_finite(step: int, params: PyTree) -> None:
+    """Raises NonFiniteError if a weight is not finite."""
+    if not all_finite(params):
+        raise NonFiniteError(
+            f"step {step}: expected finite weights, found a NaN or an infinity. They are not saved"
+        )
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[Callable[[int], bool]]:
+    """Catches SIGTERM and yields `step -> stop`, the same answer in every process."""
+    if jax.process_count() > 1:
+        # jax.distributed tells every process of a signal to any of them.
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    received = False
+
+    def receive(*_):
+        nonlocal received
+        received = True
+
+    # Only the main thread may set a signal handler.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, receive) if in_main_thread else None
+    try:
+        yield lambda step: received
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)

@@ -1,11 +1,12 @@
 """Objectives of language-model training and of draft distillation.
 
-Every function takes logits and returns one value a position, in nats (a probability for
-`acceptance` and `total_variation`), so that a caller can mask and average as it likes. Log
-probabilities are logits, too.
+Every function takes logits and returns one value per position, in nats (a probability for
+`acceptance` and `total_variation`). The caller masks and averages the values. Log probabilities are
+valid logits, too.
 
-The divergences are those of DistillSpec (Zhou et al. 2023, arXiv 2310.08461, section 3 and appendix
-A.1), the last two those of Samarin et al. 2026 (arXiv 2602.23881).
+`forward_kl`, `reverse_kl`, `jensen_shannon` and `total_variation` are DistillSpec's (Zhou et al.
+2023, arXiv 2310.08461, section 3 and appendix A.1). `negative_log_acceptance` and `lk_hybrid` are
+by Samarin et al. 2026 (arXiv 2602.23881).
 """
 
 import functools
@@ -18,27 +19,36 @@ from jax import lax
 from spsjax.errors import InputError, short_repr
 from spsjax.types import Array
 
+_LK_DECAY = 3.0  # how fast `lk_hybrid` turns from KL to total variation (Samarin et al. 2026)
+_LEAST_REST = 2.0**-24  # distance from 1 to the next smaller float32
+
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """-log softmax(logits)[labels]: [..., V], [...] int -> [...]."""
+    """Returns -log softmax(logits)[labels]: [..., V], [...] int -> [...]."""
     return -jnp.take_along_axis(_log_probs(logits), labels[..., None], axis=-1)[..., 0]
 
 
 def forward_kl(target_logits: Array, draft_logits: Array) -> Array:
-    """KL(target || draft): [..., V], [..., V] -> [...]. The usual distillation objective."""
+    """Returns KL(target || draft): [..., V], [..., V] -> [...].
+
+    This is the usual distillation objective.
+    """
     return _kl(_log_probs(target_logits), _log_probs(draft_logits))
 
 
 def reverse_kl(target_logits: Array, draft_logits: Array) -> Array:
-    """KL(draft || target): [..., V], [..., V] -> [...]. The draft leaves out what it cannot fit."""
+    """Returns KL(draft || target): [..., V], [..., V] -> [...].
+
+    It lets the draft ignore modes of the target that it cannot fit.
+    """
     return _kl(_log_probs(draft_logits), _log_probs(target_logits))
 
 
 def jensen_shannon(target_logits: Array, draft_logits: Array, beta: float = 0.5) -> Array:
-    """beta KL(target || m) + (1 - beta) KL(draft || m), with m = beta target + (1 - beta) draft.
+    """Returns beta KL(target || m) + (1 - beta) KL(draft || m): [..., V], [..., V] -> [...].
 
-    [..., V], [..., V] -> [...]; 0 < beta < 1. Over beta it tends to the forward KL as beta goes to
-    0, over 1 - beta to the reverse KL as it goes to 1.
+    Here m = beta target + (1 - beta) draft and 0 < beta < 1. Divided by beta, it tends to the
+    forward KL as beta goes to 0. Divided by 1 - beta, it tends to the reverse KL as beta goes to 1.
     """
     target, draft = _log_probs(target_logits), _log_probs(draft_logits)
     mixture = jnp.logaddexp(target + jnp.log(beta), draft + jnp.log1p(-beta))
@@ -46,23 +56,25 @@ def jensen_shannon(target_logits: Array, draft_logits: Array, beta: float = 0.5)
 
 
 def acceptance(target_logits: Array, draft_logits: Array) -> Array:
-    """Probability that a token drawn from the draft is accepted: sum of min(target, draft).
+    """Returns the probability that a token drawn from the draft is accepted.
 
-    Leviathan et al. 2022 (arXiv 2211.17192), corollary 3.6, at temperature 1.
+    It is the sum of min(target, draft) over the vocabulary: [..., V], [..., V] -> [...]. Leviathan
+    et al. 2022 (arXiv 2211.17192), corollary 3.6, at temperature 1.
     """
     target, draft = _log_probs(target_logits), _log_probs(draft_logits)
     return jnp.sum(jnp.exp(jnp.minimum(target, draft)), axis=-1)
 
 
 def total_variation(target_logits: Array, draft_logits: Array) -> Array:
-    """1 - `acceptance`: what is rejected of the draft's tokens."""
+    """Returns 1 - `acceptance`, the rejection probability: [..., V], [..., V] -> [...]."""
     return 1.0 - acceptance(target_logits, draft_logits)
 
 
 def negative_log_acceptance(target_logits: Array, draft_logits: Array) -> Array:
-    """-log `acceptance`: the gradient of total variation, over the acceptance.
+    """Returns -log `acceptance`: [..., V], [..., V] -> [...].
 
-    It does not vanish where the two hardly overlap; with a point mass as the target it is the cross
+    Its gradient is that of total variation divided by the acceptance, so that it does not vanish
+    where the two distributions hardly overlap. If the target is a point mass, it equals the cross
     entropy (Samarin et al. 2026).
     """
     target, draft = _log_probs(target_logits), _log_probs(draft_logits)
@@ -70,18 +82,19 @@ def negative_log_acceptance(target_logits: Array, draft_logits: Array) -> Array:
 
 
 def lk_hybrid(target_logits: Array, draft_logits: Array) -> Array:
-    """Forward KL while acceptance is low, total variation as it rises.
+    """Returns a mixture of forward KL and total variation: [..., V], [..., V] -> [...].
 
-    `w KL + (1 - w) TV` with `w = exp(-3 acceptance)` and no gradient through w: the gradient of
-    total variation alone vanishes where the two hardly overlap (Samarin et al. 2026).
+    It is `w KL + (1 - w) TV` with `w = exp(-3 acceptance)` and no gradient through w. The KL
+    dominates while the acceptance is low, because the gradient of total variation vanishes where
+    the two distributions hardly overlap (Samarin et al. 2026).
     """
     overlap = acceptance(target_logits, draft_logits)
-    weight = lax.stop_gradient(jnp.exp(-3.0 * overlap))
+    weight = lax.stop_gradient(jnp.exp(-_LK_DECAY * overlap))
     kl = forward_kl(target_logits, draft_logits)
     return weight * kl + (1.0 - weight) * (1.0 - overlap)
 
 
-# What a draft can be distilled with.
+# The divergences that `Objective.name` can select.
 DIVERGENCES = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -93,9 +106,9 @@ DIVERGENCES = {
 
 
 def divergence(name: str) -> Callable[[Array, Array], Array]:
-    """The divergence of that name; "jensen_shannon:0.1" says beta.
+    """Returns the divergence with this name; "jensen_shannon:0.1" also sets beta.
 
-    Raises InputError for any other.
+    Raises InputError if there is no such divergence.
     """
     base, colon, beta = str(name).partition(":")
     if base not in DIVERGENCES or (colon and base != "jensen_shannon"):
@@ -106,7 +119,7 @@ def divergence(name: str) -> Callable[[Array, Array], Array]:
     if not colon:
         return DIVERGENCES[base]
     try:
-        if not 1e-6 <= float(beta) <= 1 - 1e-6:  # others are 0 or 1 in float32
+        if not 1e-6 <= float(beta) <= 1 - 1e-6:  # closer values may round to 0 or 1 in float32
             raise ValueError
     except ValueError:
         raise InputError(
@@ -115,21 +128,25 @@ def divergence(name: str) -> Callable[[Array, Array], Array]:
     return functools.partial(jensen_shannon, beta=float(beta))
 
 
-def coarse(logits: Array, ids: Array) -> Array:
-    """The law over the tokens `ids` and the rest as one, as log probabilities.
+def top_k_with_rest(logits: Array, ids: Array) -> Array:
+    """Returns log probabilities of the tokens `ids`, then of all other tokens together.
 
-    [..., V], [..., k] int -> [..., k + 1]. A divergence between two laws seen so is at most that
-    between the whole ones, and an acceptance is at least theirs (the data-processing inequality).
-    That is how to distil from a target of which only the likeliest tokens were kept.
+    [..., V], [..., k] int -> [..., k + 1]. It serves to distil from a target of which only the most
+    likely tokens were cached. By the data-processing inequality, a divergence between two such
+    distributions is at most the divergence between the full ones, and their acceptance is at least
+    the full acceptance.
     """
-    kept = jnp.take_along_axis(_log_probs(logits), ids, axis=-1)
-    return jnp.concatenate([kept, _log_rest(kept)], axis=-1)
+    log_probs = jnp.take_along_axis(_log_probs(logits), ids, axis=-1)
+    return jnp.concatenate([log_probs, _log_rest(log_probs)], axis=-1)
 
 
 def _log_rest(log_probs: Array) -> Array:
-    """log(1 - sum exp), at least that of the least 32-bit step below 1; the last axis stays."""
+    """Returns log(1 - sum of probabilities) over the last axis, which is kept: [..., 1].
+
+    Rounding may bring the sum to 1 or above, so that the rest is at least `_LEAST_REST`.
+    """
     total = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
-    return jnp.log(jnp.maximum(1.0 - total, 2.0**-24))
+    return jnp.log(jnp.maximum(1.0 - total, _LEAST_REST))
 
 
 def _log_probs(logits: Array) -> Array:
@@ -137,7 +154,10 @@ def _log_probs(logits: Array) -> Array:
 
 
 def _kl(log_probs: Array, others: Array) -> Array:
-    """KL of the first from the second; a token of probability 0 adds nothing."""
+    """Returns KL(log_probs || others).
+
+    Tokens of probability 0 add nothing, although their log probability may be infinite.
+    """
     probs = jnp.exp(log_probs)
     difference = jnp.where(probs > 0, log_probs - others, 0.0)
     return jnp.sum(probs * difference, axis=-1)

@@ -1,105 +1,38 @@
-"""One training step, whatever is trained: losses come as values of single positions.
+"""One training step, whatever is trained: a model gives per-token metrics, and "loss" is minimised.
 
-Weights and optimiser state are float32, split over the mesh as the weights of a loaded model are;
-what is computed with them has a type of its own.
+Weights and optimizer state are float32 and sharded like the weights of a loaded model. The compute
+type of a forward pass is a separate choice.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spsjax import loading
-from spsjax.errors import InputError, check_number
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.training import losses
+from spsjax.training.optimizer import OptimizerConfig
 from spsjax.types import Array, PyTree
 
-# (params, frozen, batch) -> values of every position [B, T] by name. "loss" is minimised.
-Values = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
-
-
-_DECAYED = "kernel", "experts_"  # how the names of matrices begin
+# (params, frozen, batch) -> metrics by name, each [B, T]. The step minimises the one named "loss".
+PerTokenMetrics = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimization:
-    """AdamW after clipping by the global norm; the rate rises linearly, and falls by a cosine.
-
-    Matrices are decayed; embeddings are not, nor are norms and biases. The schedule's shape is
-    Chinchilla's (Hoffmann et al. 2022, arXiv 2203.15556, section 4.1); warm-up and clipping are
-    Gopher's (Rae et al. 2021, arXiv 2112.11446, section 3.2), to which it refers; decay and moments
-    are nobody's but ours.
+class Precision:
+    """Numerical options of a forward pass.
 
     Attributes:
-        learning_rate: at its peak.
-        steps: of the whole run.
-        warmup: the step whose rate is the peak; 0: the first.
-        final_rate: the last step's rate, as a share of the peak.
-        weight_decay: of weights, times the rate.
-        clip: the largest norm of a gradient.
-        b1, b2: of AdamW, below 1.
-        accumulate: into how many parts a batch is cut, whose gradients are added up.
+        dtype: compute type; None or "" chooses the machine's default.
+        remat: whether activations are recomputed for the gradient, which saves memory.
     """
-
-    learning_rate: float
-    steps: int
-    warmup: int = 1500
-    final_rate: float = 0.1
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    b1: float = 0.9
-    b2: float = 0.95
-    accumulate: int = 1
-
-    def __post_init__(self):
-        for field, least in (("steps", 1), ("warmup", 0), ("accumulate", 1)):
-            value = getattr(self, field)
-            if type(value) is not int or value < least:
-                raise InputError(f"{field}: expected an integer >= {least}, found {value!r}")
-        if self.warmup >= self.steps:
-            raise InputError(f"warmup: expected fewer than steps={self.steps}, found {self.warmup}")
-        check_number("learning_rate", self.learning_rate, 0, 1e30, above=True)
-        check_number("clip", self.clip, 0, 1e30, above=True)
-        check_number("weight_decay", self.weight_decay, 0, 1e30)
-        for field in ("final_rate", "b1", "b2"):
-            check_number(field, getattr(self, field), 0, 1)
-        for field in ("b1", "b2"):
-            if getattr(self, field) == 1:
-                raise InputError(f"{field}: expected a number below 1, found 1")
-
-    def schedule(self) -> optax.Schedule:
-        """The rate of each step, of which optax counts the first as 0."""
-        peak, warmup = self.learning_rate, max(self.warmup, 1)
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, peak, warmup, max(self.steps, warmup + 1), self.final_rate * peak
-        )
-        return lambda count: rate(count + 1)
-
-    def update(self) -> optax.GradientTransformation:
-        """Gradients to changes of the parameters."""
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip),
-            optax.adamw(
-                self.schedule(),
-                self.b1,
-                self.b2,
-                weight_decay=self.weight_decay,
-                mask=lambda params: jax.tree_util.tree_map_with_path(
-                    lambda path, _: path[-1].key.startswith(_DECAYED), params
-                ),
-            ),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """How a pass is computed: `dtype`, None for the machine's own; `remat`, time for memory."""
 
     dtype: Any = None
     remat: bool = False
@@ -113,131 +46,178 @@ class Compute:
 def forward(
     config: transformer.Config, params: PyTree, tokens_BT: Array, dtype=None, remat: bool = False
 ) -> transformer.ModelOutput:
-    """Logits [B, T, V] and final hidden states [B, T, D] of whole sequences."""
+    """Returns logits [B, T, V] and final hidden states [B, T, D] of whole sequences."""
     return transformer.apply(config, params, tokens_BT, dtype=dtype, remat=remat)
 
 
-def language_model(config: transformer.Config, compute: Compute) -> Values:
-    """Cross entropy of the next token; a batch's `tokens` are [B, T+1]."""
+def language_model_metrics(config: transformer.Config, precision: Precision) -> PerTokenMetrics:
+    """Returns the cross entropy of the next token as a metrics function.
 
-    def values(params, frozen, batch):
+    The `tokens` of its batches are [B, T+1].
+    """
+
+    def metrics(params, frozen, batch):
         tokens = batch["tokens"]
-        logits = forward(config, params, tokens[:, :-1], compute.dtype, compute.remat).logits
+        logits = forward(config, params, tokens[:, :-1], precision.dtype, precision.remat).logits
         return {"loss": losses.cross_entropy(logits, tokens[:, 1:])}
 
-    return values
+    return metrics
 
 
-def weights(batch: PyTree) -> Array:
-    """[B, T]: 1 for positions that count: those whose next token is there, and not of a prompt.
+def loss_mask(batch: PyTree) -> Array:
+    """Returns [B, T] float32: 1 where the next token counts, 0 in prompts and in padding.
 
-    Of each row, `start`, where a batch has it, is the number of tokens of the prompt, and `stop`
-    the number of all tokens that are not padding.
+    Args:
+        batch: `tokens` [B, T+1], and optionally `start` [B], the number of prompt tokens per row,
+            and `stop` [B], the number of tokens per row before the padding.
     """
     tokens = batch["tokens"]
-    following = jnp.arange(1, tokens.shape[1])
+    label_index = jnp.arange(1, tokens.shape[1])
     start = batch.get("start", jnp.zeros(len(tokens), jnp.int32))
     stop = batch.get("stop", jnp.full(len(tokens), tokens.shape[1]))
-    counts = (following >= start[:, None]) & (following < stop[:, None])
+    counts = (label_index >= start[:, None]) & (label_index < stop[:, None])
     return counts.astype(jnp.float32)
 
 
-def step(values: Values, optimization: Optimization) -> Callable:
-    """The jitted `(state, frozen, batch) -> (state, metrics)`.
+def make_step(metrics_of: PerTokenMetrics, optimizer: OptimizerConfig) -> Callable:
+    """Returns the jitted `(state, frozen, batch) -> (state, metrics)`, which consumes the state.
 
-    Metrics are means over the positions that count, and the gradient's norm before it is clipped.
-    The batch is cut into `accumulate` parts, each with rows of every device.
+    Its metrics are means over the positions of `loss_mask`, and the gradient's norm before it is
+    clipped. The batch is split into `accumulate` microbatches.
     """
-    update, parts = optimization.update(), optimization.accumulate
+    transformation = optimizer.transformation()
 
-    def total(params, frozen, batch):
-        weights_BT = weights(batch)
+    def total_loss(params, frozen, batch):
+        mask_BT = loss_mask(batch)
         sums = {
-            name: jnp.sum(value * weights_BT)
-            for name, value in values(params, frozen, batch).items()
+            name: jnp.sum(value * mask_BT)
+            for name, value in metrics_of(params, frozen, batch).items()
         }
         return sums["loss"], sums
 
+    gradient_of = jax.grad(total_loss, has_aux=True)
+
     def train_step(state, frozen, batch):
         params = state["params"]
-        gradient_of = jax.grad(total, has_aux=True)
-
-        def add(sums, part):
-            return jax.tree.map(jnp.add, sums, gradient_of(params, frozen, part)), None
-
-        if parts == 1:
+        if optimizer.accumulate == 1:
             gradient, sums = gradient_of(params, frozen, batch)
         else:
-            cut = jax.tree.map(lambda leaf: _cut(leaf, parts), batch)
-            first = jax.tree.map(lambda leaf: leaf[0], cut)
-            shapes = jax.eval_shape(gradient_of, params, frozen, first)
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            (gradient, sums), _ = jax.lax.scan(add, zeros, cut)
-        count = jnp.sum(weights(batch))
+            gradient, sums = _accumulated(gradient_of, params, frozen, batch, optimizer.accumulate)
+        # Sums are divided once, by the count of the whole batch: microbatches may differ in theirs.
+        count = jnp.sum(loss_mask(batch))
         gradient = jax.tree.map(lambda leaf: leaf / count, gradient)
-        change, optimizer = update.update(gradient, state["optimizer"], params)
+        update, optimizer_state = transformation.update(gradient, state["optimizer"], params)
         metrics = {name: value / count for name, value in sums.items()}
         metrics["gradient_norm"] = optax.tree.norm(gradient)
-        return {"params": optax.apply_updates(params, change), "optimizer": optimizer}, metrics
+        return {
+            "params": optax.apply_updates(params, update),
+            "optimizer": optimizer_state,
+        }, metrics
 
     return jax.jit(train_step, donate_argnums=0)
 
 
+def _accumulated(gradient_of, params, frozen, batch, accumulate: int):
+    """Returns gradient and metric sums of a batch, one microbatch at a time."""
+    microbatches = jax.tree.map(lambda leaf: _split_rows(leaf, accumulate), batch)
+    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    shapes = jax.eval_shape(gradient_of, params, frozen, first)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add(sums, microbatch):
+        return jax.tree.map(jnp.add, sums, gradient_of(params, frozen, microbatch)), None
+
+    sums, _ = jax.lax.scan(add, zeros, microbatches)
+    return sums
+
+
+def _split_rows(leaf: Array, count: int) -> Array:
+    """Reshapes [B, ...] to [count, B / count, ...].
+
+    Rows are dealt out in turn, so that each stays on its device and every device has rows of every
+    microbatch.
+    """
+    rows = leaf.shape[0] // count
+    return jnp.swapaxes(leaf.reshape(rows, count, *leaf.shape[1:]), 0, 1)
+
+
 @jax.jit
 def all_finite(params: PyTree) -> Array:
-    """Whether no array holds a NaN or an infinity."""
+    """Returns whether no array holds a NaN or an infinity."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
-def _cut(leaf: Array, parts: int) -> Array:
-    """[B, ...] -> [parts, B / parts, ...]; rows stay on the device that has them."""
-    rows = leaf.shape[0] // parts
-    return jnp.swapaxes(leaf.reshape(rows, parts, *leaf.shape[1:]), 0, 1)
+def model_shapes(config: transformer.Config, mesh: Mesh | None) -> PyTree:
+    """Returns the shapes of a transformer's parameters, each with its sharding."""
+    sharding_of = sharding.param_shardings(mesh, config)
+
+    def sharded(path, shape):
+        where = sharding_of(tuple(entry.key for entry in path))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(sharded, transformer.param_shapes(config))
 
 
-def shapes(
-    config: transformer.Config, optimization: Optimization, mesh: jax.sharding.Mesh | None
-) -> PyTree:
-    """A state's shapes, each with its place: an optimiser's array is where its parameter's is."""
-    where, update = sharding.param_shardings(mesh, config), optimization.update()
-    params = transformer.param_shapes(config)
-    state = {"params": params, "optimizer": jax.eval_shape(update.init, params)}
-    places = jax.tree_util.tree_map_with_path(
-        lambda path, _: where(tuple(entry.key for entry in path)), params
+def state_shapes(param_shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:
+    """Returns the shapes of a training state, each with its sharding.
+
+    The moments of a parameter are sharded like the parameter; scalars are replicated.
+
+    Args:
+        param_shapes: shapes with shardings, as from `model_shapes`.
+        optimizer: optimizer whose state is part of the training state.
+    """
+    transformation = optimizer.transformation()
+    replicated = _replicated(jax.tree.leaves(param_shapes)[0].sharding)
+    shardings = optax.tree_map_params(
+        transformation,
+        lambda _, param: param.sharding,
+        jax.eval_shape(transformation.init, param_shapes),
+        param_shapes,
+        transform_non_params=lambda _: replicated,
     )
-    scalar = places["norm"]["scale"]  # whole on every device, as norms are
-    optimizer = optax.tree_map_params(
-        update,
-        lambda _, place: place,
-        state["optimizer"],
-        places,
-        transform_non_params=lambda _: scalar,
+    optimizer_shapes = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        jax.eval_shape(transformation.init, param_shapes),
+        shardings,
     )
-    return jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-        state,
-        {"params": places, "optimizer": optimizer},
-    )
+    return {"params": param_shapes, "optimizer": optimizer_shapes}
 
 
-def initial(
-    config: transformer.Config,
-    optimization: Optimization,
-    mesh: jax.sharding.Mesh | None,
-    seed: int,
-    params: PyTree | None = None,
-) -> PyTree:
-    """Parameters, random if none are given, and the optimiser's state, made where they belong."""
-    places = jax.tree.map(lambda shape: shape.sharding, shapes(config, optimization, mesh))
-    if params is None:
-        init = functools.partial(transformer.init, config)
-        params = jax.jit(init, out_shardings=places["params"])(jax.random.key(seed))
-    optimizer = jax.jit(optimization.update().init, out_shardings=places["optimizer"])(params)
-    return {"params": params, "optimizer": optimizer}
+def _replicated(where: Sharding) -> Sharding:
+    """Returns the sharding that has a whole array on every device of another sharding."""
+    if isinstance(where, NamedSharding):
+        return NamedSharding(where.mesh, PartitionSpec())
+    return where
 
 
-def check_batch(batch: int, accumulate: int, mesh: jax.sharding.Mesh | None) -> None:
-    """Raises InputError unless every part of a batch has as many rows on each device."""
+def random_params(init: Callable[[Array], PyTree], param_shapes: PyTree, seed: int) -> PyTree:
+    """Returns random parameters, each created directly in its sharding.
+
+    Args:
+        init: function from a key to parameters, such as `partial(transformer.init, config)`.
+        param_shapes: shapes with shardings, as from `model_shapes`.
+        seed: random seed.
+    """
+    shardings = jax.tree.map(lambda shape: shape.sharding, param_shapes)
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def init_state(params: PyTree, shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:
+    """Returns the training state of the first step.
+
+    Args:
+        params: initial parameters. The state holds them, not a copy.
+        shapes: shapes of the state, from `state_shapes`.
+        optimizer: optimizer whose state is created.
+    """
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes["optimizer"])
+    init = jax.jit(optimizer.transformation().init, out_shardings=shardings)
+    return {"params": params, "optimizer": init(params)}
+
+
+def check_batch(batch: int, accumulate: int, mesh: Mesh | None) -> None:
+    """Raises InputError unless every microbatch has equally many rows on each device."""
     size = accumulate * (1 if mesh is None else mesh.shape["data"])
     if type(batch) is not int or batch < 1 or batch % size:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What is kept of a large target, so that it runs once on texts that are seen many times."""
+"""Cached outputs of a large target, so that it runs once on texts that training sees many times."""
 
 import dataclasses
 import hashlib
@@ -18,126 +18,155 @@ from spsjax.training import distillation, losses
 from spsjax.training import step as train_step
 from spsjax.types import PyTree
 from spsjax.utils import hashing
+from spsjax.utils.checks import check_integer
 
 
 @dataclasses.dataclass(frozen=True)
-class Teacher:
-    """What is kept of the target on texts that are seen more than once, instead of running it.
+class TargetCache:
+    """Options for caching what the target computes on texts, instead of running it in every step.
 
     Attributes:
-        keep: "nothing"; "states", the final hidden states in half precision, of which the head
-            alone gives the logits again, 2 D bytes a token; or "top_k", of the `k` likeliest
-            tokens the probabilities at each temperature, 4 bytes an id and 4 a probability. All
-            other tokens count as one then, and the acceptance in the log of the training is an
-            upper bound.
-        k: see there.
-        batch: texts in one pass of the target.
+        store: what the cache holds per token. "nothing" disables the cache. "states" stores the
+            final hidden states in half precision (2 D bytes), from which the head alone recomputes
+            the logits. "top_k" stores the ids of the `k` most likely tokens (4 bytes each) and
+            their probabilities at each temperature (4 bytes each). All other tokens then count as
+            one, and the acceptance rate that training logs is an upper bound.
+        k: number of tokens that "top_k" stores.
+        batch: number of texts in one forward pass of the target.
     """
 
-    keep: str = "nothing"
+    store: str = "nothing"
     k: int = 64
     batch: int = 4
 
     def __post_init__(self):
-        if self.keep not in ("nothing", "states", "top_k"):
+        if self.store not in ("nothing", "states", "top_k"):
             raise InputError(
-                f"keep: expected 'nothing', 'states' or 'top_k', found {short_repr(self.keep)}"
+                "target_cache.store: expected 'nothing', 'states' or 'top_k', "
+                f"found {short_repr(self.store)}"
             )
         for field in ("k", "batch"):
-            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
-                raise InputError(
-                    f"{field}: expected an integer >= 1, found {short_repr(getattr(self, field))}"
-                )
+            check_integer(f"target_cache.{field}", getattr(self, field), 1)
 
     def columns(
         self,
         target: Model,
-        examples: pipeline.Windows | np.ndarray,
+        examples: pipeline.TokenWindows | np.ndarray,
         temperatures: Sequence[float],
         folder: pathlib.Path,
-        place: jax.sharding.Sharding,
+        batch_sharding: jax.sharding.Sharding,
         dtype,
     ) -> dict[str, np.ndarray]:
-        """What is kept, one row an example, read from files as needed.
+        """Returns the cached columns, one row per example, computing them if they are missing.
 
         Args:
-            target: the target.
-            examples: [N, T+1] int32; the last token of each is a label only.
-            temperatures: of the objective.
-            folder: where they are kept, under names made of what they depend on: found there, they
-                are not computed again.
-            place: of a batch's rows.
-            dtype: the compute type.
+            target: target model.
+            examples: [N, T+1] int32; the last token of each row is a label only.
+            temperatures: temperatures of the objective.
+            folder: folder of all caches. A cache's name is a fingerprint of everything that its
+                content depends on.
+            batch_sharding: sharding of the rows of a batch.
+            dtype: compute type.
 
         Raises:
-            InputError: a file is there, and damaged; or states are too large to be kept.
+            InputError: a cached file is damaged, or states exceed the range of float16.
         """
-        if self.keep == "nothing":
+        if self.store == "nothing":
             return {}
-        config, temperatures = target.config, (1.0, *temperatures)
-        k = min(self.k, config.vocab_size - 1)
+        temperatures = (1.0, *temperatures)
+        # All other tokens count as one, so that at least one must be left.
+        k = min(self.k, target.config.vocab_size - 1)
+        shards = _data_shards(batch_sharding)
+        batch = -(-self.batch // shards) * shards
+        local = pipeline.local_rows(batch_sharding, batch)
+        run = jax.jit(self._target_pass(target.config, temperatures, k, dtype))
+
+        def compute(start):
+            # The last batch is filled up with its last row.
+            rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
+            tokens = pipeline.global_batch(examples[rows[local]], batch, batch_sharding)
+            columns = multihost.to_host(run(target.params, tokens))
+            if "states" in columns and not np.isfinite(columns["states"]).all():
+                raise InputError(
+                    "target_cache.store: the final states exceed the range of float16. "
+                    "Use 'top_k', which stores probabilities"
+                )
+            return columns
+
+        shape = len(examples), *examples[0].shape
+        # Hidden states do not depend on a temperature.
+        options = (k, temperatures) if self.store == "top_k" else ()
+        depends_on = target.config, self.store, options, str(dtype), shape
+        name = f"{self.store}-{_fingerprint(depends_on, target.params, examples)}"
+        with target.in_mesh():
+            return column_store.cached_columns(
+                folder / name, len(examples), batch, compute, "target"
+            )
+
+    def _target_pass(self, config, temperatures: Sequence[float], k: int, dtype):
+        """Returns `(params, tokens [B, T+1]) -> columns` of one batch."""
 
         def run(params, tokens):
             output = train_step.forward(config, params, tokens[:, :-1], dtype)
-            if self.keep == "states":
+            if self.store == "states":
                 return {"states": output.hidden.astype(jnp.float16)}
             _, ids = jax.lax.top_k(output.logits, k)
-            laws = [losses.coarse(output.logits / each, ids) for each in temperatures]
-            return {"ids": ids, "log_probs": jnp.stack(laws, axis=-2)}
+            log_probs = [losses.top_k_with_rest(output.logits / t, ids) for t in temperatures]
+            return {"ids": ids, "log_probs": jnp.stack(log_probs, axis=-2)}
 
-        batch = -(-self.batch // _rows(place)) * _rows(place)
-        mine, run = pipeline.local_rows(place, batch), jax.jit(run)
-
-        def compute(start):
-            rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
-            given = pipeline.put(examples[rows[mine]], batch, place)
-            found = multihost.to_host(run(target.params, given))
-            if "states" in found and not np.isfinite(found["states"]).all():
-                raise InputError(
-                    "teacher.keep: expected final states that float16 can hold, found larger "
-                    "ones; 'top_k' keeps probabilities instead"
-                )
-            return found
-
-        shape = len(examples), *examples[0].shape
-        laws = (k, temperatures) if self.keep == "top_k" else ()  # states are of no temperature
-        depends_on = config, self.keep, laws, str(dtype), shape
-        name = f"{self.keep}-{_fingerprint(depends_on, target.params, examples)}"
-        with target.in_mesh():
-            return column_store.columns(folder / name, len(examples), batch, compute, "target")
+        return run
 
 
-def _rows(place: jax.sharding.Sharding) -> int:
-    """Into how many parts the rows of a batch are split."""
-    return place.mesh.shape["data"] if isinstance(place, NamedSharding) else 1
+def target_samples(
+    target: Model, examples, mixture: distillation.Mixture, folder: pathlib.Path, seed: int
+) -> dict[str, np.ndarray]:
+    """Returns texts that the target wrote after prompts of the corpus; samples them only once.
+
+    Args:
+        target: target model.
+        examples: [N, T+1] int32 corpus examples, whose first tokens are the prompts.
+        mixture: number of samples, their prompt length and temperature.
+        folder: folder of all caches.
+        seed: random seed of prompts and samples.
+
+    Returns:
+        Columns as in `distillation.sample_continuations`.
+
+    Raises:
+        InputError: a cached file is damaged.
+    """
+    length = examples[0].shape[0]
+    rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]
+    rows = np.resize(rows, mixture.samples)  # a small corpus gives a prompt more than once
+    prompts = examples[rows][:, : mixture.prompt_length]
+    options = mixture.samples, mixture.prompt_length, mixture.temperature, mixture.batch
+    depends_on = target.config, *options, seed, length
+    name = f"samples-{_fingerprint(depends_on, target.params, prompts)}"
+
+    def compute(start):
+        return distillation.sample_continuations(
+            target,
+            prompts[start : start + mixture.batch],
+            length,
+            mixture.temperature,
+            (seed + start) % 2**32,
+        )
+
+    return column_store.cached_columns(
+        folder / name, mixture.samples, mixture.batch, compute, "samples"
+    )
+
+
+def _data_shards(batch_sharding: jax.sharding.Sharding) -> int:
+    """Returns the number of shards that the rows of a batch are split into."""
+    if isinstance(batch_sharding, NamedSharding):
+        return batch_sharding.mesh.shape["data"]
+    return 1
 
 
 def _fingerprint(depends_on, params: PyTree, examples) -> str:
+    """Returns 16 hexadecimal digits that identify options, weights and texts."""
     digest = hashlib.sha256(repr((depends_on, hashing.params_fingerprint(params))).encode())
     for start in range(0, len(examples), 1024):
         digest.update(examples[np.arange(start, min(start + 1024, len(examples)))].tobytes())
     return digest.hexdigest()[:16]
-
-
-def samples(
-    target: Model, examples, mixture: distillation.Mixture, folder: pathlib.Path, seed: int
-) -> dict[str, np.ndarray]:
-    """Texts of the target, each after a prompt of the corpus, as `distill.continued` gives them.
-
-    They are sampled once. See `Teacher.columns` for `folder` and errors.
-    """
-    length = examples[0].shape[0]
-    rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]
-    rows = np.resize(rows, mixture.samples)
-    depends_on = (target.config, mixture.samples, mixture.prompt_length, mixture.temperature)
-    depends_on += (mixture.batch, seed)
-    prompts = examples[rows][:, : mixture.prompt_length]
-    name = f"samples-{_fingerprint((depends_on, length), target.params, prompts)}"
-
-    def compute(start):
-        some = prompts[start : start + mixture.batch]
-        return distillation.continued(
-            target, some, length, mixture.temperature, (seed + start) % 2**32
-        )
-
-    return column_store.columns(folder / name, mixture.samples, mixture.batch, compute, "samples")

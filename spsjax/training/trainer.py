@@ -1,10 +1,12 @@
-"""A training as every recipe has it: a config's parts, checked, and the run made of them."""
+"""A training run from its config: checks, corpus, training and the model folder."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,112 +20,84 @@ from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.tokenization import Tokenizer
-from spsjax.training import loop, run_folder
+from spsjax.training import loop, metrics, plots, run_folder
 from spsjax.training import step as train_step
 from spsjax.training.checkpoints import Checkpoints
+from spsjax.training.optimizer import OptimizerConfig
 from spsjax.types import PyTree
 from spsjax.utils import from_config
+from spsjax.utils.checks import check_integer
+
+# Config keys that may change when a run is resumed: they do not affect results beyond rounding.
+_FREE_KEYS = "mesh", "cache", "keep", "keep_best", "log_every"
 
 
-class Recipe:
-    """What all trainings share: a config's parts, checked, and a run of them.
+@dataclasses.dataclass(frozen=True)
+class TrainingCorpus:
+    """The tokenized corpus of a run.
 
-    Args:
-        config: as in `configs/experiments`.
-        workdir: where the run is kept; one that is there already goes on.
-        mesh: of the weights and batches.
-        export: the checkpoint to make the model, instead of training.
+    Attributes:
+        train: training examples.
+        held_out: held-out examples, evenly spaced, as many as the config asks for.
+        tokenizer: tokenizer of the corpus.
+        fingerprint: hash of texts, split and tokenizer.
     """
 
-    def __init__(self, config: ConfigDict, workdir: str | pathlib.Path, mesh, export: str | None):
+    train: pipeline.TokenWindows
+    held_out: np.ndarray
+    tokenizer: Tokenizer
+    fingerprint: str
+
+
+class Trainer:
+    """The part of a training run that does not depend on what is trained.
+
+    Args:
+        config: config as in `configs/experiments`.
+        workdir: folder of the run. A run that it already holds is resumed.
+        mesh: mesh of weights and batches; None for one device.
+        export: checkpoint to turn into the model instead of training: a step, "latest" or "best".
+
+    Raises:
+        InputError: an option is invalid, or the folder holds a run with another config.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: str | pathlib.Path,
+        mesh: jax.sharding.Mesh | None = None,
+        export: str | None = None,
+    ):
         build = from_config.build
         self.config, self.mesh, self.export = config, mesh, export
-        self.pace = build(
-            "config",
-            loop.Pace,
-            {name: config[name] for name in ("steps", "eval_every", "log_every")},
+        intervals = {name: config[name] for name in ("steps", "eval_every", "log_every")}
+        self.intervals = build("config", loop.Intervals, intervals)
+        self.optimizer = build(
+            "optimization", OptimizerConfig, config.optimization, steps=config.steps
         )
-        self.optimization = build(
-            "optimization", train_step.Optimization, config.optimization, steps=config.steps
-        )
-        self.compute = build("compute", train_step.Compute, config.compute)
+        self.precision = build("compute", train_step.Precision, config.compute)
         self.sources = build("data", documents.Sources, config.data)
-        train_step.check_batch(config.batch, self.optimization.accumulate, mesh)
-        if type(config.eval_examples) is not int or config.eval_examples < 1:
-            raise InputError(f"eval_examples: expected at least 1, found {config.eval_examples!r}")
+        train_step.check_batch(config.batch, self.optimizer.accumulate, mesh)
+        check_integer("eval_examples", config.eval_examples, 1)
+        check_integer("length", config.length, 1)
         request.check_seed(config.seed)
-        if type(config.length) is not int or config.length < 1:
-            raise InputError(f"length: expected an integer >= 1, found {short_repr(config.length)}")
         for field in ("tokenizer", "init", "cache"):
             value = config.get(field, "")
             if not isinstance(value, str) or "\0" in value:
                 raise InputError(f"{field}: expected a path, found {short_repr(value)}")
-        self.place = sharding.batch_sharding(mesh)
-        self.rows = config.batch // self.optimization.accumulate  # what fits into memory at once
-        self.last = {}
+        self.batch_sharding = sharding.batch_sharding(mesh)
+        # A microbatch is known to fit into memory, so that evaluation uses its size.
+        self.eval_batch = config.batch // self.optimizer.accumulate
         self.workdir = pathlib.Path(workdir)
-        self.folder = run_folder.Folder(workdir, config)
-        if export is not None and not self.folder.begun:
-            raise InputError(f"{self.folder.path}: expected a run to export from, found none")
+        self.folder = run_folder.Folder(workdir, config, _FREE_KEYS)
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
+        self._last_reports: dict[str, str] = {}
+        if export is not None and not self.folder.resumable:
+            raise InputError(f"{self.folder.path}: expected a run to export from, found none")
 
-    def examples(self, pieces: Tokenizer | None, vocab_size: int | None = None):
-        """Training examples, held-out ones, and the tokenizer; and a name of what they are made of.
-
-        The corpus is part of the run: made anew from other texts, it would go on as another.
-        """
-
-        def prepare():
-            return corpus.prepare(
-                self.folder.path / "data", self.sources, self.config.length, pieces, vocab_size,
-                replace=not self.folder.begun,
-            )  # fmt: skip
-
-        self.folder.hold()
-        if multihost.is_main_process():
-            prepare()
-        multihost.barrier("corpus prepared")
-        training, held_out, pieces = prepare()
-        manifest = json.loads((self.folder.path / "data" / "manifest.json").read_text("utf-8"))
-        multihost.check_same_everywhere(manifest)
-        manifest.pop("listing", None)  # of times, too, which make no difference
-        made_of = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
-        parts = manifest["parts"]
-        print(
-            f"{parts['train']['tokens']:,} training tokens in {parts['train']['documents']:,} "
-            f"documents, {parts['held_out']['tokens']:,} in {parts['held_out']['documents']:,} "
-            "held out"
-        )
-        return training, held_out, pieces, made_of
-
-    def same_pieces(self, given: Tokenizer | None) -> Tokenizer | None:
-        """The tokenizer of the folder to begin with, if there is one.
-
-        Raises InputError where another one is given: the weights would mean other texts.
-        """
-        found = loading.load_tokenizer(self.config.init) if self.config.init else None
-        if given is None or found is None:
-            return given or found
-        if given != found:
-            raise InputError(
-                f"init: expected a model with the tokenizer in {given.path.parent}, "
-                f"found another one in {self.config.init}"
-            )
-        return given
-
-    def some(self, held_out: pipeline.Windows) -> np.ndarray:
-        """Held-out examples to evaluate on: as many as asked for, from all over the text."""
-        count = min(self.config.eval_examples, len(held_out))
-        return held_out[np.arange(count) * len(held_out) // count]
-
-    def initial(self, model: transformer.Config) -> PyTree:
-        """Parameters and optimiser state to begin with: random, or those of a folder."""
-        init = self.config.init
-        params = loading.load(init, self.mesh, dtype="float32").params if init else None
-        return train_step.initial(model, self.optimization, self.mesh, self.config.seed, params)
-
-    def check(self, model: transformer.Config) -> None:
-        """Raises InputError where length, mesh or the folder to begin with do not fit the model."""
+    def check_model(self, model: transformer.Config) -> None:
+        """Raises InputError if the length, the mesh or the initial model do not fit the model."""
         length = self.config.length
         if length > model.max_positions:
             raise InputError(
@@ -131,49 +105,154 @@ class Recipe:
             )
         if self.mesh is not None:
             sharding.check_divides(self.mesh, model)
-        found = loading.load_config(self.config.init) if self.config.init else model
+        if not self.config.init:
+            return
+        initial = loading.load_config(self.config.init)
         for field in dataclasses.fields(model):
-            wanted, other = getattr(model, field.name), getattr(found, field.name)
-            if wanted != other and field.name not in ("bos_id", "eos_ids"):
+            wanted, value = getattr(model, field.name), getattr(initial, field.name)
+            if wanted != value and field.name not in ("bos_id", "eos_ids"):
                 raise InputError(
-                    f"init: expected a model with {field.name}={wanted}, found {other} in "
+                    f"init: expected a model with {field.name}={wanted}, found {value} in "
                     f"{self.config.init}"
                 )
 
-    def run(
-        self, model: transformer.Config, pieces: Tokenizer, values: train_step.Values, frozen, feed,
-        evaluate, change=None, frozen_params: int = 0,
-    ) -> Model:  # fmt: skip
-        """The training itself, then the model folder and the plot."""
-        shapes = train_step.shapes(model, self.optimization, self.mesh)
-        count = transformer.num_params(shapes["params"])
-        print(f"{count:,} parameters")
-        with sharding.use_mesh(self.mesh), self.checkpoints() as checkpoints:
-            if self.export is not None:
-                state = self.exported(checkpoints, shapes)
-                return self.save(model, state["params"], pieces)
-            tokens = self.config.batch * self.config.length
-            mixing = model.num_layers * model.num_heads * model.head_dim * self.config.length
-            flops = 6 * (count + mixing) + 2 * frozen_params
-            state = loop.fit(
-                self.folder, checkpoints, self.pace, shapes, lambda: self.initial(model),
-                train_step.step(values, self.optimization), frozen, feed, evaluate, change, tokens,
-                flops * tokens,
-            )  # fmt: skip
-            best = checkpoints.best()
-        for line in self.last.values():
-            print(line)
-        if best not in (None, self.pace.steps):
-            print(f"the best checkpoint is that of step {best}: --export={best} makes it the model")
-        drawn = run_folder.plot(self.folder)
-        curves = self.workdir / "curves.png"
-        print(f"curves in {curves}" if drawn else "no curves: matplotlib is not installed")
-        return self.save(model, state["params"], pieces)
+    def choose_tokenizer(self, tokenizer: Tokenizer | None) -> Tokenizer | None:
+        """Returns `tokenizer`, or that of the initial model if it is None and there is one.
 
-    def exported(self, checkpoints: Checkpoints, shapes: PyTree) -> PyTree:
-        """The state of the checkpoint that was asked for."""
-        named = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
-        step = named.get(self.export, self.export)
+        Raises InputError if both exist and differ: the weights would be read with other tokens.
+        """
+        init = self.config.init
+        initial = loading.load_tokenizer(init) if init else None
+        if tokenizer is not None and initial is not None and tokenizer != initial:
+            raise InputError(
+                f"init: expected a model with the tokenizer in {tokenizer.path.parent}, "
+                f"found another one in {init}"
+            )
+        return initial if tokenizer is None else tokenizer
+
+    def prepare_corpus(
+        self, tokenizer: Tokenizer | None, vocab_size: int | None = None
+    ) -> TrainingCorpus:
+        """Tokenizes the corpus in the run folder, or reads it if the run has one.
+
+        Args:
+            tokenizer: tokenizer; None trains one on the training split.
+            vocab_size: vocabulary size of a tokenizer to train.
+        """
+        path = self.folder.path / "data"
+        prepare = functools.partial(
+            corpus.prepare,
+            path,
+            self.sources,
+            self.config.length,
+            tokenizer,
+            vocab_size,
+            # A run that already trained on a corpus must not resume with another one.
+            replace=not self.folder.resumable,
+        )
+        self.folder.lock()
+        if multihost.is_main_process():
+            prepare()
+        multihost.barrier("corpus prepared")
+        train, held_out, tokenizer = prepare()
+        manifest = json.loads((path / "manifest.json").read_text("utf-8"))
+        multihost.check_same_everywhere(manifest)
+        manifest.pop("listing", None)  # it depends on modification times, the corpus does not
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        splits = manifest["splits"]
+        print(
+            f"{splits['train']['tokens']:,} training tokens in {splits['train']['documents']:,} "
+            f"documents, {splits['held_out']['tokens']:,} in {splits['held_out']['documents']:,} "
+            "held out"
+        )
+        rows = metrics.evenly_spaced(self.config.eval_examples, len(held_out))
+        return TrainingCorpus(train, held_out[rows], tokenizer, digest[:16])
+
+    def init_model(self, model: transformer.Config, shapes: PyTree) -> PyTree:
+        """Returns a model's initial parameters: random, or those of the folder `config.init`."""
+        if self.config.init:
+            return loading.load(self.config.init, self.mesh, dtype="float32").params
+        init = functools.partial(transformer.init, model)
+        return train_step.random_params(init, shapes, self.config.seed)
+
+    def run(
+        self,
+        shapes: PyTree,
+        init_params: Callable[[], PyTree],
+        metrics_of: train_step.PerTokenMetrics,
+        frozen: PyTree,
+        batches: pipeline.BatchIterator,
+        evaluate: Callable[[int, PyTree], float],
+        replace_batch: Callable[[int, PyTree, PyTree], PyTree] | None = None,
+        flops_per_token: float = 0.0,
+    ) -> PyTree:
+        """Trains, or reads the checkpoint to export, and returns the parameters.
+
+        Args:
+            shapes: shapes of the parameters, with shardings.
+            init_params: creates the initial parameters.
+            metrics_of: metrics function whose "loss" is minimised.
+            frozen: arrays that are not trained.
+            batches, evaluate, replace_batch: arguments of `loop.train_loop`.
+            flops_per_token: floating-point operations per training token.
+        """
+        state_shapes = train_step.state_shapes(shapes, self.optimizer)
+        print(f"{transformer.num_params(shapes):,} parameters")
+        path = self.folder.path / "checkpoints"
+        with (
+            sharding.use_mesh(self.mesh),
+            Checkpoints(path, self.config.keep, self.config.keep_best) as checkpoints,
+        ):
+            if self.export is not None:
+                return self._read_export(checkpoints, state_shapes)["params"]
+            tokens = self.config.batch * self.config.length
+            state = loop.train_loop(
+                self.folder,
+                checkpoints,
+                self.intervals,
+                shapes=state_shapes,
+                init_state=lambda: train_step.init_state(
+                    init_params(), state_shapes, self.optimizer
+                ),
+                train_step=train_step.make_step(metrics_of, self.optimizer),
+                frozen=frozen,
+                batches=batches,
+                evaluate=evaluate,
+                replace_batch=replace_batch,
+                tokens=tokens,
+                flops=flops_per_token * tokens,
+            )
+            best = checkpoints.best()
+        self._print_results(best)
+        return state["params"]
+
+    def save(self, model: transformer.Config, params: PyTree, tokenizer: Tokenizer) -> Model:
+        """Writes the model folder in the Hugging Face layout and returns the model."""
+        trained = Model("trained", model, params, tokenizer, self.mesh)
+        # Cast on the devices: half as many bytes travel to the host.
+        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        on_host = dataclasses.replace(trained, params=multihost.to_host(rounded))
+        if multihost.is_main_process():
+            loading.save(self.folder.path / "model", on_host)
+        multihost.barrier("model saved")
+        print(f"model in {self.workdir / 'model'}")
+        return trained
+
+    def report(self, step: int, group: str, record: dict) -> None:
+        """Logs a measurement. The last one of each group is printed when the run ends."""
+        self.folder.log(step, group, **record)
+        texts = [
+            f"{name} {value['mean']:.4f} ± {value['interval'] or math.nan:.4f}"
+            if isinstance(value, dict)
+            else f"{name} {value:.4f}"
+            for name, value in record.items()
+        ]
+        self._last_reports[group] = f"{group}: {', '.join(texts)}"
+
+    def _read_export(self, checkpoints: Checkpoints, shapes: PyTree) -> PyTree:
+        """Returns the state of the checkpoint that `export` names."""
+        steps = {"best": checkpoints.best(), "latest": max(checkpoints.steps(), default=None)}
+        step = steps.get(self.export, self.export)
         if not str(step).isdecimal() or len(str(step)) > 18:
             raise InputError(
                 "export: expected a step, 'best' or 'latest' of a run with checkpoints, "
@@ -182,29 +261,31 @@ class Recipe:
         print(f"checkpoint of step {step}")
         return checkpoints.read(int(step), shapes)
 
-    def checkpoints(self) -> Checkpoints:
-        """Of this run."""
-        path = self.folder.path / "checkpoints"
-        return Checkpoints(path, self.config.keep, self.config.keep_best)
+    def _print_results(self, best_step: int | None) -> None:
+        """Prints the last measurements, and where to find the curves."""
+        for line in self._last_reports.values():
+            print(line)
+        if best_step not in (None, self.intervals.steps):
+            print(f"best checkpoint: step {best_step}. --export={best_step} makes it the model")
+        if plots.plot_curves(self.folder.path):
+            print(f"curves in {self.workdir / 'curves.png'}")
+        else:
+            print("no curves: matplotlib is not installed")
 
-    def save(self, model: transformer.Config, params: PyTree, pieces: Tokenizer) -> Model:
-        """The model folder, in the Hugging Face layout."""
-        trained = Model("trained", model, params, pieces, self.mesh)
-        halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        whole = dataclasses.replace(trained, params=multihost.to_host(halves))
-        if multihost.is_main_process():
-            loading.save(self.folder.path / "model", whole)
-        multihost.barrier("model saved")
-        print(f"model in {self.workdir / 'model'}")
-        return trained
 
-    def report(self, step: int, group: str, record: dict) -> None:
-        """Logs a measurement; the last of each group is printed when the run ends."""
-        self.folder.log(step, group, **record)
-        shown = [
-            f"{name} {value['mean']:.4f} ± {value['interval'] or math.nan:.4f}"
-            if isinstance(value, dict)
-            else f"{name} {value:.4f}"
-            for name, value in record.items()
-        ]
-        self.last[group] = f"{group}: {', '.join(shown)}"
+def flops_per_token(
+    model: transformer.Config, num_params: int, length: int, frozen_params: int = 0
+) -> float:
+    """Returns the floating-point operations per training token.
+
+    A forward pass takes 2 operations per parameter and token, a backward pass twice as many.
+    Attention adds the scores and the weighted sum over, on average, half of the sequence.
+
+    Args:
+        model: shape of the trained model.
+        num_params: number of its parameters.
+        length: tokens per example.
+        frozen_params: number of parameters of a model that only runs forward.
+    """
+    attention = model.num_layers * model.num_heads * model.head_dim * length
+    return 6 * (num_params + attention) + 2 * frozen_params

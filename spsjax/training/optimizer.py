@@ -1,0 +1,80 @@
+"""AdamW with warm-up, cosine decay and gradient clipping."""
+
+import dataclasses
+
+import jax
+import optax
+
+from spsjax.errors import InputError, check_number
+from spsjax.utils.checks import check_integer
+
+_MATRICES = "kernel", "experts_"  # prefixes of the names of parameters that are decayed
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Options of AdamW after clipping by the global norm, under a warm-up and cosine schedule.
+
+    Matrices are decayed; embeddings, norms and biases are not. The schedule's shape is
+    Chinchilla's (Hoffmann et al. 2022, arXiv 2203.15556, section 4.1). Warm-up and clipping are
+    Gopher's (Rae et al. 2021, arXiv 2112.11446, section 3.2), to which that paper refers. The
+    weight decay and Adam's betas are our own choice; neither paper states them.
+
+    Attributes:
+        learning_rate: peak learning rate.
+        steps: number of steps in the whole run.
+        warmup: step at which the rate reaches its peak; 0 starts at the peak.
+        final_rate: rate of the last step, as a share of the peak.
+        weight_decay: weight decay, multiplied by the rate.
+        clip: largest global norm of a gradient.
+        b1, b2: AdamW's decay rates of the moments, below 1.
+        accumulate: number of microbatches per batch, whose gradients are added up.
+    """
+
+    learning_rate: float
+    steps: int
+    warmup: int = 1500
+    final_rate: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    b1: float = 0.9
+    b2: float = 0.95
+    accumulate: int = 1
+
+    def __post_init__(self):
+        for field, least in (("steps", 1), ("warmup", 0), ("accumulate", 1)):
+            check_integer(field, getattr(self, field), least)
+        if self.warmup >= self.steps:
+            raise InputError(f"warmup: expected fewer than steps={self.steps}, found {self.warmup}")
+        check_number("learning_rate", self.learning_rate, 0, 1e30, above=True)
+        check_number("clip", self.clip, 0, 1e30, above=True)
+        check_number("weight_decay", self.weight_decay, 0, 1e30)
+        for field in ("final_rate", "b1", "b2"):
+            check_number(field, getattr(self, field), 0, 1)
+        for field in ("b1", "b2"):
+            if getattr(self, field) == 1:
+                raise InputError(f"{field}: expected a number below 1, found 1")
+
+    def schedule(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the number of finished steps."""
+        peak, warmup = self.learning_rate, max(self.warmup, 1)
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, peak, warmup, max(self.steps, warmup + 1), self.final_rate * peak
+        )
+        # optax counts the first step as 0, at which the warm-up's rate is 0: it would be wasted.
+        return lambda count: rate(count + 1)
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Returns the optax transformation from gradients to parameter updates."""
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(
+                self.schedule(),
+                self.b1,
+                self.b2,
+                weight_decay=self.weight_decay,
+                mask=lambda params: jax.tree_util.tree_map_with_path(
+                    lambda path, _: path[-1].key.startswith(_MATRICES), params
+                ),
+            ),
+        )

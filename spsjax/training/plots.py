@@ -1,0 +1,52 @@
+"""Training curves of a run, as a PNG file."""
+
+import importlib.util
+import pathlib
+
+from spsjax.parallel import multihost
+from spsjax.training import run_folder
+from spsjax.utils import atomic_files
+
+_METRICS = "loss", "acceptance", "block_efficiency"
+
+
+def plot_curves(folder: pathlib.Path) -> bool:
+    """Draws a run's metrics over its steps to `curves.png`; returns False without matplotlib."""
+    if not importlib.util.find_spec("matplotlib"):
+        return False
+    if not multihost.is_main_process():
+        return True
+    # The Agg canvas needs no display. pyplot would choose a backend for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    log = run_folder.read_log(folder)
+    logged = {name for record in log for name in record}
+    panels = [name for name in _METRICS if name in logged]
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        for group in dict.fromkeys(record["group"] for record in log):
+            points = [
+                (record["step"], record[name])
+                for record in log
+                if record["group"] == group and name in record
+            ]
+            if points:
+                _draw_curve(axis, points, group)
+        axis.set(xlabel="step", title=name.replace("_", " "))
+        axis.legend()
+    with atomic_files.atomic_write(folder / "curves.png") as partial:
+        figure.savefig(partial, format="png", dpi=120)
+    return True
+
+
+def _draw_curve(axis, points: list[tuple], label: str) -> None:
+    """Draws (step, value) pairs; a value is a number or a metric summary with its interval."""
+    steps, values = zip(*points)
+    if isinstance(values[0], dict):
+        means = [value["mean"] for value in values]
+        intervals = [value["interval"] or 0.0 for value in values]
+        axis.errorbar(steps, means, intervals, label=label, capsize=2)
+    else:
+        axis.plot(steps, values, label=label, linewidth=1)

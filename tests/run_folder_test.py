@@ -1,0 +1,129 @@
+"""Tests of the run folder: its config, log, TensorBoard events and lock."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from ml_collections import ConfigDict
+from tensorboardX.proto import event_pb2
+
+from spsjax import InputError, NonFiniteError
+from spsjax.training import run_folder
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def config(**changes):
+    return ConfigDict({"seed": 0, "model": {"d_model": 8}, "keep": 2} | changes)
+
+
+def events(path):
+    """The events of one file, each preceded by its length and a checksum, and followed by one."""
+    content, parsed = path.read_bytes(), []
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        parsed.append(event_pb2.Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    return parsed
+
+
+def curve_points(folder):
+    """The points that TensorBoard shows: (name, step) -> value.
+
+    A file that begins with a session start hides points of earlier files from that step on.
+    """
+    points = {}
+    for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime):
+        for event in events(path):
+            if event.session_log.status == event_pb2.SessionLog.START:
+                points = {key: y for key, y in points.items() if key[1] < event.step}
+            for value in event.summary.value:
+                points[value.tag, event.step] = value.simple_value
+    return points
+
+
+def logged(folder, steps, loss):
+    for step in steps:
+        folder.log(step, "train", loss=loss * step)
+
+
+def test_log_resumes_after_a_torn_line(tmp_path):
+    """Damaged lines and records beyond the resumed step are dropped."""
+    folder = run_folder.Folder(tmp_path, config())
+    folder.begin(0)
+    logged(folder, (1, 2, 3), 1.0)
+    path = tmp_path / "log.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "3", '{"a": 1}', *lines[1:], '{"step": 4, "gro']))
+    folder.begin(2)
+    folder.log(3, "train", loss=0.5)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 0.5),
+    ]
+
+
+def test_tensorboard_hides_points_after_the_resumed_step(tmp_path):
+    folder = run_folder.Folder(tmp_path, config())
+    folder.begin(0)
+    logged(folder, (1, 2, 3, 4), 1.0)
+    # The folder is not closed: a killed process does not close it either.
+    resumed = run_folder.Folder(tmp_path, config())
+    resumed.begin(2)
+    logged(resumed, (5,), 1.0)
+    assert curve_points(tmp_path) == {("train/loss", step): step for step in (1, 2, 5)}
+
+
+def test_tensorboard_curve_of_a_summary_is_its_mean(tmp_path):
+    folder = run_folder.Folder(tmp_path, config())
+    folder.begin(0)
+    folder.log(5, "held_out", loss={"mean": 2.0, "interval": None, "by_position": [2.0]})
+    assert curve_points(tmp_path) == {("held_out/loss", 5): 2.0}
+
+
+def test_log_refuses_a_value_that_is_not_finite(tmp_path):
+    folder = run_folder.Folder(tmp_path, config())
+    folder.begin(0)
+    with pytest.raises(NonFiniteError, match=r"^step 1: expected finite metrics of train, found"):
+        folder.log(1, "train", loss=float("nan"))
+    assert (tmp_path / "log.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"model": {"d_model": 9}}, {"seed": True}])
+def test_run_with_another_config_is_refused(tmp_path, changes):
+    run_folder.Folder(tmp_path, config()).begin(0)
+    with pytest.raises(InputError, match=rf"^{tmp_path}: expected the stored config of the run to"):
+        run_folder.Folder(tmp_path, config(**changes))
+
+
+def test_free_keys_may_change_when_a_run_is_resumed(tmp_path):
+    run_folder.Folder(tmp_path, config()).begin(0)
+    assert run_folder.Folder(tmp_path, config(keep=5), ("keep",)).resumable
+    with pytest.raises(InputError, match=r"keep=2, found 5\."):
+        run_folder.Folder(tmp_path, config(keep=5))
+
+
+def test_pinned_facts_may_not_change(tmp_path):
+    folder = run_folder.Folder(tmp_path, config())
+    folder.pin(target="abc")
+    folder.begin(0)
+    resumed = run_folder.Folder(tmp_path, config())
+    resumed.pin(target="abc")
+    with pytest.raises(InputError, match=r"pinned\.target='abc', found 'def'\."):
+        resumed.pin(target="def")
+
+
+def test_folder_locked_by_another_process_is_refused(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import ml_collections, spsjax.training.run_folder as run_folder\n"
+        "run_folder.Folder(sys.argv[2], ml_collections.ConfigDict()).lock()\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path)]
+    run_folder.Folder(tmp_path, ConfigDict()).lock()
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
+    assert "in use by another process" in result.stderr
