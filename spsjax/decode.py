@@ -26,8 +26,10 @@ from spsjax.sampling import RowParams
 from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Verdict, pytree_dataclass
 from spsjax.verifiers.base import Verifier
 
-# Tokens of a prompt that one pass takes at most: scores of T tokens against S slots are T x S.
+# The most tokens of a prompt in one pass, and the most scores per head and row: T tokens against S
+# slots are T x S scores, so that long caches are filled in smaller chunks.
 PREFILL_TOKENS = 512
+PREFILL_SCORES = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ def prefill(
     limits_B: Array,
     keys_B: Array,
 ) -> DecodeState:
-    """Returns the state after prompts, in chunks of at most `prefill_tokens` tokens.
+    """Returns the state after prompts, in chunks whose memory does not grow with the prompts.
 
     Args:
         program: what is compiled in.
@@ -221,7 +223,8 @@ def prefill(
         keys_B: one key per row.
     """
     B, T = tokens_BT.shape
-    count = -(-T // program.prefill_tokens)
+    most = min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
+    count = -(-T // most)
     width = -(-T // count)
     padded = jnp.pad(tokens_BT, ((0, 0), (0, count * width - T)), mode="edge")
     cache = transformer.empty_cache(program.target, params["target"], B, slots)

@@ -24,8 +24,8 @@ DRAFT, ACCEPT, NEXT = range(3)
 
 GENERATOR = "threefry2x32"
 
-# Bits of a threshold that one step of its search settles, by 2**bits - 1 sums in one sweep. More are
-# faster on accelerators, fewer on CPUs (docs/sampler.md).
+# Bits of a threshold that one step of its search settles, by 2**bits - 1 sums in one sweep. More
+# are faster on accelerators, fewer on CPUs (docs/sampler.md).
 _BITS = 2
 
 
@@ -207,9 +207,9 @@ def draw(weights: Array, uniforms: Array) -> Array:
     """Draws from unnormalised weights by inverting cumulative sums: [..., V], [..., 2] -> [...].
 
     The draw has two levels, each with its own random number: a block of tokens, then a token of
-    that block. It takes one pass over the vocabulary, and a rare token is not lost in the 23 bits of
-    one number. Prefix sums are monotone, so a token of weight zero is never drawn unless all weights
-    are zero.
+    that block. It takes one pass over the vocabulary, and a rare token is not lost in the 23 bits
+    of one number. Prefix sums are monotone, so a token of weight zero is never drawn unless all
+    weights are zero.
     """
     vocab = weights.shape[-1]
     width = min(128, vocab)

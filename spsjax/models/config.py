@@ -125,7 +125,7 @@ class Config:
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
 
-def shape(
+def sizes(
     layers: int, width: int, d_ff: int, heads: int, groups: int, head_dim: int = 0, **more
 ) -> dict[str, object]:
     """Returns fields of a `Config` from sizes in the usual order of papers.
