@@ -37,7 +37,7 @@ setup(
         "rich",
         "rouge-score",
         "safetensors",
-        "scipy",
+        "scipy>=1.15",
         "sentencepiece",
         "tensorboardX",
         "tokenizers",

@@ -9,7 +9,7 @@ import jax
 import pytest
 from bad_input import one_line
 
-from spsjax.cli import main as cli
+from spsjax.cli import configs
 from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
@@ -66,7 +66,7 @@ COUNTS = {
 
 
 def test_every_model_s_count_is_tested_here():
-    assert set(cli.model_names(FOLDER)) == set(COUNTS)
+    assert set(configs.model_names(FOLDER)) == set(COUNTS)
 
 
 def num_params(config):
@@ -79,21 +79,21 @@ def num_params(config):
 
 
 def test_a_deep_model_is_its_layers():
-    config = cli.model_config("gpt2:small", FOLDER)
+    config = configs.model_config("gpt2:small", FOLDER)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
     assert whole == num_params(config) == COUNTS["gpt2:small"]
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_model_has_the_published_number_of_parameters(name):
-    config, expected = cli.model_config(name, FOLDER), COUNTS[name]
+    config, expected = configs.model_config(name, FOLDER), COUNTS[name]
     count = num_params(config)
     assert count == expected if type(expected) is int else round(count / 1e9, 1) == expected
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_model_can_be_written(name):
-    config = cli.model_config(name, FOLDER)
+    config = configs.model_config(name, FOLDER)
     family = config_json.family_of(config)
     stem = "mixtral" if "8x7b" in name else name.partition(":")[0].partition("_")[0]
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
@@ -101,9 +101,9 @@ def test_a_model_can_be_written(name):
 
 def test_a_model_that_there_is_not():
     with one_line("'llama:2-8b'", "llama:2-7b"):
-        cli.model_config("llama:2-8b", FOLDER)
+        configs.model_config("llama:2-8b", FOLDER)
     with one_line("'lama'", "llama:SIZE", "chinchilla_70b"):
-        cli.model_config("lama", FOLDER)
+        configs.model_config("lama", FOLDER)
 
 
 EXPERIMENTS = FOLDER.parent / "experiments"
@@ -115,7 +115,7 @@ def test_a_training_s_parts_are_what_they_should_be(name):
     config = runpy.run_path(EXPERIMENTS / f"{name}.py")["get_config"]()
     shipped = "pystdlib_target" if "tokenizer" in config else "pystdlib_draft"
     default = runpy.run_path(EXPERIMENTS / f"{shipped}.py")["get_config"]()
-    cli._check_keys(config, default, free=("model",))
+    configs.check_keys(config, default, free=("model",))
     how = from_config.build("o", train_step.Optimization, config.optimization, steps=config.steps)
     data, model = config.mesh.data, config.mesh.model
     mesh = jax.sharding.AbstractMesh((data, model), ("data", "model"))

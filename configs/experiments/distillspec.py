@@ -1,17 +1,17 @@
-r"""Which objective, on which texts: drafts of one shape and budget, distilled in different ways.
+r"""Drafts of one shape and budget, distilled with different objectives on different texts.
 
 python scripts/compare_drafts.py --config=configs/experiments/distillspec.py \
     --workdir=runs/distillspec
 
-A draft is first trained on the text itself (cross entropy); each run goes on from there, with the
-same number of steps and of tokens a step. Results: docs/distillation.md.
+A draft is first trained on the text itself (cross entropy); each run starts from there, with the
+same number of steps and of tokens per step. Results: docs/distillation.md.
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The runs, as changes of `configs/experiments/pystdlib_draft.py`."""
+    """Returns the runs, as changes of `configs/experiments/pystdlib_draft.py`."""
     objectives = (
         "cross_entropy",
         "forward_kl",
@@ -37,10 +37,10 @@ def get_config() -> ml_collections.ConfigDict:
             }
     return ml_collections.ConfigDict(
         {
-            "base": "pystdlib_draft",  # of this folder
+            "base": "pystdlib_draft",  # name of a config in this folder
             "common": {
                 "objective": {"temperatures": (1.0,)},
-                "cache": "",  # of the target's states; none: of this comparison alone
+                "cache": "",  # folder of the target's states; empty: a folder of this comparison
                 "trial": {"prompts": 64, "new_tokens": 96},
                 "mixture": {"samples": 640},
                 "eval_every": 600,

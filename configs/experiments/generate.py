@@ -13,7 +13,7 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The pair, the drafter, and how tokens are sampled."""
+    """Returns the models, the drafter and the sampling parameters."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",
@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,
             "stop_at_eos": True,
-            "lenience": 1.0,  # below 1: faster, and no longer the target's law
+            "lenience": 1.0,  # below 1: faster, but not the target's distribution
             "seed": 0,
         }
     )

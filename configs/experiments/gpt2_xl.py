@@ -6,9 +6,9 @@ python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --target=FOL
 python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random   # timing alone
 
 The setting of toyllm (MIT, github.com/ai-glimpse/toyllm), whose article reports 16.82 s -> 7.90 s
-(2.1 times as fast, r' = 0.8125). The report says whether the text is that of plain decoding, and
-what speed-up the parts let one expect. Random weights agree on nothing: they give the times of the
-parts, and no acceptance. Hardware: 7 GB of memory in float32. Results: docs/models.md.
+(2.1 times as fast, r' = 0.8125). The report says whether the text equals that of plain decoding,
+and which speed-up the costs of a round predict. Random weights give these costs, but no meaningful
+acceptance rate. Hardware: 7 GB of memory in float32. Results: docs/models.md.
 """
 
 import ml_collections
@@ -16,21 +16,21 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What is measured, and how often."""
+    """Returns the systems, the prompt and the number of repetitions."""
     return ml_collections.ConfigDict(
         {
-            "target": "gpt2:xl",  # a shape of configs/models: for --random alone
+            "target": "gpt2:xl",  # a shape of configs/models, for --random only
             "draft": "gpt2:small",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "what": ("greedy",),
+            "run_settings": ("greedy",),
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
             "num_speculative_tokens": (4,),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
-            "parts": True,
+            "time_rounds": True,
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "texts": ("Alan Turing theorized that computers would one day become",),
             "prompts": 1,  # of random tokens, with --random

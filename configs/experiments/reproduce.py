@@ -1,11 +1,11 @@
-"""The table, the figure and the benchmark of the literature, for any pair and tasks.
+"""Experiments of the literature for any pair of models and any tasks.
 
-python scripts/reproduce.py --what=table1 --workdir=runs/table1
-python scripts/reproduce.py --what=figure1 --workdir=runs/figure1
-python scripts/reproduce.py --what=specbench --workdir=runs/specbench \\
+python scripts/reproduce.py --experiment=table1 --workdir=runs/table1
+python scripts/reproduce.py --experiment=figure1 --workdir=runs/figure1
+python scripts/reproduce.py --experiment=specbench --workdir=runs/specbench \\
     --config.tasks.spec_bench.path=question.jsonl
 
-A task of which no file is named is left out. Results: docs/results.md.
+A task whose files are not named is left out. Results: docs/results.md.
 """
 
 import ml_collections
@@ -13,14 +13,14 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Chen et al. 2023 (arXiv 2302.01318): batch 1, K = 4."""
+    """Returns the setting of Chen et al. 2023 (arXiv 2302.01318): batch 1, K = 4."""
     plan = {
-        "settings": (),  # of those that a task has; (): all
-        "samples": 1,  # of each prompt, setting and sampler
+        "settings": (),  # names of the task's settings; (): all
+        "samples": 1,  # per prompt, setting and system
         "new_tokens": 0,  # 0: as the task has it
-        "limit": 0,  # prompts; 0: all that fit into the context
+        "limit": 0,  # number of prompts; 0: all that fit into the context
         "seed": 0,
-        "timed": 100,  # prompts, evenly spread, at which a draft step and a scoring are timed alone
+        "timed": 100,  # prompts, evenly spaced, at which draft step and scoring are timed
     }
     return ml_collections.ConfigDict(
         {
@@ -30,9 +30,9 @@ def get_config() -> ml_collections.ConfigDict:
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "tasks": {  # the fields of spsjax/tasks/*.py
+            "tasks": {  # fields of spsjax/evaluation/tasks/*.py
                 "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
-                # The solved example, and what is to be summarised; words: of an article, 0 for all.
+                # shots: solved example; path: articles; words: number per article, 0 for all.
                 "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
                 "human_eval": {"path": "", "ks": (1, 10, 100), "max_new_tokens": 512},
                 "spec_bench": {"path": "", "max_new_tokens": 1024},
@@ -52,9 +52,9 @@ def get_config() -> ml_collections.ConfigDict:
                 "num_speculative_tokens": (4,),
                 "plan": plan,
             },
-            "attribution": 40,  # texts a setting, of which every token is looked at
+            "analysed_texts": 40,  # texts per setting whose tokens are analysed one by one
             "peer": {
-                "num_speculative_tokens": (4,),  # of assisted generation
+                "num_speculative_tokens": (4,),  # K of assisted generation
                 "dtypes": ("float32",),
             },
         }

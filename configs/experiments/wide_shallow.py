@@ -1,18 +1,18 @@
-r"""Drafts of one size and 1, 2, 4 or 8 layers: what width buys, and what depth costs.
+r"""Drafts of one size with 1, 2, 4 or 8 layers: the effect of width and depth.
 
 python scripts/compare_drafts.py --config=configs/experiments/wide_shallow.py \
     --workdir=runs/wide_shallow
 
-Each has 1.90 million parameters, within 0.5%, the tied embedding included, and is trained alike.
-Results: docs/distillation.md.
+Each has 1.90 million parameters, within 0.5%, the tied embedding included. All are
+trained in the same way. Results: docs/distillation.md.
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The runs, as changes of `configs/experiments/pystdlib_draft.py`."""
-    shapes = {  # layers: width, feed-forward; 8 heads, of which each reads keys of its own
+    """Returns the runs, as changes of `configs/experiments/pystdlib_draft.py`."""
+    shapes = {  # by number of layers; 8 heads, each with its own keys
         1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
         2: {"d_model": 200, "d_ff": 624, "head_dim": 26},
         4: {"d_model": 152, "d_ff": 488, "head_dim": 20},
@@ -20,10 +20,10 @@ def get_config() -> ml_collections.ConfigDict:
     }
     return ml_collections.ConfigDict(
         {
-            "base": "pystdlib_draft",  # of this folder
+            "base": "pystdlib_draft",  # name of a config in this folder
             "common": {
                 "objective": {"name": "forward_kl", "temperatures": (1.0,)},
-                "cache": "",  # of the target's states; none: of this comparison alone
+                "cache": "",  # folder of the target's states; empty: a folder of this comparison
                 "trial": {"prompts": 64, "new_tokens": 96},
                 "eval_every": 1000,
                 "eval_examples": 128,
