@@ -75,14 +75,14 @@ def test_generate_prompts_continues_every_line(pair, tmp_path):
     )
     assert results[0]["tokens"] == alone["tokens"] and results[0]["text"] == alone["text"]
     (tmp_path / "prompts.txt").write_text("a\n\nb\n", encoding="utf-8")
-    found = run("generate.py", *pair, f"--prompts={tmp_path / 'prompts.txt'}")
-    fails_with_one_line(found, "line 2: expected a text, found an empty one")
+    result = run("generate.py", *pair, f"--prompts={tmp_path / 'prompts.txt'}")
+    fails_with_one_line(result, "line 2: expected a text, found an empty one")
 
 
 def test_generate_chat_uses_the_template(pair, tmp_path):
     """A chat message is formatted by the template of the model, which has to have one."""
-    found = run("generate.py", *pair, *SHORT, "--prompt=Hi", "--chat")
-    fails_with_one_line(found, "target: expected a chat template, found none")
+    result = run("generate.py", *pair, *SHORT, "--prompt=Hi", "--chat")
+    fails_with_one_line(result, "target: expected a chat template, found none")
     shutil.copytree(pair[0].removeprefix("--target="), tmp_path / "target")
     template = "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
