@@ -11,7 +11,7 @@ import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
 from spsjax import generation, tokenization
-from spsjax.cli import terminal
+from spsjax.cli import main, terminal
 from spsjax.data import documents
 from spsjax.evaluation import speed
 from spsjax.loading import Model
@@ -270,6 +270,14 @@ def test_generate_on_ascii_terminal_prints_question_marks(pair, monkeypatch):
     """Characters that the terminal lacks become question marks."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     assert succeeds("generate.py", *pair, *SHORT, "--prompt=é").stdout.startswith("?")
+
+
+def test_warnings_of_libraries_are_hidden(capsys):
+    """A warning of this package is one line on stderr; those of libraries are not shown."""
+    main._warn("odd weights", UserWarning, generation.__file__, 1)
+    main._warn("odd types", DeprecationWarning, generation.__file__, 1)
+    main._warn("odd arrays", UserWarning, np.__file__, 1)
+    assert capsys.readouterr().err == "warning: odd weights\n"
 
 
 def test_styled_text_separates_kinds_of_tokens():
