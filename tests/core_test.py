@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nearby_model, placed, spread_model, spread_params, tiny_config
+from conftest import FAST, nearby_model, placed, spread_model, spread_params, tiny_config
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, generation, sampling
@@ -188,8 +188,7 @@ def test_loop_copies_no_cache(draft, name):
     state, _ = generation._prefill(request)
     caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
     run = jax.jit(functools.partial(decode.run, request.program), donate_argnums=1)
-    options = {"xla_backend_optimization_level": 3}
-    text = run.lower(request.params, state).compile(compiler_options=options).as_text()
+    text = run.lower(request.params, state).compile(compiler_options=FAST).as_text()
     assert " while(" in text and not cache_copies(text, caches)
 
 

@@ -1,4 +1,4 @@
-"""Probes of the hardware: the parts of one round, each alone, and the memory's bandwidth."""
+"""Costs of a draft step and of a scoring pass, each timed alone."""
 
 import dataclasses
 import time
@@ -13,7 +13,6 @@ from spsjax import decode, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
 from spsjax.parallel import sharding
-from spsjax.performance.hardware import machine, memory_bandwidth, num_cores  # noqa: F401
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
@@ -21,7 +20,7 @@ from spsjax.verifiers import rejection
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class RoundCost:
     """What one round is made of, each timed on its own, in seconds.
 
     Attributes:
@@ -32,24 +31,24 @@ class Parts:
     draft_step: float
     scoring: float
 
-    def together(self, num_speculative_tokens: int) -> float:
+    def total(self, num_speculative_tokens: int) -> float:
         """Seconds of a round that is nothing but these."""
         return num_speculative_tokens * self.draft_step + self.scoring
 
 
-def median(parts: Sequence[Parts]) -> Parts:
+def median(parts: Sequence[RoundCost]) -> RoundCost:
     """Of each part."""
-    return Parts(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, parts))))
+    return RoundCost(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, parts))))
 
 
-def probe(
+def round_cost_timer(
     target: Model,
     draft: Model | None,
     num_speculative_tokens: int,
     params: SamplingParams,
     length: int,
     repeats: int = 8,
-) -> Callable[[], Parts]:
+) -> Callable[[], RoundCost]:
     """Times the parts of a round alone, in caches such as `generate` has for `length` tokens.
 
     What it returns is to be called again and again, in turn with what is compared: machines drift.
@@ -68,7 +67,7 @@ def probe(
     middle = jax.device_put(np.full(B, slots // 2, np.int32), where)
     drafts = jax.device_put(np.zeros((B, K), np.int32), where)
 
-    def measure() -> Parts:
+    def measure() -> RoundCost:
         with target.in_mesh():
             state, _ = compiled(_halfway, program, slots)(weights, middle, *inputs, keys)
             many = compiled(_score_often, program, repeats)
@@ -77,7 +76,7 @@ def probe(
             if K and draft:
                 many = compiled(_draft_often, program, repeats)
                 step = _seconds(many, weights, state) / (repeats * K)
-        return Parts(step, scoring)
+        return RoundCost(step, scoring)
 
     return measure
 
