@@ -11,9 +11,9 @@ import os
 import pathlib
 
 _ROOT = pathlib.Path(__file__).parent.parent
-# Most of the time goes to compiling what then runs for milliseconds, so machine code is not optimized
-# and fusions take the older, three times faster path. Where code runs for long, `FAST` compiles it as
-# users have it; .ci/run has the core tests so.
+# Most of the time goes to compiling what then runs for milliseconds. So machine code is not
+# optimized, and fusions take an older path that compiles twice as fast. Where code runs for long,
+# `FAST` compiles it as users have it; .ci/run runs the core tests that way on Python 3.13.
 _FLAGS = {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}
 FAST = {"xla_backend_optimization_level": 3}  # compiler options of `jax.jit`
 if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag

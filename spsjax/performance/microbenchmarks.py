@@ -21,24 +21,24 @@ from spsjax.verifiers import rejection
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """What one round is made of, each timed on its own, in seconds.
+    """Costs of the passes of one round in seconds, each timed alone.
 
     Attributes:
-        draft_step: a token of the draft: all that a round drafts, over K.
-        scoring: the pass over K + 1 tokens.
+        draft_step: time per draft token, of all that a round drafts.
+        scoring: time of the pass over K + 1 tokens.
     """
 
     draft_step: float
     scoring: float
 
     def total(self, num_speculative_tokens: int) -> float:
-        """Seconds of a round that is nothing but these."""
+        """Returns the seconds of a round that consists of these passes only."""
         return num_speculative_tokens * self.draft_step + self.scoring
 
 
-def median(parts: Sequence[RoundCost]) -> RoundCost:
-    """Of each part."""
-    return RoundCost(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, parts))))
+def median(costs: Sequence[RoundCost]) -> RoundCost:
+    """Returns the median of each cost."""
+    return RoundCost(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, costs))))
 
 
 def round_cost_timer(
@@ -49,9 +49,9 @@ def round_cost_timer(
     length: int,
     repeats: int = 8,
 ) -> Callable[[], RoundCost]:
-    """Times the parts of a round alone, in caches such as `generate` has for `length` tokens.
+    """Returns a function that times the passes of a round, in caches as for `length` tokens.
 
-    What it returns is to be called again and again, in turn with what is compared: machines drift.
+    Call it repeatedly, in turn with what is compared, because the speed of machines drifts.
     """
     K = num_speculative_tokens
     drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
@@ -82,13 +82,16 @@ def round_cost_timer(
 
 
 def _halfway(program, slots, params, lengths_B, *inputs):
-    """A state whose rows have the given lengths, of tokens that do not matter."""
+    """Returns a state whose rows have the given lengths, of tokens that do not matter."""
     state = decode.prefill(program, slots, params, *inputs)
     return dataclasses.replace(state, lengths=lengths_B, cache=state.cache.at(lengths_B - 1))
 
 
 def _seconds(call: Callable, *args) -> float:
-    """Of a second run: the first finds weights and fresh memory where a loop would not."""
+    """Times the second of two runs.
+
+    The first one pays for cold caches and allocation, which a running loop does not.
+    """
     jax.block_until_ready(args)
     jax.block_until_ready(call(*args)[0])
     start = time.perf_counter()
