@@ -56,7 +56,7 @@ def _options(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def show(report: aot.Report, K: int) -> None:
+def show(report: aot.CompileReport, K: int) -> None:
     """Prints tables of the programs and of their passes, and the predicted speed-up."""
     print(
         f"{report.device}: {report.needed / 1e9:.2f} of {report.memory / 1e9:.2f} GB per chip: "
@@ -72,7 +72,7 @@ def show(report: aot.Report, K: int) -> None:
     )
 
 
-def show_programs(report: aot.Report) -> None:
+def show_programs(report: aot.CompileReport) -> None:
     """Prints memory, cycles and collectives of each program."""
     programs = [
         (
@@ -112,7 +112,7 @@ def show_programs(report: aot.Report) -> None:
     terminal.print_table(header, collectives, left=(0, 1, 3))
 
 
-def show_passes(report: aot.Report) -> None:
+def show_passes(report: aot.CompileReport) -> None:
     """Prints the lower bounds on the time of each pass."""
     passes = []
     for name, cost in report.passes.items():

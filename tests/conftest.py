@@ -39,6 +39,11 @@ from spsjax.parallel import sharding
 from spsjax.performance import aot
 from spsjax.utils import compilation
 
+# The CPU's compiler has read its flags once there are devices. The TPU compiler, which reads the same
+# variable when it is loaded, ends the process at a flag that it does not know.
+jax.devices()
+os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("--xla_cpu_use_fusion_emitters=false", "")
+
 # Tests and a notebook plan for the same slice: it is compiled once.
 aot.compile_pair = functools.cache(aot.compile_pair)
 

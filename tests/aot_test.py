@@ -33,13 +33,13 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def counts(program: aot.Program, scope: str) -> dict[str, int]:
+def counts(program: aot.CompiledProgram, scope: str) -> dict[str, int]:
     """Kind -> how many collectives are in scopes that mention `scope`."""
     return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
 
 
 @pytest.fixture(scope="module")
-def chinchilla() -> aot.Report:
+def chinchilla() -> aot.CompileReport:
     """A short Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
     target, draft = (
         configs.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
