@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError
-from spsjax.performance import aot
+from spsjax.performance import aot, compiled_program
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -90,7 +90,7 @@ def show_programs(report: aot.CompileReport) -> None:
     print("(the body of a loop, and of the loop of draft steps within it, is counted once)\n")
     scopes = [
         scope
-        for scope in aot.PARTS
+        for scope in compiled_program.PARTS
         if any(scope in program.cycles for program in report.programs.values())
     ]
     cycles = (
@@ -125,7 +125,7 @@ def show_passes(report: aot.CompileReport) -> None:
 
 def _where(scope: str) -> str:
     """Returns the part of the round that a scope belongs to; the draft's later steps are a loop."""
-    return aot.part(scope) + ", each step" * ("/propose/while/" in scope)
+    return compiled_program.part(scope) + ", each step" * ("/propose/while/" in scope)
 
 
 if __name__ == "__main__":

@@ -213,9 +213,8 @@ def prefill(
     """Returns the state after prompts, in chunks whose memory does not grow with the prompts.
 
     Args:
-        program: what is compiled in.
+        program, params: what is compiled in; parameters of target and drafter.
         slots: size of the token buffer and of the caches.
-        params: parameters of target and drafter.
         rows: sampling parameters per row.
         tokens_BT: prompts `tokens_BT[b, :lengths_B[b]]`, padded with any tokens.
         lengths_B: lengths of the prompts.
@@ -227,8 +226,6 @@ def prefill(
     count = -(-T // most)
     width = -(-T // count)
     padded = jnp.pad(tokens_BT, ((0, 0), (0, count * width - T)), mode="edge")
-    cache = transformer.empty_cache(program.target, params["target"], B, slots)
-    drafter = program.drafter.init(params, B, slots)
 
     def chunk(index, carry, first=False):
         cache, drafter = carry
@@ -244,10 +241,10 @@ def prefill(
         drafter = program.drafter.prefill(params, drafter, tokens, starts, lengths_B, output)
         return cache.at(starts).extend(output), drafter
 
-    if count == 1:
-        cache, drafter = chunk(0, (cache, drafter), first=True)
-    else:
-        cache, drafter = lax.fori_loop(0, count, chunk, (cache, drafter))
+    cache = transformer.empty_cache(program.target, params["target"], B, slots)
+    carry = cache, program.drafter.init(params, B, slots)
+    whole = count == 1
+    cache, drafter = chunk(0, carry, True) if whole else lax.fori_loop(0, count, chunk, carry)
     zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
         tokens=jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge"),

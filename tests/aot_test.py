@@ -18,7 +18,7 @@ from conftest import tiny_config
 from spsjax import InputError
 from spsjax.cli import configs
 from spsjax.parallel import sharding
-from spsjax.performance import aot, hardware, theory
+from spsjax.performance import aot, compiled_program, hardware, theory
 from spsjax.training import step as train_step
 from spsjax.training.optimizer import OptimizerConfig
 
@@ -33,7 +33,7 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def counts(program: aot.CompiledProgram, scope: str) -> dict[str, int]:
+def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, int]:
     """Kind -> how many collectives are in scopes that mention `scope`."""
     return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
 
@@ -90,7 +90,7 @@ def test_nothing_larger_than_the_logits_moves(chinchilla):
 @needs_libtpu
 def test_the_compilers_cycles_are_told_apart_by_part(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
-    assert set(cycles) <= set(aot.PARTS)
+    assert set(cycles) <= set(compiled_program.PARTS)
     assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
     # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
     scoring = cycles["score"] * 80 / LAYERS  # of all layers
@@ -234,7 +234,7 @@ def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     temporary = {}
     for remat in (False, True):
         values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
-        with jax.set_mesh(mesh), aot.uncached():
+        with jax.set_mesh(mesh), compiled_program.uncached():
             program = (
                 train_step.make_step(values, how).lower(state, {}, {"tokens": tokens}).compile()
             )

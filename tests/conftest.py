@@ -39,8 +39,8 @@ from spsjax.parallel import sharding
 from spsjax.performance import aot
 from spsjax.utils import compilation
 
-# The CPU's compiler has read its flags once there are devices. The TPU compiler, which reads the same
-# variable when it is loaded, ends the process at a flag that it does not know.
+# The CPU's compiler has read its flags once there are devices. The TPU compiler reads the same
+# variable when it is loaded, and ends the process at a flag that it does not know.
 jax.devices()
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("--xla_cpu_use_fusion_emitters=false", "")
 

@@ -5,52 +5,22 @@ Memory, operations and collectives are counted by the compiler. Times are lower 
 published figures of the chips.
 """
 
-import collections
-import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
 from spsjax.drafters import draft_model, none
-from spsjax.errors import InputError, check_integer, one_line, short_repr
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.models import transformer
 from spsjax.parallel import sharding
-from spsjax.performance import hardware, hlo, roofline, theory
+from spsjax.performance import hardware, roofline, theory
+from spsjax.performance.compiled_program import CompiledProgram, compile_program
 from spsjax.types import PyTree
 from spsjax.verifiers import rejection
-
-# Parts of a round. Sampling in the draft's steps is counted apart from the forward passes.
-PARTS = ("propose", "propose, sampling", "score", "verify", "commit", "other")
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
-    """One compiled program, as one chip runs it.
-
-    Attributes:
-        seconds: time to compile.
-        temporary: bytes beside arguments and results.
-        aliased: bytes of results that take over an argument's buffer.
-        flops, bytes_accessed: the compiler's counts, with the body of a loop counted once.
-        collectives: collectives in the program's text.
-        cycles: cycles of one round by part of the round (`part`); `hlo.estimated_cycles` says what
-            is missing.
-        executed: number of collectives of one round, by part of the round.
-    """
-
-    seconds: float
-    temporary: int
-    aliased: int
-    flops: float
-    bytes_accessed: float
-    collectives: list[hlo.Collective]
-    cycles: dict[str, int]
-    executed: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +181,7 @@ class _Plan:
                 if name == "prefill":
                     static = fast, self.slots
                     arguments = self.params, *self.inputs()
-                    programs[name], state = _compile(
+                    programs[name], state = compile_program(
                         decode.prefill, static, *arguments, options=options
                     )
                     without = dataclasses.replace(state, drafter=(), accepted=counts)
@@ -225,7 +195,7 @@ class _Plan:
                         dataclasses.replace(without, cache=state.drafter),
                     ),
                 }[name]
-                programs[name], _ = _compile(
+                programs[name], _ = compile_program(
                     decode.run, (static,), weights, start, donate=1, options=options
                 )
         return programs
@@ -252,10 +222,8 @@ class _Plan:
                 ("draft", self.draft, "draft", 1),
             )
         }
-        weights, tokens = (
-            roofline.num_bytes(self.params),
-            theory.block_efficiency(acceptance, self.K),
-        )
+        weights = roofline.num_bytes(self.params)
+        tokens = theory.block_efficiency(acceptance, self.K)
         temporary = {name: program.temporary for name, program in programs.items()}
         largest = max(temporary, key=temporary.get)
         _check_fits(
@@ -308,22 +276,6 @@ def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype) -> _Plan:
     return _Plan(name, target, draft, chip, mesh, dtype, K, batch, width, slots, params, caches)
 
 
-def part(scope: str) -> str:
-    """Returns which of PARTS a scope belongs to."""
-    for verb in ("propose", "score", "verify", "commit"):
-        if f"/{verb}/" in scope:
-            samples = verb == "propose" and ("/to_probs/" in scope or "/draw/" in scope)
-            return "propose, sampling" if samples else verb
-    return "other"
-
-
-def _by_part(counts: dict[str, int]) -> dict[str, int]:
-    total = collections.Counter()
-    for scope, count in counts.items():
-        total[part(scope)] += count
-    return dict(total)
-
-
 def _check_fits(name: str, memory: float, parts: dict[str, int]) -> None:
     total = sum(parts.values())
     if total > memory:
@@ -332,52 +284,3 @@ def _check_fits(name: str, memory: float, parts: dict[str, int]) -> None:
             f"{name}: expected at most {memory / 1e9:.2f} GB a chip, "
             f"found {total / 1e9:.2f} ({shown}): {(total - memory) / 1e9:.2f} too much"
         )
-
-
-def _compile(
-    function, static, *args, donate: int | None = None, options=None
-) -> tuple[CompiledProgram, PyTree]:
-    """Returns the program, and the shapes and shardings of its results."""
-    start = time.perf_counter()
-    donated = () if donate is None else donate
-    lowered = jax.jit(functools.partial(function, *static), donate_argnums=donated).lower(*args)
-    try:
-        with uncached():
-            compiled = lowered.compile(compiler_options=dict(options or {}))
-    except jax.errors.JaxRuntimeError as error:
-        if options and "INVALID_ARGUMENT" in str(error):
-            raise InputError(f"compiler_options: {one_line(error)}") from None
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise InputError(
-            f"{function.__name__}: expected a program that fits, found {one_line(error)}"
-        ) from None
-    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
-    program = CompiledProgram(
-        seconds=time.perf_counter() - start,
-        temporary=memory.temp_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
-        flops=cost["flops"],
-        bytes_accessed=cost["bytes accessed"],
-        collectives=hlo.collectives(text),
-        cycles=_by_part(hlo.estimated_cycles(text)),
-        executed=_by_part(hlo.collective_counts(text)),
-    )
-    results = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
-    return program, results
-
-
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Keeps programs out of the persistent cache, because only a TPU could read them back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    least = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, least)
