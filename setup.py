@@ -38,7 +38,7 @@ setup(
         "rich",
         "rouge-score",
         "safetensors",
-        "scipy",
+        "scipy>=1.15",
         "sentencepiece",
         "tensorboardX",
         "tokenizers",

@@ -1,10 +1,10 @@
-"""Ways to sample from logits that are split by vocabulary, by the TPU compiler's own count.
+"""Compares ways to sample from logits that are sharded by vocabulary, by the TPU compiler's counts.
 
 python scripts/compile_sampler.py --topology=v5p:2x2x4
 
-Compiles the speculative loop of Chinchilla and its draft, one layer each, once for every way, and
-counts what sampling takes: cycles of the draft's K samples and of the verifier, and collectives.
-docs/sampler.md has the table and what was made of it. Needs `pip install libtpu`.
+Compiles the speculative loop of Chinchilla and its draft, one layer each, once per way. Counts the
+cycles of the draft's K samples and of the verifier, and the collectives. docs/sampler.md has the
+table. Needs `pip install libtpu`.
 """
 
 import dataclasses
@@ -17,49 +17,48 @@ from absl import flags
 from jax import lax
 
 from spsjax import sampling
-from spsjax.cli import main as cli
-from spsjax.cli import terminal
+from spsjax.cli import configs, main, terminal
 from spsjax.parallel import sharding
 from spsjax.performance import aot
 
 _MODELS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "models"
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
-_BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 1, "Number of rows.", lower_bound=1)
 _K = flags.DEFINE_integer("num_speculative_tokens", 4, "K.", lower_bound=1)
 
 
-def main():
-    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
+def run():
+    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
     ways = [
-        (place, name, gathering, change)
-        for place, gathering in (
-            ("gathered", {"gathered": sharding.gather_vocab}),
+        (layout, name, gathering, change)
+        for layout, gathering in (
+            ("gathered", {"gather_vocab": sharding.gather_vocab}),
             (
-                "where they are",
-                {"gathered": lambda logits: logits, "by_rows": lambda logits: logits},
+                "sharded",
+                {"gather_vocab": lambda logits: logits, "shard_batch": lambda logits: logits},
             ),
         )
         for name, change in (
-            ("search, 1 bit a round", {"_BITS": 1}),
+            ("search, 1 bit per round", {"_BITS": 1}),
             ("search, 2 bits", {"_BITS": 2}),
             ("search, 4 bits", {"_BITS": 4}),
-            ("sort", {"_heaviest": by_sorting}),
+            ("sort", {"_keep_top_mass": by_sorting}),
         )
     ]
     rows = [
-        (place, name, *_compiled(gathering, change))
-        for place, name, gathering, change in terminal.progress("compiling")(ways)
+        (layout, name, *_compile(gathering, change))
+        for layout, name, gathering, change in terminal.progress("compiling")(ways)
     ]
     header = ("logits", "threshold by", "draft's cycles", "verifier's", "collectives", "temp. MB")
-    terminal.columns(header, rows, left=(0, 1))
-    print("a round with top-k and top-p; sorts themselves are not in the compiler's count")
+    terminal.print_table(header, rows, left=(0, 1))
+    print("one round with top-k and top-p; the compiler does not count the cycles of a sort")
 
 
-def _compiled(gathering: dict, change: dict) -> tuple[str, ...]:
-    """What the loop takes with these functions of `sharding`, and these parts of `sampling`."""
+def _compile(gathering: dict, change: dict) -> tuple[str, ...]:
+    """Returns the counts of the loop with other functions of `sharding` and `sampling`."""
     jax.clear_caches()
     target, draft = (
-        dataclasses.replace(cli.model_config(name, _MODELS), num_layers=1)
+        dataclasses.replace(configs.model_config(name, _MODELS), num_layers=1)
         for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
     with (
@@ -85,7 +84,7 @@ def _compiled(gathering: dict, change: dict) -> tuple[str, ...]:
 
 
 def by_sorting(logits, weights, needed):
-    """`sampling._keep_top_mass` by a stable sort and a cumulative sum."""
+    """Returns what `sampling._keep_top_mass` returns, by a stable sort and a cumulative sum."""
     ids = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
     _, weights, ids = lax.sort((-logits, weights, ids), num_keys=1, is_stable=True)
     keep = jnp.cumsum(weights, axis=-1) - weights < needed
@@ -94,4 +93,4 @@ def by_sorting(logits, weights, needed):
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    main.run(run)

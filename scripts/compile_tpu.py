@@ -1,9 +1,9 @@
-"""Compiles a pair for a TPU topology on a machine that has none, and says what it needs there.
+"""Compiles a pair for a TPU slice that is not attached, and reports what it needs there.
 
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
 
-Needs `pip install libtpu`. A pair that does not fit is refused, with what is too much.
+Needs `pip install libtpu`. A pair that does not fit into the memory is refused.
 """
 
 import collections
@@ -16,10 +16,9 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax.cli import main as cli
-from spsjax.cli import terminal
+from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError
-from spsjax.performance import aot
+from spsjax.performance import aot, compiled_program
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -28,16 +27,16 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the 
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
 
-def main():
-    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is asked for, not a TPU
+def run():
+    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
     config = _CONFIG.value.to_dict()
-    cli.check_writable(_JSON.value)
+    main.check_writable(_JSON.value)
     known = inspect.signature(aot.compile_pair).parameters
     for key in config:
         if key not in known:
             raise InputError(f"--config: expected no key {key}, found one")
     target, draft = (
-        cli.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
+        configs.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
     )
     config["compiler_options"] = _options(config["compiler_options"])
     report = aot.compile_pair(
@@ -49,7 +48,7 @@ def main():
 
 
 def _options(text: str) -> dict[str, str]:
-    """The pairs of a text such as "a=1,b=false"."""
+    """Returns the options in a text such as "a=1,b=false"."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     for name, equals, value in pairs:
         if not (name and equals and value):
@@ -57,84 +56,77 @@ def _options(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def show(report: aot.Report, K: int) -> None:
-    """Three tables and the prediction."""
+def show(report: aot.CompileReport, K: int) -> None:
+    """Prints tables of the programs and of their passes, and the predicted speed-up."""
     print(
-        f"{report.device}: {report.needed / 1e9:.2f} of {report.memory / 1e9:.2f} GB a chip: "
+        f"{report.device}: {report.needed / 1e9:.2f} of {report.memory / 1e9:.2f} GB per chip: "
         f"weights {report.weights / 1e9:.2f}, caches {report.caches / 1e9:.3f}, "
         "the rest temporaries"
     )
-    terminal.columns(
-        ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "GB accessed"),
-        (
-            (
-                name,
-                f"{program.seconds:.0f}",
-                f"{program.temporary / 1e9:.3f}",
-                f"{program.aliased / 1e9:.3f}",
-                f"{program.flops / 1e9:.1f}",
-                f"{program.bytes_accessed / 1e9:.2f}",
-            )
-            for name, program in report.programs.items()
-        ),
-    )
-    print("(a loop's body, and that of the draft's steps within it, counted once)\n")
-    parts = [part for part in aot.PARTS if any(part in p.cycles for p in report.programs.values())]
-    terminal.columns(
-        ("cycles a round", *parts),
-        (
-            (name, *(f"{program.cycles.get(part, 0):,}" for part in parts))
-            for name, program in report.programs.items()
-        ),
-    )
-    counted = (
-        (name, *key, count)
-        for name, program in report.programs.items()
-        for key, count in collections.Counter(
-            (each.kind, f"{each.num_bytes / 1e3:.1f}", _where(each.scope))
-            for each in program.collectives
-        ).items()
-    )
-    terminal.columns(("program", "collective", "kB", "in", "count"), counted, left=(0, 1, 3))
-    terminal.columns(
-        (
-            "pass",
-            "weights GB",
-            "cache GB",
-            "memory ms",
-            "compute ms",
-            "interconnect ms",
-            "floor ms",
-        ),
-        (
-            (
-                name,
-                f"{each.weights / 1e9:.2f}",
-                f"{each.cache / 1e9:.3f}",
-                *(
-                    f"{1e3 * seconds:.3f}"
-                    for seconds in (
-                        each.memory_seconds,
-                        each.compute_seconds,
-                        each.interconnect_seconds,
-                        each.seconds,
-                    )
-                ),
-            )
-            for name, each in report.passes.items()
-        ),
-    )
+    show_programs(report)
+    show_passes(report)
     print(
-        f"at the floor, with {report.acceptance:.0%} of draft tokens accepted "
-        f"({report.block_efficiency:.2f} tokens a round, K = {K}): ArS {report.ars_ms:.2f}, "
-        f"SpS {report.sps_ms:.2f} ms a token, {report.ars_ms / report.sps_ms:.2f} times as fast"
+        f"at the lower bound, with {report.acceptance:.0%} of draft tokens accepted "
+        f"({report.block_efficiency:.2f} tokens per round, K = {K}): ArS {report.ars_ms:.2f}, "
+        f"SpS {report.sps_ms:.2f} ms/token, {report.ars_ms / report.sps_ms:.2f} times as fast"
     )
+
+
+def show_programs(report: aot.CompileReport) -> None:
+    """Prints memory, cycles and collectives of each program."""
+    programs = [
+        (
+            name,
+            f"{program.seconds:.0f}",
+            f"{program.temporary / 1e9:.3f}",
+            f"{program.aliased / 1e9:.3f}",
+            f"{program.flops / 1e9:.1f}",
+            f"{program.bytes_accessed / 1e9:.2f}",
+        )
+        for name, program in report.programs.items()
+    ]
+    header = ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "GB accessed")
+    terminal.print_table(header, programs)
+    print("(the body of a loop, and of the loop of draft steps within it, is counted once)\n")
+    scopes = [
+        scope
+        for scope in compiled_program.PARTS
+        if any(scope in program.cycles for program in report.programs.values())
+    ]
+    cycles = (
+        (name, *(f"{program.cycles.get(scope, 0):,}" for scope in scopes))
+        for name, program in report.programs.items()
+    )
+    terminal.print_table(("cycles per round", *scopes), cycles)
+    counts = {
+        name: collections.Counter(
+            (collective.kind, f"{collective.num_bytes / 1e3:.1f}", _where(collective.scope))
+            for collective in program.collectives
+        )
+        for name, program in report.programs.items()
+    }
+    collectives = (
+        (name, *key, count) for name, counter in counts.items() for key, count in counter.items()
+    )
+    header = ("program", "collective", "kB", "in", "count")
+    terminal.print_table(header, collectives, left=(0, 1, 3))
+
+
+def show_passes(report: aot.CompileReport) -> None:
+    """Prints the lower bounds on the time of each pass."""
+    passes = []
+    for name, cost in report.passes.items():
+        bounds = cost.memory_seconds, cost.compute_seconds, cost.interconnect_seconds, cost.seconds
+        sizes = f"{cost.weights / 1e9:.2f}", f"{cost.cache / 1e9:.3f}"
+        passes.append((name, *sizes, *(f"{1e3 * seconds:.3f}" for seconds in bounds)))
+    header = ("pass", "weights GB", "cache GB", "memory ms", "compute ms", "interconnect ms")
+    terminal.print_table((*header, "lower bound ms"), passes)
 
 
 def _where(scope: str) -> str:
-    """Part of the round; the draft's later steps are a loop."""
-    return aot.part(scope) + ", each step" * ("/propose/while/" in scope)
+    """Returns the part of the round that a scope belongs to; the draft's later steps are a loop."""
+    return compiled_program.part(scope) + ", each step" * ("/propose/while/" in scope)
 
 
 if __name__ == "__main__":
-    cli.run(main, _CONFIGS / "experiments" / "chinchilla_70b.py")
+    main.run(run, _CONFIGS / "experiments" / "chinchilla_70b.py")

@@ -3,9 +3,9 @@
 python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.num_speculative_tokens=6
 python scripts/generate.py --prompt="import os" --config.sampling.temperature=0 --json
-python scripts/generate.py --prompts=prompts.txt --config.mesh.data=4   # one a line, in one batch
+python scripts/generate.py --prompts=prompts.txt --config.mesh.data=4   # one per line, in one batch
 python scripts/generate.py --target=FOLDER --draft=FOLDER --prompt="Who are you?" --chat
-python scripts/generate.py --prompt="import os" --config.mesh.model=0   # over all devices
+python scripts/generate.py --prompt="import os" --config.mesh.model=0   # on all devices
 python scripts/generate.py --prompt="import os" --config.mesh.model=0 --distributed   # of a pod
 
 Every key of the config is a flag; configs/experiments/generate.py lists them.
@@ -20,25 +20,24 @@ from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax.cli import main as cli
-from spsjax.cli import terminal
+from spsjax.cli import configs, main, terminal
 from spsjax.utils import from_config
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to generate.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target.")
+_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue.")
-_FILE = flags.DEFINE_string("file", None, "Where to read it instead; - is the standard input.")
+_FILE = flags.DEFINE_string("file", None, "File with the text; - is the standard input.")
 _PROMPTS = flags.DEFINE_string(
-    "prompts", None, "File of prompts, one a line; prints a JSON object for each."
+    "prompts", None, "File with one prompt per line; prints a JSON object per prompt."
 )
-_CHAT = flags.DEFINE_bool("chat", False, "A prompt is a message, and what comes is the answer.")
-_SHOW = flags.DEFINE_bool("show", False, "Colour what was drafted and what was not.")
+_CHAT = flags.DEFINE_bool("chat", False, "Treat a prompt as a chat message, and print the answer.")
+_SHOW = flags.DEFINE_bool("show", False, "Colour accepted draft tokens and the target's own.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.")
 
 
-def main():
+def run():
     config = _CONFIG.value
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     prompts = read_prompts()
@@ -49,23 +48,23 @@ def main():
         "verifier": spsjax.verifiers.rejection.Verifier(config.lenience),
         "stop_at_eos": config.stop_at_eos,
     }
-    mesh = cli.mesh(config.mesh)
+    mesh = configs.mesh(config.mesh)
     target = spsjax.load(config.target, mesh, config.dtype)
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
-    drafter = cli.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
+    drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     count = None if drafter is None else config.num_speculative_tokens
-    given = prompts
+    inputs = prompts
     if _CHAT.value:
-        given = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
+        inputs = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
     if not _JSON.value and _PROMPTS.value is None:
         shown = f"{prompts[0]}\n\n" if _CHAT.value else prompts[0]
-        figures = terminal.stream(
-            target, given[0], shown, drafter, count, colour=_SHOW.value, **options
+        stats = terminal.stream(
+            target, inputs[0], shown, drafter, count, colour=_SHOW.value, **options
         )
-        terminal.note(str(figures))
+        terminal.note(str(stats))
         return
-    out = spsjax.generate(target, given, drafter, count, **options)
+    out = spsjax.generate(target, inputs, drafter, count, **options)
     results = [
         {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
         for prompt, text, tokens in zip(prompts, out.texts, out.tokens)
@@ -73,7 +72,7 @@ def main():
     if _PROMPTS.value is not None:
         terminal.note(
             f"{len(prompts)} texts in {out.stats.target_calls} target calls; "
-            f"{out.stats.block_efficiency:.2f} tokens a call"
+            f"{out.stats.block_efficiency:.2f} tokens per call"
         )
     else:
         results[0] |= {"stats": dataclasses.asdict(out.stats), "config": config.to_dict()}
@@ -82,15 +81,15 @@ def main():
 
 
 def read_prompts() -> list[str]:
-    """The prompt, or all lines of the file of prompts, from the one flag that gives them."""
-    given = [flag for flag in (_PROMPT, _FILE, _PROMPTS) if flag.value is not None]
-    if len(given) != 1:
+    """Returns the prompts, from the one flag that is set."""
+    used = [flag for flag in (_PROMPT, _FILE, _PROMPTS) if flag.value is not None]
+    if len(used) != 1:
         raise spsjax.InputError("--prompt, --file, --prompts: expected one of the three")
     for flag in (_SHOW, _JSON):
-        if given[0] is _PROMPTS and flag.value:
+        if used[0] is _PROMPTS and flag.value:
             raise spsjax.InputError(f"--{flag.name}: expected one text, found --prompts")
-    name, text = f"--{given[0].name}", given[0].value
-    if given[0] is not _PROMPT:
+    name, text = f"--{used[0].name}", used[0].value
+    if used[0] is not _PROMPT:
         name = f"{name} {text}"
         try:
             raw = sys.stdin.buffer.read() if text == "-" else pathlib.Path(text).read_bytes()
@@ -98,7 +97,7 @@ def read_prompts() -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise spsjax.InputError(f"{name}: expected a text in UTF-8, found {error}") from None
     prompts = {name: text}
-    if given[0] is _PROMPTS:
+    if used[0] is _PROMPTS:
         lines = text.removesuffix("\n").split("\n")
         prompts = {f"{name}, line {n}": line.removesuffix("\r") for n, line in enumerate(lines, 1)}
     for name, prompt in prompts.items():
@@ -108,4 +107,4 @@ def read_prompts() -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.run(main, _CONFIGS / "generate.py")
+    main.run(run, _CONFIGS / "generate.py")

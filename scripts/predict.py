@@ -1,11 +1,11 @@
-r"""What speed-up the theory expects over K, and the best K.
+r"""Prints the speed-up that theory predicts over K, and the best K.
 
 python scripts/predict.py --acceptance=0.8 --draft_ms=1.8 --target_ms=14.1
 python scripts/predict.py --acceptance=0.9,0.85,0.8,0.8 --draft_ms=1.8 --target_ms=14.1
-python scripts/predict.py --measured=runs/figure1/report.json --plot=predicted.png
+python scripts/predict.py --report=runs/figure1/report.json --plot=predicted.png
 
-Acceptance is one rate, the same everywhere, or one per position; --measured takes both from what
-reproduce.py has found. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
+Acceptance is one rate for all positions, or one rate per position. --report takes rates and costs
+from a report of reproduce.py. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
 """
 
 import json
@@ -13,32 +13,33 @@ import json
 import numpy as np
 from absl import flags
 
-from spsjax.cli import main as cli
-from spsjax.cli import terminal
+from spsjax.cli import main, terminal
 from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import theory_check
 from spsjax.performance import theory
 
-_RATES = flags.DEFINE_list("acceptance", None, "A rate, or one per position: 0.8 or 0.9,0.85,0.8.")
-_DRAFT = flags.DEFINE_float("draft_ms", None, "Of a draft token.", lower_bound=0)
-_TARGET = flags.DEFINE_float("target_ms", None, "Of the target's pass.", lower_bound=1e-9)
-_MEASURED = flags.DEFINE_string("measured", None, "report.json of reproduce.py.")
-_MOST = flags.DEFINE_integer("most", 16, "The largest K, where there is one rate.", lower_bound=1)
-_PLOT = flags.DEFINE_string("plot", None, "A PNG of the curves.")
+_RATES = flags.DEFINE_list(
+    "acceptance", None, "Acceptance rate, or rates by position: 0.8 or 0.9,0.85,0.8."
+)
+_DRAFT = flags.DEFINE_float("draft_ms", None, "Time per draft token.", lower_bound=0)
+_TARGET = flags.DEFINE_float("target_ms", None, "Time per pass of the target.", lower_bound=1e-9)
+_REPORT = flags.DEFINE_string("report", None, "Path of a report.json that reproduce.py wrote.")
+_MAX_K = flags.DEFINE_integer("max_k", 16, "Largest K, if there is one rate.", lower_bound=1)
+_PLOT = flags.DEFINE_string("plot", None, "Write a PNG of the curves to this file.")
 
 
-def main():
+def run():
     if _PLOT.value:
-        cli.check_installed("--plot", "matplotlib")
-        cli.check_writable(_PLOT.value)
+        main.check_installed("--plot", "matplotlib")
+        main.check_writable(_PLOT.value)
     curves = {}
     for name, (rates, *costs) in cases().items():
         curves[name] = curve = predict(rates, *costs)
         if name:
             terminal.heading(name)
-        header = ["K", "tokens a call", "speed-up", "target's arithmetic a token"]
+        header = ["K", "tokens per call", "speed-up", "target's arithmetic per token"]
         rows = [(K, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}") for K, (a, b, c) in curve.items()]
-        terminal.columns(header, rows)
+        terminal.print_table(header, rows)
         best, speedup = theory.best_num_speculative_tokens(rates, *costs, max(curve))
         if best:
             print(f"best: K = {best}, {speedup:.2f} x plain sampling")
@@ -51,8 +52,8 @@ def main():
 
 
 def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
-    """K -> tokens a call, speed-up, operations; costs are in passes of the target."""
-    counts = range(1, (len(rates) if np.ndim(rates) else _MOST.value) + 1)
+    """Returns tokens per call, speed-up and operations by K; costs are in passes of the target."""
+    counts = range(1, (len(rates) if np.ndim(rates) else _MAX_K.value) + 1)
     return {
         K: (
             theory.block_efficiency(rates, K),
@@ -64,58 +65,62 @@ def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
 
 
 def cases() -> dict[str, tuple]:
-    """By name: rates, and the costs of a draft token and of scoring as functions of K."""
-    given = {"acceptance": _RATES.value, "draft_ms": _DRAFT.value, "target_ms": _TARGET.value}
-    if _MEASURED.value:
-        for name, value in given.items():
+    """Returns by name: rates, and the costs of a draft token and of scoring as functions of K."""
+    values = {"acceptance": _RATES.value, "draft_ms": _DRAFT.value, "target_ms": _TARGET.value}
+    if _REPORT.value:
+        for name, value in values.items():
             if value is not None:
                 raise InputError(
-                    f"--{name}: expected none beside --measured, found {short_repr(value)}"
+                    f"--{name}: expected none beside --report, found {short_repr(value)}"
                 )
-        return measured(_MEASURED.value)
-    for name, value in given.items():
+        return cases_of_report(_REPORT.value)
+    for name, value in values.items():
         if value is None:
-            raise InputError(f"--{name}: expected a value, or --measured, found none")
+            raise InputError(f"--{name}: expected a value, or --report, found none")
         if isinstance(value, float) and not np.isfinite(value):
             raise InputError(f"--{name}: expected milliseconds, found {value}")
     try:
         rates = [float(rate) for rate in _RATES.value]
     except ValueError:
-        found = short_repr(",".join(_RATES.value))
-        raise InputError(f"--acceptance: expected numbers, found {found}") from None
+        text = short_repr(",".join(_RATES.value))
+        raise InputError(f"--acceptance: expected numbers, found {text}") from None
     cost = _DRAFT.value / _TARGET.value
     return {"": (rates if len(rates) > 1 else rates[0], lambda K: cost, lambda K: 1.0)}
 
 
-def measured(path: str) -> dict[str, tuple]:
-    """From what reproduce.py wrote: by position, and as if all positions were alike."""
+def cases_of_report(path: str) -> dict[str, tuple]:
+    """Returns the cases of a report: rates by position, and one rate for all positions."""
     try:
         with open(path, encoding="utf-8") as file:
             tasks = json.load(file)["tasks"]
-        found = {}
-        for task, each in tasks.items():
-            for setting, costs in each["costs"].items():
+        cases = {}
+        for task, report in tasks.items():
+            draft = report["draft"]
+            for setting, costs in draft["costs"].items():
                 drafting = between(costs["draft_step"])
                 scoring = between({"0": 1.0} | costs["scoring"])
-                rates = theory_check.filled(each["rates"][setting])
-                alike = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
+                rates = theory_check.fill_unreached(draft["acceptance_by_position"][setting])
+                mean = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
                 name = f"{task}, {setting}"
-                same = [alike] * len(rates)
-                found[name] = rates, drafting, scoring
-                found[f"{name}, all positions at {alike:.3f}"] = same, drafting, scoring
+                cases[name] = rates, drafting, scoring
+                same = [mean] * len(rates)
+                cases[f"{name}, all positions at {mean:.3f}"] = same, drafting, scoring
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         kind = type(error).__name__
         raise InputError(f"{path}: expected a report.json of reproduce.py, found {kind}") from None
-    if not found:
-        raise InputError(f"{path}: expected the timed parts of a draft model's rounds, found none")
-    return found
+    if not cases:
+        raise InputError(
+            f"{path}: expected costs of a draft model's rounds, found none. "
+            "Reproduce with plan.timed above 0."
+        )
+    return cases
 
 
 def between(costs: dict[str, float]):
-    """A function of K: linear between those that were measured."""
+    """Returns the cost as a function of K, linear between the values of K that were measured."""
     counts = sorted(costs, key=int)
-    return lambda K: float(np.interp(K, list(map(int, counts)), [costs[each] for each in counts]))
+    return lambda K: float(np.interp(K, list(map(int, counts)), [costs[count] for count in counts]))
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    main.run(run)

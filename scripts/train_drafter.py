@@ -2,7 +2,7 @@
 
 python scripts/train_drafter.py --config.target=runs/target/model --workdir=runs/draft
 
-The same command resumes a run that was stopped.
+The same command resumes an interrupted run.
 """
 
 import pathlib
@@ -10,23 +10,25 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax.cli import main as cli
+from spsjax.cli import configs, main
 from spsjax.training import train_draft
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the run.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 _EXPORT = flags.DEFINE_string(
-    "export", None, "Step of a checkpoint to turn into the model instead of training, or 'best'."
+    "export",
+    None,
+    "Export this checkpoint, a step or best, as the run's model without more training.",
 )
 flags.mark_flag_as_required("workdir")
 
 
-def main():
+def run():
     config = _CONFIG.value
-    print(cli.shown(config))
-    train_draft.distill_draft(config, _WORKDIR.value, cli.mesh(config.mesh), _EXPORT.value)
+    print(configs.to_yaml(config))
+    train_draft.distill_draft(config, _WORKDIR.value, configs.mesh(config.mesh), _EXPORT.value)
 
 
 if __name__ == "__main__":
-    cli.run(main, _CONFIGS / "pystdlib_draft.py", saves=True)
+    main.run(run, _CONFIGS / "pystdlib_draft.py", saves=True)

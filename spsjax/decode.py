@@ -26,8 +26,10 @@ from spsjax.sampling import RowParams
 from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Verdict, pytree_dataclass
 from spsjax.verifiers.base import Verifier
 
-# Tokens of a prompt that one pass takes at most: scores of T tokens against S slots are T x S.
+# The most tokens of a prompt in one pass, and the most scores per head and row: T tokens against S
+# slots are T x S scores, so that long caches are filled in smaller chunks.
 PREFILL_TOKENS = 512
+PREFILL_SCORES = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +210,11 @@ def prefill(
     limits_B: Array,
     keys_B: Array,
 ) -> DecodeState:
-    """Returns the state after prompts, in chunks of at most `prefill_tokens` tokens.
+    """Returns the state after prompts, in chunks whose memory does not grow with the prompts.
 
     Args:
-        program: what is compiled in.
+        program, params: what is compiled in; parameters of target and drafter.
         slots: size of the token buffer and of the caches.
-        params: parameters of target and drafter.
         rows: sampling parameters per row.
         tokens_BT: prompts `tokens_BT[b, :lengths_B[b]]`, padded with any tokens.
         lengths_B: lengths of the prompts.
@@ -221,11 +222,10 @@ def prefill(
         keys_B: one key per row.
     """
     B, T = tokens_BT.shape
-    count = -(-T // program.prefill_tokens)
+    most = min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
+    count = -(-T // most)
     width = -(-T // count)
     padded = jnp.pad(tokens_BT, ((0, 0), (0, count * width - T)), mode="edge")
-    cache = transformer.empty_cache(program.target, params["target"], B, slots)
-    drafter = program.drafter.init(params, B, slots)
 
     def chunk(index, carry, first=False):
         cache, drafter = carry
@@ -241,10 +241,10 @@ def prefill(
         drafter = program.drafter.prefill(params, drafter, tokens, starts, lengths_B, output)
         return cache.at(starts).extend(output), drafter
 
-    if count == 1:
-        cache, drafter = chunk(0, (cache, drafter), first=True)
-    else:
-        cache, drafter = lax.fori_loop(0, count, chunk, (cache, drafter))
+    cache = transformer.empty_cache(program.target, params["target"], B, slots)
+    carry = cache, program.drafter.init(params, B, slots)
+    whole = count == 1
+    cache, drafter = chunk(0, carry, True) if whole else lax.fori_loop(0, count, chunk, carry)
     zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
         tokens=jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge"),

@@ -1,29 +1,38 @@
-"""The errors that a user can cause, each with one line that names the thing."""
+"""Errors that a user can cause, each with one line that names the thing, and input checks."""
 
 import reprlib
 
 
 class InputError(ValueError):
-    """Something given to spsjax is not usable: what it is, what was expected, what was found."""
+    """An argument, file or config value that cannot be used. Its message is one line."""
 
 
 class NonFiniteError(ArithmeticError):
-    """A model gave a NaN or an infinity, so that no distribution can be formed."""
+    """A NaN or an infinity in a model's logits, from which no distribution can be formed."""
 
 
 class Stopped(Exception):
-    """A run was told to end, and did, with everything saved."""
+    """The end of a run that was told to stop, after everything was saved."""
 
 
 def short_repr(value) -> str:
-    """A value as a message shows it: `repr`, on one line, the middle of a long one left out."""
+    """Returns `repr(value)` on one line, without the middle of a long one, for a message."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     return " ".join(short.repr(value).split())
 
 
+def check_integer(name: str, value, least: int) -> None:
+    """Raises InputError unless `value` is an integer of at least `least`; a bool is not one."""
+    if type(value) is not int or value < least:
+        raise InputError(f"{name}: expected an integer >= {least}, found {short_repr(value)}")
+
+
 def check_number(name: str, value, least: float, most: float, above: bool = False) -> None:
-    """Raises InputError unless it is a finite number in [least, most], or above `least`."""
+    """Raises InputError unless `value` is a finite number in [least, most].
+
+    With `above`, `least` itself is excluded.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (number and least <= value <= most and not (above and value == least)):
         wanted = f"above {least:g}" if above else f"of {least:g} or more"
@@ -32,6 +41,6 @@ def check_number(name: str, value, least: float, most: float, above: bool = Fals
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says, or its type where it says nothing, on one line."""
+    """Returns an exception's message on one line, or its type if it has no message."""
     text = getattr(error, "strerror", None) or str(error)
     return " ".join(text.split()) or type(error).__name__

@@ -14,6 +14,7 @@ from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
 from spsjax.request import Request, check_model
 from spsjax.sampling import SamplingParams
+from spsjax.tokenization.base import incremental_text
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers.base import Verifier
@@ -235,7 +236,7 @@ def _run(request: Request) -> Generation:
     texts, tokenizer = None, request.model.tokenizer
     if tokenizer is not None:
         pairs = zip(request.prompts, tokens)
-        texts = [continuation(tokenizer, prompt, new) for prompt, new in pairs]
+        texts = [incremental_text(tokenizer, prompt, new) for prompt, new in pairs]
     return Generation(tokens, texts, stats)
 
 
@@ -275,22 +276,11 @@ def _texts(model: Model, prompt: list[int], steps: Iterator[Round]) -> Iterator[
     tokens, sent = [], 0
     for step in steps:
         tokens += step.tokens.tolist()
-        text = continuation(model.tokenizer, prompt, tokens)
+        text = incremental_text(model.tokenizer, prompt, tokens)
         whole = text.rstrip("\ufffd")
         if len(whole) > sent:
             yield whole[sent:]
             sent = len(whole)
-    text = continuation(model.tokenizer, prompt, tokens)
+    text = incremental_text(model.tokenizer, prompt, tokens)
     if len(text) > sent:
         yield text[sent:]
-
-
-def continuation(tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text that `tokens` add to the prompt's; some tokenizers read them otherwise alone."""
-    before = tokenizer.decode(prompt)
-    both = tokenizer.decode([*prompt, *tokens])
-    # The new tokens may complete the prompt's last character.
-    for start in (before, before.rstrip("\ufffd")):
-        if both.startswith(start):
-            return both[len(start) :]
-    return tokenizer.decode(tokens)

@@ -1,8 +1,7 @@
-"""Loaded models: weights on their devices, a shape, and a tokenizer."""
+"""Loading and saving of models and drafters: weights on their devices, shapes, tokenizers."""
 
 import contextlib
 import dataclasses
-import importlib.util
 import pathlib
 
 import jax
@@ -13,12 +12,12 @@ from spsjax.drafters import draft_model
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
+from spsjax.models.hf import hub
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
 
-_HUB = "hf://"
 # Drafting methods that need no weights, by the names of their modules.
 WEIGHTLESS = "none", "ngram"
 _SHIPPED = pathlib.Path(__file__).parent / "pretrained"
@@ -78,9 +77,9 @@ class LoadedDrafter:
 
 
 def default_dtype() -> jnp.dtype:
-    """The one place where the compute type is chosen: float32 on the CPU, bfloat16 elsewhere.
+    """Returns the compute type: float32 on the CPU, bfloat16 elsewhere.
 
-    On a CPU, bfloat16 products of few rows are emulated, at up to ten times the time.
+    On a CPU, bfloat16 products of few rows are emulated and take up to ten times as long.
     """
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
@@ -94,16 +93,17 @@ def load(
     """Loads a model.
 
     Args:
-        name: a shipped name ("pystdlib/target", "pystdlib/draft"), or a folder in the Hugging Face
-            layout: config.json, model.safetensors or its shards, a tokenizer; or, with the extra
-            `hub`, one of its repositories: "hf://openai-community/gpt2-xl", "hf://...@revision".
-        mesh: where the weights go (`sharding.mesh`); None: the default device.
+        name: name of a shipped model ("pystdlib/target", "pystdlib/draft"); or a folder in the
+            Hugging Face layout with config.json, model.safetensors or its shards, and a tokenizer;
+            or, with the extra `hub`, a repository: "hf://openai-community/gpt2-xl",
+            "hf://...@revision".
+        mesh: mesh over which the weights are split (`sharding.mesh`); None: the default device.
         dtype: compute type; None: float32 on the CPU, bfloat16 on an accelerator.
-        replicate: with a mesh, keeps all weights on every device: for a draft so small that
-            collectives would cost more than they save.
+        replicate: with a mesh, whether to keep all weights on every device. This suits a draft so
+            small that collectives would cost more than they save.
 
     Raises:
-        InputError: no such name or folder, or files that are not what they should be.
+        InputError: no model of that name, or files that cannot be used.
     """
     folder, dtype = _folder(name, weights=True), compute_type(dtype)
     _check_mesh(mesh)
@@ -144,20 +144,20 @@ def as_drafter(draft: Model, target: Model) -> LoadedDrafter:
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
-    """The shape alone of a model, by its name or folder; raises InputError as `load` does."""
+    """Returns only a model's shape, by its name or folder; raises InputError as `load` does."""
     return hf_weights.read_config(_folder(name))
 
 
 def load_tokenizer(name: str | pathlib.Path) -> Tokenizer | None:
-    """The tokenizer alone of a model, if there is one; raises InputError as `load` does."""
+    """Returns only the tokenizer of a model, or None; raises InputError as `load` does."""
     folder = _folder(name)
     return _tokenizer(folder, hf_weights.read_config(folder))
 
 
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
-    """Writes a folder that `load` reads, and other tools that know the Hugging Face layout.
+    """Writes a folder in the Hugging Face layout, which `load` and other tools read.
 
-    Raises InputError where `dtype` is none that `load` would take, or the folder cannot be written.
+    Raises InputError if `load` would refuse `dtype`, or if the folder cannot be written.
     """
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
@@ -168,7 +168,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
         if model.tokenizer is not None:
             model.tokenizer.save(folder)
         else:
-            for name in tokenization.NAMES:  # another model's
+            for name in tokenization.NAMES:  # left there by another model
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         path = error.filename or folder
@@ -176,7 +176,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
 
 
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
-    """A model of random weights and no tokenizer, for timing and for tests."""
+    """Returns a model with random weights and without a tokenizer, for timing and for tests."""
     _check_mesh(mesh)
     params = transformer.init(config, jax.random.key(seed), compute_type(dtype))
     params = sharding.place_params(params, sharding.param_shardings(mesh, config))
@@ -184,11 +184,11 @@ def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> 
 
 
 def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
-    """The folder of that name, or the shipped model's; of the hub's, with `weights` or without."""
+    """Returns the folder of a model by name; from the hub, with its weights or without."""
     if not isinstance(name, (str, pathlib.Path)):
         raise InputError(f"name: expected a text or a path, found {type(name).__name__}")
-    if str(name).startswith(_HUB):
-        return _downloaded(str(name), weights)
+    if str(name).startswith(hub.PREFIX):
+        return hub.download(str(name), tokenization.NAMES, weights)
     names = sorted(
         path.parent.relative_to(_SHIPPED).as_posix() for path in _SHIPPED.rglob("config.json")
     )
@@ -206,45 +206,8 @@ def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     )
 
 
-def _downloaded(name: str, weights: bool) -> pathlib.Path:
-    """The folder of a repository of the hub, of which no file is fetched that is not read."""
-    if not importlib.util.find_spec("huggingface_hub"):
-        raise InputError(f"{name}: expected huggingface_hub (the extra `hub`), found it not there")
-    import huggingface_hub
-
-    repository, _, revision = name.removeprefix(_HUB).partition("@")
-    wanted = ["config.json", "generation_config.json", hf_weights.INDEX, *tokenization.NAMES]
-
-    def fetch() -> pathlib.Path:
-        try:
-            found = huggingface_hub.snapshot_download(
-                repository, revision=revision or None, allow_patterns=wanted
-            )
-        except Exception as error:  # no such name, no permission, no network: of many types
-            raise InputError(
-                f"{name}: expected a repository of the hub, found {one_line(error)[:300]}"
-            ) from None
-        return pathlib.Path(found)
-
-    folder = fetch()
-    if not weights:
-        return folder
-    index = folder / hf_weights.INDEX
-    wanted += (
-        hf_weights.SINGLE,
-        *{*(hf_weights.read_index(index).values() if index.exists() else ())},
-    )
-    folder = fetch()
-    if not index.exists() and not (folder / hf_weights.SINGLE).exists():
-        raise InputError(
-            f"{name}: expected {hf_weights.SINGLE} or its index, found neither; "
-            f"pytorch_model.bin is not read: {hf_weights.PICKLE}"
-        )
-    return folder
-
-
 def compute_type(dtype) -> jnp.dtype:
-    """The compute type of that name, or the default; raises InputError for any other."""
+    """Returns the compute type of that name, the default for None; raises InputError otherwise."""
     if dtype is None:
         return default_dtype()
     expected = "dtype: expected a floating-point type of 16 bits or more"
@@ -300,7 +263,7 @@ def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | 
 
 
 def _unpadded(config: transformer.Config, found: Tokenizer) -> transformer.Config:
-    """The model without the ids of no token, to which many a head is padded."""
+    """Returns the config without the padding at the end of the vocabulary."""
     size = max(found.vocab_size, *(id + 1 for id in config.eos_ids), 1)
     if size >= config.vocab_size:
         return config

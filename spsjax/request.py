@@ -97,19 +97,19 @@ def _keys(seed, count: int) -> jax.Array:
 
 
 def check_model(model) -> None:
-    """Raises InputError unless it is a loaded model."""
+    """Raises InputError unless `model` is a loaded model."""
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
 
 
 def check_sampling(sampling) -> None:
-    """Raises InputError unless these are sampling parameters."""
+    """Raises InputError unless `sampling` is a SamplingParams."""
     if not isinstance(sampling, SamplingParams):
         raise InputError(f"sampling: expected SamplingParams, found {type(sampling).__name__}")
 
 
 def check_seed(seed) -> None:
-    """Raises InputError unless it is an integer of 32 bits."""
+    """Raises InputError unless `seed` is an integer of 32 bits."""
     if not _is_integer(seed) or not 0 <= seed < 2**32:
         raise InputError(f"seed: expected an integer in [0, 2**32), found {short_repr(seed)}")
 
@@ -247,7 +247,7 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
 
 
 def _checked(model: Model, name: str, ids: list[int]) -> list[int]:
-    """The ids; raises InputError for one that the model does not have, as a tokenizer may."""
+    """Returns the ids; raises InputError if the model does not have one of them."""
     for token in ids:
         if not 0 <= token < model.config.vocab_size:
             raise InputError(

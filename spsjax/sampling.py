@@ -1,10 +1,11 @@
-"""From logits to the distribution that is really sampled, and from it to a token.
+"""The distribution that is sampled, from logits, and tokens drawn from it.
 
 `to_probs` is the only place where temperature, top-k, top-p and min-p are applied, in that order,
 for target and draft alike; `draw` is the only place where a token is drawn. A ratio of
 probabilities is therefore always between the very arrays that were drawn from.
 
-The vocabulary is never sorted: a threshold is searched for, which only counts and sums.
+The vocabulary is never sorted, because sorting is slow on every backend. A threshold is searched
+for instead, which only takes counts and sums.
 """
 
 import dataclasses
@@ -18,19 +19,19 @@ from jax import lax
 from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, pytree_dataclass
 
-# What a random number decides. Folded into a row's key, so that no two uses share a number.
+# Roles of random numbers, folded into a row's key, so that no two uses share a number.
 DRAFT, ACCEPT, NEXT = range(3)
 
 GENERATOR = "threefry2x32"
 
-# Bits of a threshold that one round of its search settles, by 2**bits - 1 sums in one sweep: more
+# Bits of a threshold that one step of its search settles, by 2**bits - 1 sums in one sweep. More
 # are faster on accelerators, fewer on CPUs (docs/sampler.md).
 _BITS = 2
 
 
 @pytree_dataclass
 class RowParams:
-    """`SamplingParams` as arrays, one value a row."""
+    """`SamplingParams` as arrays, with one value per row."""
 
     temperature: Array  # [B] float32; 0: greedy
     top_k: Array  # [B] int32; 0: off
@@ -40,18 +41,18 @@ class RowParams:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled; each field is one value, or a sequence with one value a row.
+    """Sampling parameters. Each field is one value, or a sequence with one value per row.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most probable token, and the filters
-            below then do nothing.
-        top_k: keeps the k most probable tokens; 0 keeps all.
-        top_p: keeps the smallest set of most probable tokens whose mass reaches top_p
+        temperature: divisor of the logits; 0 takes the most probable token, and the filters below
+            then do nothing.
+        top_k: number of most probable tokens to keep; 0 keeps all.
+        top_p: mass that the smallest set of most probable tokens must reach to be kept
             (Holtzman et al. 2019, arXiv 1904.09751).
-        min_p: keeps tokens at least min_p times as probable as the most probable one.
+        min_p: least probability to keep, relative to the most probable token's.
 
-    Each filter sees what the one before it left, renormalised. Among equally probable tokens the
-    lower id goes first, and at least one token is always kept.
+    The filters apply in this order, each to the renormalised result of the one before. Among
+    equally probable tokens the lower id goes first, and at least one token is always kept.
 
     Raises:
         InputError: a value outside its range.
@@ -79,7 +80,7 @@ class SamplingParams:
                 raise InputError(f"{field}: expected {expected}, found {short_repr(value)}")
 
     def rows(self, batch: int) -> RowParams:
-        """One value a row as NumPy arrays; raises InputError if a sequence has another length."""
+        """Returns NumPy arrays with one value per row; raises InputError for another length."""
         columns = {}
         for field, dtype in (
             ("temperature", np.float32),
@@ -95,17 +96,17 @@ class SamplingParams:
             if dtype == np.int32:
                 value = np.minimum(value, np.iinfo(np.int32).max)
             columns[field] = np.broadcast_to(value, (batch,)).astype(dtype)
-        # What float32 holds only as a denormal cannot be divided by; it is greedy to all purposes.
+        # A denormal float32 cannot be divided by. Such a temperature is greedy for all purposes.
         tiny = columns["temperature"] < np.finfo(np.float32).tiny
         columns["temperature"] = np.where(tiny, np.float32(0), columns["temperature"])
         return RowParams(**columns)
 
 
 def row_keys(key: Array, rows: Array | int) -> Array:
-    """[B] keys, one a row, each a function of `key` and the row's number alone.
+    """Returns [B] keys, one per row, that depend only on `key` and on the row's number.
 
-    They are threefry keys whatever `key` is: other generators give a row under `vmap` what the
-    first row's key says.
+    They are threefry keys whatever `key` is. Under `vmap`, other generators give every row the
+    numbers of the first row's key.
     """
     if str(jax.random.key_impl(key)) != GENERATOR:
         data = jax.random.bits(key, (2,), jnp.uint32)
@@ -114,7 +115,7 @@ def row_keys(key: Array, rows: Array | int) -> Array:
 
 
 def uniforms(keys_B: Array, role: int, count: int) -> Array:
-    """[B, count] float32 in [0, 1) for one role; the i-th does not depend on `count`."""
+    """Returns [B, count] float32 in [0, 1) for one role; number i does not depend on `count`."""
 
     def row(key):
         return jax.random.uniform(jax.random.fold_in(key, role), (count,), jnp.float32)
@@ -124,10 +125,10 @@ def uniforms(keys_B: Array, role: int, count: int) -> Array:
 
 @jax.named_scope("to_probs")
 def to_probs(logits: Array, rows: RowParams) -> Array:
-    """The distribution that is sampled: [B, ..., V] logits -> [B, ..., V] probabilities, float32.
+    """Returns the distribution that is sampled: [B, ..., V] logits -> [B, ..., V] float32.
 
-    Where a logit is not finite, all V probabilities are NaN, which no verifier lets through.
-    float64 logits stay float64.
+    If a logit is not finite, all V probabilities are NaN, which every verifier reports. float64
+    logits give float64 probabilities.
     """
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     columns = jax.tree.map(lambda leaf: leaf.reshape(-1, *[1] * (logits.ndim - 1)), rows)
@@ -150,7 +151,7 @@ def to_probs(logits: Array, rows: RowParams) -> Array:
         mass = columns.top_p.astype(dtype) * jnp.sum(weights, axis=-1, keepdims=True)
         return jnp.where(off | _keep_top_mass(logits, weights, mass), weights, 0)
 
-    # A filter that no row asks for costs nothing.
+    # A filter that no row uses costs nothing.
     weights = lax.cond(jnp.any(~greedy & (columns.top_k > 0)), top_k, lambda x: x, weights)
     weights = lax.cond(jnp.any(~greedy & (columns.top_p < 1)), top_p, lambda x: x, weights)
     weights = jnp.where(weights >= columns.min_p.astype(dtype), weights, 0)  # the largest is 1
@@ -160,11 +161,11 @@ def to_probs(logits: Array, rows: RowParams) -> Array:
 
 
 def _keep_top_mass(logits: Array, weights: Array, needed: Array) -> Array:
-    """Keeps the fewest tokens of highest logit whose weights add up to `needed`: bool [..., V].
+    """Returns bool [..., V]: the fewest tokens of highest logit whose weights reach `needed`.
 
-    Ties go to the lower id. `needed` is [..., 1], and at most the sum of the weights. Searches the
-    bit pattern of the threshold logit: floats are ordered as their bits are, and a masked sum in a
-    fixed order never decreases as the mask grows, so the answer is exact.
+    Ties go to the lower id. `needed` is [..., 1], and at most the sum of the weights. The search is
+    over the bit pattern of the threshold logit. Floats are ordered as their bits are, and a masked
+    sum in a fixed order never decreases as the mask grows, so the result is exact.
     """
     needed = jnp.maximum(needed, jnp.finfo(weights.dtype).tiny)  # a tiny top_p may underflow
     order = _as_ordered_integers(logits)
@@ -194,7 +195,7 @@ def _keep_top_mass(logits: Array, weights: Array, needed: Array) -> Array:
 
 
 def _as_ordered_integers(x: Array) -> Array:
-    """Unsigned integers in the order of the floats; -0.0 and 0.0 become one."""
+    """Returns unsigned integers in the order of the floats; -0.0 and 0.0 become the same."""
     integer = jnp.uint64 if x.dtype == jnp.float64 else jnp.uint32
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), integer)
     sign = jnp.ones((), integer) << (integer.dtype.itemsize * 8 - 1)
@@ -205,10 +206,10 @@ def _as_ordered_integers(x: Array) -> Array:
 def draw(weights: Array, uniforms: Array) -> Array:
     """Draws from unnormalised weights by inverting cumulative sums: [..., V], [..., 2] -> [...].
 
-    In two levels, each with a number of its own: a block of tokens, then a token of that block. It
-    costs one pass over the vocabulary, and a rare token is not lost among the 23 bits that one
-    number has. Prefix sums are monotone, so a token of weight zero is never drawn unless all are
-    zero.
+    The draw has two levels, each with its own random number: a block of tokens, then a token of
+    that block. It takes one pass over the vocabulary, and a rare token is not lost in the 23 bits
+    of one number. Prefix sums are monotone, so a token of weight zero is never drawn unless all
+    weights are zero.
     """
     vocab = weights.shape[-1]
     width = min(128, vocab)
@@ -220,13 +221,13 @@ def draw(weights: Array, uniforms: Array) -> Array:
 
 
 def _inverse_cdf(weights: Array, uniform: Array) -> Array:
-    """First index whose prefix sum exceeds `uniform` x total: [..., N], [...] -> [...].
+    """Returns the first index whose prefix sum exceeds `uniform` x total: [..., N], [...] -> [...].
 
-    Each prefix sum of the short last axis is the same masked sum, hence they are monotone.
+    Each prefix sum of the short last axis is the same masked sum, so the sums are monotone.
     """
     positions = jnp.arange(weights.shape[-1])
-    upto = positions[:, None] >= positions
-    ends = jnp.sum(jnp.where(upto, weights[..., None, :], 0), axis=-1)
+    in_prefix = positions[:, None] >= positions
+    ends = jnp.sum(jnp.where(in_prefix, weights[..., None, :], 0), axis=-1)
     level = uniform.astype(weights.dtype)[..., None] * ends[..., -1:]
     last = jnp.max(jnp.where(weights > 0, positions, 0), axis=-1)  # the level may round to the end
     return jnp.minimum(jnp.sum(ends <= level, axis=-1), last)

@@ -1,4 +1,4 @@
-"""The scripts as people run them, and a tiny pair of models for them."""
+"""Helpers that run the scripts as users do, on a tiny pair of models."""
 
 import os
 import pathlib
@@ -16,20 +16,21 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def tiny_pair(folder: pathlib.Path) -> list[str]:
-    """Flags that name a target and a draft, each with a tokenizer, made in the folder."""
+    """Makes a target and a draft with a tokenizer in a folder, and returns flags that name them."""
     texts = [text for name, text in documents.stdlib().items() if documents.is_held_out(name)]
-    pieces = tokenization.train(texts[:3], folder / "tokenizer.model", 400)
+    tokenizer = tokenization.train(texts[:3], folder / "tokenizer.model", 400)
     for seed, name in enumerate(("target", "draft")):
         config = transformer.Config(
             vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,
-            head_dim=8, max_positions=256, bos_id=pieces.bos_id, eos_ids=(pieces.eos_id,),
+            head_dim=8, max_positions=256, bos_id=tokenizer.bos_id, eos_ids=(tokenizer.eos_id,),
         )  # fmt: skip
         hf_weights.save(folder / name, config, transformer.init(config, jax.random.key(seed)))
-        (folder / name / "tokenizer.model").write_bytes(pieces.path.read_bytes())
+        (folder / name / "tokenizer.model").write_bytes(tokenizer.path.read_bytes())
     return [f"--target={folder / 'target'}", f"--draft={folder / 'draft'}"]
 
 
 def run(script: str, *flags: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess:
+    """Runs a script in a folder."""
     environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
     return subprocess.run(
         [sys.executable, ROOT / "scripts" / script, *flags],
@@ -42,14 +43,16 @@ def run(script: str, *flags: str, path: pathlib.Path = ROOT) -> subprocess.Compl
 
 
 def succeeds(script: str, *flags: str) -> subprocess.CompletedProcess:
+    """Runs a script, and asserts that it succeeds."""
     result = run(script, *flags)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     return result
 
 
-def fails_with_one_line(result: subprocess.CompletedProcess, *pieces: str):
+def fails_with_one_line(result: subprocess.CompletedProcess, *parts: str):
+    """Asserts that a script failed with one line that contains all parts."""
     assert result.returncode not in (0, None)
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
-    for piece in pieces:
-        assert piece in result.stderr
+    for part in parts:
+        assert part in result.stderr

@@ -9,7 +9,7 @@ import jax
 import pytest
 from bad_input import one_line
 
-from spsjax.cli import main as cli
+from spsjax.cli import configs
 from spsjax.data import documents
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
@@ -69,7 +69,7 @@ COUNTS = {
 
 
 def test_every_model_config_has_an_expected_count():
-    assert set(cli.model_names(FOLDER)) == set(COUNTS)
+    assert set(configs.model_names(FOLDER)) == set(COUNTS)
 
 
 def num_params(config):
@@ -82,14 +82,14 @@ def num_params(config):
 
 
 def test_num_params_extrapolates_the_layers():
-    config = cli.model_config("gpt2:small", FOLDER)
+    config = configs.model_config("gpt2:small", FOLDER)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
     assert count == num_params(config) == COUNTS["gpt2:small"]
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_model_config_has_the_published_count(name):
-    config, expected = cli.model_config(name, FOLDER), COUNTS[name]
+    config, expected = configs.model_config(name, FOLDER), COUNTS[name]
     count = num_params(config)
     assert count == expected if type(expected) is int else round(count / 1e9, 1) == expected
 
@@ -97,7 +97,7 @@ def test_model_config_has_the_published_count(name):
 @pytest.mark.parametrize("name", COUNTS)
 def test_model_config_belongs_to_a_family(name):
     """Hence the model can be saved in the Hugging Face layout."""
-    config = cli.model_config(name, FOLDER)
+    config = configs.model_config(name, FOLDER)
     family = config_json.family_of(config)
     stem = "mixtral" if "8x7b" in name else name.partition(":")[0].partition("_")[0]
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
@@ -105,9 +105,9 @@ def test_model_config_belongs_to_a_family(name):
 
 def test_unknown_model_name_lists_the_known_ones():
     with one_line("'llama:2-8b'", "llama:2-7b"):
-        cli.model_config("llama:2-8b", FOLDER)
+        configs.model_config("llama:2-8b", FOLDER)
     with one_line("'lama'", "llama:SIZE", "chinchilla_70b"):
-        cli.model_config("lama", FOLDER)
+        configs.model_config("lama", FOLDER)
 
 
 EXPERIMENTS = FOLDER.parent / "experiments"
@@ -119,7 +119,7 @@ def test_training_config_is_valid(name):
     config = runpy.run_path(EXPERIMENTS / f"{name}.py")["get_config"]()
     shipped = "pystdlib_target" if "tokenizer" in config else "pystdlib_draft"
     default = runpy.run_path(EXPERIMENTS / f"{shipped}.py")["get_config"]()
-    cli._check_keys(config, default, free=("model",))
+    configs.check_keys(config, default, free=("model",))
     optimizer = from_config.build(
         "optimization", OptimizerConfig, config.optimization, steps=config.steps
     )

@@ -43,7 +43,7 @@ def test_first_cell_without_spsjax_names_repository(path, monkeypatch):
         exec(compile("".join(source), path.name, "exec"), {})
 
 
-@pytest.mark.parametrize("name", sorted(NOTEBOOKS.keys() - {"plan_a_pod"}))  # see ahead_test.py
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS.keys() - {"plan_a_pod"}))  # see aot_test.py
 def test_notebook_runs_from_top_to_bottom(name, capsys, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(_FOLDER.parent / "configs")
     monkeypatch.chdir(tmp_path)

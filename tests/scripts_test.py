@@ -1,4 +1,4 @@
-"""The scripts as people run them: what comes out, and what a mistake is answered with."""
+"""The scripts as users run them: their output, and their answer to a mistake."""
 
 import dataclasses
 import importlib.util
@@ -11,9 +11,10 @@ import pytest
 from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
 
 from spsjax import generation, tokenization
-from spsjax.cli import terminal
+from spsjax.cli import main, terminal
 from spsjax.data import documents
-from spsjax.evaluation import race, samplers, speed
+from spsjax.evaluation import speed
+from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
@@ -37,7 +38,8 @@ QUICK = (
 
 
 @pytest.mark.parametrize("drafter", ["none", "model", "ngram"])
-def test_generate_json(pair, drafter):
+def test_generate_json_has_tokens_and_config(pair, drafter):
+    """The JSON has the tokens, the counts and the config."""
     flags = (*pair, *SHORT, "--prompt=def f(x):", "--json", f"--config.drafter={drafter}")
     result = json.loads(succeeds("generate.py", *flags, "--config.stop_at_eos=false").stdout)
     assert result["prompt"] == "def f(x):"
@@ -48,7 +50,8 @@ def test_generate_json(pair, drafter):
     assert result["config"]["target"] == pair[0].removeprefix("--target=")
 
 
-def test_generate_streams_what_json_holds_and_show_adds_a_legend(pair, tmp_path):
+def test_generate_streams_the_text_of_json(pair, tmp_path):
+    """The stream is the text of the JSON, and --show adds a legend."""
     prompt = "if x:\n\tpass\n\f\n"  # a terminal library would change tab and form feed
     (tmp_path / "prompt.py").write_text(prompt, encoding="utf-8")
     flags = (*pair, *SHORT, f"--file={tmp_path / 'prompt.py'}")
@@ -56,11 +59,12 @@ def test_generate_streams_what_json_holds_and_show_adds_a_legend(pair, tmp_path)
     plain, shown = succeeds("generate.py", *flags), succeeds("generate.py", *flags, "--show")
     assert plain.stdout == f"{prompt}{whole['text']}\n"
     assert shown.stdout.startswith(plain.stdout)
-    assert "a token (compiling" in plain.stderr
+    assert "ms/token (excluding" in plain.stderr
     assert "residual token" in shown.stdout and "residual token" not in plain.stdout
 
 
-def test_generate_continues_every_line_of_a_file(pair, tmp_path):
+def test_generate_prompts_continues_every_line(pair, tmp_path):
+    """Each line of a file is continued as it is alone."""
     prompts = ["import os", "def f(x):", "x"]
     (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(prompts).encode() + b"\n")
     lines = succeeds("generate.py", *pair, *SHORT, f"--prompts={tmp_path / 'prompts.txt'}").stdout
@@ -71,13 +75,14 @@ def test_generate_continues_every_line_of_a_file(pair, tmp_path):
     )
     assert results[0]["tokens"] == alone["tokens"] and results[0]["text"] == alone["text"]
     (tmp_path / "prompts.txt").write_text("a\n\nb\n", encoding="utf-8")
-    found = run("generate.py", *pair, f"--prompts={tmp_path / 'prompts.txt'}")
-    fails_with_one_line(found, "line 2: expected a text, found an empty one")
+    result = run("generate.py", *pair, f"--prompts={tmp_path / 'prompts.txt'}")
+    fails_with_one_line(result, "line 2: expected a text, found an empty one")
 
 
-def test_generate_answers_a_message(pair, tmp_path):
-    found = run("generate.py", *pair, *SHORT, "--prompt=Hi", "--chat")
-    fails_with_one_line(found, "target: expected a chat template, found none")
+def test_generate_chat_uses_the_template(pair, tmp_path):
+    """A chat message is formatted by the template of the model, which has to have one."""
+    result = run("generate.py", *pair, *SHORT, "--prompt=Hi", "--chat")
+    fails_with_one_line(result, "target: expected a chat template, found none")
     shutil.copytree(pair[0].removeprefix("--target="), tmp_path / "target")
     template = "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (tmp_path / "target" / "chat_template.jinja").write_text(template)
@@ -89,60 +94,63 @@ def test_generate_answers_a_message(pair, tmp_path):
 
 
 def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
+    """The table, the JSON and the plot have every system in every setting."""
     pytest.importorskip("matplotlib")
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     result = succeeds("benchmark.py", *pair, *QUICK, f"--json={figures}", f"--plot={plot}")
     assert "n-gram" in result.stdout and "GB/s" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(figures.read_text())
-    lines = report["lines"]
-    names = [(line["name"], line["num_speculative_tokens"]) for line in lines]
+    systems = report["systems"]
+    names = [(system["system"], system["num_speculative_tokens"]) for system in systems]
     assert names == 2 * [("ArS", 0), ("SpS", 1), ("SpS", 2), ("n-gram", 4)]
-    assert all(line["ms_per_token"] > 0 and line["speedup"] > 0 for line in lines)
-    for line in lines:
-        assert 1 <= line["block_efficiency"] <= line["num_speculative_tokens"] + 1
-        if line["name"] == "SpS":
-            assert len(line["acceptance_by_position"]) == line["num_speculative_tokens"]
-            assert line["parts"]["draft_step"] > 0 and line["parts"]["scoring"] > 0
+    for system in systems:
+        K = system["num_speculative_tokens"]
+        assert system["ms_per_token"] > 0 and 1 <= system["block_efficiency"] <= K + 1
+        assert system["speedup"] is None if K == 0 else system["speedup"] > 0
+        if system["role"] == "speculative":
+            assert len(system["acceptance_by_position"]) == K
+            assert system["round_cost"]["draft_step"] > 0 and system["round_cost"]["scoring"] > 0
     assert report["config"]["prompts"] == 2 and len(report["prompts"]) == 2
-    assert set(report["ars_over_floor"]) == {"sampled", "greedy"}
+    assert set(report["baseline_over_bound"]) == {"sampled", "greedy"}
 
 
-def test_benchmark_of_a_random_model(tmp_path):
-    flags = ("--size=1M", "--config.what=greedy", "--config.parts=false", *QUICK)
+def test_benchmark_size_measures_a_random_model(tmp_path):
+    """A random model of a given size is measured without a draft."""
+    flags = ("--size=1M", "--config.run_settings=greedy", "--config.time_rounds=false", *QUICK)
     succeeds("benchmark.py", *flags, f"--json={tmp_path / 'figures.json'}")
     report = json.loads((tmp_path / "figures.json").read_text())
-    assert [line["name"] for line in report["lines"]] == ["ArS"]
+    assert [system["role"] for system in report["systems"]] == ["baseline"]
     assert report["weights_bytes"] >= 4e6
 
 
-def test_benchmark_of_random_shapes_says_so_in_every_line(pair, tmp_path):
-    """A config's own shapes: here those of the tiny pair, by its folders."""
+def test_benchmark_random_marks_every_line(pair, tmp_path):
+    """Every line of output says that the weights are random."""
     result = succeeds("benchmark.py", f"--config={GPT2_XL}", *pair, *QUICK, "--random")
-    lines = [line for line in result.stdout.splitlines() if not {*"┃━"} & {*line}]  # no heads
+    lines = [line for line in result.stdout.splitlines() if not {*"┃━"} & {*line}]  # no headers
     assert len(lines) == 9 and all("random weights" in line for line in lines), result.stdout
     assert "predicted" in result.stdout and "the text is that of plain decoding" in result.stdout
 
 
-def test_benchmark_of_one_s_own_text(pair, tmp_path):
-    """The report of configs/experiments/gpt2_xl.py, on a tiny pair."""
+def test_benchmark_texts_predicts_the_speedup(pair, tmp_path):
+    """The report of configs/experiments/gpt2_xl.py predicts the speed-up, here of a tiny pair."""
     flags = (f"--config={GPT2_XL}", "--config.max_new_tokens=12", "--config.repetitions=1")
     path = tmp_path / "figures.json"
     result = succeeds("benchmark.py", *pair, *flags, "--config.texts='def f(x):'", f"--json={path}")
     report = json.loads(path.read_text())
     assert report["prompts"] == ["def f(x):"]
-    base, line = report["lines"]
-    K, parts = 4, line["parts"]
-    share = line["block_efficiency"] / (K + 1)
-    one = base["parts"]["scoring"]
-    predicted = share * (K + 1) * one / (K * parts["draft_step"] + one)
-    assert line["predicted_speedup"] == pytest.approx(predicted, rel=2e-3)
-    assert line["same_text"] is True and f"r' = {share:.3f}" in result.stdout
+    base, system = report["systems"]
+    K, cost, one = 4, system["round_cost"], base["round_cost"]["scoring"]
+    share = system["block_efficiency"] / (K + 1)
+    predicted = share * (K + 1) * one / (K * cost["draft_step"] + one)
+    assert system["predicted_speedup"] == pytest.approx(predicted, rel=2e-3)
+    assert system["same_tokens"] is True and f"r' = {share:.3f}" in result.stdout
 
 
-def test_quickstart(pair):
+def test_quickstart_shows_texts_and_speedup(pair):
+    """The quickstart shows a text of both algorithms, and the best speed-up."""
     result = succeeds(
-        "quickstart.py", *pair, *QUICK, "--config.what=sampled", "--config.repetitions=2"
+        "quickstart.py", *pair, *QUICK, "--config.run_settings=sampled", "--config.repetitions=2"
     )
     for piece in ("Autoregressive", "residual token", "SpS", "at its best K", "scripts/test.sh"):
         assert piece in result.stdout
@@ -152,14 +160,15 @@ def test_quickstart(pair):
     not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
     reason="torch and transformers are not installed",
 )
-def test_benchmark_against_hugging_face(pair, tmp_path):
-    flags = ("--peer=hf", "--config.peer.num_speculative_tokens=2", "--config.parts=false")
-    flags += ("--config.what=greedy", f"--json={tmp_path / 'figures.json'}")
+def test_benchmark_peer_measures_hugging_face(pair, tmp_path):
+    """Hugging Face generate is measured beside our systems."""
+    flags = ("--peer=hf", "--config.peer.num_speculative_tokens=2", "--config.time_rounds=false")
+    flags += ("--config.run_settings=greedy", f"--json={tmp_path / 'figures.json'}")
     result = succeeds("benchmark.py", *pair, *QUICK, *flags)
     assert "over HF plain f32" in result.stdout
-    lines = json.loads((tmp_path / "figures.json").read_text())["lines"]
-    names = {line["name"] for line in lines}
-    assert {"HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"} <= names
+    systems = json.loads((tmp_path / "figures.json").read_text())["systems"]
+    names = {system["system"] for system in systems if system["role"] == "peer"}
+    assert names == {"HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"}
 
 
 OWN = f"""
@@ -209,6 +218,7 @@ CONFIGS = {
     ],
 )
 def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
+    """A mistake in a flag, a file or a config is one line on stderr."""
     (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
     for name, program in CONFIGS.items():
         (tmp_path / name).write_text(program)
@@ -218,7 +228,7 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
 @pytest.mark.parametrize(
     ("flags", "piece"),
     [
-        (["--config.what=nosuch"], "nosuch"),
+        (["--config.run_settings=nosuch"], "nosuch"),
         (["--config.num_speculative_tokens=2,x"], "num_speculative_tokens: expected"),
         (["--config.repetitions=0"], "repetitions: expected"),
         (["--config.prompts=100000"], "prompts: expected"),
@@ -232,11 +242,13 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
     ],
 )
 def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
+    """A mistake in a flag or a config is one line on stderr."""
     fails_with_one_line(run("benchmark.py", *pair, *flags, path=tmp_path), piece)
 
 
 @pytest.mark.parametrize(("flag", "module"), [("peer=hf", "torch"), ("plot=p.png", "matplotlib")])
-def test_a_missing_package_is_one_line(pair, tmp_path, flag, module):
+def test_benchmark_without_a_package_is_one_line(pair, tmp_path, flag, module):
+    """A package that a flag needs and that is missing is one line on stderr."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\n"
         "real = util.find_spec\n"
@@ -247,95 +259,30 @@ def test_a_missing_package_is_one_line(pair, tmp_path, flag, module):
 
 
 def test_training_answers_a_mistake_with_one_line(tmp_path):
+    """A mistake is one line on stderr, and no folder is created."""
     fails_with_one_line(run("train_target.py", path=tmp_path), "--workdir")
     flags = ("--workdir=run", "--config.objective.name=nosuch")
     fails_with_one_line(run("train_drafter.py", *flags, path=tmp_path), "nosuch", "lk_hybrid")
     assert not (tmp_path / "run").exists()
 
 
-TINY = {
-    "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
-    "length": 32, "batch": 2, "steps": 4, "eval_every": 4, "eval_examples": 2,
-    "optimization": {"warmup": 1},
-    "draft_eval": {"prompts": 2, "prompt_length": 8, "new_tokens": 8},
-}  # fmt: skip
-
-
-def comparison(pair, folder, **changes):
-    """Flags for a comparison of one draft after a start."""
-    texts = folder / "texts"
-    texts.mkdir()
-    for index in range(30):
-        (texts / f"{index}.txt").write_text(f"def function_{index}(x):\n    return x + {index}\n")
-    config = {
-        "base": "pystdlib_draft",
-        "common": TINY | {"target": pair[0].partition("=")[2], "data": {"train": (str(texts),)}},
-        "start": {"objective": {"name": "cross_entropy"}},
-        "runs": {"forward_kl": {"objective": {"name": "forward_kl"}}},
-        "speed": {
-            "prompts": 1, "prompt_tokens": 8, "max_new_tokens": 8, "repetitions": 1,
-            "num_speculative_tokens": 2, "temperature": 1.0,
-        },
-    }  # fmt: skip
-    for name, value in changes.items():
-        config[name] = config[name] | value if isinstance(value, dict) else value
-    path = folder / "config.py"
-    path.write_text(
-        "import ml_collections\n"
-        f"def get_config():\n    return ml_collections.ConfigDict({config!r})\n"
-    )
-    return f"--config={path}", f"--workdir={folder / 'runs'}"
-
-
-def test_drafts_are_compared_and_a_comparison_goes_on(pair, tmp_path):
-    pytest.importorskip("matplotlib")
-    flags = comparison(pair, tmp_path)
-    first = succeeds("compare_drafts.py", *flags)
-    rows = json.loads((tmp_path / "runs" / "table.json").read_text())
-    assert set(rows) == {"forward_kl"}
-    for row in rows.values():
-        assert 0 < row["acceptance"] < 1 and row["ms a draft step"] > 0 and row["speed-up"] > 0
-        assert 1 <= row["tokens a call, T = 0"] <= 5
-    assert (tmp_path / "runs" / "table.png").read_bytes().startswith(b"\x89PNG")
-    known = json.loads((tmp_path / "runs" / "forward_kl" / "config.json").read_text())
-    assert known["init"] == str(tmp_path / "runs" / "start" / "model")
-    assert "base: pystdlib_draft" in first.stdout and "!!" not in first.stdout
-    table = (tmp_path / "runs" / "table.md").read_text()
-    assert table in first.stdout and table.count("\n") == 3
-    assert "step/s" not in succeeds("compare_drafts.py", *flags).stderr  # nothing is trained again
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"runs": {"b": {"objectve": {}}}}, "b: expected keys and values of the config, found"),
-        ({"runs": {"b": {"model": {"d_model": -3}}}}, "b: d_model: expected at least 1, found -3"),
-        ({"runs": {"start": {}}}, "runs: expected one or more by name, none of them 'start'"),
-        ({"common": {"steps": "abc"}}, "common: expected keys and values of the config, found"),
-        ({"base": "pystdlib_target"}, "found"),
-        ({"speed": {"repetitions": 0}}, "speed.repetitions: expected an integer >= 1, found 0"),
-        ({"speed": {"max_new_tokens": 9999}}, "speed.max_new_tokens: expected at most "),
-    ],
-)
-def test_a_comparison_that_cannot_be_made_trains_nothing(pair, tmp_path, changes, message):
-    pytest.importorskip("matplotlib")
-    result = run("compare_drafts.py", *comparison(pair, tmp_path, **changes), path=tmp_path)
-    fails_with_one_line(result, message)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_terminal_that_knows_few_letters_gets_question_marks(pair, monkeypatch):
+def test_generate_on_ascii_terminal_prints_question_marks(pair, monkeypatch):
+    """Characters that the terminal lacks become question marks."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     assert succeeds("generate.py", *pair, *SHORT, "--prompt=é").stdout.startswith("?")
 
 
-def test_acceptance_by_position():
-    # Of 10 rounds 4 accepted nothing, 3 one, 0 two, 3 three.
-    assert race.acceptance_by_position([4, 3, 0, 3]) == [0.6, 0.5, 1.0]
-    assert race.acceptance_by_position([5, 0, 0]) == [0.0, None]
+def test_warnings_of_libraries_are_hidden(capsys):
+    """A warning of this package is one line on stderr; those of libraries are not shown."""
+    main._warn("odd weights", UserWarning, generation.__file__, 1)
+    main._warn("odd types", DeprecationWarning, generation.__file__, 1)
+    main._warn("odd arrays", UserWarning, np.__file__, 1)
+    assert capsys.readouterr().err == "warning: odd weights\n"
 
 
-def test_colours_tell_drafts_from_residual_and_bonus_tokens():
+def test_styled_text_separates_kinds_of_tokens():
+    """Drafts, residual tokens and bonus tokens have different styles."""
+
     class Letters:
         def decode(self, ids):
             return "".join(chr(index) for index in ids)
@@ -350,47 +297,32 @@ def test_colours_tell_drafts_from_residual_and_bonus_tokens():
         a_round("f", 3, 3),  # cut off inside the drafts
     ]
     draft, residual, bonus = terminal._STYLES.values()
-    assert list(terminal.pieces(Letters(), [ord(">")], rounds)) == [
+    assert list(terminal.styled_text(Letters(), [ord(">")], rounds)) == [
         ("ab", draft), ("R", residual), ("cde", draft), ("B", bonus), ("B", bonus), ("f", draft)
     ]  # fmt: skip
 
 
-def test_race_is_interleaved_and_takes_medians():
-    calls, clock = [], {"ArS": iter([9, 4, 8, 6]), "fast": iter([9, 2, 50, 3])}
-
-    def contender(name):
-        def call(prompt, params, max_new_tokens, seed, stop_at_eos):
-            calls.append(name)
-            return samplers.Sample(next(clock[name]), [1, 2])
-
-        sampler = samplers.Sampler(name, 0, 512, call)
-        return race.Contender(sampler, "greedy", SamplingParams(temperature=0.0), 2)
-
-    lines = race.run([contender("ArS"), contender("fast")], [[1]], repetitions=3)
-    assert calls == ["ArS", "fast"] * 4  # the warm-up, and three
-    assert [line.ms_per_token for line in lines] == [3000, 1500]
-    assert [line.speedup for line in lines] == [1, 2]
-
-
-def test_parts_are_measured_in_order_of_size():
+def test_probe_of_small_draft_is_faster_than_scoring():
+    """A draft step of a small draft takes less time than a scoring pass."""
     config = transformer.Config(
         vocab_size=64, d_model=256, d_ff=1024, num_layers=2, num_heads=4, num_kv_heads=4,
         head_dim=64, max_positions=256,
     )  # fmt: skip
-    target = speed.Model("target", config, transformer.init(config, jax.random.key(0)))
+    target = Model("target", config, transformer.init(config, jax.random.key(0)))
     small = dataclasses.replace(config, d_model=16, d_ff=16, num_layers=1)
-    draft = speed.Model("draft", small, transformer.init(small, jax.random.key(0)))
-    measure = microbenchmarks.probe(target, draft, 4, SamplingParams(), 20, 40)
-    parts = [measure() for _ in range(5)]
-    assert np.median([p.draft_step for p in parts]) < np.median([p.scoring for p in parts])
+    draft = Model("draft", small, transformer.init(small, jax.random.key(0)))
+    measure = microbenchmarks.round_cost_timer(target, draft, 4, SamplingParams(), 20, 40)
+    cost = microbenchmarks.median([measure() for _ in range(5)])
+    assert cost.draft_step < cost.scoring
 
 
-def test_prompts_are_held_out_and_always_the_same(tmp_path):
-    pieces = tokenization.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
+def test_held_out_prompts_are_always_the_same(tmp_path):
+    """Prompts are held out, and fewer of them are the first of more."""
+    tokenizer = tokenization.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
     stdlib = documents.Sources(("stdlib",))
-    prompts = speed.held_out_prompts(pieces, 3, 50, stdlib)
-    assert prompts == speed.held_out_prompts(pieces, 3, 50, stdlib)
-    assert list(prompts) == list(speed.held_out_prompts(pieces, 5, 50, stdlib))[:3]
+    prompts = speed.held_out_prompts(tokenizer, 3, 50, stdlib)
+    assert prompts == speed.held_out_prompts(tokenizer, 3, 50, stdlib)
+    assert list(prompts) == list(speed.held_out_prompts(tokenizer, 5, 50, stdlib))[:3]
     assert all(
         documents.is_held_out(name) and len(tokens) == 50 for name, tokens in prompts.items()
     )

@@ -1,32 +1,31 @@
-"""Tasks: what is asked, what is taken for the answer, and what it is worth."""
+"""Tasks: prompts, answers and scores."""
 
 import gzip
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tarfile
-import time
 
 import pytest
 from bad_input import one_line
 
 from spsjax.data import documents
-from spsjax.evaluation.tasks import base, human_eval, sandbox, spec_bench, stdlib, xsum
+from spsjax.evaluation.tasks import base, human_eval, spec_bench, stdlib, xsum
 
 DATA = pathlib.Path(os.environ.get("SPSJAX_DATA", ""))
 
 
 def real(*parts):
+    """Returns the path of a dataset, or skips the test if it is missing."""
     path = DATA.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"needs $SPSJAX_DATA/{'/'.join(parts)}")
     return path
 
 
-def rows(path, *rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+def rows(path, *objects):
+    """Writes objects as JSON lines, and returns the path."""
+    text = "".join(json.dumps(value) + "\n" for value in objects)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return str(path)
 
@@ -38,7 +37,7 @@ def rows(path, *rows):
     ("content", "parts"),
     [
         (b"", ["empty"]),
-        (b"{", ["line 1", "JSON"]),
+        (b'{"a": "x"}\n{', ["line 2", "JSON"]),
         (b'{"a": "x"}\n[]\n', ["line 2", "a", "none"]),
         (b'{"a": "x"}\n{"a": 3}\n', ["line 2", "a: expected str, found int"]),
         (b'{"a": "x"}\n{"b": 3}\n', ["line 2", "found none"]),
@@ -46,14 +45,16 @@ def rows(path, *rows):
         (b"\n\n", ["empty"]),
     ],
 )
-def test_a_file_that_is_not_as_it_should_be(tmp_path, content, parts):
+def test_read_rows_of_malformed_line_names_it(tmp_path, content, parts):
+    """A malformed line, a missing field and an empty file are errors."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with one_line("rows.jsonl", *parts):
         list(base.read_rows(path, {"a": str}))
 
 
-def test_a_file_that_is_not_there_or_cut_off(tmp_path):
+def test_read_rows_of_missing_or_damaged_file_is_refused(tmp_path):
+    """A missing file and a damaged archive are errors."""
     with one_line("nosuch.jsonl"):
         list(base.read_rows(tmp_path / "nosuch.jsonl", {}))
     path = tmp_path / "rows.jsonl.gz"
@@ -76,7 +77,8 @@ def summaries(tmp_path):
     return xsum.Task(*paths, words=5)
 
 
-def test_xsum_s_prompt_solves_one_example_first(summaries):
+def test_xsum_prompt_has_a_solved_example(summaries):
+    """The prompt has one solved example before the article."""
     first, second = summaries.examples()
     assert first.turns == (
         "Article: Rain fell. It was wet.\nSummary in one sentence: It rained.\n\n"
@@ -85,7 +87,8 @@ def test_xsum_s_prompt_solves_one_example_first(summaries):
     assert first.name != second.name
 
 
-def test_xsum_s_answer_is_a_line_and_scored_by_its_bigrams(summaries):
+def test_xsum_answer_is_scored_by_its_bigrams(summaries):
+    """The answer is the first line, and its score the F1 of bigrams."""
     example = next(summaries.examples())
     assert summaries.answer(example, " A dog.\n\nArticle: more") == "A dog."
     assert summaries.scores(example, ["A dog bit a man."]) == {"ROUGE-2": 1.0}
@@ -104,8 +107,8 @@ def test_xsum_s_answer_is_a_line_and_scored_by_its_bigrams(summaries):
         ("topic-convs2s", 11.54),
     ],
 )
-def test_rouge_is_that_of_the_published_scores(system, published):
-    """ROUGE-1.5.5's, of the outputs of Narayan et al.'s systems."""
+def test_rouge_2_matches_published_scores(system, published):
+    """The scores of the systems of Narayan et al. are those of ROUGE-1.5.5."""
     path = real("xsum", "xsum-model-predictions.tar.gz")
     with tarfile.open(path) as files:
         gold, out = (
@@ -131,7 +134,8 @@ def functions(tmp_path):
     return human_eval.Task(rows(tmp_path / "h.jsonl.gz", SUM))
 
 
-def test_human_eval_runs_what_was_written(functions):
+def test_human_eval_scores_by_execution(functions):
+    """An answer passes if its function passes the tests."""
     (example,) = functions.examples()
     right, wrong = "    return a + b\n", "    return a - b\n"
     texts = [f"{right}\ndef more():\n    pass\n", wrong, right, wrong]
@@ -141,26 +145,30 @@ def test_human_eval_runs_what_was_written(functions):
 
 
 @pytest.mark.parametrize("stop", ["class A:", "def more():", "# more", "if x:", "print(x)"])
-def test_human_eval_s_answer_ends_with_its_function(functions, stop):
+def test_human_eval_answer_ends_with_its_function(functions, stop):
+    """Text after the function is not part of the answer."""
     (example,) = functions.examples()
     body = "    if a:\n        # a comment\n        print(a)\n    return a + b"
     assert functions.answer(example, f"{body}\n{stop}\n    x = 1") == body
 
 
 @pytest.mark.parametrize("ks", [(), (0,), ("1",)])
-def test_pass_at_what(ks):
+def test_human_eval_with_wrong_ks_is_refused(ks):
+    """The values of k are positive integers, at least one."""
     with one_line("ks"):
         human_eval.Task("h.jsonl.gz", ks=ks)
 
 
-def test_pass_at_k_is_the_chance_of_one_right_among_k():
+def test_pass_at_k_is_unbiased():
+    """pass@k is the probability that one of k of the samples passes."""
     assert human_eval.pass_at(1, 10, 3) == pytest.approx(0.3)
     assert human_eval.pass_at(2, 4, 2) == pytest.approx(1 - 1 / 6)
     assert human_eval.pass_at(3, 4, 2) == 1 and human_eval.pass_at(5, 9, 0) == 0
 
 
 @pytest.mark.parametrize("mutated", [False, True])
-def test_canonical_solutions_pass_and_mutated_ones_do_not(mutated):
+def test_human_eval_canonical_solutions_pass(mutated):
+    """The canonical solutions pass, and mutated ones do not."""
     task = human_eval.Task(str(real("human_eval", "HumanEval.jsonl.gz")))
     for example in list(task.examples())[::8]:
         solution = example.reference["canonical_solution"]
@@ -169,89 +177,11 @@ def test_canonical_solutions_pass_and_mutated_ones_do_not(mutated):
         assert task.scores(example, [solution]) == {"pass@1": float(not mutated)}, example.name
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("while True: pass", "more than"),
-        ("x = [0] * 10**9", "MemoryError"),
-        ("import os; os._exit(0)", "exit code 0"),
-        ("import sys; sys.exit(0)", "exit code 0"),
-        ("raise SystemExit", "exit code 0"),
-        ("print('x' * 10**6)\nassert False, 'no'", "no"),
-        ("open('/etc/spsjax', 'w')", "not allowed"),
-        ("import os; os.open('/tmp/spsjax', os.O_CREAT | os.O_WRONLY)", "not allowed"),
-        ("import os; os.remove('/etc/hostname')", "not allowed"),
-        ("import socket; socket.create_connection(('127.0.0.1', 80))", "not allowed"),
-        ("import subprocess; subprocess.run(['true'])", "not allowed"),
-        ("import os; os.system('true')", "not allowed"),
-        ("import os; os.fork()", "not allowed"),
-        ("open('big', 'wb').write(b'x' * 10**7)", "File too large"),
-        ("def f(", "SyntaxError"),
-        ("x = '\\ud800'\nraise ValueError(x)", "ValueError"),
-        ("f = lambda: f()\nf()", "Recursion"),
-        ("import os; os.write(1, b'passed')\nassert 0", "AssertionError"),
-        ("import os; os.rename('/etc/hostname', 'x')", "not allowed"),
-        ("import os; os.remove('hostname', dir_fd=os.open('/etc', os.O_RDONLY))", "not allowed"),
-        ("import os; os.mkfifo('x')", "not allowed"),
-        ("import sqlite3; sqlite3.connect('/tmp/spsjax.db')", "not allowed"),
-        (
-            "from multiprocessing import util; util.spawnv_passfds(b'/bin/true', [], [])",
-            "not allow",
-        ),
-        ("import sys\nwhile True: sys.stderr.write('x' * 10**6)", "xxx"),
-        ("import sys\nassert hasattr(sys.modules['__main__'], 'word')", "AssertionError"),
-        ("", None),
-        ("import numpy; assert numpy.ones(3).sum() == 3", None),
-        (
-            "import os, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n"
-            "    os.rename(open(folder + '/x', 'w').name, folder + '/y')",
-            None,
-        ),
-        ("import math, re, collections; assert math.pi > 3", None),
-        ("open('x', 'w').write('fine'); assert open('x').read() == 'fine'", None),
-        ("assert input is not None; import sys; assert sys.stdin.read() == ''", None),
-    ],
-)
-def test_a_program_is_kept_within_its_limits(program, reason):
-    start = time.perf_counter()
-    outcome = sandbox.run(program, sandbox.Limits(seconds=2.0, megabytes=512))
-    assert time.perf_counter() - start < 20
-    assert outcome.passed == (reason is None)
-    assert (reason or "") in outcome.reason, outcome.reason
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_program_whose_parent_was_killed_ends(tmp_path):
-    mark = tmp_path / "alive"
-    program = "import time\nwhile True: time.sleep(0.05)"
-    parent = f"""
-import pathlib, subprocess
-from spsjax.tasks import sandbox
-real = subprocess.Popen
-def started(*args, **options):
-    child = real(*args, **options)
-    pathlib.Path({str(mark)!r}).write_text(str(child.pid))
-    return child
-subprocess.Popen = started
-sandbox.run({program!r}, sandbox.Limits(seconds=1.0))
-"""
-    process = subprocess.Popen([sys.executable, "-c", parent])
-    while not mark.exists() or not mark.read_text():
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    child = pathlib.Path("/proc") / mark.read_text()
-    for _ in range(100):
-        if not child.exists() or "(zombie)" in (child / "status").read_text():
-            return
-        time.sleep(0.1)
-    pytest.fail("the child goes on")
-
-
 # Spec-Bench.
 
 
-def test_spec_bench_has_six_groups(tmp_path):
+def test_spec_bench_groups_by_category(tmp_path):
+    """Conversations form one group; other categories are groups of their own."""
     path = rows(
         tmp_path / "q.jsonl",
         {"question_id": 1, "category": "writing", "turns": ["Hi", "Again"]},
@@ -265,10 +195,11 @@ def test_spec_bench_has_six_groups(tmp_path):
         list(spec_bench.Task(bad).examples())
 
 
-def test_spec_bench_as_it_is():
+def test_spec_bench_file_has_six_groups():
+    """The published file has 480 examples in six groups."""
     path = real("spec_bench", "question.jsonl")
     examples = list(spec_bench.Task(str(path)).examples())
-    assert len(examples) == 480 == 6 * 80 and len({each.group for each in examples}) == 6
+    assert len(examples) == 480 == 6 * 80 and len({example.group for example in examples}) == 6
 
 
 # The standard library.
@@ -307,7 +238,8 @@ def completions(tmp_path):
     return stdlib.Task(sources, lines=5, count=0)
 
 
-def test_a_completion_begins_after_a_docstring(completions):
+def test_stdlib_prompt_ends_before_the_body(completions):
+    """A prompt ends after the docstring, and the body is a perfect answer."""
     size, plain = sorted(completions.examples(), key=lambda example: -len(example.turns[0]))
     assert size.turns[0].endswith('it is."""\n') and size.turns[0].count("\n") == 5
     assert plain.turns[0].endswith("def plain(x,\n          y):\n")
@@ -320,8 +252,9 @@ def test_a_completion_begins_after_a_docstring(completions):
         assert completions.answer(example, f"{body}\n\nx = 1\n").rstrip() == body.rstrip()
 
 
-def test_what_does_not_parse_or_is_nothing(completions):
-    plain = next(each for each in completions.examples() if "plain" in each.name)
+def test_stdlib_scores_of_broken_answers_are_zero(completions):
+    """An answer that does not parse, or that has no body, does not count as parsed."""
+    plain = next(example for example in completions.examples() if "plain" in example.name)
     scores = completions.scores(plain, ["    z = (x\n"])
     assert scores["parses"] == 0 == scores["next line"] and 0 < scores["similarity"] < 1
     for example in completions.examples():  # a docstring alone would parse
@@ -331,15 +264,17 @@ def test_what_does_not_parse_or_is_nothing(completions):
     assert completions.scores(plain, ["    z = x\n"])["next line"] == 1
 
 
-def test_held_out_files_alone_are_asked_for():
+def test_stdlib_examples_are_held_out():
+    """All examples are from held-out files, and their bodies parse."""
     examples = list(stdlib.Task(count=20).examples())
-    assert len(examples) == 20 == len({each.name for each in examples})
-    assert all(documents.is_held_out(each.name.rpartition(":")[0]) for each in examples)
+    assert len(examples) == 20 == len({example.name for example in examples})
+    assert all(documents.is_held_out(example.name.rpartition(":")[0]) for example in examples)
     for example in examples:
         assert stdlib.judge(example, example.reference["body"])["parses"] == 1, example.name
 
 
 @pytest.mark.parametrize("changes", [{"lines": 0}, {"count": -1}, {"least": "3"}])
-def test_an_option_that_cannot_be(changes):
+def test_stdlib_with_wrong_option_is_refused(changes):
+    """Options are integers with lower bounds."""
     with one_line(*changes):
         stdlib.Task(**changes)

@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import spsjax
-from spsjax.cli import main as cli
+from spsjax.cli import configs, main
 from spsjax.parallel import multihost
 
 _DATA = flags.DEFINE_integer("data", 1, "Size of the mesh's data axis.")
@@ -25,8 +25,8 @@ _ROUNDS = flags.DEFINE_integer("rounds", 1, "Number of batches.")
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
 
 
-def main():
-    mesh = cli.mesh(ConfigDict({"data": _DATA.value, "model": _MODEL.value}))
+def run():
+    mesh = configs.mesh(ConfigDict({"data": _DATA.value, "model": _MODEL.value}))
     target = spsjax.load("pystdlib/target", mesh)
     draft = spsjax.load("pystdlib/draft", mesh)
     held = sum(
@@ -50,4 +50,4 @@ def main():
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    main.run(run)

@@ -1,7 +1,7 @@
 """Speed of autoregressive and speculative sampling on held-out code, by K.
 
 python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
-python scripts/benchmark.py --config.what=greedy --config.num_speculative_tokens=4   # quick
+python scripts/benchmark.py --config.run_settings=greedy --config.num_speculative_tokens=4   # quick
 python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5 --config.prompts=4
 python scripts/benchmark.py --size=90M
 
@@ -23,24 +23,24 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "what": ("sampled", "greedy"),  # of the settings
+            "run_settings": ("sampled", "greedy"),  # names of the settings to run
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
             "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8),
             "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
-            "parts": True,  # time draft step and scoring pass on their own, too
-            # Prompts begin held-out documents of this, as in pystdlib_target.py.
+            "time_rounds": True,  # time a draft step and a scoring pass alone, too
+            # Prompts are the beginnings of held-out documents of these sources.
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
-            "texts": (),  # or these prompts, whole, of a target with a tokenizer
+            "texts": (),  # or these texts as prompts, for a target with a tokenizer
             "prompts": 8,
             "prompt_tokens": 100,
             "max_new_tokens": 128,
             "repetitions": 3,
             "seed": 0,
             "peer": {
-                "num_speculative_tokens": (2, 4, 6),  # of assisted generation
+                "num_speculative_tokens": (2, 4, 6),  # K of assisted generation
                 "dtypes": ("float32", "bfloat16"),
             },
         }

@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,
             "stop_at_eos": True,
-            "lenience": 1.0,  # below 1: faster, and no longer the target's law
+            "lenience": 1.0,  # below 1: faster, but not the target's distribution
             "seed": 0,
         }
     )

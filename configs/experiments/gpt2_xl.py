@@ -22,18 +22,18 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the pair, the prompt, and the number of repetitions."""
     return ml_collections.ConfigDict(
         {
-            "target": "gpt2:xl",  # a shape of configs/models: for --random alone
+            "target": "gpt2:xl",  # a shape of configs/models, for --random only
             "draft": "gpt2:small",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "what": ("greedy",),
+            "run_settings": ("greedy",),
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
             "num_speculative_tokens": (4,),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
-            "parts": True,
+            "time_rounds": True,
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "texts": ("Alan Turing theorized that computers would one day become",),
             "prompts": 1,  # of random tokens, with --random

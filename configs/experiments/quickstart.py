@@ -20,15 +20,18 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "prompt": 'class Stack:\n    """Last in, first out."""\n\n    def __init__(self',
-            "show": {"setting": "sampled", "num_speculative_tokens": 5},  # of the two texts
-            "what": ("sampled", "greedy"),
+            "preview": {
+                "setting": "sampled",
+                "num_speculative_tokens": 5,
+            },  # of the text that is shown
+            "run_settings": ("sampled", "greedy"),
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
             "num_speculative_tokens": (2, 4, 5, 6, 8),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
-            "parts": False,
+            "time_rounds": False,
             "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
             "texts": (),
             "prompts": 4,

@@ -1,8 +1,8 @@
 """Table 1 and figure 1 of Chen et al. 2023 (arXiv 2302.01318), and Spec-Bench, for any pair.
 
-python scripts/reproduce.py --what=table1 --workdir=runs/table1
-python scripts/reproduce.py --what=figure1 --workdir=runs/figure1
-python scripts/reproduce.py --what=specbench --workdir=runs/specbench \\
+python scripts/reproduce.py --experiment=table1 --workdir=runs/table1
+python scripts/reproduce.py --experiment=figure1 --workdir=runs/figure1
+python scripts/reproduce.py --experiment=specbench --workdir=runs/specbench \\
     --config.tasks.spec_bench.path=question.jsonl
 
 A task without a file is left out.
@@ -20,12 +20,12 @@ from ml_collections import config_dict
 def get_config() -> ml_collections.ConfigDict:
     """Returns the pair, the tasks and a plan per artifact. Batch 1 and K = 4 are the paper's."""
     plan = {
-        "settings": (),  # of those that a task has; (): all
-        "samples": 1,  # of each prompt, setting and sampler
+        "settings": (),  # names of the task's settings; (): all
+        "samples": 1,  # per prompt, setting and system
         "new_tokens": 0,  # 0: as the task has it
-        "limit": 0,  # prompts; 0: all that fit into the context
+        "limit": 0,  # number of prompts; 0: all that fit into the context
         "seed": 0,
-        "timed": 100,  # prompts, evenly spread, at which a draft step and a scoring are timed alone
+        "timed": 100,  # prompts, evenly spaced, at which draft step and scoring are timed
     }
     return ml_collections.ConfigDict(
         {
@@ -35,9 +35,9 @@ def get_config() -> ml_collections.ConfigDict:
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "tasks": {  # the fields of spsjax/tasks/*.py
+            "tasks": {  # fields of spsjax/evaluation/tasks/*.py
                 "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
-                # The solved example, and what is to be summarised; words: of an article, 0 for all.
+                # shots: solved example; path: articles; words: number per article, 0 for all.
                 "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
                 "human_eval": {"path": "", "ks": (1, 10, 100), "max_new_tokens": 512},
                 "spec_bench": {"path": "", "max_new_tokens": 1024},
@@ -57,9 +57,9 @@ def get_config() -> ml_collections.ConfigDict:
                 "num_speculative_tokens": (4,),
                 "plan": plan,
             },
-            "attribution": 40,  # texts a setting, of which every token is looked at
+            "analysed_texts": 40,  # texts per setting whose tokens are analysed one by one
             "peer": {
-                "num_speculative_tokens": (4,),  # of assisted generation
+                "num_speculative_tokens": (4,),  # K of assisted generation
                 "dtypes": ("float32",),
             },
         }

@@ -10,7 +10,7 @@ Hardware: any with memory for the weights; the command needs a CPU and libtpu. N
 
 import ml_collections
 
-from spsjax.models.config import shape
+from spsjax.models.config import sizes
 
 _SECOND = {
     "vocab_size": 256_000,
@@ -33,14 +33,14 @@ _LARGE = _THIRD | {
     "rope_scaling": ("linear", 8.0),
 }
 SIZES = {
-    "2-2b": _SECOND | shape(26, 2304, 9216, 8, 4, 256),
-    "2-9b": _SECOND | shape(42, 3584, 14_336, 16, 8, 256),
-    "2-27b": _SECOND | shape(46, 4608, 36_864, 32, 16, 128) | {"query_scale": 144**-0.5},
-    "3-270m": _SMALL | shape(18, 640, 2048, 4, 1, 256),
-    "3-1b": _SMALL | shape(26, 1152, 6912, 4, 1, 256),
-    "3-4b": _LARGE | shape(34, 2560, 10_240, 8, 4, 256),
-    "3-12b": _LARGE | shape(48, 3840, 15_360, 16, 8, 256),
-    "3-27b": _LARGE | shape(62, 5376, 21_504, 32, 16, 128) | {"query_scale": 168**-0.5},
+    "2-2b": _SECOND | sizes(26, 2304, 9216, 8, 4, 256),
+    "2-9b": _SECOND | sizes(42, 3584, 14_336, 16, 8, 256),
+    "2-27b": _SECOND | sizes(46, 4608, 36_864, 32, 16, 128) | {"query_scale": 144**-0.5},
+    "3-270m": _SMALL | sizes(18, 640, 2048, 4, 1, 256),
+    "3-1b": _SMALL | sizes(26, 1152, 6912, 4, 1, 256),
+    "3-4b": _LARGE | sizes(34, 2560, 10_240, 8, 4, 256),
+    "3-12b": _LARGE | sizes(48, 3840, 15_360, 16, 8, 256),
+    "3-27b": _LARGE | sizes(62, 5376, 21_504, 32, 16, 128) | {"query_scale": 168**-0.5},
 }
 
 

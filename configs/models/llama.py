@@ -11,7 +11,7 @@ Hardware: any with memory for the weights; the command needs a CPU and libtpu. N
 
 import ml_collections
 
-from spsjax.models.config import shape
+from spsjax.models.config import sizes
 
 
 def _scaled(factor: float) -> dict:
@@ -20,11 +20,11 @@ def _scaled(factor: float) -> dict:
 
 
 _SHAPES = {
-    "2-7b": shape(32, 4096, 11_008, 32, 32),
-    "2-13b": shape(40, 5120, 13_824, 40, 40),
-    "2-70b": shape(80, 8192, 28_672, 64, 8),
-    "3-8b": shape(32, 4096, 14_336, 32, 8),
-    "3-70b": shape(80, 8192, 28_672, 64, 8),
+    "2-7b": sizes(32, 4096, 11_008, 32, 32),
+    "2-13b": sizes(40, 5120, 13_824, 40, 40),
+    "2-70b": sizes(80, 8192, 28_672, 64, 8),
+    "3-8b": sizes(32, 4096, 14_336, 32, 8),
+    "3-70b": sizes(80, 8192, 28_672, 64, 8),
 }
 _SECOND = {"vocab_size": 32_000, "max_positions": 4096, "rope_theta": 10_000.0}
 _THIRD = {"vocab_size": 128_256, "max_positions": 8192, "rope_theta": 500_000.0}
@@ -32,9 +32,9 @@ SIZES = {
     **{size: (_SECOND if size[0] == "2" else _THIRD) | shape for size, shape in _SHAPES.items()},
     "3.1-8b": _THIRD | _SHAPES["3-8b"] | _scaled(8.0),
     "3.1-70b": _THIRD | _SHAPES["3-70b"] | _scaled(8.0),
-    "3.1-405b": _THIRD | shape(126, 16_384, 53_248, 128, 8) | _scaled(8.0),
-    "3.2-1b": _THIRD | shape(16, 2048, 8192, 32, 8) | _scaled(32.0) | {"tie_embeddings": True},
-    "3.2-3b": _THIRD | shape(28, 3072, 8192, 24, 8) | _scaled(32.0) | {"tie_embeddings": True},
+    "3.1-405b": _THIRD | sizes(126, 16_384, 53_248, 128, 8) | _scaled(8.0),
+    "3.2-1b": _THIRD | sizes(16, 2048, 8192, 32, 8) | _scaled(32.0) | {"tie_embeddings": True},
+    "3.2-3b": _THIRD | sizes(28, 3072, 8192, 24, 8) | _scaled(32.0) | {"tie_embeddings": True},
 }
 
 

@@ -11,7 +11,7 @@ Hardware: any with memory for the weights; the command needs a CPU and libtpu. N
 
 import ml_collections
 
-from spsjax.models.config import shape
+from spsjax.models.config import sizes
 
 _TIED = {"tie_embeddings": True}
 _LARGE = {"padded_vocab_size": 152_064}
@@ -20,20 +20,20 @@ _SECOND = _BOTH | {"vocab_size": 151_665, "max_positions": 32_768, "biases": "qk
 _THIRD = _BOTH | {"vocab_size": 151_669, "max_positions": 40_960, "qk_norm": True}
 _EXPERTS = {"num_experts": 128, "experts_per_token": 8}
 SIZES = {
-    "2.5-0.5b": _SECOND | shape(24, 896, 4864, 14, 2, **_TIED),
-    "2.5-1.5b": _SECOND | shape(28, 1536, 8960, 12, 2, **_TIED),
-    "2.5-3b": _SECOND | shape(36, 2048, 11_008, 16, 2, **_TIED),
-    "2.5-7b": _SECOND | shape(28, 3584, 18_944, 28, 4, **_LARGE),
-    "2.5-14b": _SECOND | shape(48, 5120, 13_824, 40, 8, **_LARGE),
-    "2.5-32b": _SECOND | shape(64, 5120, 27_648, 40, 8, **_LARGE),
-    "2.5-72b": _SECOND | shape(80, 8192, 29_568, 64, 8, **_LARGE),
-    "3-0.6b": _THIRD | shape(28, 1024, 3072, 16, 8, head_dim=128, **_TIED),
-    "3-1.7b": _THIRD | shape(28, 2048, 6144, 16, 8, head_dim=128, **_TIED),
-    "3-4b": _THIRD | shape(36, 2560, 9728, 32, 8, head_dim=128, **_TIED),
-    "3-8b": _THIRD | shape(36, 4096, 12_288, 32, 8),
-    "3-14b": _THIRD | shape(40, 5120, 17_408, 40, 8),
-    "3-32b": _THIRD | shape(64, 5120, 25_600, 64, 8, head_dim=128),
-    "3-30b-a3b": _THIRD | shape(48, 2048, 768, 32, 4, head_dim=128, **_EXPERTS),
+    "2.5-0.5b": _SECOND | sizes(24, 896, 4864, 14, 2, **_TIED),
+    "2.5-1.5b": _SECOND | sizes(28, 1536, 8960, 12, 2, **_TIED),
+    "2.5-3b": _SECOND | sizes(36, 2048, 11_008, 16, 2, **_TIED),
+    "2.5-7b": _SECOND | sizes(28, 3584, 18_944, 28, 4, **_LARGE),
+    "2.5-14b": _SECOND | sizes(48, 5120, 13_824, 40, 8, **_LARGE),
+    "2.5-32b": _SECOND | sizes(64, 5120, 27_648, 40, 8, **_LARGE),
+    "2.5-72b": _SECOND | sizes(80, 8192, 29_568, 64, 8, **_LARGE),
+    "3-0.6b": _THIRD | sizes(28, 1024, 3072, 16, 8, head_dim=128, **_TIED),
+    "3-1.7b": _THIRD | sizes(28, 2048, 6144, 16, 8, head_dim=128, **_TIED),
+    "3-4b": _THIRD | sizes(36, 2560, 9728, 32, 8, head_dim=128, **_TIED),
+    "3-8b": _THIRD | sizes(36, 4096, 12_288, 32, 8),
+    "3-14b": _THIRD | sizes(40, 5120, 17_408, 40, 8),
+    "3-32b": _THIRD | sizes(64, 5120, 25_600, 64, 8, head_dim=128),
+    "3-30b-a3b": _THIRD | sizes(48, 2048, 768, 32, 4, head_dim=128, **_EXPERTS),
 }
 
 

@@ -1,22 +1,26 @@
-"""What the scripts draw, as PNG files; needs matplotlib."""
+"""Plots of the scripts as PNG files; needs matplotlib."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import matplotlib
 
 from spsjax.cli import terminal
-from spsjax.evaluation import race
+from spsjax.evaluation.paper import TaskReport
+from spsjax.evaluation.samplers import Role
+from spsjax.evaluation.summary import SystemSummary
 from spsjax.utils import atomic_files
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
+_K_LABEL = "K, draft tokens per round"
+
 
 @contextlib.contextmanager
 def panels(path, rows: int, columns: int, dpi: int = 150, **options) -> Iterator:
-    """Axes [rows, columns] to draw on; then the file is written, whole or not at all."""
+    """Yields axes [rows, columns] to draw on, and then writes the file atomically."""
     figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
     try:
         yield axes
@@ -26,138 +30,175 @@ def panels(path, rows: int, columns: int, dpi: int = 150, **options) -> Iterator
         pyplot.close(figure)
 
 
-def speed(lines, path, mark: str = "") -> None:
-    """Speed-up over K, and acceptance by position; `mark` says what is odd about them."""
+def speed(systems: Sequence[SystemSummary], path, mark: str = "") -> None:
+    """Draws the speed-up over K and the acceptance rate by position; `mark` is a caveat."""
     with panels(path, 1, 2, figsize=(10, 4)) as axes:
         left, right = axes[0]
-        for index, setting in enumerate(dict.fromkeys(line.setting for line in lines)):
-            ours = [line for line in lines if line.setting == setting and line.name == "SpS"]
+        for index, setting in enumerate(dict.fromkeys(system.setting for system in systems)):
+            of_setting = [system for system in systems if system.setting == setting]
+            drafted = [system for system in of_setting if system.role == Role.SPECULATIVE]
             colour = f"C{index}"
-            ks = [line.num_speculative_tokens for line in ours]
-            left.plot(ks, [line.speedup for line in ours], "o-", color=colour, label=setting)
-            for line in lines:
-                if line.setting == setting and line.name == "n-gram":
-                    left.axhline(line.speedup, color=colour, ls=":", label=f"{setting}, n-gram")
+            counts = [system.num_speculative_tokens for system in drafted]
+            speedups = [system.speedup for system in drafted]
+            left.plot(counts, speedups, "o-", color=colour, label=setting)
+            for system in of_setting:
+                if system.role == Role.ALTERNATIVE:
+                    label = f"{setting}, {system.system}"
+                    left.axhline(system.speedup, color=colour, ls=":", label=label)
         left.axhline(1, color="grey", lw=0.8)
-        left.set(xlabel="K, draft tokens a round", ylabel="speed-up over ArS", ylim=(0, None))
-        for index, line in enumerate(terminal.longest(lines)):
-            values = [float("nan") if x is None else x for x in line.acceptance_by_position]
+        left.set(xlabel=_K_LABEL, ylabel="speed-up over ArS", ylim=(0, None))
+        for index, system in enumerate(terminal.largest_k(systems)):
+            rates = system.acceptance_by_position or []
+            values = [float("nan") if rate is None else rate for rate in rates]
             positions = range(1, len(values) + 1)
-            right.plot(positions, values, "o-", color=f"C{index}", label=line.setting)
+            right.plot(positions, values, "o-", color=f"C{index}", label=system.setting)
         right.set(
             xlabel="position of the draft token", ylabel="P(accepted | reached)", ylim=(0, 1.02)
         )
-        for each in (left, right):
-            each.set_title(mark)
-            each.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if each.get_legend_handles_labels()[0]:
-                each.legend(loc="lower left")
+        for axis in (left, right):
+            axis.set_title(mark)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(loc="lower left")
 
 
-def bars(rows: dict[str, dict[str, float]], path) -> None:
-    """Drafts side by side: acceptance, tokens a call, and speed-up if it was measured."""
-    names, first = list(rows), next(iter(rows.values()))
-    unplotted = ("± ", "greedy agreement", "ms a draft step")
-    shared = [name for name in first if all(name in row for row in rows.values())]
-    shown = [name for name in shared if name not in unplotted]
-    size = 3.2 * len(shown) + 2, 0.3 * len(rows) + 1.2
-    with panels(path, 1, len(shown), 120, figsize=size, sharey=True) as axes:
-        for axis, name in zip(axes[0], shown):
-            values = [rows[row][name] for row in names]
-            spread = [rows[row]["± "] for row in names] if name == "acceptance" else None
-            axis.barh(names, values, xerr=spread, color="C0", height=0.6)
-            axis.set(xlabel=name, xlim=(0.9 * min(values), 1.03 * max(values)))
+def bars(
+    figures: Mapping[str, Mapping[str, float]],
+    labels: Mapping[str, str],
+    errors: Mapping[str, str],
+    path,
+) -> None:
+    """Draws one bar chart per figure, with one bar per row of a comparison.
+
+    Args:
+        figures: figures by row and key; a figure that some row lacks is left out.
+        labels: label by key of the figures to draw.
+        errors: key of the half-width of a figure's interval, by the figure's key.
+        path: path of the PNG.
+    """
+    names = list(figures)
+    keys = [key for key in labels if all(key in row for row in figures.values())]
+    size = 3.2 * len(keys) + 2, 0.3 * len(names) + 1.2
+    with panels(path, 1, len(keys), 120, figsize=size, sharey=True) as axes:
+        for axis, key in zip(axes[0], keys):
+            values = [figures[name][key] for name in names]
+            widths = [figures[name][errors[key]] for name in names] if key in errors else None
+            axis.barh(names, values, xerr=widths, color="C0", height=0.6)
+            axis.set(xlabel=labels[key], xlim=(0.9 * min(values), 1.03 * max(values)))
         axes[0, 0].invert_yaxis()
 
 
-def figure1(found, tokens: int, path) -> None:
-    """Time, tokens a call and a round's time over K, with what theory expects (Chen et al. 2023).
+def figure1(reports: Mapping[str, TaskReport], tokens: int, path) -> None:
+    """Draws time, block efficiency and time per round over K, with the predictions.
+
+    It corresponds to figure 1 of Chen et al. 2023 (arXiv 2302.01318).
 
     Args:
-        found: `reproduction.Found` by task.
-        tokens: the time of so many is shown.
-        path: of the PNG.
+        reports: reports by task.
+        tokens: number of tokens whose time is shown.
+        path: path of the PNG.
     """
     with panels(path, 1, 3, figsize=(13, 4)) as axes:
-        time, filled, loop = axes[0]
+        time, efficiency, loop = axes[0]
         colours = (f"C{index}" for index in range(10))
-        for task, each in found.items():
-            settings = dict.fromkeys(row.setting for row in each.rows)
+        for task, report in reports.items():
+            settings = dict.fromkeys(system.setting for system in report.systems)
             for setting in settings:
                 name = f"{task}, {setting}" if len(settings) > 1 else task
-                rows = [row for row in each.rows if row.setting == setting]
-                _curves(time, filled, loop, rows, each, setting, tokens, name, next(colours))
+                _curves(axes[0], report, setting, tokens, name, next(colours))
         time.set(ylabel=f"ms for {tokens} tokens", title="time, with its spread over texts")
-        filled.set(ylabel="tokens a call / (K + 1)", title="of what a call could give")
-        loop.set(ylabel="ms a round", title="a round of the loop")
-        for axis in (time, filled, loop):
-            axis.set(xlabel="K, draft tokens a round", ylim=(0, None))
+        efficiency.set(ylabel="tokens per call / (K + 1)", title="share of a call's most tokens")
+        loop.set(ylabel="ms per round", title="time per round of the loop")
+        for axis in (time, efficiency, loop):
+            axis.set(xlabel=_K_LABEL, ylim=(0, None))
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         time.legend(fontsize="small")
         loop.plot([], [], "--", color="grey", label="theory")
         loop.legend(fontsize="small")
 
 
-def _curves(time, filled, loop, rows, found, setting, tokens, name, colour) -> None:
-    base, *ours = [row for row in rows if row.sampler in (race.BASELINE, "SpS")]
-    ks = [row.num_speculative_tokens for row in ours]
-    means = [tokens * row.ms_per_token for row in (base, *ours)]
-    spreads = [tokens * row.spread_ms for row in (base, *ours)]
-    time.errorbar([0, *ks], means, spreads, fmt="o", ms=4, capsize=2, color=colour, label=name)
-    ratios = [row.tokens_per_call / (row.num_speculative_tokens + 1) for row in ours]
-    filled.plot(ks, ratios, "o", ms=4, color=colour)
-    loop.plot([0, *ks], [row.ms_per_round for row in (base, *ours)], "o", ms=4, color=colour)
-    predicted, costs = found.predicted.get(setting), found.costs.get(setting)
-    if not predicted:
+def _curves(
+    axes: Sequence, report: TaskReport, setting: str, tokens: int, name: str, colour: str
+) -> None:
+    """Draws the curves of one task and setting on the three axes of figure 1."""
+    time, efficiency, loop = axes
+    of_setting = [system for system in report.systems if system.setting == setting]
+    base = next(system for system in of_setting if system.role == Role.BASELINE)
+    drafted = {
+        system.num_speculative_tokens: system
+        for system in of_setting
+        if system.role == Role.SPECULATIVE
+    }
+    both = [base, *drafted.values()]
+    means = [tokens * system.ms_per_token for system in both]
+    spreads = [tokens * system.ms_per_token_std for system in both]
+    counts = [0, *drafted]
+    time.errorbar(counts, means, spreads, fmt="o", ms=4, capsize=2, color=colour, label=name)
+    ratios = [system.block_efficiency / (K + 1) for K, system in drafted.items()]
+    efficiency.plot(list(drafted), ratios, "o", ms=4, color=colour)
+    loop.plot(counts, [system.ms_per_round for system in both], "o", ms=4, color=colour)
+
+    costs = report.draft.costs.get(setting)
+    predictions = report.draft.predictions.get(setting)
+    if not predictions:
         return
-    counts = [each.num_speculative_tokens for each in predicted]
+    counts = [prediction.num_speculative_tokens for prediction in predictions]
+    # The prediction is of the loop. The rest of a token's time, its share of the prompt, is added.
     prompts = {
-        row.num_speculative_tokens: row.ms_per_token - row.ms_per_round / row.tokens_per_call
-        for row in ours
+        K: system.ms_per_token - system.ms_per_round / system.block_efficiency
+        for K, system in drafted.items()
     }
     times = [
-        tokens * (prompts[each.num_speculative_tokens] + base.ms_per_round / each.speedup)
-        for each in predicted
+        tokens * (prompts[K] + base.ms_per_round / prediction.cost_aware_speedup)
+        for K, prediction in zip(counts, predictions)
     ]
     time.plot(counts, times, "--", color=colour)
-    calls = [each.tokens_per_call / (each.num_speculative_tokens + 1) for each in predicted]
-    filled.plot(counts, calls, "--", color=colour)
+    shares = [prediction.block_efficiency / (K + 1) for K, prediction in zip(counts, predictions)]
+    efficiency.plot(counts, shares, "--", color=colour)
     rounds = [base.ms_per_round * (K * costs.draft_step[K] + costs.scoring[K]) for K in counts]
     loop.plot(counts, rounds, "--", color=colour)
 
 
-def accepted(found, path) -> None:
-    """Exact acceptance by the class of a token and by the target's entropy, of each task."""
-    known = {
-        f"{task}, {setting}": (each.kinds[setting], each.entropies[setting])
-        for task, each in found.items()
-        for setting in each.kinds
+def acceptance(reports: Mapping[str, TaskReport], path) -> None:
+    """Draws the exact acceptance rate by token class and by entropy, for each task."""
+    shares = {
+        f"{task}, {setting}": (
+            report.draft.by_token_class[setting],
+            report.draft.by_entropy[setting],
+        )
+        for task, report in reports.items()
+        for setting in report.draft.by_token_class
     }
-    with panels(path, 1, 2, figsize=(10, 0.35 * len(known) + 3)) as axes:
+    with panels(path, 1, 2, figsize=(10, 0.35 * len(shares) + 3)) as axes:
         for axis, index, title in zip(axes[0], (0, 1), ("class of the token", "entropy, nats")):
-            names = sorted({name for shares in known.values() for name in shares[index]})
-            width = 0.8 / max(len(known), 1)
-            for place, (label, shares) in enumerate(known.items()):
-                at = [names.index(name) + place * width for name in shares[index]]
-                values = [share.acceptance for share in shares[index].values()]
-                axis.bar(at, values, width, label=label)
-            middle = [index + 0.4 - width / 2 for index in range(len(names))]
-            axis.set(xlabel=title, ylabel="acceptance, exact", ylim=(0, 1))
+            names = sorted({name for pair in shares.values() for name in pair[index]})
+            width = 0.8 / max(len(shares), 1)
+            for number, (label, pair) in enumerate(shares.items()):
+                offsets = [names.index(name) + number * width for name in pair[index]]
+                values = [share.acceptance for share in pair[index].values()]
+                axis.bar(offsets, values, width, label=label)
+            middle = [tick + 0.4 - width / 2 for tick in range(len(names))]
+            axis.set(xlabel=title, ylabel="acceptance rate, exact", ylim=(0, 1))
             axis.set_xticks(middle, names)
         handles = axes[0, 0].get_legend_handles_labels()
-        where = {"loc": "outside upper center", "ncols": 3}
-        axes[0, 0].get_figure().legend(*handles, fontsize="small", **where)
+        layout = {"loc": "outside upper center", "ncols": 3}
+        axes[0, 0].get_figure().legend(*handles, fontsize="small", **layout)
 
 
-def predicted(curves: dict[str, dict[int, tuple]], path) -> None:
-    """Tokens a call and speed-up over K, as the theory has them."""
+def predicted(curves: Mapping[str, Mapping[int, tuple]], path) -> None:
+    """Draws the predicted block efficiency and speed-up over K.
+
+    Args:
+        curves: block efficiency and speed-up by K, by name.
+        path: path of the PNG.
+    """
     with panels(path, 1, 2, figsize=(10, 4)) as axes:
-        for index, title in enumerate(("tokens a call", "speed-up over ArS")):
+        for index, title in enumerate(("tokens per call", "speed-up over ArS")):
             axis = axes[0, index]
             for name, curve in curves.items():
-                values = [values[index] for values in curve.values()]
+                values = [figures[index] for figures in curve.values()]
                 axis.plot(list(curve), values, ".-", label=name or None)
-            axis.set(xlabel="K, draft tokens a round", ylabel=title, ylim=(0, None))
+            axis.set(xlabel=_K_LABEL, ylabel=title, ylim=(0, None))
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0, 1].axhline(1, color="grey", lw=0.8)
         if any(curves):

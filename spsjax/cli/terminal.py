@@ -1,4 +1,4 @@
-"""How the scripts show things: text in colour as it grows, tables."""
+"""Terminal output of the scripts: tables, and coloured text that is printed as it is generated."""
 
 import dataclasses
 import sys
@@ -12,7 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from spsjax import generation
+from spsjax.evaluation.samplers import Role
+from spsjax.evaluation.speed import SpeedReport
+from spsjax.evaluation.summary import SystemSummary
 from spsjax.parallel import multihost
+from spsjax.tokenization.base import incremental_text
 
 _STYLES = {
     "accepted draft token": "green",
@@ -23,7 +27,7 @@ _DRAFT, _RESIDUAL, _BONUS = _STYLES
 
 
 def paint(console: Console, text: str, style: str) -> None:
-    """Prints a text as it is. (Rich would expand its tabs and drop other control characters.)"""
+    """Prints a text unchanged. (Rich would expand tabs and drop other control characters.)"""
     if console.color_system:
         system = COLOR_SYSTEMS[console.color_system]
         text = Style.parse(style).render(text, color_system=system)
@@ -31,32 +35,40 @@ def paint(console: Console, text: str, style: str) -> None:
 
 
 def legend() -> Text:
-    """What the colours mean."""
+    """Returns the meaning of the colours."""
     return Text("  ").join(Text(kind, style) for kind, style in _STYLES.items())
 
 
-def pieces(tokenizer, prompt: Sequence[int], rounds: Iterable[generation.Round]) -> Iterator:
-    """(text, style) as it grows; a character that spans tokens is held back until it is whole."""
+def styled_text(
+    tokenizer, prompt: Sequence[int], rounds: Iterable[generation.Round]
+) -> Iterator[tuple[str, str]]:
+    """Yields (text, style) pairs. A character that spans tokens is held back until it is whole."""
     tokens, sent, style = [], 0, None
-    for each in rounds:
+    for decoded in rounds:
         # An end of sequence or the budget may have cut the block off before its last token.
-        drafted = min(each.accepted, len(each.tokens))
-        last = _BONUS if each.accepted == each.proposed else _RESIDUAL
-        for kind, part in ((_DRAFT, each.tokens[:drafted]), (last, each.tokens[drafted:])):
-            tokens += part.tolist()
+        drafted = min(decoded.accepted, len(decoded.tokens))
+        last = _BONUS if decoded.accepted == decoded.proposed else _RESIDUAL
+        for kind, new in ((_DRAFT, decoded.tokens[:drafted]), (last, decoded.tokens[drafted:])):
+            tokens += new.tolist()
             style = _STYLES[kind]
-            text = generation.continuation(tokenizer, prompt, tokens).rstrip("\ufffd")
+            text = incremental_text(tokenizer, prompt, tokens).rstrip("\ufffd")
             if len(text) > sent:
                 yield text[sent:], style
                 sent = len(text)
-    text = generation.continuation(tokenizer, prompt, tokens)
+    text = incremental_text(tokenizer, prompt, tokens)
     if len(text) > sent:
         yield text[sent:], style
 
 
 @dataclasses.dataclass
-class Figures:
-    """Figures of one text."""
+class StreamStats:
+    """Counts and times of one text that was generated round by round.
+
+    Attributes:
+        tokens, rounds, accepted, proposed: totals over the rounds.
+        seconds: time of the rounds.
+        warm_up: seconds that compilation and a first round took.
+    """
 
     tokens: int = 0
     rounds: int = 0
@@ -66,50 +78,59 @@ class Figures:
     warm_up: float = 0.0
 
     def count(self, rounds: Iterable[generation.Round]) -> Iterator[generation.Round]:
-        """Counts what passes through, and the time that it takes to come."""
+        """Yields the rounds, and adds up their counts and the time that each takes."""
         start = time.perf_counter()
-        for each in rounds:
+        for decoded in rounds:
             self.seconds += time.perf_counter() - start
-            self.tokens += len(each.tokens)
+            self.tokens += len(decoded.tokens)
             self.rounds += 1
-            self.accepted += each.accepted
-            self.proposed += each.proposed
-            yield each
+            self.accepted += decoded.accepted
+            self.proposed += decoded.proposed
+            yield decoded
             start = time.perf_counter()
 
     def __str__(self):
         line = f"{self.tokens} tokens in {self.rounds} target calls"
         if self.rounds:
-            line += f", {self.tokens / self.rounds:.2f} a call"
+            line += f", {self.tokens / self.rounds:.2f} tokens per call"
         if self.proposed:
             line += f"; {self.accepted / self.proposed:.0%} of draft tokens accepted"
         if self.tokens:
-            line += f"; {1e3 * self.seconds / self.tokens:.2f} ms a token"
-        return line + f" (compiling and a first round apart: {self.warm_up:.1f} s)"
+            line += f"; {1e3 * self.seconds / self.tokens:.2f} ms/token"
+        return line + f" (excluding {self.warm_up:.1f} s for compilation and a first round)"
 
 
 def stream(
     model, prompt, shown: str, drafter, num_speculative_tokens, *, colour: bool, **options
-) -> Figures:
-    """Prints `shown` and the prompt's continuation as it grows; in colour, what each token was."""
-    console, figures = Console(highlight=False), Figures()
+) -> StreamStats:
+    """Prints a prompt and its continuation as it is generated, and returns its counts and times.
+
+    Args:
+        model: target model.
+        prompt: text or token ids.
+        shown: text that is printed for the prompt.
+        drafter, num_speculative_tokens: arguments of `generate`.
+        colour: whether the style of a token shows how it was made.
+        options: further arguments of `generate`.
+    """
+    console, stats = Console(highlight=False), StreamStats()
     start = time.perf_counter()
     with Console(stderr=True).status("compiling"):
         _, rounds = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
         next(rounds, None)
-    figures.warm_up = time.perf_counter() - start
+    stats.warm_up = time.perf_counter() - start
     ids, rounds = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
     paint(console, shown, "dim" if colour else "")
-    for text, style in pieces(model.tokenizer, ids, figures.count(rounds)):
+    for text, style in styled_text(model.tokenizer, ids, stats.count(rounds)):
         paint(console, text, style if colour else "")
     print(flush=True)
-    if colour and figures.proposed:
+    if colour and stats.proposed:
         console.print(legend(), soft_wrap=True)
-    return figures
+    return stats
 
 
 def progress(description: str):
-    """Wraps a list: a bar on stderr while it is gone through."""
+    """Returns a wrapper of a list that shows a progress bar on stderr."""
 
     def wrap(items: Sequence) -> Iterator:
         columns = (TextColumn(description), BarColumn(), MofNCompleteColumn())
@@ -121,135 +142,164 @@ def progress(description: str):
     return wrap
 
 
-def table(lines, mark: str = "", console: Console | None = None) -> None:
-    """One row a contender, a block a setting; the best speed-up of a block in bold.
+def speed_table(
+    systems: Sequence[SystemSummary], mark: str = "", console: Console | None = None
+) -> None:
+    """Prints one row per system and one block per setting; the best speed-up is in bold.
 
-    `mark` is what must be known of all figures; it is in every row.
+    Args:
+        systems: summaries.
+        mark: caveat that is printed in every row.
+        console: console to print to.
     """
-    shown = Table(show_edge=False, pad_edge=False, header_style="dim")
-    parts = any(line.loop_over_parts for line in lines)
-    columns = ("setting", "sampler", "K", "ms a\ntoken", "speed-\nup", "tokens\na call", "accepted")
-    for index, name in enumerate((*columns, *(("loop /\nparts",) if parts else ()))):
-        shown.add_column(name, justify="left" if index < 2 else "right")
-    best = best_lines(lines)
-    for index, line in enumerate(lines):
-        if index and line.setting != lines[index - 1].setting:
-            shown.add_section()
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
+    timed = any(system.round_over_cost for system in systems)
+    header = ["setting", "system", "K", "ms/\ntoken", "speed-\nup", "tokens\nper call", "accepted"]
+    header += ["round /\nits parts"] if timed else []
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    best = fastest(systems)
+    for index, system in enumerate(systems):
+        if index and system.setting != systems[index - 1].setting:
+            table.add_section()
+        speedup = 1.0 if system.role == Role.BASELINE else system.speedup
         cells = [
-            line.setting,
-            f"{line.name}, {mark}" if mark else line.name,
-            str(line.num_speculative_tokens or "-"),
-            f"{line.ms_per_token:.2f}",
-            _cell(line.speedup, "{:.2f}"),
-            _cell(line.block_efficiency, "{:.2f}"),
-            _cell(line.acceptance_rate, "{:.0%}"),
-            *([_cell(line.loop_over_parts, "{:.2f}")] if parts else []),
+            system.setting,
+            f"{system.system}, {mark}" if mark else system.system,
+            str(system.num_speculative_tokens or "-"),
+            f"{system.ms_per_token:.2f}",
+            _cell(speedup, "{:.2f}"),
+            _cell(system.block_efficiency, "{:.2f}"),
+            _cell(system.acceptance_rate, "{:.0%}"),
+            *([_cell(system.round_over_cost, "{:.2f}")] if timed else []),
         ]
-        shown.add_row(*cells, style="bold" if best.get(line.setting) is line else None)
-    (console or Console()).print(shown)
+        table.add_row(*cells, style="bold" if best.get(system.setting) is system else None)
+    (console or Console()).print(table)
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int] = (0,)) -> None:
-    """A plain table, its columns to the right but for those in `left`."""
-    shown = Table(show_edge=False, pad_edge=False, header_style="dim")
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int] = (0,)
+) -> None:
+    """Prints a plain table; the columns in `left` are aligned to the left, others to the right."""
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
     for index, name in enumerate(header):
         side = "left" if index in left else "right"
-        shown.add_column(name, justify=side, overflow="fold")  # no figure is cut
+        table.add_column(name, justify=side, overflow="fold")  # never cut a figure off
     for row in rows:
-        shown.add_row(*map(str, row))
-    Console().print(shown)
+        table.add_row(*map(str, row))
+    Console().print(table)
     print()
 
 
-def positions(lines, mark: str = "") -> None:
-    """Acceptance by position: P(accepted | reached), at the largest K of each setting."""
-    lines = longest(lines)
-    if not lines:
+def position_table(systems: Sequence[SystemSummary], mark: str = "") -> None:
+    """Prints the acceptance rates by position at the largest K of each setting."""
+    drafted = [system for system in largest_k(systems) if system.acceptance_by_position]
+    if not drafted:
         return
-    shown = Table(show_edge=False, pad_edge=False, header_style="dim")
-    shown.add_column("accepted, if reached, at position")
-    for position in range(max(line.num_speculative_tokens for line in lines)):
-        shown.add_column(str(position + 1), justify="right")
-    for line in lines:
-        cells = (_cell(value, "{:.0%}") for value in line.acceptance_by_position)
-        name = f"{line.setting}, K = {line.num_speculative_tokens}"
-        shown.add_row(f"{name}, {mark}" if mark else name, *cells)
-    Console().print(shown)
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
+    table.add_column("accepted, if reached, at position")
+    for position in range(max(system.num_speculative_tokens for system in drafted)):
+        table.add_column(str(position + 1), justify="right")
+    for system in drafted:
+        cells = (_cell(value, "{:.0%}") for value in system.acceptance_by_position)
+        name = f"{system.setting}, K = {system.num_speculative_tokens}"
+        table.add_row(f"{name}, {mark}" if mark else name, *cells)
+    Console().print(table)
 
 
-def summary(report, mark: str = "") -> None:
-    """The floor, and who is how much faster than whom."""
+def speed_summary(report: SpeedReport, mark: str = "") -> None:
+    """Prints the machine, the lower bound on time, and the best speed-ups."""
     machine, mark = report.machine, f"{mark}: " if mark else ""
+    compile_seconds = sum(system.compile_seconds for system in report.systems)
     print(
         f"{mark}{machine['device']}, {machine['cores']} cores, {machine['dtype']}, "
-        f"Python {machine['python']}, jax {machine['jax']}; compiling, which no figure contains, "
-        f"took {sum(line.compile_seconds or 0 for line in report.lines):.0f} s"
+        f"Python {machine['python']}, jax {machine['jax']}; compilation took "
+        f"{compile_seconds:.0f} s and is not included in any figure"
     )
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s ({name})" for name, rate in report.bandwidth.items())
     print(
         f"{mark}memory: {rates}; weights: {report.weights_bytes / 1e6:.1f} MB; "
-        f"floor of an ArS token: {report.floor_ms:.2f} ms"
+        f"lower bound of ArS: {report.lower_bound_ms:.2f} ms/token"
     )
-    best, peers = best_lines(report.lines), [x for x in report.lines if x.name.startswith("HF")]
-    for setting, ratio in report.ars_over_floor.items():
-        speed = report.weights_bytes / (ratio * report.floor_ms * 1e6)
+    best = fastest(report.systems)
+    for setting, ratio in report.baseline_over_bound.items():
+        rate = report.weights_bytes / (ratio * report.lower_bound_ms * 1e6)
         text = (
-            f"{mark}{setting}: ArS at {ratio:.2f} x the floor, reading weights at {speed:.1f} GB/s"
+            f"{mark}{setting}: ArS at {ratio:.2f} x the bound, reading weights at {rate:.1f} GB/s"
         )
         if setting in best:
-            line = best[setting]
-            text += f"; SpS at K = {line.num_speculative_tokens} is {line.speedup:.2f} x as fast"
+            system = best[setting]
+            text += (
+                f"; SpS at K = {system.num_speculative_tokens} is {system.speedup:.2f} x as fast"
+            )
         print(text)
-        for name in dict.fromkeys(line.name for line in peers):
-            rivals = [x for x in peers if (x.name, x.setting) == (name, setting)]
-            rival = min(rivals, key=lambda line: line.ms_per_token)
-            text = f"  {mark}over {name}"
-            if rival.num_speculative_tokens:
-                text += f" at its best K = {rival.num_speculative_tokens}"
-            text += f": ArS {1 / rival.speedup:.2f} x"
-            if setting in best:
-                text += f", SpS {rival.ms_per_token / best[setting].ms_per_token:.2f} x"
-            print(text)
+        _print_peers(report.systems, setting, best.get(setting), mark)
 
 
-def prediction(lines, mark: str = "") -> None:
-    """What the parts of a round let one expect, beside what was measured."""
-    mark = f"{mark}: " if mark else ""
-    for line in lines:
-        if line.predicted_speedup is None:
-            continue
-        K, base = line.num_speculative_tokens, next(x for x in lines if x.setting == line.setting)
-        text = (
-            f"{mark}{line.setting}, K = {K}: r' = {line.block_efficiency / (K + 1):.4f}, "
-            f"t_target = {1e3 * base.parts.scoring:.2f} ms, "
-            f"t_draft = {1e3 * line.parts.draft_step:.2f} ms; "
-            "speed-up r' (K + 1) t_target / (K t_draft + t_target) = "
-            f"{line.predicted_speedup:.2f} predicted, {line.speedup:.2f} measured"
+def _print_peers(
+    systems: Sequence[SystemSummary], setting: str, best: SystemSummary | None, mark: str
+) -> None:
+    """Prints how much faster than each peer, at the peer's best K, our systems are."""
+    peers = [system for system in systems if system.role == Role.PEER and system.setting == setting]
+    for name in dict.fromkeys(peer.system for peer in peers):
+        peer = min(
+            (peer for peer in peers if peer.system == name), key=lambda peer: peer.ms_per_token
         )
-        if line.same_text is not None:
-            same = "the text is" if line.same_text else "THE TEXT IS NOT"
+        text = f"  {mark}over {name}"
+        if peer.num_speculative_tokens:
+            text += f" at its best K = {peer.num_speculative_tokens}"
+        text += f": ArS {1 / peer.speedup:.2f} x"
+        if best:
+            text += f", SpS {peer.ms_per_token / best.ms_per_token:.2f} x"
+        print(text)
+
+
+def speed_prediction(systems: Sequence[SystemSummary], mark: str = "") -> None:
+    """Prints the speed-up that the costs of a round predict, and the measured one."""
+    mark = f"{mark}: " if mark else ""
+    for system in systems:
+        if system.predicted_speedup is None:
+            continue
+        K = system.num_speculative_tokens
+        base = next(
+            base
+            for base in systems
+            if base.role == Role.BASELINE and base.setting == system.setting
+        )
+        text = (
+            f"{mark}{system.setting}, {system.system}, K = {K}: "
+            f"r' = {system.block_efficiency / (K + 1):.4f}, "
+            f"t_target = {1e3 * base.round_cost.scoring:.2f} ms, "
+            f"t_draft = {1e3 * system.round_cost.draft_step:.2f} ms; "
+            "speed-up r' (K + 1) t_target / (K t_draft + t_target) = "
+            f"{system.predicted_speedup:.2f} predicted, {system.speedup:.2f} measured"
+        )
+        if system.same_tokens is not None:
+            same = "the text is" if system.same_tokens else "THE TEXT IS NOT"
             text += f"; {same} that of plain decoding, token for token"
         print(text)
 
 
-def best_lines(lines) -> dict:
-    """Setting -> its fastest line of speculative sampling with the draft model."""
-    best = {}
-    for line in lines:
-        if line.name == "SpS" and line.speedup:
-            best[line.setting] = max(best.get(line.setting, line), line, key=lambda x: x.speedup)
+def fastest(systems: Sequence[SystemSummary]) -> dict[str, SystemSummary]:
+    """Returns the fastest speculative system of each setting."""
+    best: dict[str, SystemSummary] = {}
+    for system in systems:
+        if system.role == Role.SPECULATIVE and system.speedup:
+            known = best.get(system.setting, system)
+            best[system.setting] = max(known, system, key=lambda summary: summary.speedup)
     return best
 
 
-def longest(lines) -> list:
-    """The line of the largest K of each setting."""
-    found = {}
-    for line in lines:
-        if line.name == "SpS":
-            found[line.setting] = max(
-                found.get(line.setting, line), line, key=lambda x: x.num_speculative_tokens
+def largest_k(systems: Sequence[SystemSummary]) -> list[SystemSummary]:
+    """Returns the speculative system of the largest K of each setting."""
+    largest: dict[str, SystemSummary] = {}
+    for system in systems:
+        if system.role == Role.SPECULATIVE:
+            known = largest.get(system.setting, system)
+            largest[system.setting] = max(
+                known, system, key=lambda summary: summary.num_speculative_tokens
             )
-    return list(found.values())
+    return list(largest.values())
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -257,11 +307,11 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def heading(text: str) -> None:
-    """A title over what follows."""
+    """Prints a title."""
     Console().print(f"\n[bold]{text}[/bold]", highlight=False)
 
 
 def note(text: str) -> None:
-    """A line beside the result: stderr, so that stdout stays what was asked for."""
+    """Prints a line to stderr, so that stdout holds only the result."""
     if multihost.is_main_process():
         print(text, file=sys.stderr, flush=True)

@@ -7,9 +7,8 @@ import grain
 import jax
 import numpy as np
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_integer
 from spsjax.types import PyTree
-from spsjax.utils.checks import check_integer
 
 # Number of examples before a table ends, as grain wants a finite length. Mixing several tables
 # multiplies their lengths, and the product must fit into a 64-bit integer.

@@ -1,4 +1,4 @@
-"""Where drafts are accepted, token by token and exactly; and why greedy texts part, if they do."""
+"""Exact acceptance rates token by token, and the first differences between greedy texts."""
 
 import collections
 import dataclasses
@@ -11,26 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import decode, generation, sampling
+from spsjax import decode, sampling
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
+from spsjax.tokenization.base import incremental_text
 
 INDENT, KEYWORD, NAME, NUMBER, PUNCTUATION = "indent", "keyword", "name", "number", "punctuation"
 _WORDS = re.compile(r"(?P<indent>\s+)|(?P<number>\d[\w.]*)|(?P<name>\w+)|(?P<punctuation>.)")
-ENTROPIES = 0.1, 0.5, 1.0, 2.0, 3.0  # nats: the inner bounds of the classes
+ENTROPIES = 0.1, 0.5, 1.0, 2.0, 3.0  # in nats: bounds between the entropy classes
 
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """What is known of each token of a text before it is drawn.
+    """Figures of the distributions from which each token of a text is drawn.
 
     Attributes:
-        acceptance: [N] chance that the draft's token is accepted there, `theory.acceptance`.
-        entropy: [N] of the target's own distribution, before any warping, in nats.
-        margin: [N] the target's highest logit less its second.
+        acceptance: [N] probability that a draft token is accepted there (`theory.acceptance`).
+        entropy: [N] entropy of the target's distribution in nats, before sampling parameters.
+        margin: [N] difference between the target's two highest logits.
     """
 
     acceptance: np.ndarray
@@ -40,7 +41,7 @@ class Positions:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Tokens of one class: how many of all, and their mean acceptance."""
+    """Share of one class among all tokens, and the mean acceptance rate of its tokens."""
 
     share: float
     acceptance: float
@@ -53,9 +54,9 @@ def positions(
     tokens: Sequence[int],
     params: SamplingParams,
 ) -> Positions:
-    """Of `tokens` after a prompt, by one pass of each model over the whole text.
+    """Returns the figures of `tokens` after a prompt, from one pass of each model over the text.
 
-    Without a draft, acceptance is that of the target itself, 1.
+    Without a draft, the target is its own draft and the acceptance rate is 1.
     """
     draft = draft or target
     text = np.asarray([*prompt, *tokens], np.int32)
@@ -66,9 +67,10 @@ def positions(
         padded, columns = jax.device_put(
             (padded, params.rows(rows)), sharding.batch_sharding(target.mesh)
         )
-        found = _columns(target.config, draft.config, target.params, draft.params, padded, columns)
-    place = slice(len(prompt) - 1, len(text) - 1)  # a token is drawn from what comes before it
-    return Positions(*(column[0, place] for column in multihost.to_host(found)))
+        arrays = _columns(target.config, draft.config, target.params, draft.params, padded, columns)
+    # The logits at one position give the distribution of the token at the next.
+    span = slice(len(prompt) - 1, len(text) - 1)
+    return Positions(*(array[0, span] for array in multihost.to_host(arrays)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -77,64 +79,73 @@ def _columns(target_config, draft_config, target_params, draft_params, tokens_BT
         output = transformer.apply(config, params, tokens_BT)
         return sharding.gather_vocab(output.logits)
 
-    mine = logits(target_config, target_params)
-    target_BTV = sampling.to_probs(mine, rows)
+    logits_BTV = logits(target_config, target_params)
+    target_BTV = sampling.to_probs(logits_BTV, rows)
+    # The draft's vocabulary may be padded or smaller; an id that it lacks has probability 0.
     size = target_BTV.shape[-1]
     draft_BTV = sampling.to_probs(logits(draft_config, draft_params)[..., :size], rows)
     draft_BTV = jnp.pad(draft_BTV, [(0, 0), (0, 0), (0, size - draft_BTV.shape[-1])])
-    acceptance = jnp.minimum(target_BTV, draft_BTV).sum(-1)
-    logs = jax.nn.log_softmax(mine.astype(jnp.float32))
-    entropy = -(jnp.exp(logs) * logs).sum(-1)
-    best = jax.lax.top_k(logs, 2)[0]
-    return acceptance, entropy, best[..., 0] - best[..., 1]
+    acceptance_BT = jnp.minimum(target_BTV, draft_BTV).sum(-1)
+    logs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
+    entropy_BT = -(jnp.exp(logs_BTV) * logs_BTV).sum(-1)
+    best_BT2 = jax.lax.top_k(logs_BTV, 2)[0]
+    return acceptance_BT, entropy_BT, best_BT2[..., 0] - best_BT2[..., 1]
 
 
-def classes(
+def token_classes(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], code: bool
 ) -> list[str]:
-    """The class of each token, by the word that its first visible character is part of.
+    """Returns the class of each token: that of the word with the token's first visible character.
 
-    Words are those of the new text. `code`: whether Python's keywords are a class of their own.
+    Words are those of the new text.
+
+    Args:
+        tokenizer: tokenizer of the text.
+        prompt: token ids before the text.
+        tokens: token ids of the text.
+        code: whether Python's keywords are a class of their own.
     """
-    whole = generation.continuation(tokenizer, prompt, tokens)
-    kinds = [INDENT] * len(whole)
-    for match in _WORDS.finditer(whole):
-        kind = match.lastgroup
-        if code and kind == NAME and keyword.iskeyword(match.group()):
-            kind = KEYWORD
-        kinds[match.start() : match.end()] = [kind] * (match.end() - match.start())
-    found, start = [], 0
+    text = incremental_text(tokenizer, prompt, tokens)
+    class_of_character = [INDENT] * len(text)
+    for match in _WORDS.finditer(text):
+        name = match.lastgroup
+        if code and name == NAME and keyword.iskeyword(match.group()):
+            name = KEYWORD
+        class_of_character[match.start() : match.end()] = [name] * len(match.group())
+    classes, start = [], 0
     for count in range(1, len(tokens) + 1):
-        grown = generation.continuation(tokenizer, prompt, tokens[:count])
-        end = min(len(grown.rstrip("\ufffd")), len(whole))
-        visible = [kinds[i] for i in range(start, end) if not whole[i].isspace()]
-        found.append(visible[0] if visible else INDENT)
+        prefix = incremental_text(tokenizer, prompt, tokens[:count])
+        # An incomplete character at the end decodes to U+FFFD; it belongs to the token that
+        # completes it.
+        end = min(len(prefix.rstrip("\ufffd")), len(text))
+        visible = [class_of_character[i] for i in range(start, end) if not text[i].isspace()]
+        classes.append(visible[0] if visible else INDENT)
         start = max(start, end)
-    return found
+    return classes
 
 
-def shares(names: Iterable[str], acceptance: Iterable[float]) -> dict[str, Share]:
-    """Class -> its share of the tokens and mean acceptance, in the order of their names."""
+def shares(classes: Iterable[str], acceptance: Iterable[float]) -> dict[str, Share]:
+    """Returns the share and the mean acceptance rate of each class, in alphabetical order."""
     values = collections.defaultdict(list)
-    for name, value in zip(names, acceptance, strict=True):
+    for name, value in zip(classes, acceptance, strict=True):
         values[name].append(float(value))
     total = sum(map(len, values.values()))
     return {
-        name: Share(len(mine) / total, sum(mine) / len(mine))
-        for name, mine in sorted(values.items())
+        name: Share(len(group) / total, sum(group) / len(group))
+        for name, group in sorted(values.items())
     }
 
 
 def entropy_class(entropy: float) -> str:
-    """The class of a distribution's entropy."""
+    """Returns the name of the class that holds an entropy."""
     index = int(np.searchsorted(ENTROPIES, entropy, side="right"))
     bounds = ("0", *map(str, ENTROPIES))
-    return (
-        f"{bounds[index]}+" if index == len(ENTROPIES) else f"{bounds[index]}-{bounds[index + 1]}"
-    )
+    if index == len(ENTROPIES):
+        return f"{bounds[index]}+"
+    return f"{bounds[index]}-{bounds[index + 1]}"
 
 
-def by_class(
+def acceptance_by_class(
     target: Model,
     draft: Model,
     texts: Sequence[tuple[list[int], list[int]]],
@@ -142,39 +153,46 @@ def by_class(
     code: bool,
     progress: Callable[[Sequence], Iterable] = iter,
 ) -> tuple[dict[str, Share], dict[str, Share]]:
-    """Acceptance by class of token, and by the target's entropy, in texts after their prompts.
+    """Returns acceptance rates by the class of a token, and by the entropy of the target.
 
-    `texts` are pairs of token ids; `code` is as for `classes`.
+    Args:
+        target: target model.
+        draft: draft model.
+        texts: pairs of a prompt and its continuation, as token ids.
+        params: sampling parameters.
+        code: whether Python's keywords are a class of their own.
+        progress: wrapper of the list of texts, for a progress bar.
     """
-    kinds, entropies, acceptance = [], [], []
+    classes, entropies, acceptance = [], [], []
     for prompt, tokens in progress(texts):
-        known = positions(target, draft, prompt, tokens, params)
-        kinds += classes(target.tokenizer, prompt, tokens, code)
-        entropies += map(entropy_class, known.entropy)
-        acceptance += known.acceptance.tolist()
-    return shares(kinds, acceptance), shares(entropies, acceptance)
+        figures = positions(target, draft, prompt, tokens, params)
+        classes += token_classes(target.tokenizer, prompt, tokens, code)
+        entropies += map(entropy_class, figures.entropy)
+        acceptance += figures.acceptance.tolist()
+    return shares(classes, acceptance), shares(entropies, acceptance)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parting:
-    """The first token at which two greedy texts of one prompt differ.
+class Divergence:
+    """First difference between two greedy texts of one prompt.
 
     Attributes:
-        place: how many tokens they share.
-        margin: the target's highest logit less its second there.
+        position: number of tokens that the texts share.
+        margin: difference between the target's two highest logits there. A tiny margin means that
+            rounding decided.
     """
 
-    place: int
+    position: int
     margin: float
 
 
-def parting(
+def divergence(
     target: Model, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
-) -> Parting | None:
-    """Where two texts part, and how nearly equal the target's two best tokens are; None: nowhere.
+) -> Divergence | None:
+    """Returns the first difference between two texts, or None if they are equal.
 
-    A text that ends where the other goes on has parted there, unless it has only run out of budget
-    or of context, which is for the caller to know.
+    A text that ends earlier diverges at its end. The caller has to know whether the budget or the
+    context ended it.
     """
     if list(one) == list(other):
         return None
@@ -183,4 +201,4 @@ def parting(
     longer = one if len(one) > shared else other
     greedy = SamplingParams(temperature=0.0)
     margins = positions(target, None, prompt, longer[: shared + 1], greedy).margin
-    return Parting(shared, float(margins[-1]))
+    return Divergence(shared, float(margins[-1]))

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as a sampler: the same weights, on the same kind of device."""
+"""Hugging Face `generate` as a system under test, with the same weights and kind of device."""
 
 import pathlib
 import tempfile
@@ -7,19 +7,24 @@ import time
 import jax
 
 from spsjax.errors import InputError
-from spsjax.evaluation.samplers import Sample, Sampler
+from spsjax.evaluation.samplers import Role, Sample, System
 from spsjax.loading import Model
 from spsjax.models.hf import weights as hf_weights
-from spsjax.performance import microbenchmarks
+from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-class HuggingFace:
-    """A pair of our models in one dtype as Hugging Face models, on the same kind of device.
+class HFBaseline:
+    """A pair of models as Hugging Face models in one dtype, on the same kind of device.
 
     Needs torch and transformers, which spsjax itself does not.
+
+    Args:
+        target: target model, whose weights are copied.
+        draft: draft model, or None.
+        dtype: name of the torch dtype.
     """
 
     def __init__(self, target: Model, draft: Model | None, dtype: str):
@@ -28,7 +33,7 @@ class HuggingFace:
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(microbenchmarks.num_cores())
+        torch.set_num_threads(hardware.num_cores())
         accelerated = jax.default_backend() == "gpu" and torch.cuda.is_available()
         self.torch, self.dtype = torch, dtype
         self.device = "cuda" if accelerated else "cpu"
@@ -37,11 +42,11 @@ class HuggingFace:
             with tempfile.TemporaryDirectory() as folder:
                 folder = pathlib.Path(folder)
                 hf_weights.save(folder, model.config, model.params, "float32")
-                other = transformers.AutoModelForCausalLM.from_pretrained(
+                converted = transformers.AutoModelForCausalLM.from_pretrained(
                     folder, dtype=getattr(torch, dtype)
                 )
-            other.generation_config = transformers.GenerationConfig(pad_token_id=0)
-            return other.to(self.device).eval()
+            converted.generation_config = transformers.GenerationConfig(pad_token_id=0)
+            return converted.to(self.device).eval()
 
         self.target = convert(target)
         self.draft = convert(draft) if draft else None
@@ -49,8 +54,8 @@ class HuggingFace:
         contexts = [model.config.max_positions for model in (target, draft) if model]
         self._context = min(contexts)
 
-    def sampler(self, num_speculative_tokens: int = 0) -> Sampler:
-        """Plain generation, or assisted with a constant number of draft tokens a round."""
+    def system(self, num_speculative_tokens: int = 0) -> System:
+        """Returns plain generation, or assisted generation with a constant K."""
 
         def call(prompt, params, max_new_tokens, seed, stop_at_eos):
             torch = self.torch
@@ -59,7 +64,7 @@ class HuggingFace:
                 config = self.draft.generation_config
                 config.num_assistant_tokens = num_speculative_tokens
                 config.num_assistant_tokens_schedule = "constant"
-                config.assistant_confidence_threshold = 0.0  # no early stop: always K
+                config.assistant_confidence_threshold = 0.0  # never stop early: always K
                 options["assistant_model"] = self.draft
             if stop_at_eos:
                 options["eos_token_id"] = list(self._eos_ids) or None
@@ -80,10 +85,11 @@ class HuggingFace:
 
         kind = "assisted" if num_speculative_tokens else "plain"
         name = f"HF {kind} {_DTYPES[self.dtype]}"
-        return Sampler(name, num_speculative_tokens, self._context, call)
+        return System(name, Role.PEER, num_speculative_tokens, self._context, call)
 
 
 def _options(params: SamplingParams) -> dict:
+    """Returns the sampling parameters under Hugging Face's names."""
     if not params.temperature:
         return {"do_sample": False}
     return {
@@ -95,19 +101,20 @@ def _options(params: SamplingParams) -> dict:
     }
 
 
-def samplers(options, target: Model, draft: Model | None) -> list[Sampler]:
-    """Plain and assisted generation.
+def systems(options, target: Model, draft: Model | None) -> list[System]:
+    """Returns plain and assisted generation as systems.
 
     Args:
-        options: `dtypes`, and the `num_speculative_tokens` of assisted generation.
-        target, draft: whose weights are taken.
+        options: section of a config with `dtypes` and, for assisted generation,
+            `num_speculative_tokens`.
+        target, draft: models whose weights are copied.
     """
     for dtype in options.dtypes:
         if dtype not in _DTYPES:
             raise InputError(f"peer.dtypes: expected some of {', '.join(_DTYPES)}, found {dtype!r}")
     counts = (0, *(options.num_speculative_tokens if draft else ()))
     return [
-        pair.sampler(count)
-        for pair in (HuggingFace(target, draft, dtype) for dtype in options.dtypes)
+        pair.system(count)
+        for pair in (HFBaseline(target, draft, dtype) for dtype in options.dtypes)
         for count in counts
     ]

@@ -1,109 +1,131 @@
-"""Records in a JSON-lines file, each there once, whatever ends the process that writes them."""
+"""Records of a measurement, each key at most once: in memory, or in a file that survives a kill."""
 
 import json
-import os
 import pathlib
 from collections.abc import Hashable
 
 from spsjax.errors import InputError, one_line, short_repr
-from spsjax.utils import atomic_files
+from spsjax.utils import jsonl
 
 
-class Journal:
-    """What a long measurement has found so far; whoever opens it again goes on from there.
+class Records:
+    """Records in memory, in the order in which they were added.
 
     Args:
-        path: the file. Its first line is `config`; one that was made by another config is refused.
-        config: what the records depend on.
-        key: fields that tell one record from any other.
-        writes: False for a process that shares the file of another, and only keeps records.
+        key: names of the fields that identify a record.
 
     Attributes:
-        records: all that are there, in the order in which they came.
+        records: all records.
+    """
+
+    def __init__(self, key: tuple[str, ...]):
+        self._key = key
+        self.records: list[dict] = []
+        self._by_key: dict[Hashable, dict] = {}
+
+    def __contains__(self, key: tuple) -> bool:
+        return tuple(key) in self._by_key
+
+    def __getitem__(self, key: tuple) -> dict:
+        return self._by_key[tuple(key)]
+
+    def add(self, record: dict) -> None:
+        """Adds a record. Raises ValueError if there is one with the same key."""
+        self._by_key[self._new_key(record)] = record
+        self.records.append(record)
+
+    def _new_key(self, record: dict) -> tuple:
+        key = tuple(record[name] for name in self._key)
+        if key in self._by_key:
+            raise ValueError(f"a second record with the key {short_repr(list(key))}")
+        return key
+
+
+class Journal(Records):
+    """Records in a JSON-lines file, from which an interrupted measurement resumes.
+
+    The first line of the file holds the config on which the records depend.
+
+    Args:
+        path: path of the file; its folder is created if necessary.
+        config: settings on which the records depend. A file with another config is refused.
+        key: names of the fields that identify a record.
+        writes: False in a process that only reads the file, because another one writes it.
 
     Raises:
-        InputError: another config, a line that is no record, or a file that cannot be written.
+        InputError: the file has another config, is not a journal, or cannot be written.
     """
 
     def __init__(
         self, path: str | pathlib.Path, config: dict, key: tuple[str, ...], writes: bool = True
     ):
-        self.path, self._key, self._writes = pathlib.Path(path), key, writes
-        self.records: list[dict] = []
-        self._known: dict[Hashable, dict] = {}
-        config = json.loads(json.dumps(config))
+        super().__init__(key)
+        self.path, self._writes = pathlib.Path(path), writes
+        config = json.loads(json.dumps(config))  # tuples become lists, as in the file
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            raw = self.path.read_bytes() if self.path.exists() else b""
-            whole = raw[: raw.rfind(b"\n") + 1]  # what ended the process may have cut a line off
-            first, *lines = whole.decode("utf-8").splitlines() or [""]
-            if whole:
-                self._check(first, config)
-            elif not _line({"config": config}).startswith(raw):
-                raise InputError(f"{path}: expected a journal, found another file")
-            if writes and whole != raw:
-                atomic_files.write(self.path, whole)
-            if not whole:
-                self._write({"config": config})
-        except (OSError, UnicodeDecodeError) as error:
+            self._open({"config": config})
+        except OSError as error:
             raise InputError(f"{path}: expected a journal, found {one_line(error)}") from None
-        for number, line in enumerate(lines, 2):
+        if not self.path.exists():  # this process does not write, and there is nothing to read
+            return
+        for number, record in jsonl.read(self.path, allow_torn=True):
+            if number == 1:
+                continue
             try:
-                self._keep(json.loads(line))
+                super().add(record)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"{path}, line {number}: expected a record, found {one_line(error)}"
                 ) from None
 
-    def _check(self, line: str, config: dict) -> None:
-        """Raises InputError where the first line is not that of this config."""
+    def _open(self, header: dict) -> None:
+        """Checks the first line, and repairs the file if a process was killed while it wrote."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        first = b""
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                first = file.readline()
+        whole = first.endswith(b"\n")
+        if whole:
+            self._check(first, header["config"])
+        elif not jsonl.to_line(header).startswith(first):
+            raise InputError(
+                f"{self.path}: expected a journal, found another file. Choose another folder."
+            )
+        if self._writes:
+            if first:
+                jsonl.drop_torn_line(self.path)
+            if not whole:
+                jsonl.append(self.path, header)
+
+    def _check(self, line: bytes, config: dict) -> None:
+        """Raises InputError unless the first line of the file holds this config."""
         try:
-            found = json.loads(line)["config"]
-            changed = [name for name in {*found, *config} if found.get(name) != config.get(name)]
+            stored = json.loads(line)["config"]
+            changed = [name for name in {*stored, *config} if stored.get(name) != config.get(name)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{self.path}, line 1: expected a journal's config, found {one_line(error)}"
             ) from None
         for name in sorted(changed):
-            ours, theirs = config.get(name), found.get(name)
-            if isinstance(ours, dict) and isinstance(theirs, dict):  # what differs, not all of it
-                fields = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
-                ours, theirs = (
-                    {key: each.get(key) for key in sorted(fields)} for each in (ours, theirs)
+            expected, actual = config.get(name), stored.get(name)
+            if isinstance(expected, dict) and isinstance(actual, dict):  # show only what differs
+                fields = sorted(
+                    field
+                    for field in {*expected, *actual}
+                    if expected.get(field) != actual.get(field)
+                )
+                expected, actual = (
+                    {field: values.get(field) for field in fields} for values in (expected, actual)
                 )
             raise InputError(
-                f"{self.path}: expected {name} {short_repr(ours)}, "
-                f"found a journal of {short_repr(theirs)}"
+                f"{self.path}: expected {name} {short_repr(expected)}, "
+                f"found a journal with {short_repr(actual)}. Choose another folder."
             )
 
-    def __contains__(self, key: tuple) -> bool:
-        return tuple(key) in self._known
-
-    def __getitem__(self, key: tuple) -> dict:
-        return self._known[tuple(key)]
-
     def add(self, record: dict) -> None:
-        """Appends a record, and returns when it is on the disk."""
-        if tuple(record[name] for name in self._key) in self._known:
-            raise ValueError(f"a record of {[record[name] for name in self._key]} is there already")
-        self._write(record)
-        self._keep(record)
-
-    def _keep(self, record: dict) -> None:
-        key = tuple(record[name] for name in self._key)
-        if key in self._known:
-            raise ValueError(f"a second record of {short_repr(list(key))}")
-        self._known[key] = record
-        self.records.append(record)
-
-    def _write(self, record: dict) -> None:
-        if not self._writes:
-            return
-        with open(self.path, "ab") as file:
-            file.write(_line(record))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _line(record: dict) -> bytes:
-    return json.dumps(record).encode() + b"\n"
+        """Adds a record, and returns when it is on the disk."""
+        self._new_key(record)
+        if self._writes:
+            jsonl.append(self.path, record)
+        super().add(record)

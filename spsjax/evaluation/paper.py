@@ -1,58 +1,98 @@
-"""A target, a draft and tasks into what the literature shows of them: configs/.../reproduce.py."""
+"""Experiments of the literature for a pair of models: configs/experiments/reproduce.py."""
 
 import dataclasses
 import importlib
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spsjax.errors import InputError
-from spsjax.evaluation import acceptance_analysis, race, runner, samplers, summary, theory_check
+from spsjax.evaluation import acceptance_analysis, runner, samplers, summary, theory_check
+from spsjax.evaluation.acceptance_analysis import Divergence, Share
 from spsjax.evaluation.journal import Journal
 from spsjax.evaluation.runner import Plan
-from spsjax.evaluation.samplers import Sampler
+from spsjax.evaluation.samplers import Role, System
+from spsjax.evaluation.summary import SystemSummary
 from spsjax.evaluation.tasks.base import Example, Task
+from spsjax.evaluation.theory_check import LoopCosts, Prediction
 from spsjax.loading import Model
 from spsjax.parallel import multihost
-from spsjax.performance import microbenchmarks
+from spsjax.performance import hardware
+from spsjax.sampling import SamplingParams
 from spsjax.utils import from_config, hashing
 
-WHAT = "table1", "figure1", "specbench"
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What there is to say of one task.
-
-    Attributes:
-        rows: of all its examples.
-        groups: of those of each group, if it has groups.
-        too_long: examples that did not fit into the context.
-        costs, rates, predicted: by setting; of the draft model; `prediction.rates_of`.
-        kinds, entropies: by setting: exact acceptance of the draft in texts that plain sampling
-            wrote, by the class of a token and by the target's entropy.
-        partings: by setting and sampler, of greedy texts: how many were compared, and where they
-            part from those of plain sampling.
-        examples: by setting, one prompt and what each sampler wrote.
-    """
-
-    rows: list[summary.Row]
-    groups: dict[str, list[summary.Row]]
-    too_long: int
-    costs: dict[str, theory_check.Costs]
-    rates: dict[str, list[float | None]]
-    predicted: dict[str, list[theory_check.Predicted]]
-    kinds: dict[str, dict[str, acceptance_analysis.Share]]
-    entropies: dict[str, dict[str, acceptance_analysis.Share]]
-    partings: dict[str, dict[str, tuple[int, list[acceptance_analysis.Parting]]]]
-    examples: dict[str, dict[str, str]]
-
+EXPERIMENTS = "table1", "figure1", "specbench"
 
 Progress = Callable[[str], Callable[[Sequence], Iterable]]
 
 
-def tasks(config, names: Sequence[str]) -> dict[str, Task]:
-    """The tasks of these names whose files are named; raises InputError where there is none."""
-    found = {}
+@dataclasses.dataclass(frozen=True)
+class Divergences:
+    """Greedy texts of one system that differ from the baseline's.
+
+    Attributes:
+        system, num_speculative_tokens: name and K of the system.
+        num_texts: number of texts that were compared.
+        divergences: first difference of each text that has one.
+    """
+
+    system: str
+    num_speculative_tokens: int
+    num_texts: int
+    divergences: list[Divergence]
+
+
+@dataclasses.dataclass
+class DraftAnalysis:
+    """Acceptance of the draft model, by setting.
+
+    Attributes:
+        costs: cost breakdown of a round; a setting where it was not timed is missing.
+        acceptance_by_position: measured acceptance rates at the largest K.
+        predictions: predicted and measured speed-ups by K.
+        by_token_class: exact acceptance rates in the baseline's texts, by the class of a token.
+        by_entropy: the same, by the entropy of the target's distribution.
+    """
+
+    costs: dict[str, LoopCosts] = dataclasses.field(default_factory=dict)
+    acceptance_by_position: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    predictions: dict[str, list[Prediction]] = dataclasses.field(default_factory=dict)
+    by_token_class: dict[str, dict[str, Share]] = dataclasses.field(default_factory=dict)
+    by_entropy: dict[str, dict[str, Share]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskReport:
+    """Results of one task.
+
+    Attributes:
+        systems: summary per setting and system, over all examples.
+        groups: the same over the examples of each group, if the task has groups.
+        too_long: number of examples that did not fit into the context.
+        draft: acceptance of the draft model; empty for other drafters.
+        divergences: greedy texts that differ from the baseline's, by greedy setting.
+        sample_texts: the first prompt and the text of each system, by setting.
+    """
+
+    systems: list[SystemSummary]
+    groups: dict[str, list[SystemSummary]]
+    too_long: int
+    draft: DraftAnalysis
+    divergences: dict[str, list[Divergences]]
+    sample_texts: dict[str, dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A task with its selected examples and its journal."""
+
+    task: Task
+    selected: runner.SelectedExamples
+    journal: Journal
+
+
+def load_tasks(config, names: Sequence[str]) -> dict[str, Task]:
+    """Returns the tasks whose files the config names. Raises InputError if there is none."""
+    tasks = {}
     for name in names:
         if name not in config.tasks:
             known = ", ".join(config.tasks)
@@ -64,181 +104,207 @@ def tasks(config, names: Sequence[str]) -> dict[str, Task]:
             raise InputError(f"tasks.{name}.{missing[0]}: expected a file, found none")
         if not missing:
             kind = importlib.import_module(f"spsjax.evaluation.tasks.{name}").Task
-            found[name] = from_config.build(f"tasks.{name}", kind, fields)
-    if not found:
+            tasks[name] = from_config.build(f"tasks.{name}", kind, fields)
+    if not tasks:
         raise InputError(f"tasks.{names[0]}.path: expected a file, found none")
-    return found
+    return tasks
 
 
 def run(
-    what: str,
+    experiment: str,
     config,
     target: Model,
     drafter,
-    others: Sequence[Sampler],
+    others: Sequence[System],
     workdir: pathlib.Path,
     progress: Progress,
-) -> dict[str, Found]:
-    """By task, what there is to say. The same call goes on with one that was stopped.
+) -> dict[str, TaskReport]:
+    """Runs an experiment and returns a report per task. An interrupted experiment resumes.
 
     Args:
-        what: one of `WHAT`, which is a part of the config.
-        config: as configs/experiments/reproduce.py.
-        target: the model.
-        drafter: what `generate` takes.
-        others: samplers that run beside.
-        workdir: of the journals.
-        progress: given a title, what wraps a list of things to do.
+        experiment: one of `EXPERIMENTS`, which is a section of the config.
+        config: config such as configs/experiments/reproduce.py.
+        target: target model.
+        drafter: drafter, as for `generate`.
+        others: further systems.
+        workdir: folder of the journals.
+        progress: function from a title to a wrapper of a list of jobs.
 
     Raises:
-        InputError: a config, a file or a journal that is not as it should be.
+        InputError: the config, a file or a journal is not usable.
     """
-    section = config[what]
-    if not section.num_speculative_tokens:
-        raise InputError(f"{what}.num_speculative_tokens: expected at least one, found none")
-    plan = from_config.build(f"{what}.plan", Plan, section.plan)
-    entries = [
-        samplers.ours(race.BASELINE, target),
-        *(samplers.ours("SpS", target, drafter, K) for K in section.num_speculative_tokens),
+    section = config[experiment]
+    counts = section.num_speculative_tokens
+    if not counts:
+        raise InputError(f"{experiment}.num_speculative_tokens: expected at least one, found none")
+    plan = from_config.build(f"{experiment}.plan", Plan, section.plan)
+    systems = [
+        samplers.spsjax_system("ArS", target),
+        *(samplers.spsjax_system("SpS", target, drafter, K) for K in counts),
         *others,
     ]
-    chosen = {  # all of them, before anything is written
-        name: (task, runner.choose(task, target, entries, plan))
-        for name, task in tasks(config, section.tasks).items()
+    # Select the examples of all tasks first, so that a mistake is found before anything is written.
+    selected = {
+        name: (task, runner.select_examples(task, target, systems, plan))
+        for name, task in load_tasks(config, section.tasks).items()
     }
     multihost.lock_folder(workdir)
+    depends_on = _dependencies(target, drafter, systems, plan)
     jobs = {}
-    for name, (task, examples) in chosen.items():
-        depends_on = {
-            "task": {name: dataclasses.asdict(task)},
-            "plan": dataclasses.asdict(plan),
-            "examples": runner.fingerprint(task, target, examples.examples),
-            "target": _identity(target),
-            "drafter": _identity(drafter),
-            "mesh": dict(target.mesh.shape) if target.mesh else {},
-            "samplers": [[each.name, each.num_speculative_tokens] for each in entries],
-            "machine": microbenchmarks.machine(target),
-        }
-        jobs[name] = task, examples, _journal(workdir / f"{name}.jsonl", depends_on)
-    for name, (task, examples, journal) in jobs.items():
-        title = progress(f"{name}: sampling")
-        runner.sample(journal, task, examples.examples, target, entries, plan, title)
+    for name, (task, examples) in selected.items():
+        fingerprint = runner.examples_fingerprint(task, target, examples.examples)
+        more = {"task": {name: dataclasses.asdict(task)}, "examples": fingerprint}
+        jobs[name] = _Job(
+            task, examples, _open_journal(workdir / f"{name}.jsonl", depends_on | more)
+        )
+    for name, job in jobs.items():
+        workload = runner.task_workload(job.task, target, job.selected.examples, plan)
+        runner.run_all(systems, workload, job.journal, progress(f"{name}: sampling"))
     return {
-        name: _found(task, examples, journal.records, target, drafter, plan, config, progress)
-        for name, (task, examples, journal) in jobs.items()
+        name: _report(job, target, drafter, plan, config.analysed_texts, progress)
+        for name, job in jobs.items()
     }
 
 
-def _journal(path: pathlib.Path, depends_on: dict) -> Journal:
-    """The first process writes it; the others have its records, and the same ones to add."""
+def _dependencies(target: Model, drafter, systems: Sequence[System], plan: Plan) -> dict:
+    """Returns what the records of every task depend on."""
+    return {
+        "plan": dataclasses.asdict(plan),
+        "target": _identity(target),
+        "drafter": _identity(drafter),
+        "mesh": dict(target.mesh.shape) if target.mesh else {},
+        "systems": [[system.name, system.num_speculative_tokens] for system in systems],
+        "machine": hardware.machine(target),
+    }
+
+
+def _open_journal(path: pathlib.Path, depends_on: dict) -> Journal:
+    """Opens a journal. The main process writes it; the others read it and add the same records."""
     if multihost.is_main_process():
-        journal = Journal(path, depends_on, runner.KEY)
+        journal = Journal(path, depends_on, runner.RECORD_KEY)
     multihost.barrier("journal")
     if not multihost.is_main_process():
-        journal = Journal(path, depends_on, runner.KEY, writes=False)
+        journal = Journal(path, depends_on, runner.RECORD_KEY, writes=False)
     return journal
 
 
 def _identity(drafter) -> str:
+    """Returns a text that identifies a model by its weights, or a drafter by its fields."""
     if not isinstance(drafter, Model):
         return repr(drafter)
     return f"{hashing.params_fingerprint(drafter.params)} {drafter.config}"
 
 
-def _found(
-    task: Task,
-    chosen: runner.Chosen,
-    records: list[dict],
-    target: Model,
-    drafter,
-    plan: Plan,
-    config,
-    progress: Progress,
-) -> Found:
-    scores = summary.scores_of(task, chosen.examples, records, progress("scoring"))
-    rows = summary.rows(records, scores)
+def _report(
+    job: _Job, target: Model, drafter, plan: Plan, analysed_texts: int, progress: Progress
+) -> TaskReport:
+    """Returns the report of a task from the records of its journal."""
+    task, examples, records = job.task, job.selected.examples, job.journal.records
+    scores = summary.score_examples(task, examples, records, progress("scoring"))
+    summaries = summary.summarize(records, scores)
     groups = {
-        group: summary.rows([record for record in records if record["group"] == group], scores)
-        for group in dict.fromkeys(example.group for example in chosen.examples)
+        group: summary.summarize([record for record in records if record["group"] == group], scores)
+        for group in dict.fromkeys(example.group for example in examples)
     }
-    settings = runner.settings(task, plan)
-    firsts = _first_turns(records)
+    settings = runner.plan_settings(task, plan)
     prompts = {
-        example.name: runner.ids_of(target, task, example.turns[:1], ())
-        for example in chosen.examples
+        example.name: runner.prompt_ids(target, task, example.turns[:1], ()) for example in examples
     }
-    costs, rates, predicted, kinds, entropies = {}, {}, {}, {}, {}
+    draft = DraftAnalysis()
     if isinstance(drafter, Model):
         for setting, params in settings.items():
-            mine = [row for row in rows if row.setting == setting]
-            rates[setting] = theory_check.rates_of(mine)
-            if found := theory_check.costs_of(mine):
-                costs[setting] = found
-                predicted[setting] = theory_check.predict(mine, rates[setting], found)
+            of_setting = [system for system in summaries if system.setting == setting]
+            _add_predictions(draft, setting, of_setting)
             texts = [
                 (prompts[name], tokens)
-                for name, tokens in firsts[setting, race.BASELINE, 0].items()
+                for name, tokens in _baseline_texts(records, setting).items()
                 if tokens
             ]
-            kinds[setting], entropies[setting] = acceptance_analysis.by_class(
+            classes, entropies = acceptance_analysis.acceptance_by_class(
                 target,
                 drafter,
-                texts[: config.attribution],
+                texts[:analysed_texts],
                 params,
                 task.code,
                 progress("token by token"),
             )
-    partings = {
-        setting: _partings(target, prompts, firsts, setting)
-        for setting, params in settings.items()
-        if not params.temperature
-    }
-    return Found(
-        rows=rows,
+            draft.by_token_class[setting], draft.by_entropy[setting] = classes, entropies
+    return TaskReport(
+        systems=summaries,
         groups=groups if len(groups) > 1 else {},
-        too_long=chosen.too_long,
-        costs=costs,
-        rates=rates,
-        predicted=predicted,
-        kinds=kinds,
-        entropies=entropies,
-        partings=partings,
-        examples=_shown(chosen.examples[0], records),
+        too_long=job.selected.too_long,
+        draft=draft,
+        divergences=_divergences(target, prompts, records, settings),
+        sample_texts=_sample_texts(examples[0], records),
     )
 
 
-def _first_turns(records: Sequence[dict]) -> dict[tuple, dict[str, list[int]]]:
-    """Who -> example -> tokens of its first turn and sample."""
-    found: dict[tuple, dict[str, list[int]]] = {}
-    for record in records:
-        if record["turn"] == record["sample"] == 0:
-            found.setdefault(runner.who(record), {})[record["example"]] = record["tokens"]
-    return found
+def _add_predictions(
+    draft: DraftAnalysis, setting: str, summaries: Sequence[SystemSummary]
+) -> None:
+    rates = theory_check.acceptance_rates(summaries)
+    draft.acceptance_by_position[setting] = rates
+    if costs := theory_check.loop_costs(summaries):
+        draft.costs[setting] = costs
+        draft.predictions[setting] = theory_check.predict(summaries, rates, costs)
 
 
-def _partings(
-    target: Model, prompts: dict[str, list[int]], firsts: dict[tuple, dict], setting: str
-) -> dict[str, tuple[int, list[acceptance_analysis.Parting]]]:
-    base, found = firsts[setting, race.BASELINE, 0], {}
-    for (other, name, K), texts in firsts.items():
-        if other != setting or name == race.BASELINE:
+def _first_samples(records: Sequence[dict], setting: str) -> list[dict]:
+    """Returns the records of the first turn and sample of each example, in one setting."""
+    return [
+        record
+        for record in records
+        if record["turn"] == record["sample"] == 0 and record["setting"] == setting
+    ]
+
+
+def _baseline_texts(records: Sequence[dict], setting: str) -> dict[str, list[int]]:
+    """Returns the tokens of the baseline's first text per example."""
+    return {
+        record["example"]: record["tokens"]
+        for record in _first_samples(records, setting)
+        if record["role"] == Role.BASELINE
+    }
+
+
+def _divergences(
+    target: Model,
+    prompts: Mapping[str, list[int]],
+    records: Sequence[dict],
+    settings: Mapping[str, SamplingParams],
+) -> dict[str, list[Divergences]]:
+    """Returns where the greedy texts of each system differ from the baseline's, by setting."""
+    reports: dict[str, list[Divergences]] = {}
+    for setting, params in settings.items():
+        if params.temperature:
             continue
-        pairs = [(prompts[each], base[each], texts[each]) for each in texts if each in base]
-        parted = [acceptance_analysis.parting(target, *pair) for pair in pairs]
-        found[label(name, K)] = (len(pairs), [each for each in parted if each])
-    return found
+        base = _baseline_texts(records, setting)
+        texts: dict[tuple, dict[str, list[int]]] = {}
+        for record in _first_samples(records, setting):
+            if record["role"] != Role.BASELINE and record["example"] in base:
+                key = record["system"], record["num_speculative_tokens"]
+                texts.setdefault(key, {})[record["example"]] = record["tokens"]
+        reports[setting] = []
+        for key, by_example in texts.items():
+            first_differences = [
+                acceptance_analysis.divergence(target, prompts[name], base[name], tokens)
+                for name, tokens in by_example.items()
+            ]
+            differing = [difference for difference in first_differences if difference]
+            reports[setting].append(Divergences(*key, len(by_example), differing))
+    return reports
 
 
-def _shown(example: Example, records: Sequence[dict]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+def _sample_texts(example: Example, records: Sequence[dict]) -> dict[str, dict[str, str]]:
+    """Returns the prompt of one example and each system's text, by setting and label."""
+    samples: dict[str, dict[str, str]] = {}
     for record in records:
         if record["example"] == example.name and record["turn"] == record["sample"] == 0:
-            texts = found.setdefault(record["setting"], {"prompt": example.turns[0]})
-            who = label(record["sampler"], record["num_speculative_tokens"])
-            texts[who] = record["text"]
-    return found
+            texts = samples.setdefault(record["setting"], {"prompt": example.turns[0]})
+            texts[label(record["system"], record["num_speculative_tokens"])] = record["text"]
+    return samples
 
 
 def label(name: str, num_speculative_tokens: int) -> str:
-    """A sampler as tables and texts name it."""
+    """Returns the text that names a system in tables."""
     return f"{name}, K = {num_speculative_tokens}" if num_speculative_tokens else name

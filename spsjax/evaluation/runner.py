@@ -1,36 +1,40 @@
-"""Samplers on the prompts of a task, in turn: what each wrote, and how long it took."""
+"""Runs systems in turn on the same prompts and records what each wrote and how long it took."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from spsjax import generation, request
+from spsjax import request
 from spsjax.errors import InputError, short_repr
-from spsjax.evaluation.journal import Journal
-from spsjax.evaluation.samplers import Sampler
+from spsjax.evaluation.journal import Records
+from spsjax.evaluation.samplers import Role, Sample, System
 from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.loading import Model
 from spsjax.sampling import SamplingParams
+from spsjax.tokenization import Tokenizer
+from spsjax.tokenization.base import incremental_text
 
-# What tells one record from another; the first three are who wrote it.
-WHO = "setting", "sampler", "num_speculative_tokens"
-KEY = *WHO, "example", "turn", "sample"
+# Fields that identify the system that wrote a record, and fields that identify a record.
+SYSTEM_FIELDS = "setting", "system", "num_speculative_tokens"
+RECORD_KEY = *SYSTEM_FIELDS, "example", "turn", "sample", "repetition"
+
+Progress = Callable[[Sequence], Iterable]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is sampled.
+    """Amount of sampling per task.
 
     Attributes:
-        settings: names of the task's; () for all.
-        samples: of each example, setting and sampler.
-        new_tokens: of each turn; 0: as the task has it.
-        limit: examples; 0: all. Those that do not fit into the context are not counted.
-        seed: of everything.
-        timed: examples, evenly spread, at which the parts of a round are timed too.
+        settings: names of the task's settings; () for all of them.
+        samples: number of samples per example, setting and system.
+        new_tokens: token budget per turn; 0 for the task's own.
+        limit: number of examples; 0 for all. Examples that exceed the context do not count.
+        seed: random seed of all samples.
+        timed: number of examples, evenly spaced, at which the costs of a round are timed too.
     """
 
     settings: tuple[str, ...] = ()
@@ -48,63 +52,109 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """The examples of a plan, and how many were passed over because they are too long."""
+class Prompt:
+    """A prompt of one or more turns.
+
+    Attributes:
+        name: unique name.
+        ids: function from the answers to the turns before to the next turn's token ids.
+        turns: number of turns.
+        group: name of the group whose figures are reported separately.
+    """
+
+    name: str
+    ids: Callable[[Sequence[str]], list[int]]
+    turns: int = 1
+    group: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Prompts and settings that every system runs.
+
+    Attributes:
+        prompts: prompts.
+        settings: sampling parameters by name.
+        max_new_tokens: token budget per turn.
+        samples: number of samples per prompt, setting and system, each with its own seed.
+        repetitions: number of runs per sample, all with one seed: only their times differ.
+        seed: random seed.
+        stop_at_eos: whether a continuation ends at an end of sequence or fills its budget.
+        tokenizer: tokenizer that gives a record its text; None for records without text.
+        timed: names of the prompts at which the costs of a round are timed too.
+    """
+
+    prompts: Sequence[Prompt]
+    settings: Mapping[str, SamplingParams]
+    max_new_tokens: int
+    samples: int = 1
+    repetitions: int = 1
+    seed: int = 0
+    stop_at_eos: bool = True
+    tokenizer: Tokenizer | None = None
+    timed: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedExamples:
+    """Examples that fit into every context, and the number of those that do not."""
 
     examples: list[Example]
     too_long: int
 
 
-def choose(task: Task, target: Model, samplers: Sequence[Sampler], plan: Plan) -> Chosen:
-    """The examples that fit into every sampler's context.
+def select_examples(
+    task: Task, target: Model, systems: Sequence[System], plan: Plan
+) -> SelectedExamples:
+    """Selects the examples that fit into the context of every system.
 
-    Raises InputError where none does, or the task has no such setting.
+    Raises InputError if there are none, if two have one name, or for an unknown setting.
     """
-    settings(task, plan)
-    context = min(each.context for each in samplers)
-    budget = new_tokens(task, plan)
-    found: dict[str, Example] = {}
+    plan_settings(task, plan)
+    context = min(system.context for system in systems)
+    budget = token_budget(task, plan)
+    selected: dict[str, Example] = {}
     too_long, shortest = 0, math.inf
     for example in task.examples():
-        if plan.limit and len(found) == plan.limit:
+        if plan.limit and len(selected) == plan.limit:
             break
-        if example.name in found:
+        if example.name in selected:
             raise InputError(
                 f"{type(task).__module__}: expected examples of different names, "
                 f"found two of {short_repr(example.name)}"
             )
-        length = len(ids_of(target, task, example.turns[:1], ()))
+        length = len(prompt_ids(target, task, example.turns[:1], ()))
         if length + budget <= context:
-            found[example.name] = example
+            selected[example.name] = example
         else:
             too_long, shortest = too_long + 1, min(shortest, length)
-    if not found:
+    if not selected:
         raise InputError(
             f"{type(task).__module__}: max_new_tokens: expected at most {context - shortest}, "
             f"which the shortest prompt leaves of a context of {context}, found {budget}"
         )
-    return Chosen(list(found.values()), too_long)
+    return SelectedExamples(list(selected.values()), too_long)
 
 
-def fingerprint(task: Task, target: Model, examples: Sequence[Example]) -> str:
-    """A hash of what is asked, as text and as tokens, and of what it is judged by."""
+def examples_fingerprint(task: Task, target: Model, examples: Sequence[Example]) -> str:
+    """Returns a hash of the examples, of their references, and of the prompts' token ids."""
     digest = hashlib.sha256()
     for example in examples:
-        ids = ids_of(target, task, example.turns[:1], ())
+        ids = prompt_ids(target, task, example.turns[:1], ())
         digest.update(json.dumps([dataclasses.asdict(example), ids], default=str).encode())
     return digest.hexdigest()
 
 
-def new_tokens(task: Task, plan: Plan) -> int:
-    """New tokens of a turn."""
-    found = plan.new_tokens or task.max_new_tokens
-    if type(found) is not int or found < 1:
-        raise InputError(f"max_new_tokens: expected an integer >= 1, found {found!r}")
-    return found
+def token_budget(task: Task, plan: Plan) -> int:
+    """Returns the number of new tokens per turn."""
+    budget = plan.new_tokens or task.max_new_tokens
+    if type(budget) is not int or budget < 1:
+        raise InputError(f"max_new_tokens: expected an integer >= 1, found {budget!r}")
+    return budget
 
 
-def settings(task: Task, plan: Plan) -> dict[str, SamplingParams]:
-    """The settings of a plan; raises InputError for one that the task does not have."""
+def plan_settings(task: Task, plan: Plan) -> dict[str, SamplingParams]:
+    """Returns the settings of a plan. Raises InputError for one that the task does not have."""
     for name in plan.settings:
         if name not in task.settings:
             known = ", ".join(task.settings)
@@ -112,8 +162,10 @@ def settings(task: Task, plan: Plan) -> dict[str, SamplingParams]:
     return {name: task.settings[name] for name in plan.settings or task.settings}
 
 
-def ids_of(target: Model, task: Task, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """The prompt: turns and the answers between them, by the chat template if there is one."""
+def prompt_ids(
+    target: Model, task: Task, turns: Sequence[str], answers: Sequence[str]
+) -> list[int]:
+    """Returns a prompt of turns and the answers between them, by the chat template if any."""
     if target.tokenizer is None:
         raise InputError(f"{target.name}: expected a tokenizer, found none")
     if task.chat and target.tokenizer.has_template:
@@ -123,105 +175,154 @@ def ids_of(target: Model, task: Task, turns: Sequence[str], answers: Sequence[st
             if number < len(answers):
                 messages.append({"role": "assistant", "content": answers[number]})
         return target.tokenizer.chat(messages)
-    parts = [part for pair in zip(turns, [*answers, ""]) for part in pair if part]
-    return request.token_ids(target, ["\n\n".join(parts)])[0]
+    texts = [text for pair in zip(turns, [*answers, ""]) for text in pair if text]
+    return request.token_ids(target, ["\n\n".join(texts)])[0]
 
 
-def sample(
-    journal: Journal,
-    task: Task,
-    examples: Sequence[Example],
-    target: Model,
-    samplers: Sequence[Sampler],
-    plan: Plan,
-    progress: Callable[[Sequence], Iterable] = iter,
+def task_workload(task: Task, target: Model, examples: Sequence[Example], plan: Plan) -> Workload:
+    """Returns the workload of a task's examples under a plan."""
+
+    def prompt(example: Example) -> Prompt:
+        def ids(answers):
+            return prompt_ids(target, task, example.turns[: len(answers) + 1], answers)
+
+        return Prompt(example.name, ids, len(example.turns), example.group)
+
+    return Workload(
+        prompts=[prompt(example) for example in examples],
+        settings=plan_settings(task, plan),
+        max_new_tokens=token_budget(task, plan),
+        samples=plan.samples,
+        seed=plan.seed,
+        tokenizer=target.tokenizer,
+        timed=frozenset(example.name for example in evenly_spaced(examples, plan.timed)),
+    )
+
+
+def run_all(
+    systems: Sequence[System],
+    workload: Workload,
+    records: Records,
+    progress: Progress = iter,
 ) -> None:
-    """Fills the journal with a record of every continuation that it does not have yet.
+    """Runs every system on every prompt and adds the records that do not exist yet.
 
-    Samplers take turns at each prompt, so that a machine that slows down slows all of them; the
-    parts of a sampler's round are timed right after it. What is written depends on nothing but
-    example, setting, sampler, number and the seed. A later turn that does not fit into the context
-    is left out.
+    Systems take turns at each prompt, so that a machine that slows down slows all of them. The
+    costs of a system's round are timed right after its call for the same reason. A record depends
+    on nothing but the prompt, the setting, the system, the sample's number and the seed. A later
+    turn that does not fit into the context is left out.
+
+    Args:
+        systems: systems under test.
+        workload: prompts and settings.
+        records: where the records go; a `Journal` makes the measurement resumable.
+        progress: wrapper of the list of jobs, for a progress bar.
     """
-    context = min(each.context for each in samplers)
-    warm: set[Sampler] = set()
-    timed = {example.name for example in spread(examples, plan.timed)}
+    context = min(system.context for system in systems)
+    warm: set[tuple[System, str]] = set()
     jobs = [
-        (example, setting, params, each, number)
-        for example in examples
-        for setting, params in settings(task, plan).items()
-        for number in range(plan.samples)
-        for each in samplers
+        (repetition, prompt, setting, sample, system)
+        for repetition in range(workload.repetitions)
+        for prompt in workload.prompts
+        for setting in workload.settings
+        for sample in range(workload.samples)
+        for system in systems
     ]
-    for job in progress(jobs):
-        example, setting, params, each, number = job
-        who, answers = (setting, each.name, each.num_speculative_tokens), []
-        for turn in range(len(example.turns)):
-            key = *who, example.name, turn, number
-            if key in journal:
-                answers.append(journal[key]["text"])
-                continue
-            ids = ids_of(target, task, example.turns[: turn + 1], answers)
-            budget = new_tokens(task, plan)
-            if turn and len(ids) + budget > context:
-                break
-            call = functools.partial(
-                each.call, ids, params, budget, _seed(plan.seed, *key), stop_at_eos=True
-            )
-            out = call()
-            # The first run of a program takes longer than others, even when compiling is left out.
-            if out.stats.compile_seconds if out.stats else each not in warm:
-                out = call()
-            warm.add(each)
-            answers.append(generation.continuation(target.tokenizer, ids, out.tokens))
-            record = {
-                **dict(zip(KEY, key)),
-                "group": example.group,
-                "prompt_tokens": len(ids),
-                "tokens": list(out.tokens),
-                "text": answers[-1],
-                "seconds": out.seconds,
-            }
-            if each.parts and example.name in timed:
-                record["parts"] = dataclasses.asdict(each.parts(ids, params, budget))
-            if out.stats:
-                record |= {
-                    "prompt_seconds": out.stats.prompt_seconds,
-                    "target_calls": out.stats.target_calls,
-                    "proposed": out.stats.proposed_tokens,
-                    "accepted": out.stats.accepted_histogram,
-                }
-            journal.add(record)
+    for repetition, prompt, setting, sample, system in progress(jobs):
+        answers: list[str] = []
+        who = setting, system.name, system.num_speculative_tokens
+        for turn in range(prompt.turns):
+            key = *who, prompt.name, turn, sample, repetition
+            if key not in records:
+                ids = prompt.ids(answers)
+                if turn and len(ids) + workload.max_new_tokens > context:
+                    break
+                measured = _measure(system, workload, setting, prompt, ids, key, warm)
+                records.add({**dict(zip(RECORD_KEY, key)), "group": prompt.group, **measured})
+            answers.append(records[key].get("text", ""))
 
 
-def spread(items: Sequence, count: int) -> list:
-    """So many of them, evenly spread; all where there are not as many."""
+def _measure(
+    system: System,
+    workload: Workload,
+    setting: str,
+    prompt: Prompt,
+    ids: list[int],
+    key: tuple,
+    warm: set[tuple[System, str]],
+) -> dict:
+    """Runs a system once and returns the fields of the record that the run determines."""
+    params, budget = workload.settings[setting], workload.max_new_tokens
+    # Every system has its own random numbers, so that two samples of one prompt are independent.
+    # All repetitions of a sample have the same ones, so that only their times differ.
+    seed = _seed(workload.seed, *key[:-1])
+    call = functools.partial(system.call, ids, params, budget, seed, workload.stop_at_eos)
+    out = call()
+    compile_seconds = out.stats.compile_seconds if out.stats else 0.0
+    # The first run of a program takes longer than later ones, even without its compile time.
+    if compile_seconds if out.stats else (system, setting) not in warm:
+        out = call()
+    warm.add((system, setting))
+    record = {
+        "role": str(system.role),
+        "greedy": not params.temperature,
+        "prompt_tokens": len(ids),
+        "tokens": list(out.tokens),
+        "seconds": out.seconds,
+        "compile_seconds": compile_seconds,
+    }
+    if workload.tokenizer is not None:
+        record["text"] = incremental_text(workload.tokenizer, ids, out.tokens)
+    if system.time_round and prompt.name in workload.timed:
+        record["round_cost"] = dataclasses.asdict(system.time_round(ids, params, budget))
+    return record | _counts(out)
+
+
+def _counts(sample: Sample) -> dict:
+    """Returns the counts of a call, if the system reports them."""
+    if sample.stats is None:
+        return {}
+    return {
+        "prompt_seconds": sample.stats.prompt_seconds,
+        "target_calls": sample.stats.target_calls,
+        "proposed_tokens": sample.stats.proposed_tokens,
+        "accepted_histogram": sample.stats.accepted_histogram,
+    }
+
+
+def evenly_spaced(items: Sequence, count: int) -> list:
+    """Returns `count` evenly spaced items, or all of them if there are fewer."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _seed(*parts) -> int:
-    """Of 32 bits; unlike for any two records, so that samplers are independent of each other."""
-    text = "\0".join(map(str, parts))
+def _seed(*fields) -> int:
+    """Returns a 32-bit seed by hashing the fields."""
+    text = "\0".join(map(str, fields))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
-def answers(
+def final_answers(
     task: Task, examples: Sequence[Example], records: Sequence[dict]
 ) -> Iterator[tuple[Example, tuple, list[str]]]:
-    """Example, who (`WHO`), and the answers of its last turn, in the order of their numbers."""
-    found: dict[tuple, dict[int, str]] = {}
+    """Yields an example, a system's key, and the answers to the last turn, by sample number."""
+    answers: dict[tuple, dict[int, str]] = {}
     by_name = {example.name: example for example in examples}
     for record in records:
         example = by_name.get(record["example"])
         if example is None or record["turn"] != len(example.turns) - 1:
             continue
         text = task.answer(example, record["text"])
-        found.setdefault((example.name, who(record)), {})[record["sample"]] = text
-    for (name, each), texts in found.items():
-        yield by_name[name], each, [texts[number] for number in sorted(texts)]
+        answers.setdefault((example.name, system_key(record)), {})[record["sample"]] = text
+    for (name, key), texts in answers.items():
+        yield by_name[name], key, [texts[number] for number in sorted(texts)]
 
 
-def who(record: dict) -> tuple[str, str, int]:
-    """Setting, sampler and K of a record."""
-    return tuple(record[name] for name in WHO)
+def system_key(record: dict) -> tuple[str, str, int]:
+    """Returns the setting, the system and K of a record: `SYSTEM_FIELDS`."""
+    return tuple(record[name] for name in SYSTEM_FIELDS)
+
+
+def is_baseline(record: dict) -> bool:
+    """Returns whether the baseline wrote a record."""
+    return record["role"] == Role.BASELINE

@@ -1,7 +1,8 @@
-"""Ways to continue a prompt, all called alike, so that they can be set side by side."""
+"""Systems under test: ways to continue a prompt, called alike so that they can be compared."""
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spsjax import decode, generation
@@ -11,9 +12,24 @@ from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 
 
+class Role(enum.StrEnum):
+    """The part that a system plays in a comparison, whatever its name."""
+
+    BASELINE = "baseline"  # the target alone, autoregressively: speed-ups are relative to it
+    SPECULATIVE = "speculative"  # speculative sampling with the drafter under test
+    ALTERNATIVE = "alternative"  # speculative sampling with another drafter
+    PEER = "peer"  # another library
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One continuation: its tokens; run time, prompt included; `stats` where it is ours."""
+    """One continuation of a prompt.
+
+    Attributes:
+        seconds: run time, prompt included and compile time excluded.
+        tokens: new tokens.
+        stats: counts of the call; None for a system that does not report them.
+    """
 
     seconds: float
     tokens: Sequence[int]
@@ -21,7 +37,7 @@ class Sample:
 
 
 class Call(Protocol):
-    """Continues one prompt."""
+    """Function that continues one prompt."""
 
     def __call__(
         self,
@@ -33,41 +49,48 @@ class Call(Protocol):
     ) -> Sample: ...
 
 
-class Parts(Protocol):
-    """Times the parts of a round of such a call, each alone."""
-
-    def __call__(
-        self, prompt: list[int], params: SamplingParams, max_new_tokens: int
-    ) -> microbenchmarks.Parts: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Sampler:
+class System:
     """One way to continue a prompt.
 
     Attributes:
-        name: as people read it.
+        name: name shown in reports.
+        role: role in the comparison.
         num_speculative_tokens: K; 0 for autoregressive sampling.
-        context: tokens that prompt and continuation may have together.
-        call: does it.
-        parts: what a round of it is made of; None where that is not known.
+        context: most tokens that a prompt and its continuation may have together.
+        call: function that continues a prompt.
+        time_round: function that times a draft step and a scoring pass alone, for a prompt,
+            sampling parameters and a number of new tokens; None if it does not apply.
     """
 
     name: str
+    role: Role
     num_speculative_tokens: int
     context: int
     call: Call
-    parts: Parts | None = None
+    time_round: Callable[[list[int], SamplingParams, int], microbenchmarks.RoundCost] | None = None
 
 
-def ours(
+def spsjax_system(
     name: str,
     target: Model,
     drafter: Model | base.Drafter | None = None,
     num_speculative_tokens: int = 0,
-) -> Sampler:
-    """`generate`; without a drafter, autoregressive sampling."""
-    K, probed = num_speculative_tokens, {}
+    role: Role | None = None,
+) -> System:
+    """Returns `generate` as a system under test.
+
+    Args:
+        name: name shown in reports.
+        target: target model.
+        drafter: draft model or drafter, as for `generate`.
+        num_speculative_tokens: K.
+        role: role in the comparison. None: the baseline without a drafter, else speculative.
+    """
+    K = num_speculative_tokens
+    if role is None:
+        role = Role.BASELINE if drafter is None else Role.SPECULATIVE
+    timers = {}  # one compiled probe per sampling parameters and cache size
 
     def call(prompt, params, max_new_tokens, seed, stop_at_eos):
         out = generation.generate(
@@ -82,14 +105,15 @@ def ours(
         )
         return Sample(out.stats.seconds, out.tokens[0].tolist(), out.stats)
 
-    def parts(prompt, params, max_new_tokens):
+    def time_round(prompt, params, max_new_tokens):
         length = len(prompt) + max_new_tokens
         key = repr(params), decode.num_slots(length + K + 1)
-        if key not in probed:
-            probed[key] = microbenchmarks.probe(target, drafter, K, params, length)
-        return probed[key]()
+        if key not in timers:
+            timers[key] = microbenchmarks.round_cost_timer(target, drafter, K, params, length)
+        return timers[key]()
 
     models = [target, drafter] if isinstance(drafter, Model) else [target]
     context = min(model.config.max_positions for model in models)
+    # The microbenchmarks can time the rounds of a draft model and of the target alone.
     known = drafter is None or isinstance(drafter, Model)
-    return Sampler(name, K, context, call, parts if known else None)
+    return System(name, role, K, context, call, time_round if known else None)

@@ -1,107 +1,161 @@
-"""Intervals and tests for two samplers on the same prompts, by resampling: no law is assumed.
+"""Confidence intervals and tests for two systems on the same prompts, by resampling.
 
-The unit is an example, because tokens of one text, and texts of one prompt, are not independent.
+No distribution is assumed. The unit is a prompt, because neither the tokens of one text nor the
+texts of one prompt are independent.
 """
 
 import collections
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy.sparse
 import scipy.stats
 
+# With fewer values than this there is no interval: with five, all lie on one side of the true value
+# with probability 1/16.
+_LEAST_VALUES = 6
+_BATCH = 1000  # permutations at a time, which bounds the memory of a test
+
+Interval = tuple[float, float] | None  # low and high end; None: too few prompts
 Statistic = Callable[..., float]
 
 
-def interval(
+def bootstrap_interval(
     statistic: Statistic,
     *columns: Sequence[float],
     level: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
-) -> tuple[float, float] | None:
-    """Bootstrap interval of `statistic(*columns)`, its low and high end; None of fewer than six.
+) -> Interval:
+    """Returns a confidence interval of `statistic(*columns)`, or None for fewer than six values.
 
-    Examples are drawn anew with replacement; each column has one value an example, and they stay
-    together. Percentiles are further out than the level says, as far as Student's t is for so many
-    examples: without it, intervals of few are too short (Hesterberg 2015, arXiv 1411.5279).
+    The interval is the bias-corrected and accelerated bootstrap interval (BCa; Efron 1987), at a
+    level raised for small samples: the normal quantile becomes Student's t times
+    sqrt(n / (n - 1)), because the bootstrap underestimates the spread of few values (Hesterberg
+    2015, arXiv 1411.5279). Reports made before this method was adopted have plain percentiles at
+    the same level instead of BCa, so that their intervals differ a little.
+
+    Args:
+        statistic: function of the columns. With an argument `axis` it is called once for many
+            resamples.
+        columns: one value per prompt each; the values of a prompt are resampled together.
+        level: confidence level.
+        resamples: number of resamples.
+        seed: random seed.
     """
     table = np.asarray(columns, float)
     count = table.shape[1]
-    if count < 6:
-        return None  # all may lie on one side of the truth: of five, once in sixteen times
-    rng = np.random.default_rng(seed)
-    drawn = [statistic(*table[:, rng.integers(0, count, count)]) for _ in range(resamples)]
-    further = scipy.stats.t.ppf((1 + level) / 2, count - 1) * math.sqrt(count / (count - 1))
-    low, high = np.quantile(drawn, scipy.stats.norm.cdf([-further, further]))
+    if count < _LEAST_VALUES:
+        return None
+    quantile = scipy.stats.t.ppf((1 + level) / 2, count - 1) * math.sqrt(count / (count - 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of degenerate data, which are handled below
+        result = scipy.stats.bootstrap(
+            tuple(table),
+            statistic,
+            paired=True,
+            method="BCa",
+            confidence_level=2 * scipy.stats.norm.cdf(quantile) - 1,
+            n_resamples=resamples,
+            rng=np.random.default_rng(seed),
+        )
+    low, high = result.confidence_interval
+    if not np.isfinite([low, high]).all():
+        # BCa is undefined if a statistic does not vary, or if all resamples lie on one side of it.
+        ends = scipy.stats.norm.cdf([-quantile, quantile])
+        low, high = np.quantile(result.bootstrap_distribution, ends)
     return float(low), float(high)
 
 
-def interval_of_mean(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Of scores. Where all are 0 or 1 it is Wilson's (1927): none of few is not none of all."""
+def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+    """Returns a confidence interval of a mean score.
+
+    For 0/1 scores it is Wilson's interval (1927), which stays informative when no sample succeeds.
+    """
     values = np.asarray(values, float)
     if not np.all((values == 0) | (values == 1)):
-        return interval(np.mean, values, level=level)
-    found = scipy.stats.binomtest(int(values.sum()), len(values)).proportion_ci(level, "wilson")
-    return float(found.low), float(found.high)
+        return bootstrap_interval(np.mean, values, level=level)
+    interval = scipy.stats.binomtest(int(values.sum()), len(values)).proportion_ci(level, "wilson")
+    return float(interval.low), float(interval.high)
 
 
-def chance_of_difference(
+def paired_p_value(
     one: Sequence[float], other: Sequence[float], resamples: int = 10_000, seed: int = 0
 ) -> float:
-    """Chance of means at least so far apart if the two were one sampler: a p value.
+    """Returns the probability of means at least as far apart if both systems were the same one.
 
-    Each example's two values are swapped at random, which changes nothing under that hypothesis
-    (Fisher 1935); hence it is exact but for the number of resamples.
+    The two values of a prompt are swapped at random, which changes nothing under that hypothesis
+    (Fisher 1935). The value is exact if `resamples` is at least the number of all swaps.
     """
     differences = np.asarray(one, float) - np.asarray(other, float)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (resamples, len(differences)))
-    return _share(np.abs(signs @ differences), abs(differences.sum()))
+    if len(differences) < 2 or not differences.any():
+        return 1.0  # every swap gives the same difference
+
+    def distance(differences, axis):
+        return np.abs(differences.sum(axis=axis))
+
+    return _sign_flip_p_value(differences, distance, resamples, seed)
 
 
-def chance_of_ngrams(
+def ngram_p_value(
     one: Sequence[Sequence[Sequence[int]]],
     other: Sequence[Sequence[Sequence[int]]],
     n: int = 1,
     resamples: int = 1000,
     seed: int = 0,
 ) -> float:
-    """Chance of counts of n-grams at least so far apart if the two were one sampler: a p value.
+    """Returns the probability of n-gram counts at least as far apart if both systems were the same.
+
+    The distance is sum (a - b)^2 / (a + b) over the n-grams that occur on either side.
 
     Args:
-        one, other: of each example, its texts as token ids; as many of the one as of the other.
-        n: tokens of an n-gram.
-        resamples: each swaps the two sides of every example at random.
-        seed: of the swaps.
-
-    How far apart is sum (a - b)^2 / (a + b) over the n-grams that either side has.
+        one, other: texts per prompt as token ids; both sides have the same number of texts.
+        n: number of tokens per n-gram.
+        resamples: number of random swaps of the two sides of every prompt.
+        seed: random seed of the swaps.
     """
     index: dict[tuple, int] = {}
     rows, columns, counts = [], [], []
     for sign, texts in ((1, one), (-1, other)):
-        for row, example in enumerate(texts):
-            for ngram, count in collections.Counter(_ngrams(example, n)).items():
+        for row, prompt_texts in enumerate(texts):
+            for ngram, count in collections.Counter(_ngrams(prompt_texts, n)).items():
                 rows.append(row)
                 columns.append(index.setdefault(ngram, len(index)))
                 counts.append(sign * count)
-    if not index:
-        return 1.0  # texts too short to have any
+    if not index or len(one) < 2:
+        return 1.0  # the texts are too short, or a swap only exchanges the names
     shape = len(one), len(index)
     counts = np.asarray(counts, float)
     total = np.bincount(columns, np.abs(counts), len(index))
     differences = scipy.sparse.csr_array((counts, (rows, columns)), shape)
-    # The distance is a quadratic form of the signs: between examples, however many the n-grams.
-    between = (differences @ scipy.sparse.diags_array(1 / total) @ differences.T).toarray()
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (resamples, len(one)))
-    return _share(((signs @ between) * signs).sum(axis=1), between.sum())
+    # The distance is a quadratic form of the prompts' signs. Its matrix is as large as the number
+    # of prompts, however many n-grams there are.
+    matrix = (differences @ scipy.sparse.diags_array(1 / total) @ differences.T).toarray()
+
+    def distance(signs, axis):
+        signs = np.moveaxis(signs, axis, -1)
+        return ((signs @ matrix) * signs).sum(axis=-1)
+
+    return _sign_flip_p_value(np.ones(len(one)), distance, resamples, seed)
+
+
+def _sign_flip_p_value(values: np.ndarray, statistic: Statistic, resamples: int, seed: int):
+    """Returns the share of sign flips with a statistic at least as great as the given one."""
+    result = scipy.stats.permutation_test(
+        (values,),
+        statistic,
+        permutation_type="samples",
+        alternative="greater",
+        vectorized=True,
+        n_resamples=resamples,
+        batch=_BATCH,
+        rng=np.random.default_rng(seed),
+    )
+    return float(result.pvalue)
 
 
 def _ngrams(texts: Sequence[Sequence[int]], n: int):
     for tokens in texts:
         yield from (tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
-
-
-def _share(drawn: np.ndarray, seen: float) -> float:
-    """Of what is at least as far, what was seen itself included."""
-    return float((1 + np.sum(drawn >= seen - 1e-9 * abs(seen))) / (1 + len(drawn)))

@@ -1,8 +1,8 @@
-"""What is measured of a pair: who races, over which prompts, beside which floor."""
+"""Speed of a pair: systems, prompts, and the lower bound that the memory's bandwidth sets."""
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -12,37 +12,42 @@ from spsjax.data import documents
 from spsjax.data.documents import Sources
 from spsjax.drafters import ngram
 from spsjax.errors import InputError
-from spsjax.evaluation import race, samplers
-from spsjax.evaluation.samplers import Sampler
+from spsjax.evaluation import runner, samplers, summary
+from spsjax.evaluation.journal import Records
+from spsjax.evaluation.samplers import Role, System
+from spsjax.evaluation.summary import SystemSummary
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.performance import microbenchmarks
+from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import from_config
+
+_HEAD_DIM, _MOST_HEADS = 64, 256  # of the random models
 
 
 def held_out_prompts(
     tokenizer: Tokenizer, count: int, length: int, sources: Sources
 ) -> dict[str, list[int]]:
-    """First `length` tokens of held-out documents, by name: a fixed choice.
+    """Returns the first `length` tokens of `count` held-out documents, by name.
 
-    The first `count` in the order of their names' hashes that are twice as long.
+    The choice is fixed: documents of at least twice that length, in the order of the hashes of
+    their names.
     """
     texts = {document.name: document.text for document in documents.held_out(sources)}
-    chosen = {}
+    prompts = {}
     for name in sorted(texts, key=_hash):
         tokens = tokenizer.encode(texts[name])
         if len(tokens) >= 2 * length:
-            chosen[name] = tokens[:length]
-        if len(chosen) >= count:
+            prompts[name] = tokens[:length]
+        if len(prompts) >= count:
             break
     else:
         raise InputError(
-            f"prompts: expected at most {len(chosen)} (held-out documents of {2 * length} "
+            f"prompts: expected at most {len(prompts)} (held-out documents of {2 * length} "
             f"tokens), found {count}"
         )
-    return chosen
+    return prompts
 
 
 def _hash(name: str) -> str:
@@ -50,117 +55,180 @@ def _hash(name: str) -> str:
 
 
 def random_prompts(vocab_size: int, count: int, length: int) -> dict[str, list[int]]:
-    """For a model without a tokenizer: random tokens, by number."""
+    """Returns prompts of random tokens by name, for a model without a tokenizer."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (count, length))
     return {f"random {row}": tokens[row].tolist() for row in range(count)}
 
 
 def config_of_size(num_params: int, max_positions: int = 1024) -> transformer.Config:
-    """12 layers, 32,000 tokens, and the narrowest that makes at least so many parameters."""
-    for heads in range(1, 257):
-        width = 64 * heads
+    """Returns the narrowest config of 12 layers with at least `num_params` parameters."""
+    for heads in range(1, _MOST_HEADS + 1):
+        width = _HEAD_DIM * heads
         config = transformer.Config(
             vocab_size=32_000,
             d_model=width,
+            # Llama's ratio of 8 / 3 for a gated feed-forward layer, rounded up to 128.
             d_ff=-(-8 * width // 3 // 128) * 128,
             num_layers=12,
             num_heads=heads,
             num_kv_heads=heads,
-            head_dim=64,
+            head_dim=_HEAD_DIM,
             max_positions=max_positions,
         )
         shapes = transformer.param_shapes(config)
         if sum(leaf.size for leaf in jax.tree.leaves(shapes)) >= num_params:
             return config
-    raise InputError(f"random: expected at most some billions of parameters, found {num_params:,}")
+    raise InputError(f"size: expected at most some billions of parameters, found {num_params:,}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What `compare` found.
+class SpeedReport:
+    """Result of `speed_benchmark`.
 
     Attributes:
-        machine: as `probes.machine` has it.
-        weights_bytes: of the target, read once a pass from one memory (`Model.num_bytes`).
-        bandwidth: bytes a second, by `probes.memory_bandwidth`.
-        floor_ms: weights_bytes / the highest bandwidth: no ArS token can be cheaper.
-        ars_over_floor: by setting, a round of ArS over the floor.
-        prompts: where the prompts come from.
-        lines: one a contender.
+        machine: description of the machine (`hardware.machine`).
+        weights_bytes: size of the target's weights, which a pass reads once (`Model.num_bytes`).
+        bandwidth: memory bandwidth in bytes per second (`hardware.memory_bandwidth`).
+        lower_bound_ms: weights_bytes / the highest bandwidth: least time per token of the baseline.
+        baseline_over_bound: time per round of the baseline over that lower bound, by setting.
+        prompts: names of the prompts.
+        systems: summary per setting and system.
     """
 
     machine: dict[str, object]
     weights_bytes: int
     bandwidth: dict[str, float]
-    floor_ms: float
-    ars_over_floor: dict[str, float]
+    lower_bound_ms: float
+    baseline_over_bound: dict[str, float]
     prompts: list[str]
-    lines: list[race.Line]
+    systems: list[SystemSummary]
 
 
-def compare(
+def speed_benchmark(
     config,
     target: Model,
     draft: Model | None,
-    others: Sequence[Sampler] = (),
+    others: Sequence[System] = (),
     progress: Callable[[Sequence], Iterable] = iter,
-) -> Report:
-    """ArS, SpS over K, prompt lookup and `others`, as configs/experiments/benchmark.py says."""
+) -> SpeedReport:
+    """Measures ArS, SpS over K, prompt lookup and other systems on the same prompts.
+
+    Args:
+        config: config such as configs/experiments/benchmark.py.
+        target: target model.
+        draft: draft model; None measures the target alone.
+        others: further systems.
+        progress: wrapper of the list of jobs, for a progress bar.
+    """
     for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
         if config[field] < 1:
             raise InputError(f"{field}: expected at least 1, found {config[field]}")
+    prompts = _prompts(config, target)
+    systems = [*_systems(config, target, draft), *others]
+    before = hardware.memory_bandwidth()
+    summaries = compare_speed(
+        systems,
+        prompts,
+        sampling_settings(config),
+        config.max_new_tokens,
+        config.repetitions,
+        config.seed,
+        time_rounds=config.time_rounds,
+        progress=progress,
+    )
+    # The best of both ends: a neighbour on the machine must not make the lower bound look high.
+    after = hardware.memory_bandwidth()
+    bandwidth = {name: max(rate, after[name]) for name, rate in before.items()}
+    lower_bound_ms = 1e3 * target.num_bytes / max(bandwidth.values())
+    return SpeedReport(
+        machine=hardware.machine(target),
+        weights_bytes=target.num_bytes,
+        bandwidth=bandwidth,
+        lower_bound_ms=lower_bound_ms,
+        baseline_over_bound={
+            system.setting: system.ms_per_round / lower_bound_ms
+            for system in summaries
+            if system.role == Role.BASELINE
+        },
+        prompts=list(prompts),
+        systems=summaries,
+    )
+
+
+def compare_speed(
+    systems: Sequence[System],
+    prompts: Mapping[str, list[int]],
+    settings: Mapping[str, SamplingParams],
+    max_new_tokens: int,
+    repetitions: int,
+    seed: int = 0,
+    time_rounds: bool = False,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> list[SystemSummary]:
+    """Returns a summary per setting and system, all of which fill the same token budget.
+
+    Args:
+        systems: systems under test.
+        prompts: token ids by name.
+        settings: sampling parameters by name.
+        max_new_tokens: token budget; no continuation ends before it, so that all do the same work.
+        repetitions: number of runs per prompt, of which the median time counts.
+        seed: random seed.
+        time_rounds: whether the costs of a round are timed too.
+        progress: wrapper of the list of jobs, for a progress bar.
+    """
+    if not prompts or repetitions < 1:
+        raise InputError(
+            "prompts, repetitions: expected at least one each, "
+            f"found {len(prompts)} and {repetitions}"
+        )
+    workload = runner.Workload(
+        prompts=[runner.Prompt(name, lambda _, ids=ids: ids) for name, ids in prompts.items()],
+        settings=settings,
+        max_new_tokens=max_new_tokens,
+        repetitions=repetitions,
+        seed=seed,
+        stop_at_eos=False,
+        timed=frozenset(prompts if time_rounds else ()),
+    )
+    records = Records(runner.RECORD_KEY)
+    runner.run_all(systems, workload, records, progress)
+    return summary.summarize(records.records)
+
+
+def _systems(config, target: Model, draft: Model | None) -> list[System]:
+    """Returns the systems that a config names."""
     counts = config.num_speculative_tokens if draft else ()
     for count in counts:
         if not isinstance(count, int) or count < 1:
             raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
-    size = config.prompts, config.prompt_tokens
-    if target.tokenizer and config.texts:
-        prompts = dict(zip(config.texts, request.token_ids(target, config.texts)))
-    elif target.tokenizer:
-        sources = from_config.build("data", Sources, config.data)
-        prompts = held_out_prompts(target.tokenizer, *size, sources)
-    else:
-        prompts = random_prompts(target.config.vocab_size, *size)
-    entries = [samplers.ours(race.BASELINE, target)]
-    entries += [samplers.ours("SpS", target, draft, count) for count in counts]
+    systems = [samplers.spsjax_system("ArS", target)]
+    systems += [samplers.spsjax_system("SpS", target, draft, count) for count in counts]
     if draft and config.ngram.num_speculative_tokens:
         lookup = from_config.build("ngram", ngram.Drafter, config.ngram)
-        entries.append(samplers.ours("n-gram", target, lookup, lookup.num_speculative_tokens))
-    contenders = [
-        race.Contender(each, setting, params, config.max_new_tokens)
-        for setting, params in settings(config).items()
-        for each in (*entries, *others)
-    ]
-    before = microbenchmarks.memory_bandwidth()
-    lines = race.run(
-        contenders, list(prompts.values()), config.repetitions, config.seed, config.parts, progress
-    )
-    # Best of both ends: a neighbour on the machine must not make the floor look high.
-    after = microbenchmarks.memory_bandwidth()
-    bandwidth = {name: max(rate, after[name]) for name, rate in before.items()}
-    floor_ms = 1e3 * target.num_bytes / max(bandwidth.values())
-    return Report(
-        machine=microbenchmarks.machine(target),
-        weights_bytes=target.num_bytes,
-        bandwidth=bandwidth,
-        floor_ms=floor_ms,
-        ars_over_floor={
-            line.setting: line.ms_per_round / floor_ms
-            for line in lines
-            if line.name == race.BASELINE
-        },
-        prompts=list(prompts),
-        lines=lines,
-    )
+        K = lookup.num_speculative_tokens
+        systems.append(samplers.spsjax_system("n-gram", target, lookup, K, role=Role.ALTERNATIVE))
+    return systems
 
 
-def settings(config, names: Sequence[str] | None = None) -> dict[str, SamplingParams]:
-    """The settings of these names; None: those that `config.what` names."""
-    names = config.what if names is None else names
+def _prompts(config, target: Model) -> dict[str, list[int]]:
+    """Returns the prompts of a config by name: its texts, held-out documents, or random tokens."""
+    size = config.prompts, config.prompt_tokens
+    if target.tokenizer and config.texts:
+        return dict(zip(config.texts, request.token_ids(target, config.texts)))
+    if target.tokenizer:
+        sources = from_config.build("data", Sources, config.data)
+        return held_out_prompts(target.tokenizer, *size, sources)
+    return random_prompts(target.config.vocab_size, *size)
+
+
+def sampling_settings(config, names: Sequence[str] | None = None) -> dict[str, SamplingParams]:
+    """Returns sampling parameters by name. None: the settings that `config.run_settings` names."""
+    names = config.run_settings if names is None else names
     unknown = [name for name in names if name not in config.settings]
     if unknown or not names:
-        known, found = ", ".join(config.settings), ", ".join(unknown) or "none"
-        raise InputError(f"settings: expected some of {known}, found {found}")
+        known, wrong = ", ".join(config.settings), ", ".join(unknown) or "none"
+        raise InputError(f"settings: expected some of {known}, found {wrong}")
     return {
         name: from_config.build(f"settings.{name}", SamplingParams, config.settings[name])
         for name in names

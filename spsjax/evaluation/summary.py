@@ -1,213 +1,301 @@
-"""What the records of several samplers say: time, tokens a call, quality, and if they differ."""
+"""Summaries of the records of several systems: time, acceptance, quality, and significance."""
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spsjax.evaluation import race, runner, significance
+from spsjax.evaluation import runner, significance
+from spsjax.evaluation.samplers import Role
+from spsjax.evaluation.significance import Interval
 from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.performance import microbenchmarks
 
-Interval = tuple[float, float] | None  # None: of too few examples
 Scores = Mapping[tuple, Mapping[str, Mapping[str, float]]]
+Examples = Sequence[Sequence[dict]]  # the records of one system, by example
+
+PERCENTILES = 50, 90, 99
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One sampler in one setting, over all examples. Intervals are of 95%, over examples.
+class SystemSummary:
+    """Figures of one system in one setting, over all examples.
+
+    Intervals are 95% confidence intervals over examples. A figure is None where the system does not
+    report what it needs, or where there is no baseline to compare with.
 
     Attributes:
-        ms_per_token: whole calls, prompts included.
-        spread_ms: its standard deviation over texts, each weighed by its tokens.
-        latency_ms: of a call, by percentile: 50, 90, 99.
-        tokens_per_call: new tokens a target call; None where the sampler does not say.
-        acceptance: accepted / proposed draft tokens; None where none was proposed.
-        acceptance_by_position: as `race.acceptance_by_position` has it.
-        ms_per_round: of the loop, prompts apart.
-        parts: what a round is made of, each alone: medians over examples; None where not timed.
-        loop_over_parts: a round / (K draft steps + scoring), median over examples.
-        costs: `parts` in passes of the first sampler at the same example: medians of ratios, which
-            a machine that drifts leaves as they are.
-        speedup, speedup_interval: over the first sampler; None for itself.
-        loop_speedup: the same of the loop, prompts apart: tokens a call x the median over examples
-            of the first sampler's round / this one's.
-        metrics: of the task: mean and interval.
-        differences: of those means from the first sampler's, on the same examples, and intervals.
-        chances: p values of being the first sampler: of each metric, "1-grams" and "2-grams".
+        setting, system, num_speculative_tokens: `runner.SYSTEM_FIELDS`.
+        role: role of the system in the comparison.
+        num_examples, num_texts, num_tokens: size of the sample.
+        ms_per_token: time per token of whole calls, prompts included, compile time excluded.
+        ms_per_token_std: standard deviation of that over texts, weighted by their tokens.
+        latency_ms: time per call by percentile.
+        compile_seconds: total compile time, which no other figure includes.
+        block_efficiency: new tokens per target call.
+        acceptance_rate: accepted / proposed draft tokens; None if none was proposed.
+        acceptance_by_position: see `acceptance_by_position`.
+        ms_per_round: time per round of the loop, prompts excluded.
+        round_cost: cost breakdown of a round, each part timed alone: medians over examples.
+        relative_cost: `round_cost` in the baseline's passes at the same example: medians of ratios,
+            on which a machine that drifts has no effect.
+        round_over_cost: time of a round / (K draft steps + scoring), median over examples.
+        speedup, speedup_interval: baseline's time per token over that of this system.
+        loop_speedup: speed-up of the loop, prompts excluded: block efficiency x the median over
+            examples of the baseline's time per round over that of this system.
+        predicted_speedup: block efficiency / (K draft steps + 1), in passes of the target: the
+            speed-up if scoring K + 1 positions costs no more than scoring one.
+        same_tokens: whether all tokens equal the baseline's; None if the setting is not greedy.
+        scores: mean and interval per metric of the task.
+        score_differences: differences from the baseline's means on the same examples, with
+            intervals.
+        p_values: probability of a difference at least as large if the system were the baseline,
+            per metric and for "1-grams" and "2-grams".
     """
 
     setting: str
-    sampler: str
+    system: str
     num_speculative_tokens: int
-    examples: int
-    texts: int
-    tokens: int
+    role: Role
+    num_examples: int
+    num_texts: int
+    num_tokens: int
     ms_per_token: float
-    spread_ms: float
+    ms_per_token_std: float
     latency_ms: dict[int, float]
-    tokens_per_call: float | None = None
-    acceptance: float | None = None
+    compile_seconds: float = 0.0
+    block_efficiency: float | None = None
+    acceptance_rate: float | None = None
     acceptance_by_position: list[float | None] | None = None
     ms_per_round: float | None = None
-    parts: microbenchmarks.Parts | None = None
-    loop_over_parts: float | None = None
-    costs: microbenchmarks.Parts | None = None
+    round_cost: microbenchmarks.RoundCost | None = None
+    relative_cost: microbenchmarks.RoundCost | None = None
+    round_over_cost: float | None = None
     speedup: float | None = None
-    speedup_interval: Interval | None = None
+    speedup_interval: Interval = None
     loop_speedup: float | None = None
-    metrics: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
-    differences: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
-    chances: dict[str, float] = dataclasses.field(default_factory=dict)
+    predicted_speedup: float | None = None
+    same_tokens: bool | None = None
+    scores: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
+    score_differences: dict[str, tuple[float, Interval]] = dataclasses.field(default_factory=dict)
+    p_values: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def scores_of(
+def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
+    """Returns the acceptance rate of each position, among the rounds that reach the position.
+
+    A round that proposes nothing counts as one that accepts nothing. A position that no round
+    reaches has None.
+
+    Args:
+        histogram: [K+1] number of rounds by the number of draft tokens that they accepted.
+    """
+    reached = np.cumsum(np.asarray(histogram)[::-1])[::-1]
+    pairs = itertools.pairwise(reached)
+    return [float(after / before) if before else None for before, after in pairs]
+
+
+def score_examples(
     task: Task, examples: Sequence[Example], records: Sequence[dict], progress=iter
 ) -> Scores:
-    """Who (`side_by_side.WHO`) -> metric -> example -> value."""
-    found: dict[tuple, dict[str, dict[str, float]]] = {}
-    for example, who, texts in progress(list(runner.answers(task, examples, records))):
+    """Returns the scores by system (`runner.SYSTEM_FIELDS`), metric and example."""
+    scores: dict[tuple, dict[str, dict[str, float]]] = {}
+    answered = list(runner.final_answers(task, examples, records))
+    for example, key, texts in progress(answered):
         for metric, value in task.scores(example, texts).items():
-            found.setdefault(who, {}).setdefault(metric, {})[example.name] = value
-    return found
+            scores.setdefault(key, {}).setdefault(metric, {})[example.name] = value
+    return scores
 
 
-def rows(records: Sequence[dict], scores: Scores) -> list[Row]:
-    """A row for each setting and sampler; the first sampler of a setting is the baseline.
+def summarize(records: Sequence[dict], scores: Scores | None = None) -> list[SystemSummary]:
+    """Returns one summary per setting and system, in the order of the records.
 
-    Only examples that every sampler of the setting has done count.
+    Only examples that every system of a setting has completed count. A system whose role is
+    `Role.BASELINE` is the one that others of its setting are compared with.
     """
-    by_who: dict[tuple, dict[str, list[dict]]] = {}
-    for record in records:
-        examples = by_who.setdefault(runner.who(record), {})
+    scores = scores or {}
+    by_system: dict[tuple, dict[str, list[dict]]] = {}
+    for record in _merge_repetitions(records):
+        examples = by_system.setdefault(runner.system_key(record), {})
         examples.setdefault(record["example"], []).append(record)
-    found = []
-    for setting in dict.fromkeys(who[0] for who in by_who):
-        mine = {who: examples for who, examples in by_who.items() if who[0] == setting}
-        base, first = next(iter(mine.items()))
-        names = [name for name in first if all(name in each for each in mine.values())]
-        for who, examples in mine.items() if names else ():
-            part = [examples[name] for name in names]
-            row = _row(who, part, names, scores.get(who, {}))
-            if who != base:
-                base_part = [first[name] for name in names]
-                pair = scores.get(who, {}), scores.get(base, {})
-                row = _against(row, part, base_part, names, *pair)
-                if row.tokens_per_call and "target_calls" in base_part[0][0]:
-                    row = _beside(row, part, base_part)
-            found.append(row)
-    return found
+    summaries = []
+    for setting in dict.fromkeys(key[0] for key in by_system):
+        systems = {key: examples for key, examples in by_system.items() if key[0] == setting}
+        first, *others = systems.values()
+        names = [name for name in first if all(name in examples for examples in others)]
+        if not names:
+            continue
+        chosen = {key: [examples[name] for name in names] for key, examples in systems.items()}
+        base = next((key for key in chosen if runner.is_baseline(chosen[key][0][0])), None)
+        for key, examples in chosen.items():
+            summary = _summarize_system(key, examples, names, scores.get(key, {}))
+            if base is not None and key != base:
+                pair = scores.get(key, {}), scores.get(base, {})
+                summary = _compare(summary, examples, chosen[base], names, *pair)
+            summaries.append(summary)
+    return summaries
 
 
-def _per_token(part: Sequence[Sequence[dict]]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and tokens of each example."""
-    seconds = [sum(record["seconds"] for record in records) for records in part]
-    tokens = [sum(len(record["tokens"]) for record in records) for records in part]
-    return np.asarray(seconds), np.asarray(tokens, float)
+def _merge_repetitions(records: Sequence[dict]) -> list[dict]:
+    """Returns one record per sample, with the median times of its repetitions."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        key = tuple(record[name] for name in runner.RECORD_KEY if name != "repetition")
+        groups.setdefault(key, []).append(record)
+    return [_median_record(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
-def _row(who: tuple, part: Sequence[Sequence[dict]], names, scores) -> Row:
-    seconds, tokens = _per_token(part)
-    records = [record for each in part for record in each]
+def _median_record(group: Sequence[dict]) -> dict:
+    seconds = statistics.median(record["seconds"] for record in group)
+    merged = group[0] | {
+        "seconds": seconds,
+        "compile_seconds": sum(record["compile_seconds"] for record in group),
+    }
+    if "prompt_seconds" in merged:
+        merged["prompt_seconds"] = seconds - statistics.median(map(_loop_seconds, group))
+    if (cost := _round_cost(group)) is not None:
+        merged["round_cost"] = dataclasses.asdict(cost)
+    return merged
+
+
+def _summarize_system(key: tuple, examples: Examples, names, scores) -> SystemSummary:
+    seconds, tokens = _totals(examples)
+    records = list(itertools.chain.from_iterable(examples))
     latencies = [1e3 * record["seconds"] for record in records]
     lengths = [max(len(record["tokens"]), 1) for record in records]
     ms_per_token = 1e3 * seconds.sum() / tokens.sum()
-    apart = [
+    deviations = [
         1e3 * record["seconds"] / length - ms_per_token for record, length in zip(records, lengths)
     ]
-    metrics = {}
+    means = {}
     for metric, by_name in scores.items():
         values = [by_name[name] for name in names if name in by_name]
         if values:
-            metrics[metric] = float(np.mean(values)), significance.interval_of_mean(values)
-    row = Row(
-        *who,
-        examples=len(part),
-        texts=len(records),
-        tokens=int(tokens.sum()),
+            means[metric] = float(np.mean(values)), significance.mean_interval(values)
+    summary = SystemSummary(
+        *key,
+        role=Role(records[0]["role"]),
+        num_examples=len(examples),
+        num_texts=len(records),
+        num_tokens=int(tokens.sum()),
         ms_per_token=float(ms_per_token),
-        spread_ms=float(np.sqrt(np.average(np.square(apart), weights=lengths))),
-        latency_ms={level: float(np.percentile(latencies, level)) for level in (50, 90, 99)},
-        metrics=metrics,
+        ms_per_token_std=float(np.sqrt(np.average(np.square(deviations), weights=lengths))),
+        latency_ms={level: float(np.percentile(latencies, level)) for level in PERCENTILES},
+        compile_seconds=sum(record["compile_seconds"] for record in records),
+        scores=means,
     )
-    calls = sum(record.get("target_calls", 0) for record in records)
-    if not calls:
-        return row
-    histogram = np.sum([record["accepted"] for record in records], axis=0)
-    proposed = sum(record["proposed"] for record in records)
-    loops = sum(map(_loop, records))
-    positions = race.acceptance_by_position(histogram) if proposed else None
-    timed = [(_round(each), parts) for each in part if (parts := _parts(each))]
-    over = [loop / parts.together(row.num_speculative_tokens) for loop, parts in timed]
-    return dataclasses.replace(
-        row,
-        tokens_per_call=float(tokens.sum() / calls),
-        acceptance=float(np.arange(len(histogram)) @ histogram / proposed) if proposed else None,
-        acceptance_by_position=positions,
-        ms_per_round=1e3 * loops / calls,
-        parts=microbenchmarks.median([parts for _, parts in timed]) if timed else None,
-        loop_over_parts=float(np.median(over)) if timed else None,
-    )
+    if not sum(record.get("target_calls", 0) for record in records):
+        return summary
+    return dataclasses.replace(summary, **_loop_figures(examples, summary.num_speculative_tokens))
 
 
-def _loop(record: dict) -> float:
-    """Its seconds, prompt apart."""
+def _loop_figures(examples: Examples, K: int) -> dict:
+    """Returns the figures that need the counts of the loop."""
+    records = list(itertools.chain.from_iterable(examples))
+    calls = sum(record["target_calls"] for record in records)
+    tokens = sum(len(record["tokens"]) for record in records)
+    histogram = np.sum([record["accepted_histogram"] for record in records], axis=0)
+    proposed = sum(record["proposed_tokens"] for record in records)
+    figures = {
+        "block_efficiency": float(tokens / calls),
+        "ms_per_round": 1e3 * sum(map(_loop_seconds, records)) / calls,
+    }
+    if proposed:
+        accepted = np.arange(len(histogram)) @ histogram
+        figures["acceptance_rate"] = float(accepted / proposed)
+        figures["acceptance_by_position"] = acceptance_by_position(histogram)
+    timed = [
+        (_seconds_per_round(group), cost) for group in examples if (cost := _round_cost(group))
+    ]
+    if timed:
+        figures["round_cost"] = microbenchmarks.median([cost for _, cost in timed])
+        ratios = [seconds / cost.total(K) for seconds, cost in timed]
+        figures["round_over_cost"] = float(np.median(ratios))
+    return figures
+
+
+def _compare(
+    summary: SystemSummary, examples: Examples, baseline: Examples, names, scores, base_scores
+) -> SystemSummary:
+    """Returns the summary with the figures that relate it to the baseline."""
+    columns = *_totals(baseline), *_totals(examples)
+    p_values, differences = {}, {}
+    for metric, by_name in scores.items():
+        base_by_name = base_scores.get(metric, {})
+        shared = [name for name in names if name in by_name and name in base_by_name]
+        values, base_values = ([side[name] for name in shared] for side in (by_name, base_by_name))
+        p_values[metric] = significance.paired_p_value(values, base_values)
+        deltas = np.subtract(values, base_values)
+        interval = significance.bootstrap_interval(np.mean, deltas)
+        differences[metric] = float(deltas.mean()), interval
+    texts, base_texts = (
+        [[record["tokens"] for record in group] for group in side] for side in (examples, baseline)
+    )
+    for n in (1, 2):
+        p_values[f"{n}-grams"] = significance.ngram_p_value(texts, base_texts, n)
+    summary = dataclasses.replace(
+        summary,
+        speedup=float(_speedup(*columns)),
+        speedup_interval=significance.bootstrap_interval(_speedup, *columns),
+        same_tokens=texts == base_texts if examples[0][0]["greedy"] else None,
+        score_differences=differences,
+        p_values=p_values,
+    )
+    if summary.block_efficiency is None or "target_calls" not in baseline[0][0]:
+        return summary
+    return _compare_loops(summary, examples, baseline)
+
+
+def _speedup(base_seconds, base_tokens, seconds, tokens, axis=-1):
+    base = base_seconds.sum(axis=axis) / base_tokens.sum(axis=axis)
+    return base / (seconds.sum(axis=axis) / tokens.sum(axis=axis))
+
+
+def _compare_loops(summary: SystemSummary, examples: Examples, baseline: Examples) -> SystemSummary:
+    """Returns the summary with figures of its loop relative to the baseline's."""
+    ratios = [
+        _seconds_per_round(base) / _seconds_per_round(group)
+        for group, base in zip(examples, baseline)
+    ]
+    figures = {"loop_speedup": float(summary.block_efficiency * np.median(ratios))}
+    pairs = [(_round_cost(group), _round_cost(base)) for group, base in zip(examples, baseline)]
+    costs = [
+        microbenchmarks.RoundCost(cost.draft_step / base.scoring, cost.scoring / base.scoring)
+        for cost, base in pairs
+        if cost and base
+    ]
+    if costs:
+        cost = microbenchmarks.median(costs)
+        passes = summary.num_speculative_tokens * cost.draft_step + 1
+        figures["relative_cost"] = cost
+        figures["predicted_speedup"] = summary.block_efficiency / passes
+    return dataclasses.replace(summary, **figures)
+
+
+def _totals(examples: Examples) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the seconds and the tokens of each example."""
+    seconds = [sum(record["seconds"] for record in group) for group in examples]
+    tokens = [sum(len(record["tokens"]) for record in group) for group in examples]
+    return np.asarray(seconds), np.asarray(tokens, float)
+
+
+def _loop_seconds(record: dict) -> float:
+    """Returns the seconds of a call without its prompt."""
     return record["seconds"] - record["prompt_seconds"]
 
 
-def _round(records: Sequence[dict]) -> float:
-    """Seconds a round of the loop, of one example."""
-    return sum(map(_loop, records)) / sum(record["target_calls"] for record in records)
+def _seconds_per_round(group: Sequence[dict]) -> float:
+    """Returns the seconds per round of the loop of one example."""
+    return sum(map(_loop_seconds, group)) / sum(record["target_calls"] for record in group)
 
 
-def _parts(records: Sequence[dict]) -> microbenchmarks.Parts | None:
-    """What a round of one example is made of."""
-    timed = [microbenchmarks.Parts(**record["parts"]) for record in records if "parts" in record]
-    return microbenchmarks.median(timed) if timed else None
-
-
-def _beside(row: Row, part, base_part) -> Row:
-    """The row with its loop's figures in those of the baseline, at the same examples."""
-    pairs = list(zip(part, base_part))
-    rounds = [_round(base) / _round(ours) for ours, base in pairs]
-    timed = [(_parts(ours), _parts(base)) for ours, base in pairs]
-    costs = [
-        microbenchmarks.Parts(ours.draft_step / base.scoring, ours.scoring / base.scoring)
-        for ours, base in timed
-        if ours and base
-    ]
-    return dataclasses.replace(
-        row,
-        loop_speedup=float(row.tokens_per_call * np.median(rounds)),
-        costs=microbenchmarks.median(costs) if costs else None,
-    )
-
-
-def _against(row: Row, part, base_part, names, scores, base_scores) -> Row:
-    """The row with what sets it apart from the baseline, or does not."""
-    (seconds, tokens), (base_seconds, base_tokens) = _per_token(part), _per_token(base_part)
-
-    def speedup(base_seconds, base_tokens, seconds, tokens):
-        return (base_seconds.sum() / base_tokens.sum()) / (seconds.sum() / tokens.sum())
-
-    columns = base_seconds, base_tokens, seconds, tokens
-    chances, differences = {}, {}
-    for metric, by_name in scores.items():
-        others = base_scores.get(metric, {})
-        both = [name for name in names if name in by_name and name in others]
-        one, other = ([values[name] for name in both] for values in (by_name, others))
-        chances[metric] = significance.chance_of_difference(one, other)
-        apart = np.subtract(one, other)
-        differences[metric] = float(apart.mean()), significance.interval(np.mean, apart)
-    texts = [
-        [[record["tokens"] for record in records] for records in each] for each in (part, base_part)
-    ]
-    for n in (1, 2):
-        chances[f"{n}-grams"] = significance.chance_of_ngrams(*texts, n)
-    return dataclasses.replace(
-        row,
-        speedup=float(speedup(*columns)),
-        speedup_interval=significance.interval(speedup, *columns),
-        differences=differences,
-        chances=chances,
+def _round_cost(group: Sequence[dict]) -> microbenchmarks.RoundCost | None:
+    """Returns the median cost breakdown of one example's rounds, if they were timed."""
+    timed = [record["round_cost"] for record in group if "round_cost" in record]
+    return (
+        microbenchmarks.median([microbenchmarks.RoundCost(**cost) for cost in timed])
+        if timed
+        else None
     )

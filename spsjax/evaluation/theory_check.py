@@ -1,20 +1,21 @@
-"""Speed-up of the loop as theory expects it of measured acceptance and costs."""
+"""Speed-up of the loop that theory predicts from measured acceptance rates and costs."""
 
 import dataclasses
 from collections.abc import Sequence
 
-from spsjax.evaluation import race, summary
+from spsjax.evaluation.samplers import Role
+from spsjax.evaluation.summary import SystemSummary
 from spsjax.performance import theory
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
-    """What parts of a round cost, in passes of the target over one token.
+class LoopCosts:
+    """Cost breakdown of a round, in passes of the target over one token.
 
     Attributes:
-        pass_ms: that pass.
-        draft_step: by K, a token of the draft where it drafts K.
-        scoring: by K, the pass over K + 1 tokens.
+        pass_ms: time of that pass.
+        draft_step: cost per draft token, by K.
+        scoring: cost of the pass over K + 1 tokens, by K.
     """
 
     pass_ms: float
@@ -23,75 +24,90 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted:
-    """What the theory makes of acceptance and costs, beside what was measured.
+class Prediction:
+    """Predicted figures of speculative sampling at one K, with the measured ones.
 
     Attributes:
         num_speculative_tokens: K.
-        tokens_per_call: from acceptance by position at the largest K, theorem 3.8's numerator.
-        speedup: of the loop, with the costs as they were measured.
-        free: the same if scoring K + 1 tokens cost what one costs (Leviathan et al., theorem 3.8).
-        measured: of the loop: prompts apart, and end of sequence and full budget included.
-        loop_over_parts: a round / what it is made of: what theory leaves out.
+        block_efficiency: new tokens per target call predicted from the acceptance rates by position
+            at the largest K: numerator of theorem 3.8.
+        predicted_speedup: speed-up if scoring K + 1 tokens costs what scoring one costs (Leviathan
+            et al. 2022, theorem 3.8).
+        cost_aware_speedup: speed-up with the measured cost of scoring.
+        loop_speedup: measured speed-up, prompts excluded.
+        round_over_cost: time of a round over that of its parts, a ratio that the theory takes as 1.
     """
 
     num_speculative_tokens: int
-    tokens_per_call: float
-    speedup: float
-    free: float
-    measured: float
-    loop_over_parts: float | None = None
+    block_efficiency: float
+    predicted_speedup: float
+    cost_aware_speedup: float
+    loop_speedup: float
+    round_over_cost: float | None = None
 
 
-def costs_of(rows: Sequence[summary.Row]) -> Costs | None:
-    """The costs at every K of rows of one setting; None where no parts were timed."""
-    base = next(row for row in rows if row.sampler == race.BASELINE)
-    costs = {row.num_speculative_tokens: row.costs for row in rows if row.costs}
+def loop_costs(summaries: Sequence[SystemSummary]) -> LoopCosts | None:
+    """Returns the costs by K from the summaries of one setting; None if none were timed."""
+    base = next(summary for summary in summaries if summary.role == Role.BASELINE)
+    costs = {
+        summary.num_speculative_tokens: summary.relative_cost
+        for summary in summaries
+        if summary.role == Role.SPECULATIVE and summary.relative_cost
+    }
     if not costs:
         return None
-    return Costs(
-        1e3 * base.parts.scoring,
-        {K: each.draft_step for K, each in costs.items()},
-        {K: each.scoring for K, each in costs.items()},
+    return LoopCosts(
+        1e3 * base.round_cost.scoring,
+        {K: cost.draft_step for K, cost in costs.items()},
+        {K: cost.scoring for K, cost in costs.items()},
     )
 
 
-def rates_of(rows: Sequence[summary.Row]) -> list[float | None]:
-    """Acceptance by position at the largest K of rows of one setting; [] where none drafted.
+def acceptance_rates(summaries: Sequence[SystemSummary]) -> list[float | None]:
+    """Returns the acceptance rates by position at the largest K of one setting.
 
-    None of a position that was never reached.
+    A position that was never reached has None; the list is empty if nothing was drafted.
     """
-    ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
-    if not ours:
+    drafted = _drafted(summaries)
+    if not drafted:
         return []
-    return max(ours, key=lambda row: row.num_speculative_tokens).acceptance_by_position
+    largest = max(drafted, key=lambda summary: summary.num_speculative_tokens)
+    return largest.acceptance_by_position
 
 
-def filled(rates: Sequence[float | None]) -> list[float]:
-    """A position that was never reached is taken to be as the one before it."""
-    found: list[float] = []
+def fill_unreached(rates: Sequence[float | None]) -> list[float]:
+    """Returns the rates with that of the position before for a position that was never reached."""
+    filled: list[float] = []
     for rate in rates:
-        found.append(found[-1] if rate is None else rate)
-    return found
+        filled.append(filled[-1] if rate is None else rate)
+    return filled
 
 
 def predict(
-    rows: Sequence[summary.Row], rates: Sequence[float | None], costs: Costs
-) -> list[Predicted]:
-    """What is expected of each row of speculative sampling, of one setting with its baseline."""
-    rates = filled(rates)
-    ours = [row for row in rows if row.sampler == "SpS" and row.acceptance_by_position]
-    found = []
-    for row in ours:
-        K = row.num_speculative_tokens
-        found.append(
-            Predicted(
+    summaries: Sequence[SystemSummary], rates: Sequence[float | None], costs: LoopCosts
+) -> list[Prediction]:
+    """Returns a prediction per summary of speculative sampling in one setting."""
+    rates = fill_unreached(rates)
+    predictions = []
+    for summary in _drafted(summaries):
+        K = summary.num_speculative_tokens
+        draft_step, scoring = costs.draft_step[K], costs.scoring[K]
+        predictions.append(
+            Prediction(
                 K,
-                tokens_per_call=theory.block_efficiency(rates, K),
-                speedup=theory.speedup(rates, K, costs.draft_step[K], costs.scoring[K]),
-                free=theory.speedup(rates, K, costs.draft_step[K]),
-                measured=row.loop_speedup,
-                loop_over_parts=row.loop_over_parts,
+                block_efficiency=theory.block_efficiency(rates, K),
+                predicted_speedup=theory.speedup(rates, K, draft_step),
+                cost_aware_speedup=theory.speedup(rates, K, draft_step, scoring),
+                loop_speedup=summary.loop_speedup,
+                round_over_cost=summary.round_over_cost,
             )
         )
-    return found
+    return predictions
+
+
+def _drafted(summaries: Sequence[SystemSummary]) -> list[SystemSummary]:
+    return [
+        summary
+        for summary in summaries
+        if summary.role == Role.SPECULATIVE and summary.acceptance_by_position
+    ]

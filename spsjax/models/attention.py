@@ -1,4 +1,4 @@
-"""Attention as pure functions: positions, scores and the weighted sum. No parameters live here."""
+"""Attention as pure functions without parameters: positions, scores and the weighted sum."""
 
 import functools
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from spsjax.types import Array
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> Array:
-    """[C/2] of the rotary embedding (Su et al. 2021, arXiv 2104.09864).
+    """Returns the [C/2] frequencies of the rotary embedding (Su et al. 2021, arXiv 2104.09864).
 
-    `scaling` is as in `Config.rope_scaling`: all are divided by a factor; or (Llama 3.1) those of
-    wavelengths above `original / low` are, those below `original / high` are not, and what is
-    between is interpolated.
+    `scaling` is `Config.rope_scaling`. "linear" divides all frequencies by a factor. "llama3"
+    divides those of wavelengths above `original / low`, leaves those below `original / high`, and
+    interpolates between the two.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if not scaling:
@@ -33,7 +33,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> Array:
 
 
 def rope_angles(positions_BT: Array, frequencies: Array) -> tuple[Array, Array]:
-    """Cosine and sine [B, T, 1, C/2] of the rotary embedding."""
+    """Returns cosine and sine [B, T, 1, C/2] of the rotary embedding."""
     angles = positions_BT[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -46,7 +46,7 @@ def rotate(x_BTHC: Array, cos: Array, sin: Array) -> Array:
 
 
 def relative_positions(slots: int, d_model: int) -> Array:
-    """Sinusoids [S, D] of the distances S-1, ..., 0 (Dai et al. 2019, arXiv 1901.02860, 3.3)."""
+    """Returns sinusoids [S, D] of the distances S-1, ..., 0 (Dai et al. 2019, 1901.02860, 3.3)."""
     frequencies = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     angles = jnp.arange(slots - 1, -1, -1)[:, None] * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -110,7 +110,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
 ) -> Array:
-    """Softmax attention to several segments under one softmax: [B, T, H, C].
+    """Attends to several segments under one softmax: [B, T, H, C].
 
     The softmax is float32, and masked slots weigh exactly zero. A segment's bias is added to the
     products of queries and keys before they are scaled, and then capped unless `softcap` is 0.

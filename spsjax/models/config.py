@@ -1,4 +1,4 @@
-"""The shape of a decoder, and every flag in which families of models differ."""
+"""Shapes of decoders, with every flag in which families of models differ."""
 
 import dataclasses
 
@@ -14,35 +14,37 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A decoder's shape. Hashable, so that it can be a static argument of `jit`.
+    """Shape of a decoder. Hashable, so that it can be a static argument of `jit`.
 
     Attributes:
         vocab_size, d_model, d_ff, num_layers, num_heads, num_kv_heads, head_dim: sizes.
-        max_positions: the context.
-        padded_vocab_size: rows of embedding and head, where there are more than tokens; 0: as many.
-        positions: "rotary", "learned", or "relative": Transformer-XL's, with a projection of their
-            own.
-        ffn: "swiglu" and "geglu" have a gate, "gelu" has two matrices only; GELU is tanh's.
+        max_positions: longest context in tokens.
+        padded_vocab_size: rows of embedding and head, if there are more than tokens; 0: as many.
+        positions: "rotary"; "learned"; or "relative", those of Transformer-XL with a projection per
+            layer.
+        ffn: "swiglu" and "geglu" have a gate, "gelu" has only two matrices. GELU is the tanh
+            approximation.
         norm: "rms", or "layer" with a bias.
-        norm_offset: what is added to a norm's scale (Gemma: 1).
-        post_norms: whether a block's two outputs have norms of their own, before they are added.
-        qk_norm: whether queries and keys of each head have a norm, before they are rotated.
-        biases: of "none" of the linear layers, of query, key and value ("qkv"), or of "all".
+        norm_offset: constant added to a norm's scale (Gemma: 1).
+        post_norms: whether the outputs of attention and feed-forward are normalised before they are
+            added to the residual stream.
+        qk_norm: whether queries and keys of each head are normalised before they are rotated.
+        biases: linear layers with a bias: "none"; query, key and value ("qkv"); or "all".
         rope_theta: base of the rotary frequencies.
-        rope_theta_local: the same in layers with a window; 0: no other one.
+        rope_theta_local: base in layers with a window; 0: the same base.
         rope_scaling: () for none; ("linear", factor); or ("llama3", factor, low, high, original
-            context), which leaves high frequencies alone. Layers with a window of a model with
-            `rope_theta_local` are not scaled.
-        windows: of each layer, repeated, how many tokens a token sees, itself included; 0: all.
-        query_scale: of scores; 0: 1 / sqrt(head_dim).
-        attention_softcap, logit_softcap: c tanh(x / c) of scores and of logits; 0: as they are.
+            context), which leaves high frequencies unchanged. Layers with a window are not scaled
+            if the model has `rope_theta_local`.
+        windows: tokens that a token sees, itself included, per layer and repeated; 0: all.
+        query_scale: factor of the attention scores; 0: 1 / sqrt(head_dim).
+        attention_softcap, logit_softcap: limit c in c tanh(x / c) for scores and logits; 0: none.
         embed_scale: whether embeddings are multiplied by sqrt(d_model).
-        num_experts: feed-forward networks a block, of which a token goes to the `experts_per_token`
-            that the router likes best; 0: one, and no router. Their weights add up to 1 if
-            `renormalize`.
-        norm_eps: in a norm's root.
+        num_experts: feed-forward networks per layer; 0: one network without a router.
+        experts_per_token: experts that each token uses, those of highest router probability.
+        renormalize: whether the weights of a token's experts add up to 1.
+        norm_eps: constant under a norm's root.
         tie_embeddings: whether the head is the embedding.
-        bos_id, eos_ids: of the tokenizer.
+        bos_id, eos_ids: ids of the tokenizer's begin and end of sequence.
     """
 
     vocab_size: int
@@ -115,18 +117,21 @@ class Config:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and head."""
+        """Number of rows of embedding and head."""
         return self.padded_vocab_size or self.vocab_size
 
     def window(self, layer: int) -> int:
-        """How many tokens a token sees in that layer; 0: all."""
+        """Returns how many tokens a token sees in that layer; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
 
-def shape(
+def sizes(
     layers: int, width: int, d_ff: int, heads: int, groups: int, head_dim: int = 0, **more
 ) -> dict[str, object]:
-    """Fields of a `Config` in the order in which papers have them; head_dim 0: width / heads."""
+    """Returns fields of a `Config` from sizes in the usual order of papers.
+
+    A `head_dim` of 0 means width / heads.
+    """
     return {
         "num_layers": layers,
         "d_model": width,

@@ -193,10 +193,10 @@ class FeedForward(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A mixture of gated feed-forward networks (Jiang et al. 2024, arXiv 2401.04088, 2.1).
+    """Mixture of gated feed-forward networks (Jiang et al. 2024, arXiv 2401.04088, 2.1).
 
-    Every expert sees every token, and those that the router did not choose weigh zero: experts that
-    are split over a mesh need no communication but the one sum.
+    Every expert processes every token, and those that the router did not choose weigh zero. So
+    experts that are split over a mesh need no communication but the one sum.
     """
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
@@ -208,9 +208,9 @@ class Experts(nnx.Module):
 
     def __call__(self, x_BTD):
         config = self.config
-        # Which experts are chosen must not depend on the compute type more than it has to.
+        # In float32, so that the choice of experts depends little on the compute type.
         probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
-        # Not `top_k`, which the compiler does not split by rows: it would gather all of them.
+        # Not `top_k`: the compiler does not split it by rows and would gather all of them.
         ids = jnp.argsort(-probs, axis=-1)[..., : config.experts_per_token]
         best = jnp.take_along_axis(probs, ids, axis=-1)
         if config.renormalize:

@@ -1,4 +1,4 @@
-"""Probes of the hardware: the parts of one round, each alone, and the memory's bandwidth."""
+"""Costs of a draft step and of a scoring pass, each timed alone."""
 
 import dataclasses
 import time
@@ -13,7 +13,6 @@ from spsjax import decode, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.loading import Model
 from spsjax.parallel import sharding
-from spsjax.performance.hardware import machine, memory_bandwidth, num_cores  # noqa: F401
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
@@ -21,38 +20,38 @@ from spsjax.verifiers import rejection
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """What one round is made of, each timed on its own, in seconds.
+class RoundCost:
+    """Costs of the passes of one round in seconds, each timed alone.
 
     Attributes:
-        draft_step: a token of the draft: all that a round drafts, over K.
-        scoring: the pass over K + 1 tokens.
+        draft_step: time per draft token, of all that a round drafts.
+        scoring: time of the pass over K + 1 tokens.
     """
 
     draft_step: float
     scoring: float
 
-    def together(self, num_speculative_tokens: int) -> float:
-        """Seconds of a round that is nothing but these."""
+    def total(self, num_speculative_tokens: int) -> float:
+        """Returns the seconds of a round that consists of these passes only."""
         return num_speculative_tokens * self.draft_step + self.scoring
 
 
-def median(parts: Sequence[Parts]) -> Parts:
-    """Of each part."""
-    return Parts(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, parts))))
+def median(costs: Sequence[RoundCost]) -> RoundCost:
+    """Returns the median of each cost."""
+    return RoundCost(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, costs))))
 
 
-def probe(
+def round_cost_timer(
     target: Model,
     draft: Model | None,
     num_speculative_tokens: int,
     params: SamplingParams,
     length: int,
     repeats: int = 8,
-) -> Callable[[], Parts]:
-    """Times the parts of a round alone, in caches such as `generate` has for `length` tokens.
+) -> Callable[[], RoundCost]:
+    """Returns a function that times the passes of a round, in caches as for `length` tokens.
 
-    What it returns is to be called again and again, in turn with what is compared: machines drift.
+    Call it repeatedly, in turn with what is compared, because the speed of machines drifts.
     """
     K = num_speculative_tokens
     drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
@@ -68,7 +67,7 @@ def probe(
     middle = jax.device_put(np.full(B, slots // 2, np.int32), where)
     drafts = jax.device_put(np.zeros((B, K), np.int32), where)
 
-    def measure() -> Parts:
+    def measure() -> RoundCost:
         with target.in_mesh():
             state, _ = compiled(_halfway, program, slots)(weights, middle, *inputs, keys)
             many = compiled(_score_often, program, repeats)
@@ -77,19 +76,22 @@ def probe(
             if K and draft:
                 many = compiled(_draft_often, program, repeats)
                 step = _seconds(many, weights, state) / (repeats * K)
-        return Parts(step, scoring)
+        return RoundCost(step, scoring)
 
     return measure
 
 
 def _halfway(program, slots, params, lengths_B, *inputs):
-    """A state whose rows have the given lengths, of tokens that do not matter."""
+    """Returns a state whose rows have the given lengths, of tokens that do not matter."""
     state = decode.prefill(program, slots, params, *inputs)
     return dataclasses.replace(state, lengths=lengths_B, cache=state.cache.at(lengths_B - 1))
 
 
 def _seconds(call: Callable, *args) -> float:
-    """Of a second run: the first finds weights and fresh memory where a loop would not."""
+    """Times the second of two runs.
+
+    The first one pays for cold caches and allocation, which a running loop does not.
+    """
     jax.block_until_ready(args)
     jax.block_until_ready(call(*args)[0])
     start = time.perf_counter()

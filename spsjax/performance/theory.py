@@ -1,8 +1,8 @@
 """Closed-form predictions for speculative sampling: block efficiency, speed-up and best K.
 
-An acceptance rate is one number if all draft tokens are equally likely to be accepted. Otherwise it
-is a sequence, whose i-th number is the probability that the i-th draft token of a round is accepted
-once the tokens before it were. Costs are in passes of the target over one token.
+An acceptance rate is one number, where every draft token is as likely to be accepted as any other;
+or a sequence, of which the i-th is the chance of the i-th draft token of a round if it is reached,
+as `summary.acceptance_by_position` measures it. Costs are in passes of the target over one token.
 
 Leviathan et al. 2022 (arXiv 2211.17192), sections 3.1 to 3.5; Chen et al. 2023 (arXiv 2302.01318).
 """

@@ -15,11 +15,10 @@ import warnings
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from spsjax.errors import InputError, one_line
+from spsjax.errors import InputError, check_integer, one_line
 from spsjax.parallel import multihost
 from spsjax.types import PyTree
 from spsjax.utils import hashing
-from spsjax.utils.checks import check_integer
 
 _MESSAGE_LENGTH = 250  # characters of an error from Orbax, which can fill a page
 _SYSTEM = "EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ESTALE", "ETIMEDOUT", "ENOBUFS"

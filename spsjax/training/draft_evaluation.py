@@ -8,13 +8,12 @@ import numpy as np
 
 from spsjax import generation
 from spsjax.data import pipeline
-from spsjax.errors import InputError, check_number, short_repr
+from spsjax.errors import InputError, check_integer, check_number, short_repr
 from spsjax.loading import Model
 from spsjax.sampling import SamplingParams
 from spsjax.training import metrics
 from spsjax.training import step as train_step
 from spsjax.types import PyTree
-from spsjax.utils.checks import check_integer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,12 @@ import jax
 from jax.experimental import multihost_utils
 
 from spsjax.data import pipeline
-from spsjax.errors import NonFiniteError, Stopped
+from spsjax.errors import NonFiniteError, Stopped, check_integer
 from spsjax.training import run_folder
 from spsjax.training.checkpoints import Checkpoints
 from spsjax.training.progress import Progress
 from spsjax.training.step import all_finite
 from spsjax.types import PyTree
-from spsjax.utils.checks import check_integer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import optax
 
-from spsjax.errors import InputError, check_number
-from spsjax.utils.checks import check_integer
+from spsjax.errors import InputError, check_integer, check_number
 
 _MATRICES = "kernel", "experts_"  # prefixes of the names of parameters that are decayed
 

@@ -11,14 +11,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spsjax.data import column_store, pipeline
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.training import distillation, losses
 from spsjax.training import step as train_step
 from spsjax.types import PyTree
 from spsjax.utils import hashing
-from spsjax.utils.checks import check_integer
 
 
 @dataclasses.dataclass(frozen=True)

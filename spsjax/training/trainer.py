@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from spsjax import loading, request
 from spsjax.data import corpus, documents, pipeline
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
@@ -26,7 +26,6 @@ from spsjax.training.checkpoints import Checkpoints
 from spsjax.training.optimizer import OptimizerConfig
 from spsjax.types import PyTree
 from spsjax.utils import from_config
-from spsjax.utils.checks import check_integer
 
 # Config keys that may change when a run is resumed: they do not affect results beyond rounding.
 _FREE_KEYS = "mesh", "cache", "keep", "keep_best", "log_every"

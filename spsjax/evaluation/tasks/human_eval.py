@@ -8,7 +8,7 @@ from spsjax.errors import InputError, short_repr
 from spsjax.evaluation.tasks import base, sandbox
 from spsjax.sampling import SamplingParams
 
-# Where a completion that goes on has ended its function (arXiv 2107.03374, 2.3).
+# Strings that mark the end of the function in a completion (arXiv 2107.03374, section 2.3).
 _STOPS = "\nclass", "\ndef", "\n#", "\nif", "\nprint"
 
 
@@ -17,10 +17,10 @@ class Task(base.Task):
     """As in Chen et al. 2023, table 1: 512 tokens at temperature 0.8 and nucleus 0.95.
 
     Attributes:
-        path: `HumanEval.jsonl.gz`.
-        ks: the k of pass@k that are given.
-        limits: of a program.
-        max_new_tokens: of an answer.
+        path: path of `HumanEval.jsonl.gz`.
+        ks: values of k of the pass@k scores.
+        limits: limits of a program.
+        max_new_tokens: token budget per answer.
     """
 
     path: str
@@ -36,8 +36,8 @@ class Task(base.Task):
             raise InputError(f"ks: expected integers >= 1, found {short_repr(self.ks)}")
 
     def examples(self):
-        kinds = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), str)
-        for _, row in base.read_rows(self.path, kinds):
+        fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), str)
+        for _, row in base.read_rows(self.path, fields):
             yield base.Example(row["task_id"], (row["prompt"],), row)
 
     def answer(self, example, text):
@@ -52,14 +52,14 @@ class Task(base.Task):
 
 
 def program(example: base.Example, answer: str) -> str:
-    """The function, its tests, and the call that runs them."""
+    """Returns the function, its tests, and the call that runs them."""
     row = example.reference
     return f"{row['prompt']}{answer}\n{row['test']}\ncheck({row['entry_point']})\n"
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Chance that one of k is right, of so many samples of which so many passed: equation 1.
+    """Returns the unbiased estimate of pass@k from `samples` answers: equation 1 of the paper.
 
-    Unbiased, which 1 - (1 - passed / samples)**k is not.
+    1 - (1 - passed / samples)**k would be biased.
     """
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)

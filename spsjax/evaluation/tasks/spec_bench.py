@@ -3,11 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, short_repr
 from spsjax.evaluation.tasks import base
 from spsjax.sampling import SamplingParams
 
-# MT-bench's eight categories are one of the six.
+# The eight categories of MT-bench, which form one of the six groups.
 _CONVERSATION = (
     "writing",
     "roleplay",
@@ -22,11 +22,11 @@ _CONVERSATION = (
 
 @dataclasses.dataclass(frozen=True)
 class Task(base.Task):
-    """Mean tokens a call and speed-up of each category.
+    """Spec-Bench, with one group of examples per category.
 
     Attributes:
-        path: `question.jsonl`.
-        max_new_tokens: of an answer.
+        path: path of `question.jsonl`.
+        max_new_tokens: token budget per answer.
     """
 
     path: str
@@ -36,11 +36,14 @@ class Task(base.Task):
     chat: ClassVar = True
 
     def examples(self):
-        kinds = {"question_id": int, "category": str, "turns": list}
-        for number, row in base.read_rows(self.path, kinds):
+        fields = {"question_id": int, "category": str, "turns": list}
+        for number, row in base.read_rows(self.path, fields):
             turns = row["turns"]
             if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-                raise InputError(f"{self.path}, line {number}: turns: expected texts, found others")
+                raise InputError(
+                    f"{self.path}, line {number}: turns: expected a list of texts, "
+                    f"found {short_repr(turns)}"
+                )
             category = row["category"]
             group = "multi-turn conversation" if category in _CONVERSATION else category
             yield base.Example(str(row["question_id"]), tuple(turns), group=group)

@@ -1,4 +1,4 @@
-"""Bodies of functions of the standard library that no shipped model was trained on."""
+"""Completion of functions of the standard library that no shipped model was trained on."""
 
 import ast
 import dataclasses
@@ -16,14 +16,14 @@ from spsjax.sampling import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Task(base.Task):
-    """A held-out file up to a function's docstring; what comes is its body.
+    """Held-out files up to a function's docstring, to be continued with the function's body.
 
     Attributes:
-        sources: of the files: those held out (`documents.held_out`).
-        lines: of the file before the body, the last so many.
-        count: examples, chosen by the hash of their names; 0: all.
-        least: lines that a body must have.
-        max_new_tokens: of an answer.
+        sources: sources of documents, of which the held-out ones are used (`documents.held_out`).
+        lines: number of lines before the body that form the prompt.
+        count: number of examples, chosen by the hash of their names; 0 for all.
+        least: least number of lines of a body.
+        max_new_tokens: token budget per answer.
     """
 
     sources: documents.Sources = documents.Sources(("stdlib",))
@@ -45,20 +45,21 @@ class Task(base.Task):
                 raise InputError(f"{field}: expected an integer >= {least}, found {value!r}")
 
     def examples(self):
-        found = [
+        examples = [
             example
             for document in documents.held_out(self.sources)
             for example in self._functions(document)
         ]
-        if not found:
+        if not examples:
             raise InputError("sources: expected held-out files with functions, found none")
-        found.sort(key=lambda example: hashlib.sha256(example.name.encode()).hexdigest())
-        yield from found[: self.count or None]
+        examples.sort(key=lambda example: hashlib.sha256(example.name.encode()).hexdigest())
+        yield from examples[: self.count or None]
 
     def _functions(self, document: documents.Document) -> Iterator[base.Example]:
+        """Yields an example per function of a document."""
         try:
             tree = ast.parse(document.text)
-        except (SyntaxError, ValueError):  # not Python, or of another version
+        except (SyntaxError, ValueError):  # not Python, or a newer version of it
             return
         rows = document.text.splitlines(keepends=True)
         for node in ast.walk(tree):
@@ -66,11 +67,11 @@ class Task(base.Task):
                 continue
             body = node.body[1:] if ast.get_docstring(node, clean=False) else node.body
             before = node.body[0].end_lineno if len(body) < len(node.body) else _head(node)
-            if not body or body[0].lineno <= before:  # on the line of what comes before it
+            if not body or body[0].lineno <= before:  # the body shares a line with the head
                 continue
             if node.end_lineno - before < self.least:
                 continue
-            start = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
             first = max(before - self.lines, 0)
             reference = {
                 "head": "".join(rows[start:before]),
@@ -81,32 +82,32 @@ class Task(base.Task):
             yield base.Example(name, ("".join(rows[first:before]),), reference)
 
     def answer(self, example, text):
-        """Up to the first line that is indented less than the body."""
-        kept = []
+        """Returns the text up to the first line that is indented less than the body."""
+        lines = []
         for line in text.splitlines(keepends=True):
             stripped = line.strip()
             if stripped and len(line) - len(line.lstrip()) < example.reference["indent"]:
                 break
-            kept.append(line)
-        return "".join(kept).rstrip() + "\n"
+            lines.append(line)
+        return "".join(lines).rstrip() + "\n"
 
     def scores(self, example, answers):
-        """Means over the answers."""
+        """Returns the mean scores over the answers."""
         judged = [judge(example, answer) for answer in answers]
-        return {name: sum(each[name] for each in judged) / len(judged) for name in judged[0]}
+        return {name: sum(scores[name] for scores in judged) / len(judged) for name in judged[0]}
 
 
 def _head(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The last line of what comes before a body without a docstring."""
-    parts = [node.args, node.returns, *node.decorator_list]
+    """Returns the last line of the head of a function without a docstring."""
+    trees = [node.args, node.returns, *node.decorator_list]
     ends = [
-        getattr(each, "end_lineno", 0) or 0 for part in parts if part for each in ast.walk(part)
+        getattr(child, "end_lineno", 0) or 0 for tree in trees if tree for child in ast.walk(tree)
     ]
     return max([node.lineno, *ends])
 
 
 def judge(example: base.Example, answer: str) -> dict[str, float]:
-    """Whether it parses, whether its next line is right, and how like the original it is."""
+    """Returns whether an answer parses, whether its first line is right, and its similarity."""
     head, body = example.reference["head"], example.reference["body"]
     lines, answered = (
         [line.strip() for line in text.splitlines() if line.strip()] for text in (body, answer)
@@ -119,7 +120,7 @@ def judge(example: base.Example, answer: str) -> dict[str, float]:
 
 
 def _is_function(text: str) -> bool:
-    """Whether it is one function that does something: a docstring alone parses, too."""
+    """Returns whether a text is one function with a body beside its docstring."""
     try:
         (node,) = ast.parse(textwrap.dedent(text)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

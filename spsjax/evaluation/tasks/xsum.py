@@ -15,10 +15,10 @@ class Task(base.Task):
     """As in Chen et al. 2023, table 1: 128 tokens after one solved example, nucleus and greedy.
 
     Attributes:
-        path: JSON lines with `document` and `summary`.
-        shots: a file of the same kind; its first row is the solved example.
-        words: of an article, the first so many; 0: all. What a small context can hold.
-        max_new_tokens: of an answer.
+        path: path of a JSON-lines file with `document` and `summary`.
+        shots: path of such a file, whose first row is the solved example.
+        words: number of words of an article that are used; 0 for all. A small context needs few.
+        max_new_tokens: token budget per answer.
     """
 
     path: str
@@ -32,13 +32,13 @@ class Task(base.Task):
     }
 
     def examples(self):
-        kinds = {"document": str, "summary": str}
+        fields = {"document": str, "summary": str}
         if self.words < 0:
             raise InputError(f"words: expected a number >= 0, found {self.words}")
-        _, shot = next(base.read_rows(self.shots, kinds))
-        solved = f"{self._asked(shot['document'])} {shot['summary'].strip()}\n\n"
-        for number, row in base.read_rows(self.path, kinds):
-            prompt = solved + self._asked(row["document"])
+        _, shot = next(base.read_rows(self.shots, fields))
+        solved = f"{self._question(shot['document'])} {shot['summary'].strip()}\n\n"
+        for number, row in base.read_rows(self.path, fields):
+            prompt = solved + self._question(row["document"])
             yield base.Example(f"xsum {number}", (prompt,), {"summary": row["summary"].strip()})
 
     def answer(self, example, text):
@@ -48,13 +48,13 @@ class Task(base.Task):
         rouge = [rouge_2(example.reference["summary"], answer) for answer in answers]
         return {"ROUGE-2": sum(rouge) / len(rouge)}
 
-    def _asked(self, document: str) -> str:
+    def _question(self, document: str) -> str:
         words = document.split()
         return f"Article: {' '.join(words[: self.words or None])}\nSummary in one sentence:"
 
 
 def rouge_2(reference: str, text: str) -> float:
-    """F1 of bigrams (Lin 2004), stemmed as by the ROUGE-1.5.5 of the published scores."""
+    """Returns the F1 of bigrams (Lin 2004), stemmed as in ROUGE-1.5.5 of the published scores."""
     return _SCORER.score(reference, text)["rouge2"].fmeasure
 
 

@@ -16,9 +16,9 @@ import pytest
 from conftest import tiny_config
 
 from spsjax import InputError
-from spsjax.cli import main as cli
+from spsjax.cli import configs
 from spsjax.parallel import sharding
-from spsjax.performance import aot, hardware, theory
+from spsjax.performance import aot, compiled_program, hardware, theory
 from spsjax.training import step as train_step
 from spsjax.training.optimizer import OptimizerConfig
 
@@ -33,16 +33,16 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def counts(program: aot.Program, scope: str) -> dict[str, int]:
+def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, int]:
     """Kind -> how many collectives are in scopes that mention `scope`."""
     return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
 
 
 @pytest.fixture(scope="module")
-def chinchilla() -> aot.Report:
+def chinchilla() -> aot.CompileReport:
     """A short Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
     target, draft = (
-        cli.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
+        configs.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
     target = dataclasses.replace(target, num_layers=LAYERS)
     return aot.compile_pair(
@@ -90,7 +90,7 @@ def test_nothing_larger_than_the_logits_moves(chinchilla):
 @needs_libtpu
 def test_the_compilers_cycles_are_told_apart_by_part(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
-    assert set(cycles) <= set(aot.PARTS)
+    assert set(cycles) <= set(compiled_program.PARTS)
     assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
     # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
     scoring = cycles["score"] * 80 / LAYERS  # of all layers
@@ -115,7 +115,7 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
 
 @needs_libtpu
 def test_llama_s_shape_on_few_small_chips():
-    whole = cli.model_config("llama:3-8b", MODELS)
+    whole = configs.model_config("llama:3-8b", MODELS)
     target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook has it compiled, too
     draft = dataclasses.replace(target, num_layers=2)
     report = aot.compile_pair(
@@ -138,7 +138,7 @@ def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
 
 @needs_libtpu
 def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
-    target = cli.model_config("chinchilla_70b", MODELS)
+    target = configs.model_config("chinchilla_70b", MODELS)
     found = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
     with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + found):
         aot.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
@@ -164,14 +164,14 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(argument, value, found):
-    target = cli.model_config("chinchilla_70b", MODELS)
+    target = configs.model_config("chinchilla_70b", MODELS)
     with pytest.raises(InputError, match=f"^{argument}: expected .*{found}$"):
         arguments = {"num_speculative_tokens": K} | {argument: value}
         aot.compile_pair(target, target, "v5p:2x2x4", **arguments)
 
 
 def test_a_draft_of_another_vocabulary_is_refused():
-    target = cli.model_config("chinchilla_70b", MODELS)
+    target = configs.model_config("chinchilla_70b", MODELS)
     draft = dataclasses.replace(target, vocab_size=16_000)
     with pytest.raises(InputError, match=r"^draft: expected the target's vocabulary of 32000, "):
         aot.compile_pair(target, draft, "v5p:2x2x4", num_speculative_tokens=K)
@@ -234,7 +234,7 @@ def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
     temporary = {}
     for remat in (False, True):
         values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
-        with jax.set_mesh(mesh), aot.uncached():
+        with jax.set_mesh(mesh), compiled_program.uncached():
             program = (
                 train_step.make_step(values, how).lower(state, {}, {"tokens": tokens}).compile()
             )

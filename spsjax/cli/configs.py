@@ -1,0 +1,154 @@
+"""Objects from the sections of a config, and checks of config files."""
+
+import importlib
+import importlib.util
+import json
+import pathlib
+import re
+import runpy
+from collections.abc import Sequence
+
+import jax
+import yaml
+from ml_collections import ConfigDict
+
+from spsjax import drafters, loading
+from spsjax.drafters import base
+from spsjax.errors import InputError, one_line, short_repr
+from spsjax.models import transformer
+from spsjax.models.hf import weights as hf_weights
+from spsjax.parallel import sharding
+from spsjax.utils import from_config
+
+
+def check_file(name: str) -> None:
+    """Raises InputError unless a config file, which is a program and may fail, gives a config.
+
+    Args:
+        name: path of the file, with an optional argument of `get_config` after a colon.
+    """
+    name, colon, argument = name.partition(":")
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise InputError(f"--config: expected a config file, found none at {path}")
+    try:
+        get_config = runpy.run_path(str(path)).get("get_config")
+        config = None
+        if callable(get_config):
+            config = get_config(argument) if colon else get_config()
+    except Exception as error:  # whatever the user's program raises
+        text = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"--config: {path}: expected a Python program, found {text}") from None
+    if type(config) is not ConfigDict:
+        result = f"one that returns {type(config).__name__}" if callable(get_config) else "none"
+        raise InputError(f"--config: {path}: expected get_config for a ConfigDict, found {result}")
+
+
+def check_keys(
+    config: ConfigDict, default: ConfigDict, name: str = "", free: Sequence[str] = ()
+) -> None:
+    """Raises InputError unless a config has all the keys of the script's own config.
+
+    Args:
+        config: config to check.
+        default: config of the script.
+        name: name of the section with a dot at its end, for messages.
+        free: keys whose values may have any keys.
+    """
+    for key, value in default.items():
+        if key not in config:
+            raise InputError(f"--config: expected a key {name}{key}, found none")
+        if isinstance(value, ConfigDict):
+            if not isinstance(config[key], ConfigDict):
+                kind = type(config[key]).__name__
+                raise InputError(f"--config: {name}{key}: expected keys and values, found {kind}")
+            if name + key not in free:
+                check_keys(config[key], value, f"{name}{key}.")
+
+
+def to_yaml(config: ConfigDict) -> str:
+    """Returns a config as YAML, without the names of Python's types."""
+    return yaml.safe_dump(json.loads(config.to_json()), default_flow_style=None)
+
+
+def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
+    """Returns the mesh of `data` by `model` devices, or None for one device of one process.
+
+    Args:
+        options: section of a config with `data` and `model`; `model` 0 stands for all devices.
+    """
+    data, model = options.data, options.model
+    if model == 0 and isinstance(data, int) and data > 0:
+        if jax.device_count() % data:
+            raise InputError(
+                f"mesh: expected a divisor of {jax.device_count()} devices as data, found {data}"
+            )
+        model = jax.device_count() // data
+    if jax.process_count() > 1 and data * model != jax.device_count():
+        raise InputError(
+            f"mesh: expected all {jax.device_count()} devices of {jax.process_count()} processes, "
+            f"found {data} x {model}"
+        )
+    return None if (data, model) == (1, 1) else sharding.mesh(data, model)
+
+
+def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=None):
+    """Returns the drafter argument of `generate`.
+
+    Args:
+        name: "none"; "model", which loads `draft`; or the name of a module of `spsjax.drafters`.
+        draft: name or folder of the draft model.
+        options: config with the arguments of a drafter under the name of its module.
+        dtype, mesh: dtype and mesh of the draft model.
+
+    Raises:
+        InputError: the drafter does not exist, or needs other options.
+    """
+    if name in (None, "none"):
+        return None
+    if name in ("model", "draft_model"):
+        return loading.load(draft, mesh, dtype)
+    module = f"{drafters.__name__}.{name}"
+    drafter = name.isidentifier() and importlib.util.find_spec(module)
+    drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
+    if not drafter or drafter is base.Drafter:
+        raise InputError(
+            f"drafter: expected 'none', 'model' or a module of spsjax.drafters, found {name!r}"
+        )
+    return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
+
+
+def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
+    """Returns the config of a model.
+
+    Args:
+        name: file in `folder` with an optional size, such as "chinchilla_70b" or "llama:2-7b"; or
+            path of a model folder.
+        folder: folder of config files.
+
+    Raises:
+        InputError: there is neither, or it does not describe a model.
+    """
+    stem, _, size = name.partition(":")
+    path = folder / f"{stem}.py"
+    if name in model_names(folder):
+        args = (size,) if size else ()
+        fields = runpy.run_path(str(path))["get_config"](*args)
+        return from_config.build(name, transformer.Config, fields)
+    if pathlib.Path(name).is_dir():
+        return hf_weights.read_config(pathlib.Path(name))
+    names = model_names(folder)
+    near = [known for known in names if known.partition(":")[0] == stem]
+    known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", known) for known in names))
+    raise InputError(
+        f"{short_repr(name)}: expected a model folder or one of {known}, found neither"
+    )
+
+
+def model_names(folder: pathlib.Path) -> list[str]:
+    """Returns the names that `model_config` knows in a folder, one per file and size."""
+    names = []
+    for path in sorted(folder.glob("*.py")):
+        sizes = runpy.run_path(str(path)).get("SIZES")
+        names += [path.stem] if sizes is None else [f"{path.stem}:{size}" for size in sizes]
+    return names

@@ -1,0 +1,107 @@
+"""Programs compiled for a TPU that is not attached: memory, collectives and estimated cycles."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+
+import jax
+
+from spsjax.errors import InputError, one_line
+from spsjax.performance import hlo
+from spsjax.types import PyTree
+
+# Parts of a round. Sampling in the draft's steps is counted apart from the forward passes.
+PARTS = ("propose", "propose, sampling", "score", "verify", "commit", "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """One compiled program, as one chip runs it.
+
+    Attributes:
+        seconds: time to compile.
+        temporary: bytes beside arguments and results.
+        aliased: bytes of results that take over an argument's buffer.
+        flops, bytes_accessed: the compiler's counts, with the body of a loop counted once.
+        collectives: collectives in the program's text.
+        cycles: cycles of one round by part of the round (`part`); `hlo.estimated_cycles` says what
+            is missing.
+        executed: number of collectives of one round, by part of the round.
+    """
+
+    seconds: float
+    temporary: int
+    aliased: int
+    flops: float
+    bytes_accessed: float
+    collectives: list[hlo.Collective]
+    cycles: dict[str, int]
+    executed: dict[str, int]
+
+
+def part(scope: str) -> str:
+    """Returns which of PARTS a scope belongs to."""
+    for verb in ("propose", "score", "verify", "commit"):
+        if f"/{verb}/" in scope:
+            samples = verb == "propose" and ("/to_probs/" in scope or "/draw/" in scope)
+            return "propose, sampling" if samples else verb
+    return "other"
+
+
+def _by_part(counts: dict[str, int]) -> dict[str, int]:
+    total = collections.Counter()
+    for scope, count in counts.items():
+        total[part(scope)] += count
+    return dict(total)
+
+
+def compile_program(
+    function, static, *args, donate: int | None = None, options=None
+) -> tuple[CompiledProgram, PyTree]:
+    """Returns the program, and the shapes and shardings of its results."""
+    start = time.perf_counter()
+    donated = () if donate is None else donate
+    lowered = jax.jit(functools.partial(function, *static), donate_argnums=donated).lower(*args)
+    try:
+        with uncached():
+            compiled = lowered.compile(compiler_options=dict(options or {}))
+    except jax.errors.JaxRuntimeError as error:
+        if options and "INVALID_ARGUMENT" in str(error):
+            raise InputError(f"compiler_options: {one_line(error)}") from None
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise InputError(
+            f"{function.__name__}: expected a program that fits, found {one_line(error)}"
+        ) from None
+    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
+    program = CompiledProgram(
+        seconds=time.perf_counter() - start,
+        temporary=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        flops=cost["flops"],
+        bytes_accessed=cost["bytes accessed"],
+        collectives=hlo.collectives(text),
+        cycles=_by_part(hlo.estimated_cycles(text)),
+        executed=_by_part(hlo.collective_counts(text)),
+    )
+    results = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    return program, results
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Keeps programs out of the persistent cache, because only a TPU could read them back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    least = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, least)

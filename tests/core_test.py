@@ -1,0 +1,261 @@
+"""What the core promises beside the contract: chunks, rows that come and go, sizes, memory."""
+
+import dataclasses
+import functools
+import re
+
+import drafting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import FAST, nearby_model, placed, spread_model, spread_params, tiny_config
+
+import spsjax
+from spsjax import InputError, SamplingParams, decode, generation, sampling
+from spsjax.drafters import ngram
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+from spsjax.request import Request
+from spsjax.utils.compilation import compiled
+from spsjax.verifiers import match, rejection
+
+PROMPTS = [list(range(1, 30)), [7, 7], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]]
+NAMES = ["draft_model", "tapped"]
+
+
+def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
+    """A checked request, with changes of its program."""
+    params = SamplingParams(temperature=[1.0, 0.0, 0.7][: len(prompts)])
+    request = Request("test", target, prompts, drafter, None, params, new, 3, None, False)
+    request.program = dataclasses.replace(request.program, **changes)
+    return request
+
+
+def finish(request, state):
+    """The tokens of every row once all are done."""
+    loop = compiled(decode.run, request.program)
+    state, _ = loop(request.params, state)
+    return np.asarray(state.tokens), np.asarray(state.lengths)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
+    """Chunks that divide the prompts and chunks that do not; rows that end in different chunks."""
+    drafter = drafting.build(name, draft, 3)
+    whole = request_of(target, drafter)
+    chunks = request_of(target, drafter, prefill_tokens=size)
+    tokens, lengths = finish(whole, generation._prefill(whole)[0])
+    others, other_lengths = finish(chunks, generation._prefill(chunks)[0])
+    np.testing.assert_array_equal(lengths, other_lengths)
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(tokens[row, :length], others[row, :length])
+
+
+@pytest.mark.parametrize("name", ["none", *NAMES, "random_tree"])
+def test_inserted_row_continues_as_if_alone(target, draft, name):
+    """A fresh row takes the place of one that is halfway; the others do not notice."""
+    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
+    request = request_of(target, drafter, verifier=verifier)
+    state, _ = generation._prefill(request)
+    step = compiled(decode.step, request.program)
+    undisturbed = finish(request, state)
+    for _ in range(2):
+        state, _ = step(request.params, state)
+    single = request_of(target, drafter, [[11, 12, 11]], verifier=verifier)
+    fresh, _ = generation._prefill(single)
+    inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
+    tokens, lengths = finish(request, inserted)
+    alone, (length,) = finish(single, fresh)
+    np.testing.assert_array_equal(tokens[1, : lengths[1]], alone[0, :length])
+    for row in (0, 2):
+        assert lengths[row] == undisturbed[1][row]
+        np.testing.assert_array_equal(
+            tokens[row, : lengths[row]], undisturbed[0][row, : lengths[row]]
+        )
+
+
+def test_inserted_row_works_with_relative_positions():
+    """The table of distances in a cache belongs to no row."""
+    config = tiny_config(32, positions="relative", ffn="gelu")
+    target = placed(config, spread_params(config, 0), None)
+    request = request_of(target, nearby_model(target))
+    state, _ = generation._prefill(request)
+    single = request_of(target, nearby_model(target), [[11, 12, 11]])
+    fresh, _ = generation._prefill(single)
+    inserted, _ = compiled(decode.insert)(state, jnp.int32(2), fresh)
+    tokens, lengths = finish(request, inserted)
+    alone, (length,) = finish(single, fresh)
+    np.testing.assert_array_equal(tokens[2, : lengths[2]], alone[0, :length])
+
+
+def test_greedy_tree_with_relative_positions_is_greedy():
+    """Nodes of equal position in different branches, with Transformer-XL's distances."""
+    config = tiny_config(32, positions="relative", ffn="gelu", num_layers=2)
+    target = placed(config, spread_params(config, 0), None)
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 24}
+    drafter = drafting.build("random_tree", nearby_model(target), 3)
+    out = spsjax.generate(target, PROMPTS, drafter, verifier=match.Verifier(), **options)
+    expected = spsjax.generate(target, PROMPTS, **options)
+    for tokens, others in zip(out.tokens, expected.tokens):
+        np.testing.assert_array_equal(tokens, others)
+    assert out.stats.block_efficiency > 1.2
+
+
+def test_propose_returns_the_first_round_of_generate(target, draft):
+    for name in ("draft_model", "ngram", "tapped"):
+        drafter = drafting.build(name, draft, 4)
+        proposal = spsjax.propose(target, PROMPTS[2], drafter, seed=5)
+        assert proposal.tokens.shape == (1, 4)
+        out = spsjax.generate(target, [PROMPTS[2]], drafter, max_new_tokens=5, seed=5)
+        first = next(generation.rounds(target, PROMPTS[2], drafter, seed=5)[1])
+        assert first.proposed == (proposal.tokens >= 0).sum()
+        assert (
+            first.tokens[: first.accepted].tolist() == proposal.tokens[0, : first.accepted].tolist()
+        )
+        assert out.tokens[0][: first.accepted].tolist() == first.tokens[: first.accepted].tolist()
+    assert spsjax.propose(target, PROMPTS[2], draft, 2).probs.shape == (1, 2, 48)
+
+
+def test_loaded_drafters_are_found_by_name():
+    target = spsjax.load("pystdlib/target")
+    lookup = spsjax.load_drafter("ngram", target)
+    assert isinstance(lookup, LoadedDrafter) and lookup.drafter == ngram.Drafter()
+    draft = spsjax.load_drafter("pystdlib/draft", target)
+    prompt = ["def read_config(path):\n"]
+    options = {"max_new_tokens": 16, "seed": 2}
+    model = spsjax.load("pystdlib/draft")
+    expected = spsjax.generate(target, prompt, model, **options).texts
+    assert spsjax.generate(target, prompt, draft, **options).texts == expected
+    with pytest.raises(InputError, match="no_such_drafter"):
+        spsjax.load_drafter("no_such_drafter", target)
+    with pytest.raises(InputError, match="target: expected a loaded model, found str"):
+        spsjax.load_drafter("ngram", "pystdlib/target")
+
+
+def test_drafter_that_does_not_fit_is_refused(target):
+    with pytest.raises(InputError, match="expected the target's vocabulary"):
+        spsjax.load_drafter("pystdlib/draft", target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating(ngram.Drafter):
+    """Proposes 0, 1, 2 or 3 tokens by turns, with a pass for each number, or for all alike."""
+
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def score_sizes(self):
+        return self.sizes
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        proposal, state = super().propose(params, state, tokens_BS, lengths_B, rows, keys_B)
+        wanted = (lengths_B % 4)[:, None]
+        kept = jnp.arange(self.num_speculative_tokens) < wanted
+        return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1)), state
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 1, 2), (1,)])
+def test_score_sizes_change_no_token(target, sizes):
+    prompts = [[3, 4, 5, 3, 4, 5, 3], [1, 2, 1, 2, 1, 2]]
+    options = {"sampling": SamplingParams(temperature=0.3), "max_new_tokens": 40, "seed": 4}
+    options["stop_at_eos"] = False
+    expected = spsjax.generate(target, prompts, Alternating(3), **options)
+    out = spsjax.generate(target, prompts, Alternating(3, sizes=sizes), **options)
+    for tokens, others in zip(out.tokens, expected.tokens):
+        np.testing.assert_array_equal(tokens, others)
+    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+    assert np.count_nonzero(out.stats.accepted_histogram) > 2
+
+
+CACHE_COPY = re.compile(r"= (\S+) (?:copy|copy-start)\(")
+
+
+def cache_copies(text: str, caches) -> list[str]:
+    """Copies in a program's text that have a cache's shape."""
+    shapes = {"{}[{}]".format("f32", ",".join(map(str, leaf.shape))) for leaf in caches}
+    copied = [match[1].partition("{")[0] for match in CACHE_COPY.finditer(text)]
+    return [shape for shape in copied if shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model", "ngram", "random_tree"])
+def test_loop_copies_no_cache(draft, name):
+    """Optimized as users have it: without optimization XLA copies anything."""
+    target = spread_model(48, num_layers=2, num_kv_heads=8)
+    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
+    request = request_of(target, drafter, verifier=verifier)
+    state, _ = generation._prefill(request)
+    caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
+    run = jax.jit(functools.partial(decode.run, request.program), donate_argnums=1)
+    text = run.lower(request.params, state).compile(compiler_options=FAST).as_text()
+    assert " while(" in text and not cache_copies(text, caches)
+
+
+def test_copies_of_caches_are_seen():
+    """A write that no read orders copies the whole cache."""
+    cache = jnp.zeros((3, 2, 64, 4))
+
+    def broken(cache, row):
+        written = jax.lax.dynamic_update_slice(cache, row, (0, 0, 5, 0))
+        return written, jnp.sum(cache[:, :, :8]) + jnp.sum(cache)
+
+    text = jax.jit(broken, donate_argnums=0).lower(cache, cache[:, :, :1]).compile().as_text()
+    assert cache_copies(text, [cache])
+
+
+def test_prefill_of_a_long_prompt_needs_bounded_memory():
+    """32,768 tokens take no more than 8,192 do, but for a second copy of the caches."""
+    slots = 32_768
+    config = tiny_config(64, num_layers=2, max_positions=slots)
+    target = placed(config, spread_params(config, 0), None)
+    temporary = {}
+    for tokens in (slots // 4, slots):
+        request = Request(
+            "test", target, [[1] * (tokens - 40)], target, 4, SamplingParams(), 30, 0, None, False
+        )
+        prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
+        memory = prefill.lower(request.params, *request.inputs).compile().memory_analysis()
+        temporary[tokens] = memory.temp_size_in_bytes
+    caches = 2 * 2 * 2 * slots * config.num_kv_heads * config.head_dim * 4  # of two models
+    assert temporary[slots] < 1.1 * temporary[slots // 4] + caches
+
+
+def test_matching_takes_the_first_of_twins_and_skips_holes():
+    """One row by hand: two children with the same token, a hole above a leaf, one not eligible."""
+    proposal = spsjax.Proposal(
+        tokens=jnp.asarray([[5, 5, -1, 6, 7, 8]]),
+        probs=None,
+        parents=jnp.asarray([[0, 0, 0, 3, 2, 1]]),
+        eligible=jnp.asarray([[True] * 6]),
+    )
+    # Node 1 and node 2 hold the drawn 5; node 2's child has the draw of node 2, node 1's has not.
+    drawn = jnp.asarray([[5, 9, 7, 6, 0, 0, 3]])
+    verdict = match.walk(proposal, drawn, jnp.ones((1, 7)))
+    assert verdict.path.tolist() == [[0, 1, -1, -1, -1, -1, -1]]
+    assert verdict.tokens[0, :3].tolist() == [5, 9, -1] and int(verdict.num_tokens[0]) == 2
+    refused = dataclasses.replace(proposal, eligible=jnp.asarray([[False] + [True] * 5]))
+    verdict = match.walk(refused, drawn, jnp.ones((1, 7)))
+    assert verdict.path[0, :3].tolist() == [0, 2, 5]
+    assert verdict.tokens[0, :3].tolist() == [5, 7, 0]
+
+
+def test_rejection_path_is_root_and_accepted_nodes():
+    keys = sampling.row_keys(jax.random.key(0), 1)
+    proposal = spsjax.Proposal(jnp.asarray([[1, 2]]), None)
+    certain = jax.nn.one_hot(jnp.asarray([[1, 0, 0]]), 4)
+    verdict = rejection.rejection(keys, proposal, certain)
+    assert verdict.path.tolist() == [[0, 1, -1]]
+    assert verdict.tokens.tolist() == [[1, 0, -1]]
+
+
+def test_taps_are_inputs_of_layers(target):
+    tokens = jnp.asarray([[1, 2, 3]])
+    config = target.config
+    output = transformer.apply(config, target.params, tokens, tap_layers=(0, config.num_layers))
+    embedded = target.params["embed"]["embedding"][tokens]
+    np.testing.assert_array_equal(output.taps[0], embedded)
+    scale = target.params["norm"]["scale"]
+    last = output.taps[1]
+    norm = last * jax.lax.rsqrt(jnp.mean(last**2, -1, keepdims=True) + config.norm_eps) * scale
+    np.testing.assert_allclose(output.hidden, norm, rtol=1e-5)
