@@ -175,12 +175,13 @@ class _Plan:
         counts = jax.ShapeDtypeStruct(
             (self.batch, 1), jnp.int32, sharding=sharding.batch_sharding(self.mesh)
         )
+        inputs = self.inputs()  # makes a key, which cannot be done on chips that are not there
         programs, state = {}, None
         with jax.set_mesh(self.mesh):
             for name in progress(["prefill", "ArS", "SpS", "draft"]):
                 if name == "prefill":
                     static = fast, self.slots
-                    arguments = self.params, *self.inputs()
+                    arguments = self.params, *inputs
                     programs[name], state = compile_program(
                         decode.prefill, static, *arguments, options=options
                     )
