@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 
+import layering_test
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -93,6 +94,13 @@ def test_document_cites_only_what_exists(path):
     assert not unknown_flags(text)
     assert not unknown_config_keys(text)
     assert not unknown_names(text)
+
+
+def test_table_of_layers_equals_the_tested_one():
+    text = DOCUMENTS["CONTRIBUTING.md"].read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (\d+) \| ([^|]*) \|", text)
+    floors = [{*re.findall(r"`(\w+)/?`", rooms)} for _, rooms in rows]
+    assert floors == list(layering_test.FLOORS)
 
 
 def test_checks_find_what_is_missing():
