@@ -180,7 +180,8 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
 
 
 def _devices(params) -> set:
-    return {device for leaf in jax.tree.leaves(params) for device in leaf.sharding.device_set}
+    arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    return {device for leaf in arrays for device in leaf.sharding.device_set}
 
 
 def check_verifier(verifier) -> base_verifier.Verifier:
