@@ -20,6 +20,7 @@ from jax import lax
 from spsjax import cache as kv
 from spsjax import tree
 from spsjax.drafters.base import Drafter
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
@@ -102,10 +103,20 @@ def round_keys(state: DecodeState) -> Array:
 def propose(
     program: Program, params: PyTree, state: DecodeState, keys_B: Array
 ) -> tuple[Proposal, PyTree]:
-    """Lets the drafter propose; returns its state, too, which `commit` takes on."""
-    return program.drafter.propose(
+    """Returns what the drafter proposes, and its state for `commit`.
+
+    Raises InputError, when traced, for distributions over another vocabulary than the target's.
+    """
+    proposal, drafter_state = program.drafter.propose(
         params, state.drafter, state.tokens, state.lengths, state.rows, keys_B
     )
+    size = program.target.vocab_size
+    if proposal.probs is not None and proposal.probs.shape[-1] != size:
+        raise InputError(
+            f"drafter: expected distributions over the target's vocabulary of {size}, "
+            f"found {proposal.probs.shape[-1]}. Load it for this target with load_drafter."
+        )
+    return proposal, drafter_state
 
 
 def score(program: Program, params: PyTree, state: DecodeState, proposal: Proposal) -> ModelOutput:
@@ -225,12 +236,13 @@ def prefill(
     most = min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
     count = -(-T // most)
     width = -(-T // count)
-    padded = jnp.pad(tokens_BT, ((0, 0), (0, count * width - T)), mode="edge")
 
     def chunk(index, carry, first=False):
         cache, drafter = carry
-        tokens = lax.dynamic_slice_in_dim(padded, index * width, width, axis=1)
-        starts = jnp.full(B, index * width, jnp.int32)
+        # The last chunk repeats tokens of the one before rather than exceed the buffers.
+        start = jnp.minimum(index * width, T - width)
+        tokens = lax.dynamic_slice_in_dim(tokens_BT, start, width, axis=1)
+        starts = jnp.full(B, start, jnp.int32)
         output = transformer.apply(
             program.target,
             params["target"],

@@ -169,7 +169,19 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             f"num_speculative_tokens: expected an integer in [0, {context}), the context, "
             f"found {short_repr(count)}"
         )
-    return dataclasses.replace(drafter, drafter=method) if count else _NO_DRAFTER
+    if not count:
+        return _NO_DRAFTER
+    if drafter.params and _devices(drafter.params) != _devices(model.params):
+        raise InputError(
+            f"drafter {drafter.name}: expected weights on the target's devices, found others. "
+            "Load it for this target with load_drafter."
+        )
+    return dataclasses.replace(drafter, drafter=method)
+
+
+def _devices(params) -> set:
+    arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    return {device for leaf in arrays for device in leaf.sharding.device_set}
 
 
 def check_verifier(verifier) -> base_verifier.Verifier:

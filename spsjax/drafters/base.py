@@ -53,7 +53,8 @@ class Drafter(abc.ABC):
     ) -> PyTree:
         """Returns the state after one more chunk of the prompts.
 
-        Chunks come in order, and the last one has padding behind shorter prompts.
+        Chunks come in order. The last one may repeat tokens of the one before, and a chunk has
+        padding behind shorter prompts.
 
         Args:
             params: parameters of target and drafter.

@@ -45,6 +45,9 @@ def walk(proposal, drawn_BM, mass_BM) -> Verdict:
     matches = (tokens >= 0) & (tokens == jnp.take_along_axis(drawn_BM, parents, axis=1))
     if proposal.eligible is not None:
         matches &= proposal.eligible
+    # Nothing can be drawn from such a node, so no child of it is accepted.
+    drawable = jnp.isfinite(mass_BM) & (mass_BM > 0)
+    matches &= jnp.take_along_axis(drawable, parents, axis=1)
     # Of several children with the same token, the first one counts.
     twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     earlier = jnp.tril(jnp.ones((N, N), bool), -1)
@@ -58,8 +61,7 @@ def walk(proposal, drawn_BM, mass_BM) -> Verdict:
     here = reached[:, :, None] & (depth[:, :, None] == column)
     path = jnp.max(jnp.where(here, column[:, None], -1), axis=1)
     count = jnp.sum(reached, axis=1, dtype=jnp.int32) - 1  # draft tokens accepted
-    mass = jnp.take_along_axis(tree.along(path, mass_BM), count[:, None], axis=1)[:, 0]
-    valid = jnp.isfinite(mass) & (mass > 0)
+    valid = jnp.take_along_axis(tree.along(path, drawable), count[:, None], axis=1)[:, 0]
     # Each node's draw is its child's token, or the token that follows the last node.
     emitted = jnp.where(column < (count + valid)[:, None], tree.along(path, drawn_BM), -1)
     return Verdict(tokens=emitted, num_tokens=count + valid, path=path, valid=valid)
