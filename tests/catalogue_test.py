@@ -75,8 +75,11 @@ def one_round(small_target, small_draft) -> OneRound:
     return OneRound(*map(np.asarray, run(sampling.row_keys(jax.random.key(0), ROWS))))
 
 
-def test_draft_probs_are_those_sampled_from(one_round):
-    """transformers#32867, #47932: tokens drawn from one distribution, another one returned."""
+def test_draft_probs_are_the_distribution_drawn_from(one_round):
+    """Draft tokens are drawn from the distribution that the drafter returns.
+
+    transformers#32867, #47932: tokens drawn from one distribution, another one returned.
+    """
     for kind in range(len(MIX)):
         rows = one_round.of(kind)
         paths = collections.Counter(map(tuple, rows.tokens.tolist()))
@@ -98,8 +101,11 @@ def test_draft_probs_are_those_sampled_from(one_round):
     assert g_test(first, law) < SUSPICIOUS
 
 
-def test_target_and_draft_pass_the_same_filters(one_round, small_target, small_draft):
-    """vllm#9834, sglang PR#36173, sglang-jax, tpu-inference: filters on one side, or reordered."""
+def test_target_and_draft_logits_pass_the_same_filters(one_round, small_target, small_draft):
+    """Target and draft distributions are the oracle's, with the same filters in the same order.
+
+    vllm#9834, sglang PR#36173, sglang-jax, tpu-inference: filters on one side, or reordered.
+    """
     target, draft = logits_of(small_target), logits_of(small_draft)
     for kind, params in enumerate(MIX):
         rows = one_round.of(kind)
@@ -113,16 +119,22 @@ def test_target_and_draft_pass_the_same_filters(one_round, small_target, small_d
                     np.testing.assert_allclose(rows.draft_probs[row, node], expected, atol=1e-5)
 
 
-def test_temperature_comes_before_top_p():
-    """tpu-inference: masks by top-p first, so that another set is kept at a high temperature."""
+def test_to_probs_applies_temperature_before_top_p():
+    """The temperature is applied before the top-p filter.
+
+    tpu-inference: filters by top-p first, so that a high temperature keeps another set.
+    """
     logits = np.asarray([[3.0, 2.0, 1.0, 0.0]], np.float32)
     probs = sampling.to_probs(logits, SamplingParams(temperature=4.0, top_p=0.8).rows(1))
     assert np.count_nonzero(probs) == 3
     assert np.count_nonzero(sampling.to_probs(logits, SamplingParams(top_p=0.8).rows(1))) == 2
 
 
-def test_greedy_rows_of_a_mixed_batch_are_greedy(one_round, target, draft):
-    """tpu-inference (temperature -1 inverts the logits), vllm PR#27077 (the mirror image)."""
+def test_greedy_row_of_a_mixed_batch_is_greedy(one_round, target, draft):
+    """A greedy row in a batch of sampled rows gets the greedy tokens.
+
+    tpu-inference: a temperature of -1 inverts the logits. vllm PR#27077: the mirror image.
+    """
     rows = one_round.of(1)
     for probs in (rows.target_probs, rows.draft_probs):
         assert (np.sort(probs, axis=-1) == [0, 0, 0, 1]).all()
@@ -137,8 +149,11 @@ def test_greedy_rows_of_a_mixed_batch_are_greedy(one_round, target, draft):
         np.testing.assert_array_equal(out.tokens[row], greedy.tokens[row])
 
 
-def test_acceptance_is_the_overlap_of_the_two_laws(one_round):
-    """vllm-ascend#13730 (u = 0 accepts all), transformers#47932 (0.728 inflated to 0.783)."""
+def test_acceptance_rate_is_the_distributions_overlap(one_round):
+    """The first draft token is accepted with the probability that both distributions share.
+
+    vllm-ascend#13730: u = 0 accepts every token. transformers#47932: 0.728 inflated to 0.783.
+    """
     for kind in range(len(MIX)):
         rows = one_round.of(kind)
         overlap = np.minimum(rows.target_probs[0, 0], rows.draft_probs[0, 0]).sum()
@@ -146,8 +161,11 @@ def test_acceptance_is_the_overlap_of_the_two_laws(one_round):
         assert abs((rows.count > 0).mean() - overlap) < 4 * error, MIX[kind]
 
 
-def test_u_of_zero_accepts_no_token_of_probability_zero():
-    """sglang#35771, sglang-jax, tpu-inference, HF: `u <= ratio` holds for 0 <= 0."""
+def test_rejection_with_zero_uniform_emits_possible_tokens():
+    """A uniform of zero accepts no token whose target probability is zero.
+
+    sglang#35771, sglang-jax, tpu-inference, HF: `u <= ratio` holds for 0 <= 0.
+    """
     rng = np.random.default_rng(0)
     rows, V = 256, 6
     laws = rng.dirichlet(np.ones(V), (2, rows, K + 1)) * (rng.random((2, rows, K + 1, V)) < 0.4)
@@ -165,8 +183,11 @@ def test_u_of_zero_accepts_no_token_of_probability_zero():
     np.testing.assert_array_equal(number - 1, np.cumprod(stands, axis=1).sum(axis=1))
 
 
-def test_nothing_is_added_to_the_ratio():
-    """tpu-inference (`q + 1e-9`): rare tokens biased, and p == q sometimes rejected."""
+def test_ratio_has_no_epsilon():
+    """The acceptance ratio has no epsilon, so that equal distributions accept every token.
+
+    tpu-inference (`q + 1e-9`): rare tokens biased, and p == q sometimes rejected.
+    """
     probs = jnp.asarray([[[0.75, 0.25 - 1e-7, 1e-7, 1e-12]]])
     for token in range(4):
         above, below = rejection.ratio(jnp.asarray([[token]]), probs, probs)
@@ -181,8 +202,11 @@ def test_nothing_is_added_to_the_ratio():
             assert int(verdict.num_tokens[0]) == 2
 
 
-def test_an_empty_residual_falls_back_to_the_target():
-    """HF, gpt-fast, toyllm, jaymody, feifeibear: 0 / 0 where the two laws agree."""
+def test_residual_of_equal_distributions_is_the_target():
+    """An empty residual falls back to the target's distribution.
+
+    HF, gpt-fast, toyllm, jaymody, feifeibear: 0 / 0 where the two distributions agree.
+    """
     law = jnp.asarray([0.5, 0.25, 0.25, 0.0])
     np.testing.assert_array_equal(rejection.residual(law, law), law)
     # Rejected through rounding alone: the token comes from the target, and is none of zero mass.
@@ -193,8 +217,11 @@ def test_an_empty_residual_falls_back_to_the_target():
     assert verdict.tokens.tolist() == [[2, -1]] and bool(verdict.valid[0])
 
 
-def test_the_residual_is_normalised_not_softmaxed():
-    """transformers PR#28508: softmax gives tokens of no residual at all a chance."""
+def test_residual_is_normalised_without_softmax():
+    """Tokens outside the residual are never drawn.
+
+    transformers PR#28508: softmax gives tokens of zero residual a chance.
+    """
     rows = 512
     draft_probs = jnp.tile(jnp.asarray([0.5, 0.5, 0.0, 0.0]), (rows, 1, 1))
     target_probs = jnp.tile(jnp.asarray([0.5, 0.0, 0.4, 0.1]), (rows, 2, 1))
@@ -206,7 +233,10 @@ def test_the_residual_is_normalised_not_softmaxed():
 
 
 def test_inputs_are_not_modified(target, draft):
-    """vllm-ascend PR#2881: the target's probabilities zeroed in place before they were copied."""
+    """`rejection_sample` and `generate` leave arrays, prompts and parameters unchanged.
+
+    vllm-ascend PR#2881: the target's probabilities zeroed in place before they were copied.
+    """
     rng = np.random.default_rng(0)
     draft_probs, target_probs = rng.dirichlet(np.ones(4), (3, 2)), rng.dirichlet(np.ones(4), (3, 3))
     arrays = rng.integers(0, 4, (3, 2)), draft_probs, target_probs
@@ -233,8 +263,11 @@ def poisoned(model, token, value):
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("role", ("target", "draft", "target alone"))
-def test_a_nan_is_an_error_that_names_row_and_position(target, draft, role, temperature, value):
-    """vllm PR#21876, #53029, PR#50183, PR#41834: ids of 0, -1 or V, or a token emitted twice."""
+def test_nan_in_a_context_is_an_error_with_its_position(target, draft, role, temperature, value):
+    """A logit that is not finite raises an error that names row and position.
+
+    vllm PR#21876, #53029, PR#50183, PR#41834: ids of 0, -1 or V, or a token emitted twice.
+    """
     pair = {"target": target, "draft": draft}
     pair[role.split()[0]] = poisoned(pair[role.split()[0]], 40, value)
     options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 20}
@@ -243,8 +276,11 @@ def test_a_nan_is_an_error_that_names_row_and_position(target, draft, role, temp
         spsjax.generate(pair["target"], [[1], [2], [3, 40, 4, 5, 6], [7]], draft, count, **options)
 
 
-def test_a_nan_inside_a_block_is_named_where_it_matters(target):
-    """Zero times NaN is NaN: the value of a masked slot would fail the nodes before it."""
+def test_nan_inside_a_round_is_named_at_its_position(target):
+    """A NaN in the middle of a round is named at its own position.
+
+    Zero times NaN is NaN: the value of a masked slot would fail the nodes before it.
+    """
     greedy = SamplingParams(temperature=0.0)
     first = spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=20).tokens[0][0]
     bad = poisoned(target, int(first), np.nan)
@@ -255,7 +291,8 @@ def test_a_nan_inside_a_block_is_named_where_it_matters(target):
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
-def test_a_rejected_draft_whose_pass_is_not_finite_leaves_no_trace(target, draft, value):
+def test_rejected_draft_with_nan_scores_changes_no_token(target, draft, value):
+    """A rejected draft token whose scores are not finite changes no emitted token."""
     options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
     expected = spsjax.generate(target, [[3], [9]], **options).tokens
     for token in sorted(set(range(48)) - {3, 9, *np.concatenate(expected).tolist()}):
@@ -264,14 +301,14 @@ def test_a_rejected_draft_whose_pass_is_not_finite_leaves_no_trace(target, draft
             np.testing.assert_array_equal(tokens, right)
 
 
-def test_lenience_does_not_let_an_infinite_logit_through():
+def test_relax_greedy_of_infinite_logit_stays_nan():
     logits = jnp.zeros((1, 2, 4)).at[0, 0, 1].set(jnp.inf)
     laws = jnp.full((1, 2, 4), 0.25).at[0, 0].set(jnp.nan)
     greedy, drafted = jnp.ones(1, bool), jnp.ones((1, 1), jnp.int32)
     assert jnp.isnan(rejection.relax_greedy(laws, logits, drafted, greedy, 0.5)[0, 0]).all()
 
 
-def test_a_nan_row_of_rejection_sample_emits_nothing():
+def test_rejection_sample_of_nan_row_emits_no_token():
     laws = np.full((3, 3, 4), 0.25, np.float32)
     tokens = np.ones((3, 2), np.int32)
     bad = laws.copy()
@@ -289,8 +326,11 @@ def test_a_nan_row_of_rejection_sample_emits_nothing():
     assert number.tolist() == [3, 1, 3]
 
 
-def test_seeds_differ_and_repeat(target):
-    """vllm#13196: the seed changes nothing."""
+def test_equal_seeds_repeat_and_other_seeds_differ(target):
+    """Equal seeds give equal tokens, and other seeds or rows give other tokens.
+
+    vllm#13196: the seed changes nothing.
+    """
     runs = [
         [tokens.tolist() for tokens in spsjax.generate(target, [[1], [1]], seed=seed).tokens]
         for seed in (0, 1, 0)
@@ -299,8 +339,11 @@ def test_seeds_differ_and_repeat(target):
     assert runs[0][0] != runs[0][1]  # rows of one prompt differ too
 
 
-def test_no_random_number_serves_twice(target, draft):
-    """feifeibear (one seed inside the loop), vLLM (draft and residual sharing their noise)."""
+def test_no_random_number_is_used_twice(target, draft):
+    """Rounds, rows and roles never share a random number.
+
+    feifeibear: one seed inside the loop. vLLM: draft and residual share their noise.
+    """
     loaded = drafting.build("draft_model", draft, K)
     program = decode.Program(target.config, loaded.drafter, rejection.Verifier())
     params = {"target": target.params, "drafter": loaded.params}
@@ -331,8 +374,11 @@ def test_no_random_number_serves_twice(target, draft):
     assert len(np.unique(numbers, axis=0)) == len(numbers) == 3 * 6 * 4
 
 
-def test_a_large_vocabulary_overflows_no_index():
-    """vLLM's test of its kernels at V of 155 thousand: 32-bit indices of flattened rows."""
+def test_large_vocabulary_overflows_no_index():
+    """A vocabulary of 155 thousand tokens overflows no index.
+
+    vLLM's test of its kernels at that size: 32-bit indices of flattened rows.
+    """
     rows, V, count = 8, 155_136, 5
     last = np.zeros(V, np.float32)
     last[-1] = 1
@@ -351,7 +397,10 @@ def test_a_large_vocabulary_overflows_no_index():
 
 
 def test_devices_agree_on_every_token():
-    """SGLang broadcasts the tokens of one device, because each computes its own top-p."""
+    """Eight devices with split logits decide on the same tokens.
+
+    SGLang broadcasts the tokens of one device, because every device computes its own top-p.
+    """
     rng = np.random.default_rng(0)
     rows, V, count = 16, 64, 3
     logits = rng.normal(0, 2, (rows, count + 1, V)).astype(np.float32)
@@ -373,16 +422,22 @@ def test_devices_agree_on_every_token():
 
 
 @pytest.mark.parametrize("name", drafting.NAMES)
-def test_ids_stay_in_the_vocabulary(target, draft, name):
-    """vLLM (id == vocab_size), GHSA-8wr5-jm2h-8r4f (padding wins): no id of V or -1 comes out."""
+def test_generated_ids_are_in_the_vocabulary(target, draft, name):
+    """No emitted id is -1 or V.
+
+    vLLM (id == vocab_size), GHSA-8wr5-jm2h-8r4f (an id of padding is chosen).
+    """
     prompts = [[0], [47], [47, 0, 47, 0], [5]]
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     out = spsjax.generate(target, prompts, drafter, max_new_tokens=20, verifier=verifier)
     assert all((tokens >= 0).all() and (tokens < 48).all() for tokens in out.tokens)
 
 
-def test_lenience_leaves_rows_without_a_proposal_alone():
-    """Not in the catalogue: found here. What was not proposed cannot be accepted leniently."""
+def test_lenience_without_a_draft_token_changes_nothing():
+    """A position without a draft token keeps its greedy distribution under lenience.
+
+    This bug was spsjax's own.
+    """
     logits = jnp.log(jnp.asarray([[[0.45, 0.55], [0.5, 0.5]]]))
     greedy = sampling.to_probs(logits, SamplingParams(temperature=0.0).rows(1))
     nothing = jnp.asarray([[-1]])

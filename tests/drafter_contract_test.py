@@ -71,7 +71,7 @@ def test_drafter_is_hashable_and_holds_no_arrays(draft, name):
         drafter.num_speculative_tokens = 5
 
 
-def test_proposals_and_states_have_the_declared_shapes(target, draft, name):
+def test_proposal_and_state_have_the_declared_shapes(target, draft, name):
     program, params, state = beginning(name, target, draft)
     drafter, keys = program.drafter, decode.round_keys(state)
     proposal, _ = jax.eval_shape(functools.partial(decode.propose, program), params, state, keys)
@@ -92,7 +92,7 @@ def test_proposals_and_states_have_the_declared_shapes(target, draft, name):
     assert types(after) == types(jax.eval_shape(lambda: state))
 
 
-def test_greedy_equals_autoregressive_greedy(target, draft, name):
+def test_greedy_speculation_equals_greedy_decoding(target, draft, name):
     out = speculate(name, target, draft, sampling=GREEDY)
     expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=NEW)
     assert_same(out.tokens, expected.tokens)
@@ -101,7 +101,10 @@ def test_greedy_equals_autoregressive_greedy(target, draft, name):
 
 @pytest.mark.parametrize("same", (False, True))
 def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
-    """Round after round, whatever was accepted; with draft == target all of it is, each time."""
+    """After every round the next proposal and scores equal those of a fresh prefill.
+
+    This holds for any number of accepted tokens. With draft == target all are accepted.
+    """
     draft = placed(draft.config, target.params, None) if same else draft
     program, params, state = beginning(name, target, draft)
 
@@ -144,7 +147,8 @@ def test_rows_do_not_depend_on_each_other(target, draft, name):
     np.testing.assert_array_equal(alone.tokens[0], out.tokens[0])
 
 
-def test_nothing_is_compiled_twice(target, draft, name):
+def test_second_call_compiles_nothing(target, draft, name):
+    """A call with other prompts, sampling parameters, budgets and seed compiles nothing."""
     speculate(name, target, draft)
     out = speculate(
         name,
@@ -159,7 +163,7 @@ def test_nothing_is_compiled_twice(target, draft, name):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
-def test_eight_devices_give_what_one_gives(target, draft, name, shape):
+def test_eight_devices_give_the_tokens_of_one(target, draft, name, shape):
     mesh = sharding.mesh(*shape)
     on_mesh = functools.partial(placed, mesh=mesh)
     many = [on_mesh(model.config, model.params) for model in (target, draft)]
@@ -169,8 +173,8 @@ def test_eight_devices_give_what_one_gives(target, draft, name, shape):
     assert len(weights.sharding.device_set) == 8 and not weights.is_fully_replicated
 
 
-def test_greedy_with_a_bad_drafter_is_unchanged(target, draft, name):
-    """A draft of noise: slower, never wrong."""
+def test_greedy_with_a_noise_drafter_is_unchanged(target, draft, name):
+    """A draft model of noise makes greedy decoding slower, and changes no token."""
     noise = nearby_model(draft, seed=9, distance=30.0)
     out = speculate(name, target, noise, sampling=GREEDY)
     assert_same(out.tokens, speculate("none", target, noise, sampling=GREEDY).tokens)

@@ -83,7 +83,7 @@ def assert_lossless(loop, **params):
     assert enumeration.distance(law, target_law(loop, **params)) < TOLERANCE, params
 
 
-def test_every_drafter_is_enumerated():
+def test_every_drafter_has_an_enumerated_instance():
     assert sorted(drafters(2, 4)) == sorted(drafting.NAMES)
 
 
@@ -104,17 +104,17 @@ def test_ngram_is_lossless():
 
 @pytest.mark.parametrize("params", (PARAMS[0], PARAMS[1], PARAMS[5]))
 def test_tree_matching_is_lossless(params):
-    """Random trees with random parents, holes, twins and nodes that may not be accepted."""
+    """Matching is lossless on random trees with holes, twins and nodes that are not eligible."""
     assert_lossless(loop("random_tree", 2, 3), **params)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deeper_tree_matching_is_lossless(seed):
+def test_tree_matching_of_deeper_trees_is_lossless(seed):
     assert_lossless(loop("random_tree", 3, 2, seed=seed, eos_ids=()))
 
 
-def test_broken_matching_is_rejected(monkeypatch):
-    """What follows the accepted tokens is drawn at the root instead of at the last node."""
+def test_broken_tree_matching_is_rejected(monkeypatch):
+    """Enumeration rejects a token after the accepted ones that is drawn at the root."""
     walk = match.walk
 
     def broken(proposal, drawn, mass):
@@ -134,22 +134,26 @@ def test_drafter_on_target_features_is_lossless(params):
     assert_lossless(loop("tapped", 2, 3), **params)
 
 
-def test_no_drafter_is_algorithm_1():
+def test_no_drafter_is_autoregressive_sampling():
+    """Without a drafter the loop is Algorithm 1 of the paper."""
     studied = loop("none", 0, 4)
     for params in PARAMS:
         assert_lossless(studied, **params)
 
 
-def test_a_draft_that_wants_the_opposite_is_lossless():
-    """Supports that hardly meet: after the filters, ratios of zero and residuals of everything."""
+def test_draft_opposite_to_target_is_lossless():
+    """Supports that hardly overlap are lossless.
+
+    After the filters most ratios are zero, and most residuals are the whole target.
+    """
     studied = loop("draft_model", *SHAPES[1])
     studied = dataclasses.replace(studied, draft=-3 * studied.target)
     for params in ({"top_k": 1}, {"top_k": 2}, {"temperature": 0.5, "top_p": 0.6003}):
         assert_lossless(studied, **params)
 
 
-def test_a_draft_that_is_the_target_is_lossless():
-    """Every residual is empty, up to rounding."""
+def test_draft_equal_to_target_is_lossless():
+    """Empty residuals, up to rounding, are lossless."""
     studied = loop("draft_model", *SHAPES[1])
     studied = dataclasses.replace(studied, draft=studied.target)
     for params in (PARAMS[0], PARAMS[5]):
@@ -157,7 +161,8 @@ def test_a_draft_that_is_the_target_is_lossless():
 
 
 @pytest.mark.parametrize(("drafter", "lenience"), [("draft_model", 0.4), ("ngram", 0.8)])
-def test_lenient_law_is_the_law_with_lenience(drafter, lenience):
+def test_lenience_gives_the_lenient_distribution(drafter, lenience):
+    """With a lenience the loop emits `lenient_distribution`, and its bias is `lenience_bias`."""
     verifier = rejection.Verifier(lenience)
     studied = loop(drafter, K=1, new=1, eos_ids=(), verifier=verifier, prompt=(0, 1, 0))
     for params in (PARAMS[0], PARAMS[5]):
@@ -189,14 +194,15 @@ def rejected(studied, fault=0) -> bool:
 
 @pytest.mark.parametrize("fault", mutants.FAULTS[:-1])
 def test_broken_verifier_is_rejected(fault):
+    """Enumeration rejects every faulty verifier of `mutants`, and accepts the sound one."""
     # Three new tokens, so that a bonus token after two drafts is emitted.
     studied = loop("draft_model", 2, 3, mutant=True)
     assert rejected(studied, fault=mutants.FAULTS.index(fault)) == (fault != "none")
 
 
 @pytest.mark.parametrize("part", ("ratio", "draft_probs"))
-def test_broken_part_of_the_loop_is_rejected(monkeypatch, part):
-    """The same in spsjax's own verifier and drafter: what is enumerated is really they."""
+def test_broken_ratio_or_draft_probs_are_rejected(monkeypatch, part):
+    """A fault in spsjax's own verifier or drafter is rejected: enumeration runs that very code."""
     if part == "ratio":
         ratio = rejection.ratio
         monkeypatch.setattr(
@@ -216,7 +222,8 @@ def test_broken_part_of_the_loop_is_rejected(monkeypatch, part):
 
 
 @pytest.mark.parametrize("fault", (None, "u = 0 accepts anything"))
-def test_u_of_zero_never_accepts_a_token_of_no_probability(monkeypatch, fault):
+def test_uniform_of_zero_accepts_no_impossible_token(monkeypatch, fault):
+    """A uniform of zero accepts no token of probability zero, except in the faulty verifier."""
     sampler = rejection.rejection
     if fault is not None:
         sampler = mutants.verifier(mutants.FAULTS.index(fault))

@@ -43,14 +43,14 @@ def expected(name: str) -> dict[str, np.ndarray]:
         return dict(found)
 
 
-def test_a_whole_pass_gives_the_logits(name):
+def test_forward_gives_recorded_logits(name):
     model, found = loaded(name), expected(name)
     logits = train_step.forward(model.config, model.params, found["tokens"]).logits
     assert np.abs(logits - found["logits"]).max() < TOLERANCE
 
 
-def test_cached_passes_give_the_logits(name):
-    """A prompt, single tokens, and a block that goes back behind the last ones."""
+def test_cached_passes_give_recorded_logits(name):
+    """A prompt, single tokens, and a block that starts before the last tokens give the logits."""
     model, found = loaded(name), expected(name)
     tokens, slots = found["tokens"], 32
 
@@ -65,8 +65,8 @@ def test_cached_passes_give_the_logits(name):
         assert np.abs(logits - found["logits"][:, start:stop]).max() < TOLERANCE, start
 
 
-def test_speculation_gives_the_greedy_text(name):
-    """With a random sibling of one layer as the draft."""
+def test_speculation_gives_recorded_greedy_tokens(name):
+    """Speculation with a perturbed copy of one layer as the draft gives the greedy tokens."""
     if name in ALIKE:
         pytest.skip("another family does all that this one does")
     model, found = loaded(name), expected(name)
@@ -82,7 +82,7 @@ def test_speculation_gives_the_greedy_text(name):
     assert out.tokens[0].tolist() == found["greedy"].tolist()
 
 
-def test_what_is_written_is_what_was_read(name, tmp_path):
+def test_save_writes_the_tensors_that_were_read(name, tmp_path):
     model = loaded(name)
     stored = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
     (dtype,) = {str(tensor.dtype) for tensor in stored.values()}
@@ -96,7 +96,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     assert config_json.family_of(model.config) in (family, "llama") and family in FAMILIES
 
 
-def test_a_mesh_gives_the_logits(name):
+def test_forward_on_a_mesh_gives_recorded_logits(name):
     found, mesh = expected(name), sharding.mesh(2, 4)
     try:
         model = loading.load(GOLDEN / name, mesh, "float32")
@@ -109,7 +109,7 @@ def test_a_mesh_gives_the_logits(name):
     assert np.abs(logits - found["logits"]).max() < TOLERANCE
 
 
-def test_transformers_gives_the_same_now(name, tmp_path):
+def test_transformers_gives_the_same_logits_today(name, tmp_path):
     pytest.importorskip("torch", reason="needs the extra: pip install -e '.[parity]'")
     transformers = pytest.importorskip("transformers", reason="needs the extra parity")
     make = runpy.run_path(str(GOLDEN / "make.py"))

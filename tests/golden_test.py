@@ -74,11 +74,11 @@ def recorded():
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_generate_gives_recorded_tokens(pair, recorded, case):
-    """Rounding may part a row from the record on another processor, but not most rows.
+    """The tokens equal the record, except for rounding on another processor.
 
-    A greedy row parts only at a near-tie, whose margin of logits is checked. A sampled row parts
-    where a random number lies within rounding of a threshold, which happens about once in a
-    hundred thousand tokens.
+    Most rows of a batch must be equal. A greedy row may differ only at a near-tie, whose margin of
+    logits is checked. A sampled row differs where a random number lies within rounding of a
+    threshold, which happens about once in a hundred thousand tokens.
     """
     rows, expected = sample(*pair, *case), recorded[name_of(case)]
     assert [len(row) for row in rows] == [len(row) for row in expected]

@@ -74,7 +74,7 @@ def violations(module: str, source: str) -> list[str]:
     return bad
 
 
-def test_every_room_stands_in_the_table():
+def test_every_room_is_in_the_table():
     assert set(ROOMS) <= set().union(*FLOORS)
 
 
@@ -90,7 +90,7 @@ def test_room_has_no_import_cycle(room):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_loop_imports_no_concrete_drafter_or_verifier():
+def test_decode_imports_no_concrete_drafter_or_verifier():
     concrete = {
         module
         for module in MODULES
@@ -99,7 +99,7 @@ def test_loop_imports_no_concrete_drafter_or_verifier():
     assert not imports(source_of("decode")) & concrete
 
 
-def test_violations_are_found():
+def test_violations_finds_forbidden_imports():
     assert violations("sampling", "from spsjax import decode") == ["decode"]
     assert violations("drafters.ngram", "from spsjax.drafters import none") == ["drafters.none"]
     assert violations("cache", "def f():\n    import spsjax.decode") == ["decode"]

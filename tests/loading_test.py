@@ -51,7 +51,7 @@ def edit(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_the_undamaged_folder_loads(folder):
+def test_load_of_sound_folder_succeeds(folder):
     assert loading.load(folder).config.num_layers == 2
 
 
@@ -59,7 +59,7 @@ def test_the_undamaged_folder_loads(folder):
 
 
 @pytest.mark.parametrize("name", ["no/such/model", "", "../..", "/", "a\0b", "x" * 5000, "a/.."])
-def test_a_name_that_is_no_model(name, monkeypatch, tmp_path):
+def test_load_of_unknown_name_is_refused(name, monkeypatch, tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
     with one_line("expected a model folder"):
@@ -67,12 +67,12 @@ def test_a_name_that_is_no_model(name, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, 3, b"x", ["a"]])
-def test_a_name_of_another_type(name):
+def test_load_of_name_of_another_type_is_refused(name):
     with one_line("name", type(name).__name__):
         spsjax.load(name)
 
 
-def test_an_empty_folder_and_a_file(tmp_path):
+def test_load_of_empty_folder_or_file_is_refused(tmp_path):
     with one_line(str(tmp_path), "config.json"):
         spsjax.load(tmp_path)
     (tmp_path / "file").write_text("text")
@@ -88,7 +88,7 @@ def test_an_empty_folder_and_a_file(tmp_path):
     [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 5000 + b"}"],
     ids=["empty", "open", "list", "null", "not utf-8", "deep", "long number"],
 )
-def test_a_config_that_is_no_json_object(folder, text):
+def test_config_that_is_not_a_json_object_is_refused(folder, text):
     (folder / "config.json").write_bytes(text)
     with one_line("config.json", "JSON"):
         loading.load(folder)
@@ -102,7 +102,7 @@ COUNTS = (
 
 @pytest.mark.parametrize("value", ["8", -1, 0, 8.0, True, [8], {}, 10**12])
 @pytest.mark.parametrize("field", COUNTS)
-def test_a_size_that_is_no_positive_integer(folder, field, value):
+def test_config_size_not_a_positive_integer_is_refused(folder, field, value):
     edit(folder, **{field: value})
     with one_line("config.json", field, "integer", repr(value)):
         loading.load(folder)
@@ -110,7 +110,7 @@ def test_a_size_that_is_no_positive_integer(folder, field, value):
 
 @pytest.mark.parametrize("value", ["8", -1, 0, True, [8], float("nan"), float("inf"), 10**400])
 @pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps"])
-def test_a_number_that_is_not_positive_and_finite(folder, field, value):
+def test_config_number_not_positive_or_finite_is_refused(folder, field, value):
     edit(folder, **{field: value})
     with one_line("config.json", field, "positive number"):
         loading.load(folder)
@@ -119,7 +119,7 @@ def test_a_number_that_is_not_positive_and_finite(folder, field, value):
 @pytest.mark.parametrize(
     "field", [name for name in COUNTS if name not in ("num_key_value_heads", "head_dim")]
 )
-def test_a_missing_size(folder, field):
+def test_config_without_a_size_is_refused(folder, field):
     edit(folder, **{field: None})
     with one_line("config.json", field, "found none"):
         loading.load(folder)
@@ -165,20 +165,20 @@ UPSIDE_DOWN = {
         ("head_dim", 3, "3"),
     ],
 )
-def test_a_model_that_this_code_does_not_know(folder, field, value, found):
+def test_config_of_unsupported_model_is_refused(folder, field, value, found):
     edit(folder, **{field: value})
     with one_line("config.json", f"found {found}"):
         loading.load(folder)
 
 
-def test_ends_that_cannot_come_are_left_out(folder):
-    """Such as the default of a GPT-2 with a vocabulary of its own."""
+def test_config_special_ids_beyond_vocabulary_are_dropped(folder):
+    """Special ids beyond the vocabulary are dropped, as in a GPT-2 with a smaller vocabulary."""
     edit(folder, bos_token_id=50_256, eos_token_id=[3, 50_256])
     config = loading.load(folder).config
     assert (config.bos_id, config.eos_ids) == (None, (3,))
 
 
-def test_heads_that_do_not_divide_the_width(folder):
+def test_config_heads_not_dividing_width_are_refused(folder):
     edit(folder, head_dim=None, num_attention_heads=12)
     with one_line("hidden_size", "num_attention_heads=12"):
         loading.load(folder)
@@ -187,7 +187,11 @@ def test_heads_that_do_not_divide_the_width(folder):
 # The hub.
 
 
-def test_a_repository_of_the_hub(folder, monkeypatch):
+def test_load_from_hub_downloads_only_needed_files(folder, monkeypatch):
+    """A repository of the Hub loads by name and revision; weights are downloaded for a model alone.
+
+    A repository without safetensors weights, or one that the Hub refuses, is an error of one line.
+    """
     hub = types.SimpleNamespace(calls=[])
 
     def snapshot_download(repository, *, revision, allow_patterns):
@@ -218,7 +222,7 @@ def test_a_repository_of_the_hub(folder, monkeypatch):
         loading.load("hf://someone/none")
 
 
-def test_the_hub_without_its_library(monkeypatch):
+def test_load_from_hub_without_its_library_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with one_line("hf://someone/tiny", "huggingface_hub"):
         loading.load("hf://someone/tiny")
@@ -228,7 +232,7 @@ def test_the_hub_without_its_library(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 4, 8, 50, 30_000, -1, +1])
-def test_weights_that_are_cut_off_or_too_long(folder, size):
+def test_weights_of_wrong_length_are_refused(folder, size):
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole + b"x" if size == 1 else whole[:size])
@@ -237,13 +241,13 @@ def test_weights_that_are_cut_off_or_too_long(folder, size):
 
 
 @pytest.mark.parametrize("text", [b"\xff" * 2000, b"\0" * 2000, b"version https://git-lfs"])
-def test_weights_that_are_something_else(folder, text):
+def test_weights_of_another_format_are_refused(folder, text):
     (folder / "model.safetensors").write_bytes(text)
     with one_line("model.safetensors", "whole safetensors file"):
         loading.load(folder)
 
 
-def test_no_weights_at_all(folder):
+def test_missing_weights_are_refused(folder):
     (folder / "model.safetensors").unlink()
     with one_line(str(folder), "model.safetensors", "neither"):
         loading.load(folder)
@@ -252,7 +256,7 @@ def test_no_weights_at_all(folder):
         loading.load(folder)
 
 
-def test_weights_that_may_not_be_read(folder, monkeypatch):
+def test_unreadable_weights_are_refused(folder, monkeypatch):
     real = pathlib.Path.open
 
     def opened(path, *args, **options):
@@ -265,7 +269,7 @@ def test_weights_that_may_not_be_read(folder, monkeypatch):
         loading.load(folder)
 
 
-def test_a_tied_head_that_is_not_the_embedding(folder):
+def test_tied_head_unequal_to_embedding_is_refused(folder):
     edit(folder, tie_word_embeddings=True)
     with one_line("lm_head.weight", "tie_word_embeddings"):
         loading.load(folder)
@@ -293,7 +297,8 @@ def test_pickled_weights_are_not_opened(folder, name):
     ],
     ids=["missing", "no head", "wide", "flat", "scalar", "integers", "bias", "one layer more"],
 )
-def test_a_tensor_that_does_not_belong(folder, name, tensor, parts):
+def test_tensor_missing_or_unfitting_is_refused(folder, name, tensor, parts):
+    """A tensor that is missing, has the wrong shape or type, or is unknown, is refused by name."""
     path = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     tensors.pop(name, None)
@@ -304,7 +309,7 @@ def test_a_tensor_that_does_not_belong(folder, name, tensor, parts):
         loading.load(folder)
 
 
-def test_more_layers_than_are_stored(folder):
+def test_config_with_more_layers_than_stored_is_refused(folder):
     edit(folder, num_hidden_layers=3)
     with one_line("model.layers.2.", "found none"):
         loading.load(folder)
@@ -317,7 +322,7 @@ def test_more_layers_than_are_stored(folder):
     ("file", "part"),
     [("gone.safetensors", "gone.safetensors"), (3, "3"), ("../x", "'../x'"), (".", "'.'")],
 )
-def test_a_shard_that_is_not_there(folder, file, part):
+def test_missing_shard_is_refused(folder, file, part):
     names = safetensors.numpy.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     weight_map = dict.fromkeys(names, "first.safetensors") | {UP: file}
@@ -327,7 +332,7 @@ def test_a_shard_that_is_not_there(folder, file, part):
         loading.load(folder)
 
 
-def test_an_index_and_a_shard_that_disagree(folder):
+def test_index_that_contradicts_its_shard_is_refused(folder):
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     names = list(tensors)
     (folder / "model.safetensors").unlink()
@@ -341,7 +346,7 @@ def test_an_index_and_a_shard_that_disagree(folder):
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"weight_map": []}', b'{"weight_map": {}}'])
-def test_an_index_that_names_nothing(folder, text):
+def test_index_without_tensors_is_refused(folder, text):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_bytes(text)
     with one_line(str(folder)):
@@ -351,7 +356,7 @@ def test_an_index_that_names_nothing(folder, text):
 # Tokenizer.
 
 
-def test_a_damaged_tokenizer(folder, pieces):
+def test_damaged_tokenizer_is_refused(folder, pieces):
     whole = pieces.path.read_bytes()
     for damaged in (b"", b"text", b"\0" * 99, whole[: len(whole) // 2], whole[:-3]):
         (folder / "tokenizer.model").write_bytes(damaged)
@@ -363,13 +368,13 @@ def test_a_damaged_tokenizer(folder, pieces):
         loading.load(folder)
 
 
-def test_a_tokenizer_with_more_pieces_than_the_model(folder, pieces):
+def test_tokenizer_larger_than_the_model_is_refused(folder, pieces):
     shutil.copy(pieces.path, folder / "tokenizer.model")
     with one_line("tokenizer.model", "64", "300"):
         loading.load(folder)
 
 
-def test_text_that_is_not_unicode(pieces):
+def test_encode_of_invalid_unicode_is_refused(pieces):
     with one_line("text", "Unicode"):
         pieces.encode("lone \ud800")
 
@@ -378,23 +383,23 @@ def test_text_that_is_not_unicode(pieces):
 
 
 @pytest.mark.parametrize("dtype", ["foo", "int8", 3, [1], "float8_e4m3fn", "complex64", "float64"])
-def test_a_compute_type_that_cannot_be_used(folder, dtype):
+def test_load_as_unusable_dtype_is_refused(folder, dtype):
     with one_line("dtype", "floating-point"):
         loading.load(folder, dtype=dtype)
 
 
-def test_a_mesh_that_does_not_divide_the_model(folder):
+def test_load_on_mesh_not_dividing_heads_is_refused(folder):
     with one_line("num_heads", "5", "8"):
         loading.load(folder, mesh=sharding.mesh(1, 5))
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (0, 1), (-1, 1)])
-def test_a_mesh_larger_than_the_machine(shape):
+def test_mesh_larger_than_the_machine_is_refused(shape):
     with one_line("mesh", f"{shape[0]} x {shape[1]}"):
         sharding.mesh(*shape)
 
 
-def test_a_mesh_of_another_kind(folder):
+def test_load_on_mesh_of_another_kind_is_refused(folder):
     with one_line("mesh", "str"):
         loading.load(folder, mesh="2x4")
     with one_line("mesh", "data and model", "rows"):
@@ -404,7 +409,8 @@ def test_a_mesh_of_another_kind(folder):
 # Saving.
 
 
-def test_what_is_saved_is_what_is_loaded(folder, pieces, tmp_path):
+def test_saved_model_loads_unchanged(folder, pieces, tmp_path):
+    """Config, tokenizer and parameters survive saving and loading, and all files have one mode."""
     model = dataclasses.replace(loading.load(folder), tokenizer=pieces)
     config = dataclasses.replace(model.config, vocab_size=300)
     model = dataclasses.replace(model, config=config, params=spread_params(config, 1))
@@ -420,14 +426,14 @@ def test_what_is_saved_is_what_is_loaded(folder, pieces, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "complex64", "float64", "nonsense"])
-def test_a_type_that_could_not_be_loaded_is_not_saved(folder, dtype):
+def test_save_as_unusable_dtype_leaves_the_file_unchanged(folder, dtype):
     before = (folder / "model.safetensors").read_bytes()
     with one_line("dtype", dtype):
         loading.save(folder, loading.load(folder), dtype)
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_a_folder_that_cannot_be_made(folder):
+def test_save_of_no_model_or_to_no_folder_is_refused(folder):
     with one_line("config.json", "folder"):
         loading.save(folder / "config.json", loading.load(folder))
     with one_line("model", "NoneType"):

@@ -42,7 +42,7 @@ def on(mesh, model, replicate=False):
         ((2, 4), "replicated draft", 8),
     ],
 )
-def test_a_mesh_gives_what_one_device_gives(shape, kind, num_kv_heads):
+def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads):
     mesh = sharding.mesh(*shape)
     target = spread_model(48, num_kv_heads=num_kv_heads)
     draft = nearby_model(target)
@@ -57,7 +57,7 @@ def test_a_mesh_gives_what_one_device_gives(shape, kind, num_kv_heads):
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_each_device_holds_its_share_of_the_weights(shape):
+def test_every_device_holds_its_share_of_the_weights(shape):
     mesh = sharding.mesh(*shape)
     model = on(mesh, spread_model(48, num_kv_heads=8))
     split = [
@@ -119,7 +119,8 @@ def case(request):
     return request.param, *programs(*request.param)
 
 
-def test_the_scoring_pass_reduces_twice_a_layer_and_once_for_the_embedding(case):
+def test_score_reduces_twice_per_layer_and_once_to_embed(case):
+    """A scoring pass reduces twice per layer and once for the embedding, and gathers the logits."""
     (shape, *_), model, scoring, _ = case
     found = collectives(scoring)
     block = (4 // shape[0], K + 1, model.config.d_model)
@@ -129,7 +130,7 @@ def test_the_scoring_pass_reduces_twice_a_layer_and_once_for_the_embedding(case)
 
 
 @pytest.mark.parametrize("num_experts", [8, 6], ids=["whole experts", "split experts"])
-def test_a_mixture_of_experts_reduces_no_more_often(num_experts):
+def test_experts_reduce_no_more_often_than_a_dense_ffn(num_experts):
     mesh = sharding.mesh(2, 4)
     more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
     model = on(mesh, spread_model(48, num_layers=2, **more))
@@ -146,7 +147,7 @@ def test_a_mixture_of_experts_reduces_no_more_often(num_experts):
     assert not found
 
 
-def test_the_loop_gathers_logits_and_nothing_else(case):
+def test_run_gathers_only_logits(case):
     (shape, _, _, kind), model, _, loop = case
     rows, vocab = 4 // shape[0], model.config.vocab_size
     found = collectives(loop)
@@ -161,7 +162,8 @@ def test_the_loop_gathers_logits_and_nothing_else(case):
     assert not found
 
 
-def test_sampling_needs_no_collective_once_logits_are_gathered(case):
+def test_verify_needs_no_collective_but_flags(case):
+    """Once the logits are gathered, sampling and verification communicate flags alone."""
     (shape, *_), _, _, loop = case
     found = collectives(loop, "/verify/")
     assert set(found) <= {"all-reduce"} and set(found["all-reduce"]) <= {()}

@@ -86,7 +86,8 @@ def laws(small_target):
 
 
 @pytest.mark.parametrize("name", drafting.NAMES)
-def test_sampler_has_the_exact_joint_law(small_target, small_draft, laws, name):
+def test_generate_samples_the_target_joint_distribution(small_target, small_draft, laws, name):
+    """Samples of every drafter pass a G-test, which an error of one hundredth of mass fails."""
     drafter = drafting.build(name, small_draft, 2)
     counts = counts_of(small_target, drafter, verifier=drafting.verifier(name))
     for kind, law in laws.items():
@@ -99,6 +100,7 @@ def test_sampler_has_the_exact_joint_law(small_target, small_draft, laws, name):
 
 @pytest.mark.parametrize("fault", ("one number for every role", "one key for every round"))
 def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, laws, fault):
+    """The G-test fails if roles share their numbers, or if rounds share a key."""
     uniforms = sampling.uniforms
 
     def broken(keys, role, count):
@@ -114,8 +116,8 @@ def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, l
     assert g_test(counts[0], laws[0]) < SUSPICIOUS
 
 
-def test_a_drawn_token_follows_its_weights():
-    """In several blocks, where the two numbers of a draw must not know of each other."""
+def test_draw_from_several_blocks_follows_the_weights():
+    """With several blocks of tokens the two numbers of a draw must be independent."""
     vocab, draws = 300, 500_000
     weights = np.random.default_rng(0).permutation(np.arange(1, vocab + 1) ** -1.5)
     keys = sampling.row_keys(jax.random.key(0), draws)
@@ -130,7 +132,8 @@ def test_a_drawn_token_follows_its_weights():
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 @pytest.mark.parametrize("lenience", (1.0, 0.6))
-def test_rejection_sample_has_the_exact_joint_law(lenience, dtype):
+def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
+    """Tokens of `rejection_sample` follow the lenient joint distribution in both types."""
     rng = np.random.default_rng(3)
     rows, K, V = 200_000, 2, 3
     # Multiples of 1/64, which half precision holds exactly.

@@ -91,7 +91,7 @@ def case(request):
     return config, params, tokens, direct(config, params, tokens)
 
 
-def test_relative_attention_is_transformer_xl_s(case):
+def test_relative_attention_equals_transformer_xl_formula(case):
     config, params, tokens, expected = case
     found = transformer.apply(config, params, tokens[None]).logits[0]
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -99,7 +99,7 @@ def test_relative_attention_is_transformer_xl_s(case):
 
 
 @pytest.mark.parametrize("slots", [LENGTH, 32])
-def test_a_cache_of_any_size_changes_nothing(case, slots):
+def test_apply_with_a_cache_of_any_size_is_unchanged(case, slots):
     config, params, tokens, expected = case
     cache = transformer.empty_cache(config, params, 1, slots)
     for start, end in ((0, 5), (5, 6), (6, 10), (10, 11), (11, 12)):
@@ -107,7 +107,8 @@ def test_a_cache_of_any_size_changes_nothing(case, slots):
         np.testing.assert_allclose(found[0], expected[start:end], atol=1e-4)
 
 
-def test_a_cache_is_read_without_the_weights_that_project_positions(case):
+def test_apply_with_a_cache_reads_no_position_weights(case):
+    """The weights that project positions are read when a cache is made, and not by later passes."""
     # Counted so in `roofline.lower_bound`: these weights are read when the cache is made.
     config, params, tokens, expected = case
     _, cache = feed(config, params, transformer.empty_cache(config, params, 1, 32), tokens[:8])
@@ -122,7 +123,8 @@ def test_a_cache_is_read_without_the_weights_that_project_positions(case):
     ).all()
 
 
-def test_rows_that_roll_back_by_different_amounts_go_on_as_if_they_had_not_gone_further(case):
+def test_rows_rolled_back_by_other_amounts_continue_exactly(case):
+    """Rows that roll back by different amounts continue as if nothing had been rejected."""
     config, params, tokens, expected = case
     cache = transformer.empty_cache(config, params, 2, 32)
     _, cache = feed(config, params, cache, tokens[:8])
@@ -141,7 +143,8 @@ def pair():
     return target, nearby_model(target)
 
 
-def test_both_samplings_agree_and_a_mesh_gives_what_one_device_gives(pair):
+def test_relative_model_samples_the_same_text_on_a_mesh(pair):
+    """Both samplers agree on the greedy row, and a mesh gives the tokens of one device."""
     target, draft = pair
     prompts = [[1, 2, 3], list(range(20))]
     sampling = spsjax.SamplingParams(temperature=[0.0, 1.0])
@@ -158,7 +161,7 @@ def test_both_samplings_agree_and_a_mesh_gives_what_one_device_gives(pair):
         assert all(map(np.array_equal, found.tokens, expected.tokens))
 
 
-def test_a_saved_model_is_read_back(pair, tmp_path):
+def test_saved_relative_model_loads_unchanged(pair, tmp_path):
     model = pair[0]
     loading.save(tmp_path, model, dtype="float32")
     read = spsjax.load(str(tmp_path))
@@ -166,7 +169,7 @@ def test_a_saved_model_is_read_back(pair, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(read.params), jax.tree.leaves(model.params)))
 
 
-def test_what_is_no_flag_or_no_family_is_refused_in_one_line(pair, tmp_path):
+def test_unknown_flag_or_family_is_refused_in_one_line(pair, tmp_path):
     with pytest.raises(
         InputError, match=r"^positions: expected rotary or relative or learned, found 'none'$"
     ):
