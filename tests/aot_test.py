@@ -1,7 +1,6 @@
-"""Programs for TPUs that are not here: they fit, talk as little as Megatron's rules need, and copy
-no cache.
+"""Tests of programs compiled ahead of time for TPUs: their memory, collectives and cycles.
 
-Compiled by the TPU's own compiler, which `pip install libtpu` brings.
+The TPU's own compiler runs without a TPU. `pip install libtpu` installs it.
 """
 
 import collections
@@ -24,9 +23,9 @@ from spsjax.training.optimizer import OptimizerConfig
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
-# What is asked of a pass is asked of every layer: some of Chinchilla's 80, in the time of a test.
+# Layers are alike, so that a few of Chinchilla's 80 layers suffice, and compile in a test's time.
 LAYERS = 4
-SHORT = 70.1e9 - (80 - LAYERS) * (5 * 8192**2 + 8 * 8192**2)  # its parameters
+SHORT = 70.1e9 - (80 - LAYERS) * (5 * 8192**2 + 8 * 8192**2)  # number of its parameters
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed",
@@ -34,8 +33,8 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, int]:
-    """Kind -> how many collectives are in scopes that mention `scope`."""
-    return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
+    """Returns kind -> number of collectives in scopes that mention `scope`."""
+    return collections.Counter(op.kind for op in program.collectives if scope in op.scope)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_chinchilla_programs_need_little_temporary_memory(chinchilla):
 @needs_libtpu
 @pytest.mark.parametrize("name", ["ArS", "SpS", "draft"])
 def test_programs_update_caches_in_place(chinchilla, name):
-    caches = sum(each.cache for label, each in chinchilla.passes.items() if label != "scoring")
+    caches = sum(cost.cache for label, cost in chinchilla.passes.items() if label != "scoring")
     expected = {"SpS": caches, "ArS": chinchilla.passes["target"].cache}
     expected["draft"] = chinchilla.passes["draft"].cache
     assert chinchilla.programs[name].aliased >= expected[name]
@@ -74,9 +73,9 @@ def test_pass_has_the_fewest_collectives(chinchilla):
     # The compiler gathers one row of logits by an all-reduce, and several by an all-gather.
     sps = chinchilla.programs["SpS"]
     assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
-    each_step = counts(sps, "/propose/while/")
-    assert each_step == {"all-reduce": 2 * 8 + 1 + 1}
-    assert counts(sps, "/propose/") - each_step == {"all-reduce": 2 * 8 + 1 + 1}
+    per_step = counts(sps, "/propose/while/")
+    assert per_step == {"all-reduce": 2 * 8 + 1 + 1}
+    assert counts(sps, "/propose/") - per_step == {"all-reduce": 2 * 8 + 1 + 1}
     assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
     assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * LAYERS + 1 + 1}
 
@@ -84,8 +83,8 @@ def test_pass_has_the_fewest_collectives(chinchilla):
 @needs_libtpu
 def test_collectives_move_no_more_than_the_logits(chinchilla):
     for name in ("ArS", "SpS", "draft"):
-        for each in chinchilla.programs[name].collectives:
-            assert each.num_bytes <= (K + 1) * 32_000 * 4, each
+        for op in chinchilla.programs[name].collectives:
+            assert op.num_bytes <= (K + 1) * 32_000 * 4, op
 
 
 @needs_libtpu
@@ -93,8 +92,8 @@ def test_cycles_are_counted_per_phase_of_a_round(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
     assert set(cycles) <= set(compiled_program.PARTS)
     assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
-    # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
-    scoring = cycles["score"] * 80 / LAYERS  # of all layers
+    # Sampling is a small share of a round: the search for a threshold is a loop of few steps.
+    scoring = cycles["score"] * 80 / LAYERS  # cycles of all layers
     whole = sum(cycles.values()) - cycles["score"] + scoring
     assert cycles["propose, sampling"] + cycles["verify"] < 0.12 * whole
     assert chinchilla.programs["SpS"].executed["propose"] == 4 * 18
@@ -104,7 +103,7 @@ def test_cycles_are_counted_per_phase_of_a_round(chinchilla):
 def test_predicted_times_follow_from_lower_bounds(chinchilla):
     passes = chinchilla.passes
     assert passes["target"].memory_seconds == pytest.approx(
-        # What projects relative positions is read when the cache is made, and not again.
+        # The weights that project relative positions are read only when the cache is made.
         ((SHORT - LAYERS * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
         rel=0.02,  # 70.1e9 is rounded
     )
@@ -117,7 +116,7 @@ def test_predicted_times_follow_from_lower_bounds(chinchilla):
 @needs_libtpu
 def test_llama_pair_fits_on_eight_v5e_chips():
     whole = configs.model_config("llama:3-8b", MODELS)
-    target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook has it compiled, too
+    target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook compiles it, too
     draft = dataclasses.replace(target, num_layers=2)
     report = aot.compile_pair(
         target, draft, "v5e:2x4", num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
@@ -127,12 +126,12 @@ def test_llama_pair_fits_on_eight_v5e_chips():
     assert sps.aliased >= report.caches
     assert counts(sps, "/score/")["all-reduce"] in (2 * LAYERS + 1, 2 * LAYERS + 2)
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
-    assert max(each.num_bytes for each in sps.collectives) <= (K + 1) * 128_256 * 4
+    assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * 128_256 * 4
 
 
 @needs_libtpu
 def test_notebook_plan_a_pod_runs(capsys, monkeypatch):
-    # Here, since it compiles what has just been compiled.
+    # It runs in this file because it needs the programs that this file has compiled.
     assert LAYERS == 4  # as in notebooks_test
     notebooks_test.run("plan_a_pod", capsys, monkeypatch)
 
@@ -141,8 +140,8 @@ def test_notebook_plan_a_pod_runs(capsys, monkeypatch):
 def test_pair_that_does_not_fit_is_refused_with_its_excess():
     """A pair that does not fit into memory, or does not divide by the mesh, is refused."""
     target = configs.model_config("chinchilla_70b", MODELS)
-    found = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
-    with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + found):
+    excess = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
+    with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + excess):
         aot.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
     with pytest.raises(InputError, match=r"^num_heads: .* model axis, 16, found 12$"):
         odd = dataclasses.replace(target, num_heads=12, num_kv_heads=12)
@@ -152,7 +151,7 @@ def test_pair_that_does_not_fit_is_refused_with_its_excess():
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "found"),
+    ("argument", "value", "message"),
     [
         ("num_speculative_tokens", 0, "an integer >= 1, found 0"),
         ("num_speculative_tokens", 2048, r"in \[1, 2048\), the context, found 2048"),
@@ -165,9 +164,9 @@ def test_pair_that_does_not_fit_is_refused_with_its_excess():
         ("dtype", "int8", "a floating-point type of 16 bits or more, found int8"),
     ],
 )
-def test_argument_out_of_range_is_refused_in_one_line(argument, value, found):
+def test_argument_out_of_range_is_refused_in_one_line(argument, value, message):
     target = configs.model_config("chinchilla_70b", MODELS)
-    with pytest.raises(InputError, match=f"^{argument}: expected .*{found}$"):
+    with pytest.raises(InputError, match=f"^{argument}: expected .*{message}$"):
         arguments = {"num_speculative_tokens": K} | {argument: value}
         aot.compile_pair(target, target, "v5p:2x2x4", **arguments)
 
@@ -233,15 +232,17 @@ def test_remat_saves_memory_and_step_gathers_nothing():
     _, devices = hardware.topology("v5e:2x2")
     mesh = sharding.mesh(2, 2, devices)
     model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
-    how = OptimizerConfig(1e-3, steps=20, warmup=2)
-    state = train_step.state_shapes(train_step.model_shapes(model, mesh), how)
+    optimizer = OptimizerConfig(1e-3, steps=20, warmup=2)
+    state = train_step.state_shapes(train_step.model_shapes(model, mesh), optimizer)
     tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.batch_sharding(mesh))
     temporary = {}
     for remat in (False, True):
         values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
         with jax.set_mesh(mesh), compiled_program.uncached():
             program = (
-                train_step.make_step(values, how).lower(state, {}, {"tokens": tokens}).compile()
+                train_step.make_step(values, optimizer)
+                .lower(state, {}, {"tokens": tokens})
+                .compile()
             )
         temporary[remat] = program.memory_analysis().temp_size_in_bytes
         assert "all-gather(" not in program.as_text()  # weights and activations stay split

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import logits_of, placed
+from conftest import build_model, logits_of
 from jax.sharding import NamedSharding, PartitionSpec
 from statistical_test import SUSPICIOUS, g_test
 
@@ -112,10 +112,10 @@ def test_target_and_draft_logits_pass_the_same_filters(one_round, small_target, 
         for row in range(8):
             for node in range(K + 1):
                 context = [*PROMPT, *rows.tokens[row, :node].tolist()]
-                expected = reference.warp(target(context), **params)
+                expected = reference.to_probs(target(context), **params)
                 np.testing.assert_allclose(rows.target_probs[row, node], expected, atol=1e-5)
                 if node < K:
-                    expected = reference.warp(draft(context), **params)
+                    expected = reference.to_probs(draft(context), **params)
                     np.testing.assert_allclose(rows.draft_probs[row, node], expected, atol=1e-5)
 
 
@@ -257,7 +257,7 @@ def poisoned(model, token, value):
     """The model with one embedding that is not finite: contexts that hold `token` have no law."""
     params = dict(model.params)
     embedding = params["embed"]["embedding"].at[token].set(value)
-    return placed(model.config, params | {"embed": {"embedding": embedding}}, None)
+    return build_model(model.config, params | {"embed": {"embedding": embedding}}, None)
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
@@ -392,7 +392,7 @@ def test_large_vocabulary_overflows_no_index():
     assert (np.asarray(out)[[0, 7]] == V - 1).all()
     logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
     probs = np.asarray(sampling.to_probs(logits, SamplingParams(top_k=1000, top_p=0.9003).rows(2)))
-    expected = reference.warp(logits[1], top_k=1000, top_p=0.9003)
+    expected = reference.to_probs(logits[1], top_k=1000, top_p=0.9003)
     np.testing.assert_allclose(probs[1], expected, atol=1e-6)
 
 

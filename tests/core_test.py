@@ -1,4 +1,4 @@
-"""What the core promises beside the contract: chunks, rows that come and go, sizes, memory."""
+"""Tests of the core beside the contract: chunks, inserted rows, score sizes, memory."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FAST, nearby_model, placed, spread_model, spread_params, tiny_config
+from conftest import FAST, build_model, nearby_model, spread_model, spread_params, tiny_config
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, generation, sampling
@@ -25,7 +25,7 @@ NAMES = ["draft_model", "tapped"]
 
 
 def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
-    """A checked request, with changes of its program."""
+    """Returns a checked request, with changes to its program."""
     params = SamplingParams(temperature=[1.0, 0.0, 0.7][: len(prompts)])
     request = Request("test", target, prompts, drafter, None, params, new, 3, None, False)
     request.program = dataclasses.replace(request.program, **changes)
@@ -33,7 +33,7 @@ def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
 
 
 def finish(request, state):
-    """The tokens of every row once all are done."""
+    """Runs all rows to their ends, and returns their tokens and lengths."""
     loop = compiled(decode.run, request.program)
     state, _ = loop(request.params, state)
     return np.asarray(state.tokens), np.asarray(state.lengths)
@@ -79,7 +79,7 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
 def test_inserted_row_works_with_relative_positions():
     """The table of distances in a cache belongs to no row, and stays as it is."""
     config = tiny_config(32, positions="relative", ffn="gelu")
-    target = placed(config, spread_params(config, 0), None)
+    target = build_model(config, spread_params(config, 0), None)
     request = request_of(target, nearby_model(target))
     state, _ = generation._prefill(request)
     single = request_of(target, nearby_model(target), [[11, 12, 11]])
@@ -93,7 +93,7 @@ def test_inserted_row_works_with_relative_positions():
 def test_greedy_tree_with_relative_positions_is_greedy():
     """Nodes of equal position in different branches see Transformer-XL's distances."""
     config = tiny_config(32, positions="relative", ffn="gelu", num_layers=2)
-    target = placed(config, spread_params(config, 0), None)
+    target = build_model(config, spread_params(config, 0), None)
     options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 24}
     drafter = drafting.build("random_tree", nearby_model(target), 3)
     out = spsjax.generate(target, PROMPTS, drafter, verifier=match.Verifier(), **options)
@@ -141,7 +141,7 @@ def test_load_drafter_of_another_vocabulary_is_refused(target):
 
 @dataclasses.dataclass(frozen=True)
 class Alternating(ngram.Drafter):
-    """Proposes 0, 1, 2 or 3 tokens by turns, with a pass for each number, or for all alike."""
+    """A drafter of 0, 1, 2 or 3 tokens by turns, with a scoring pass per number or for all."""
 
     sizes: tuple[int, ...] = ()
 
@@ -173,7 +173,7 @@ CACHE_COPY = re.compile(r"= (\S+) (?:copy|copy-start)\(")
 
 
 def cache_copies(text: str, caches) -> list[str]:
-    """Copies in a program's text that have a cache's shape."""
+    """Returns the copies in a program's text that have a cache's shape."""
     shapes = {"{}[{}]".format("f32", ",".join(map(str, leaf.shape))) for leaf in caches}
     copied = [match[1].partition("{")[0] for match in CACHE_COPY.finditer(text)]
     return [shape for shape in copied if shape in shapes]
@@ -208,7 +208,7 @@ def test_prefill_of_a_long_prompt_needs_bounded_memory():
     """32,768 tokens take the memory of 8,192 tokens, and a second copy of the caches."""
     slots = 32_768
     config = tiny_config(64, num_layers=2, max_positions=slots)
-    target = placed(config, spread_params(config, 0), None)
+    target = build_model(config, spread_params(config, 0), None)
     temporary = {}
     for tokens in (slots // 4, slots):
         request = Request(
@@ -229,7 +229,7 @@ def test_match_takes_the_first_of_twins_and_skips_holes():
         parents=jnp.asarray([[0, 0, 0, 3, 2, 1]]),
         eligible=jnp.asarray([[True] * 6]),
     )
-    # Node 1 and node 2 hold the drawn 5; node 2's child has the draw of node 2, node 1's has not.
+    # Nodes 1 and 2 hold the drawn 5. Only node 2 has a child with the token that is drawn there.
     drawn = jnp.asarray([[5, 9, 7, 6, 0, 0, 3]])
     verdict = match.walk(proposal, drawn, jnp.ones((1, 7)))
     assert verdict.path.tolist() == [[0, 1, -1, -1, -1, -1, -1]]

@@ -1,4 +1,4 @@
-"""The loop: its invariants, its oracle, and that nothing leaves the device before it ends."""
+"""Tests of the decoding loop: its invariants, its oracle, its transfers and its caches."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import logits_of, nearby_model, placed, spread_model
+from conftest import build_model, logits_of, nearby_model, spread_model
 
 import spsjax
 from spsjax import SamplingParams, decode, drafters, generation, sampling
@@ -31,11 +31,11 @@ DEFAULTS = dataclasses.asdict(SamplingParams())
 MIXED = SamplingParams(**{f: [(DEFAULTS | row)[f] for row in ROW_PARAMS] for f in FIELDS})
 GREEDY = SamplingParams(temperature=0.0)
 ROLES = {"draft": sampling.DRAFT, "accept": sampling.ACCEPT, "next": sampling.NEXT}
-LEAVES = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
+TRANSFERS = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
 
 
 def beginning(target, draft, name="draft_model"):
-    """Arguments of `decode.run`: program, parameters, and the state after the prompts."""
+    """Returns the arguments of `decode.run`: program, parameters, state after the prompts."""
     loaded = drafting.build(name, draft, K)
     verifier = drafting.verifier(name)
     program = decode.Program(target.config, loaded.drafter, verifier, target.config.eos_ids)
@@ -52,7 +52,7 @@ def beginning(target, draft, name="draft_model"):
 
 
 def numbers(seed):
-    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function."""
+    """Returns the random numbers of a call of `generate`: row -> function for the oracle."""
 
     @jax.jit
     def of_round(row, length, role):
@@ -64,14 +64,14 @@ def numbers(seed):
         return np.asarray(of_round(row, length, ROLES[role]), np.float64)
 
     def number(row, role, length, index):
-        found = cached(row, length, role)
-        return found[index] if role == "accept" else found[2 * index : 2 * index + 2]
+        uniforms = cached(row, length, role)
+        return uniforms[index] if role == "accept" else uniforms[2 * index : 2 * index + 2]
 
     return lambda row: functools.partial(number, row)
 
 
 def lookup(tokens):
-    """Prompt lookup in plain Python: the latest of the longest earlier occurrences, continued."""
+    """Continues the latest of the longest earlier occurrences: prompt lookup in plain Python."""
     last = len(tokens) - 1
     for size in (3, 2, 1):
         for end in range(last - 1, size - 2, -1):
@@ -107,7 +107,7 @@ def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
                 expected = reference.speculative(model, other[name], prompt, K, *rest, **options)
             assert out.tokens[row].tolist() == expected, (seed, row)
             ended += len(expected) < budgets[row]
-    assert ended  # by an end of sequence
+    assert ended  # by an end-of-sequence id
 
 
 def test_step_keeps_the_invariants_of_its_state(target, draft):
@@ -115,7 +115,12 @@ def test_step_keeps_the_invariants_of_its_state(target, draft):
     program, params, state = beginning(target, draft)
     step = compiled(decode.step, program)
     limits = np.asarray(state.limits)
-    assert np.asarray(state.done).tolist() == [False, False, False, True]  # no budget: done
+    assert np.asarray(state.done).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]  # no budget is left
     for _ in range(40):
         before = jax.device_get(dataclasses.replace(state, keys=None))
         state, _ = step(params, state)
@@ -145,18 +150,18 @@ def test_eos_inside_a_round_cuts_the_text(target):
     free = spsjax.generate(
         target, PROMPTS, target, K, GREEDY, max_new_tokens=NEW, stop_at_eos=False
     ).tokens
-    # Row b ends at its token b, if not before it by the end of another row.
-    ends = {int(tokens[place]) for place, tokens in enumerate(free)}
+    # Token b of row b is an end-of-sequence id, so that every row ends there or earlier.
+    ends = {int(tokens[row]) for row, tokens in enumerate(free)}
     config = dataclasses.replace(target.config, eos_ids=tuple(sorted(ends)))
     model = dataclasses.replace(target, config=config)
     out = spsjax.generate(model, PROMPTS, target, K, GREEDY, max_new_tokens=NEW)
-    places = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
-    for tokens, whole, place in zip(out.tokens, free, places):
-        np.testing.assert_array_equal(tokens, whole[: place + 1])
-    assert len(set(places)) > 2
+    last = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
+    for tokens, whole, index in zip(out.tokens, free, last):
+        np.testing.assert_array_equal(tokens, whole[: index + 1])
+    assert len(set(last)) > 2
 
 
-# Each of the two is compiled for four K; `drafter_contract_test` has K = 3.
+# Both drafters are compiled for four K. `drafter_contract_test` has K = 3.
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -176,7 +181,7 @@ def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
         np.testing.assert_array_equal(tokens, others)
     assert 0 < out.stats.acceptance_rate < 1
     lengths = np.asarray(list(map(len, expected.tokens)))
-    assert (lengths < options["max_new_tokens"]).any()  # some rows end by themselves
+    assert (lengths < options["max_new_tokens"]).any()  # some rows end by an end-of-sequence id
     assert (lengths == options["max_new_tokens"]).any()
 
 
@@ -199,7 +204,7 @@ def test_generate_without_drafter_emits_one_token_per_call(target):
 
 
 class Letters:
-    """A tokenizer whose ids are bytes, some of them parts of a character."""
+    """A tokenizer whose ids are bytes, some of which are fractions of a character."""
 
     def __init__(self):
         self.pieces = b"abcdefghijklmnopqrst uvw" + bytes([0xC3, 0xA9]) * 12
@@ -235,13 +240,13 @@ def test_run_transfers_nothing_to_the_host(target, draft):
     """The loop has no callback, infeed, outfeed, send or receive, and runs without any transfer."""
     program, params, state = beginning(target, draft)
     lowered = jax.jit(functools.partial(decode.run, program)).lower(params, state)
-    assert "stablehlo.while" in lowered.as_text() and not LEAVES.search(lowered.as_text())
+    assert "stablehlo.while" in lowered.as_text() and not TRANSFERS.search(lowered.as_text())
 
-    def talks(x):
+    def prints(x):
         jax.debug.print("{}", x)
         return x
 
-    assert LEAVES.search(jax.jit(talks).lower(1.0).as_text())
+    assert TRANSFERS.search(jax.jit(prints).lower(1.0).as_text())
     loop = compiled(decode.run, program)
     loop(params, state)
     with jax.transfer_guard("disallow"):
@@ -300,7 +305,7 @@ def test_stats_of_round_cut_before_nan_count_its_draft(target):
     greedy = SamplingParams(temperature=0.0)
     first = int(spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=1).tokens[0][0])
     embedding = target.params["embed"]["embedding"].at[first].set(jnp.nan)
-    bad = placed(target.config, target.params | {"embed": {"embedding": embedding}}, None)
+    bad = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
     out = spsjax.generate(bad, [[3]], target, K, greedy, max_new_tokens=1)
     assert out.tokens[0].tolist() == [first]
     assert out.stats.accepted_histogram == [0, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""Bad arguments get one clear line: the thing, what was expected, what was found."""
+"""Tests of error messages: a bad argument gets one line with what was expected and found."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bad_input import one_line
-from conftest import nearby_model, placed, spread_model
+from conftest import build_model, nearby_model, spread_model
 
 import spsjax
 from spsjax import SamplingParams, tokenization
@@ -25,9 +25,9 @@ def model():
     return spread_model(64, max_positions=64)
 
 
-def refused(model, *parts, prompts=((1, 2),), **arguments):
-    """Expects `generate` to refuse these arguments with those words."""
-    with one_line(*parts):
+def refused(model, *fragments, prompts=((1, 2),), **arguments):
+    """Expects `generate` to refuse these arguments with a message that has these fragments."""
+    with one_line(*fragments):
         spsjax.generate(model, prompts, **{"max_new_tokens": 2} | arguments)
 
 
@@ -204,11 +204,11 @@ def test_draft_with_another_tokenizer_is_refused(tmp_path, model):
 
 
 def test_draft_on_another_mesh_is_refused(model):
-    target = placed(model.config, model.params, sharding.mesh(1, 8))
+    target = build_model(model.config, model.params, sharding.mesh(1, 8))
     refused(target, "mesh", drafter=model)
 
 
-# Given distributions.
+# Arguments of `rejection_sample`.
 
 
 def test_distributions_of_wrong_shape_are_refused():
@@ -231,10 +231,10 @@ def test_distributions_of_wrong_shape_are_refused():
         spsjax.rejection_sample(key, tokens, draft[..., :0], target[..., :0])
     for ragged in ([[0, 1], [1]], None, "text"):
         for index, name in enumerate(("draft_tokens", "draft_probs", "target_probs")):
-            given = [tokens, draft, target]
-            given[index] = ragged
+            arrays = [tokens, draft, target]
+            arrays[index] = ragged
             with one_line(name):
-                spsjax.rejection_sample(key, *given)
+                spsjax.rejection_sample(key, *arrays)
 
 
 def test_values_that_are_not_distributions_are_refused():
@@ -251,7 +251,7 @@ def test_values_that_are_not_distributions_are_refused():
             spsjax.lenience_bias(wrong, wrong, 0.5)
     with one_line("draft_probs", "[5]", "[4]"):
         spsjax.lenience_bias(np.ones(4) / 4, np.ones(5) / 5, 0.5)
-    # What proposes nothing need not be a distribution.
+    # Without draft tokens, the draft's probabilities need not be a distribution.
     assert spsjax.rejection_sample(key, tokens - 1, 0 * draft, target)[1].tolist() == [1, 1]
 
 
@@ -262,7 +262,7 @@ def test_value_that_is_not_a_key_is_refused(key):
     tokens, draft, target = np.zeros((1, 1), int), np.ones((1, 1, 2)) / 2, np.ones((1, 2, 2)) / 2
     with one_line("key", "jax.random.key"):
         spsjax.rejection_sample(key, tokens, draft, target)
-    spsjax.rejection_sample(jax.random.PRNGKey(0), tokens, draft, target)  # the old style is one
+    spsjax.rejection_sample(jax.random.PRNGKey(0), tokens, draft, target)  # a key of the old style
 
 
 def test_long_value_is_abbreviated_in_the_message(model):
@@ -273,18 +273,18 @@ def test_long_value_is_abbreviated_in_the_message(model):
         spsjax.load("x" * 10_000)
 
 
-# Weights are not searched for NaN when they are loaded; the call that meets one says where.
+# Weights are not searched for NaN when they are loaded. The call that meets a NaN says where.
 
 
-@pytest.mark.parametrize("part", ["target", "draft"])
-def test_weights_that_are_nan_are_an_error_with_a_position(model, part):
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_weights_that_are_nan_are_an_error_with_a_position(model, role):
     """Logits that are not finite raise an error that names row and position."""
 
     def bad(key, leaf):
-        return leaf * jnp.nan if key == part else leaf
+        return leaf * jnp.nan if key == role else leaf
 
-    target = placed(model.config, jax.tree.map(lambda x: bad("target", x), model.params), None)
+    target = build_model(model.config, jax.tree.map(lambda x: bad("target", x), model.params), None)
     near = nearby_model(model)
-    draft = placed(model.config, jax.tree.map(lambda x: bad("draft", x), near.params), None)
+    draft = build_model(model.config, jax.tree.map(lambda x: bad("draft", x), near.params), None)
     with pytest.raises(spsjax.NonFiniteError, match=r"^row 0, position 3: .*(NaN|infinity)$"):
         spsjax.generate(target, [[1, 2, 3], [1]], drafter=draft, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""`warp` against a sort in NumPy, and `draw` against an inverse of cumulative sums."""
+"""Tests of `to_probs` against a sort in NumPy, and of `draw` against inverted cumulative sums."""
 
 import functools
 import re
@@ -13,8 +13,8 @@ from conftest import FAST
 from spsjax import InputError, SamplingParams, sampling
 
 VOCABS = (1, 2, 3, 129, 4096, 5000)
-# One row each, so that a batch mixes them all: (temperature, top_k, top_p, min_p). The masses of
-# top-p are no sums of few equal probabilities, where float32 and float64 may differ on "reaches".
+# Parameters per row of one batch: (temperature, top_k, top_p, min_p). The masses of top-p are not
+# sums of few equal probabilities, where float32 and float64 may differ on "reaches".
 ROWS = (
     (1.0, 0, 1.0, 0.0),
     (0.0, 0, 1.0, 0.0),
@@ -44,7 +44,7 @@ def row_params(rows=ROWS) -> sampling.RowParams:
 
 
 def logits_of(kind: str, vocab: int) -> np.ndarray:
-    """[B, V] float32 logits, a row for each of ROWS."""
+    """Returns float32 logits [B, V], one row per entry of ROWS."""
     rng = np.random.default_rng(vocab)
     spread = rng.normal(0, 2, (len(ROWS), vocab))
     if kind == "ties":
@@ -61,13 +61,13 @@ def test_to_probs_equals_sorted_reference(kind, vocab):
     probs = np.asarray(jax.jit(sampling.to_probs)(logits, row_params()))
     assert probs.dtype == np.float32
     for row, values in enumerate(ROWS):
-        expected = reference.warp(logits[row], **dict(zip(FIELDS, values)))
+        expected = reference.to_probs(logits[row], **dict(zip(FIELDS, values)))
         np.testing.assert_array_equal(probs[row] > 0, expected > 1e-45, err_msg=str(values))
         np.testing.assert_allclose(probs[row], expected, rtol=2e-5, atol=1e-9, err_msg=str(values))
 
 
 def test_to_probs_in_float64_is_exact():
-    # Weights of equal size: here top-p's "reaches" is decided by the last bit, and must be right.
+    # With these weights the last bit decides whether a prefix reaches top_p.
     logits = np.log(np.asarray([[1, 2, 1, 4]] * 4)).astype(np.float64)
     rows = sampling.RowParams(*np.asarray([(1, 0, p, 0) for p in (0.5, 0.75, 0.876, 0.7)]).T)
     with jax.enable_x64(True):
@@ -94,8 +94,8 @@ def test_to_probs_among_ties_keeps_the_lower_id():
     assert kept(top_p=1e-9) == [1]
     # -0.0 and 0.0 tie too, though their bits differ.
     zeros = np.asarray([[-0.0, 0.0, 0.0, -0.0]], np.float32)
-    for warp in (sampling.to_probs, jax.jit(sampling.to_probs)):
-        probs = warp(zeros, SamplingParams(top_k=2).rows(1))
+    for function in (sampling.to_probs, jax.jit(sampling.to_probs)):
+        probs = function(zeros, SamplingParams(top_k=2).rows(1))
         assert np.flatnonzero(np.asarray(probs)[0]).tolist() == [0, 1]
 
 
@@ -157,15 +157,15 @@ def test_draw_inverts_cumulative_sums(vocab):
     assert drawn.dtype == np.int32
     for row in range(64):
         blocks = np.split(weights[row], range(128, vocab, 128))
-        block = inverse([part.sum() for part in blocks], uniforms[row, 0])
+        block = inverse([block.sum() for block in blocks], uniforms[row, 0])
         assert drawn[row] == 128 * block + inverse(blocks[block], uniforms[row, 1])
 
 
 def inverse(weights, uniform):
-    """The first index whose cumulative sum exceeds the level, rounded as float32 rounds it."""
+    """Returns the first index whose cumulative sum exceeds the level, rounded to float32."""
     ends = np.cumsum(weights, dtype=np.float64)
     level = np.float32(uniform * np.float32(ends[-1]))
-    # At the very top, u * total may round up to the total: then the last of any weight.
+    # For the largest u, u * total may round up to the total. Then the last token with weight wins.
     return min(np.searchsorted(ends, level, side="right"), np.flatnonzero(weights)[-1])
 
 
@@ -181,7 +181,7 @@ def test_draw_has_the_distribution_of_its_weights(vocab):
     draw = jax.jit(draw, compiler_options=FAST)
 
     def masses(count, drawn_below):
-        """[count] the measure of each outcome of a draw that grows with its number."""
+        """Returns probabilities [count] of the outcomes of a draw that grows with its number."""
         low, high = np.zeros(count - 1, np.int64), np.full(count - 1, 2**23)
         while (low < high).any():
             middle = (low + high) // 2
@@ -196,17 +196,17 @@ def test_draw_has_the_distribution_of_its_weights(vocab):
         lambda u, index: np.asarray(draw(np.stack([u, zeros[: len(u)]], -1))) // 128 <= index,
     )
     middles = np.cumsum(of_block) - of_block / 2
-    law = np.zeros(vocab)
+    distribution = np.zeros(vocab)
     for block in range(blocks):
         size = min(128, vocab - 128 * block)
-        at = np.full(size - 1, middles[block], np.float32)
+        middle = np.full(size - 1, middles[block], np.float32)
         inside = masses(
-            size, lambda u, index, at=at: np.asarray(draw(np.stack([at, u], -1))) % 128 <= index
+            size, lambda u, index, at=middle: np.asarray(draw(np.stack([at, u], -1))) % 128 <= index
         )
-        law[128 * block : 128 * block + size] = of_block[block] * inside
-    right = weights / weights.sum(dtype=np.float64)
+        distribution[128 * block : 128 * block + size] = of_block[block] * inside
+    expected = weights / weights.sum(dtype=np.float64)
     # One number for the whole vocabulary would leave 8e-5 and 6e-4 of total variation.
-    assert 0.5 * np.abs(law - right).sum() < 1e-5
+    assert 0.5 * np.abs(distribution - expected).sum() < 1e-5
 
 
 def test_draw_at_extreme_uniforms_skips_zero_weights():
@@ -232,8 +232,8 @@ def test_draw_at_boundaries_skips_zero_weights(level):
     weights[:, 5] = 0
     weights[:, :, :5] = 0
     weights[:, :, 60] = 0
-    parts = (weights.sum(axis=-1, dtype=np.float64), weights[:, 0].astype(np.float64))[level]
-    ends = np.cumsum(parts, axis=-1)
+    masses = (weights.sum(axis=-1, dtype=np.float64), weights[:, 0].astype(np.float64))[level]
+    ends = np.cumsum(masses, axis=-1)
     share = ends / ends[:, -1:]
     draw = jax.jit(sampling.draw)
     flat = weights.reshape(rows, -1)

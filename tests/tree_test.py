@@ -1,4 +1,4 @@
-"""Index arithmetic on trees, against loops in plain Python."""
+"""Tests of index arithmetic on trees, against loops in plain Python."""
 
 import jax
 import jax.numpy as jnp
