@@ -163,7 +163,7 @@ def test_run_gathers_only_logits(case):
         gathered.add((rows, vocab))  # one draft token per pass
     gathers = {tuple(size for size in dims if size > 1) for dims in operations.pop("all-gather")}
     assert gathers == gathered
-    # Beside the models' passes only flags are reduced: does any row need a filter, or another round?
+    # Beside the models' passes only flags are reduced: does any row need a filter or a round?
     widths = {reduced[-1:] for reduced in operations.pop("all-reduce")}
     assert widths == {(model.config.d_model,), ()} if shape[0] > 1 else {(model.config.d_model,)}
     assert not operations
