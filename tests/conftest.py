@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import os
 import pathlib
+import shutil
 
 _ROOT = pathlib.Path(__file__).parent.parent
 # Most of the time goes to compiling programs that run for milliseconds. So machine code is not
@@ -33,8 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import loading
+from spsjax import loading, tokenization
 from spsjax.models import transformer
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.performance import aot
 from spsjax.utils import compilation
@@ -155,3 +157,26 @@ def small_target() -> loading.Model:
 def small_draft(small_target) -> loading.Model:
     """A draft of 4 tokens that is often wrong."""
     return nearby_model(small_target, distance=0.4)
+
+
+@pytest.fixture(scope="session")
+def sound_model_folder(tmp_path_factory):
+    """A folder with a model of 64 tokens and two layers."""
+    folder = tmp_path_factory.mktemp("models") / "sound"
+    config = tiny_config(64, num_layers=2)
+    hf_weights.save(folder, config, spread_params(config, 0), "float32")
+    return folder
+
+
+@pytest.fixture
+def model_folder(sound_model_folder, tmp_path):
+    """A copy of the sound model folder, which a test may damage."""
+    shutil.copytree(sound_model_folder, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory):
+    """A tokenizer of 300 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
