@@ -145,7 +145,7 @@ def test_save_as_unusable_dtype_leaves_the_file_unchanged(model_folder, dtype):
 
 
 def test_save_of_no_model_or_to_no_folder_is_refused(model_folder):
-    with one_line("config.json", "folder"):
+    with one_line("config.json", "File exists"):
         loading.save(model_folder / "config.json", loading.load(model_folder))
     with one_line("model", "NoneType"):
         loading.save(model_folder, None)
