@@ -1,7 +1,6 @@
-"""Programs for TPUs that are not here: they fit, talk as little as Megatron's rules need, and copy
-no cache.
+"""Tests of programs compiled ahead of time for TPUs: their memory, collectives and cycles.
 
-Compiled by the TPU's own compiler, which `pip install libtpu` brings.
+The TPU's own compiler runs without a TPU. `pip install libtpu` installs it.
 """
 
 import collections
@@ -24,9 +23,9 @@ from spsjax.training.optimizer import OptimizerConfig
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
 K = 4
-# What is asked of a pass is asked of every layer: some of Chinchilla's 80, in the time of a test.
+# Layers are alike, so that a few of Chinchilla's 80 layers suffice, and compile in a test's time.
 LAYERS = 4
-SHORT = 70.1e9 - (80 - LAYERS) * (5 * 8192**2 + 8 * 8192**2)  # its parameters
+SHORT = 70.1e9 - (80 - LAYERS) * (5 * 8192**2 + 8 * 8192**2)  # number of its parameters
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed",
@@ -34,8 +33,8 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, int]:
-    """Kind -> how many collectives are in scopes that mention `scope`."""
-    return collections.Counter(each.kind for each in program.collectives if scope in each.scope)
+    """Returns kind -> number of collectives in scopes that mention `scope`."""
+    return collections.Counter(op.kind for op in program.collectives if scope in op.scope)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def chinchilla() -> aot.CompileReport:
 
 
 @needs_libtpu
-def test_chinchilla_s_loops_need_little_beside_its_weights(chinchilla):
+def test_chinchilla_programs_need_little_temporary_memory(chinchilla):
     weights = SHORT + 4.1e9
     assert chinchilla.weights == pytest.approx(weights * 2 / 16, rel=0.01)
     for name, program in chinchilla.programs.items():
@@ -61,49 +60,50 @@ def test_chinchilla_s_loops_need_little_beside_its_weights(chinchilla):
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["ArS", "SpS", "draft"])
-def test_caches_are_updated_in_place(chinchilla, name):
-    caches = sum(each.cache for label, each in chinchilla.passes.items() if label != "scoring")
+def test_programs_update_caches_in_place(chinchilla, name):
+    caches = sum(cost.cache for label, cost in chinchilla.passes.items() if label != "scoring")
     expected = {"SpS": caches, "ArS": chinchilla.passes["target"].cache}
     expected["draft"] = chinchilla.passes["draft"].cache
     assert chinchilla.programs[name].aliased >= expected[name]
 
 
 @needs_libtpu
-def test_a_pass_reduces_twice_a_layer_once_for_the_embedding_and_gathers_logits_once(chinchilla):
+def test_pass_has_the_fewest_collectives(chinchilla):
+    """A pass reduces twice per layer and once for the embedding, and gathers the logits once."""
     # The compiler gathers one row of logits by an all-reduce, and several by an all-gather.
     sps = chinchilla.programs["SpS"]
     assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
-    each_step = counts(sps, "/propose/while/")
-    assert each_step == {"all-reduce": 2 * 8 + 1 + 1}
-    assert counts(sps, "/propose/") - each_step == {"all-reduce": 2 * 8 + 1 + 1}
+    per_step = counts(sps, "/propose/while/")
+    assert per_step == {"all-reduce": 2 * 8 + 1 + 1}
+    assert counts(sps, "/propose/") - per_step == {"all-reduce": 2 * 8 + 1 + 1}
     assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
     assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * LAYERS + 1 + 1}
 
 
 @needs_libtpu
-def test_nothing_larger_than_the_logits_moves(chinchilla):
+def test_collectives_move_no_more_than_the_logits(chinchilla):
     for name in ("ArS", "SpS", "draft"):
-        for each in chinchilla.programs[name].collectives:
-            assert each.num_bytes <= (K + 1) * 32_000 * 4, each
+        for op in chinchilla.programs[name].collectives:
+            assert op.num_bytes <= (K + 1) * 32_000 * 4, op
 
 
 @needs_libtpu
-def test_the_compilers_cycles_are_told_apart_by_part(chinchilla):
+def test_cycles_are_counted_per_phase_of_a_round(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
     assert set(cycles) <= set(compiled_program.PARTS)
     assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
-    # Sampling is no large part of a round: the search for a threshold is a loop of few steps.
-    scoring = cycles["score"] * 80 / LAYERS  # of all layers
+    # Sampling is a small share of a round: the search for a threshold is a loop of few steps.
+    scoring = cycles["score"] * 80 / LAYERS  # cycles of all layers
     whole = sum(cycles.values()) - cycles["score"] + scoring
     assert cycles["propose, sampling"] + cycles["verify"] < 0.12 * whole
     assert chinchilla.programs["SpS"].executed["propose"] == 4 * 18
 
 
 @needs_libtpu
-def test_the_prediction_follows_from_the_floors(chinchilla):
+def test_predicted_times_follow_from_lower_bounds(chinchilla):
     passes = chinchilla.passes
     assert passes["target"].memory_seconds == pytest.approx(
-        # What projects relative positions is read when the cache is made, and not again.
+        # The weights that project relative positions are read only when the cache is made.
         ((SHORT - LAYERS * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
         rel=0.02,  # 70.1e9 is rounded
     )
@@ -114,9 +114,9 @@ def test_the_prediction_follows_from_the_floors(chinchilla):
 
 
 @needs_libtpu
-def test_llama_s_shape_on_few_small_chips():
+def test_llama_pair_fits_on_eight_v5e_chips():
     whole = configs.model_config("llama:3-8b", MODELS)
-    target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook has it compiled, too
+    target = dataclasses.replace(whole, num_layers=LAYERS)  # the notebook compiles it, too
     draft = dataclasses.replace(target, num_layers=2)
     report = aot.compile_pair(
         target, draft, "v5e:2x4", num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
@@ -126,21 +126,22 @@ def test_llama_s_shape_on_few_small_chips():
     assert sps.aliased >= report.caches
     assert counts(sps, "/score/")["all-reduce"] in (2 * LAYERS + 1, 2 * LAYERS + 2)
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
-    assert max(each.num_bytes for each in sps.collectives) <= (K + 1) * 128_256 * 4
+    assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * 128_256 * 4
 
 
 @needs_libtpu
-def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
-    # Here, since it compiles what has just been compiled.
+def test_notebook_plan_a_pod_runs(capsys, monkeypatch):
+    # It runs in this file because it needs the programs that this file has compiled.
     assert LAYERS == 4  # as in notebooks_test
     notebooks_test.run("plan_a_pod", capsys, monkeypatch)
 
 
 @needs_libtpu
-def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
+def test_pair_that_does_not_fit_is_refused_with_its_excess():
+    """A pair that does not fit into memory, or does not divide by the mesh, is refused."""
     target = configs.model_config("chinchilla_70b", MODELS)
-    found = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
-    with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + found):
+    excess = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
+    with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + excess):
         aot.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
     with pytest.raises(InputError, match=r"^num_heads: .* model axis, 16, found 12$"):
         odd = dataclasses.replace(target, num_heads=12, num_kv_heads=12)
@@ -150,7 +151,7 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "found"),
+    ("argument", "value", "message"),
     [
         ("num_speculative_tokens", 0, "an integer >= 1, found 0"),
         ("num_speculative_tokens", 2048, r"in \[1, 2048\), the context, found 2048"),
@@ -163,14 +164,14 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_is_too_much():
         ("dtype", "int8", "a floating-point type of 16 bits or more, found int8"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(argument, value, found):
+def test_argument_out_of_range_is_refused_in_one_line(argument, value, message):
     target = configs.model_config("chinchilla_70b", MODELS)
-    with pytest.raises(InputError, match=f"^{argument}: expected .*{found}$"):
+    with pytest.raises(InputError, match=f"^{argument}: expected .*{message}$"):
         arguments = {"num_speculative_tokens": K} | {argument: value}
         aot.compile_pair(target, target, "v5p:2x2x4", **arguments)
 
 
-def test_a_draft_of_another_vocabulary_is_refused():
+def test_draft_of_another_vocabulary_is_refused():
     target = configs.model_config("chinchilla_70b", MODELS)
     draft = dataclasses.replace(target, vocab_size=16_000)
     with pytest.raises(InputError, match=r"^draft: expected the target's vocabulary of 32000, "):
@@ -180,13 +181,13 @@ def test_a_draft_of_another_vocabulary_is_refused():
 @pytest.mark.parametrize(
     "name", ["", "v5p", "v5e:0x0", "v9x:2x2", "v5p:2", "v5p:2x", "v5p:2x2x4x4"]
 )
-def test_what_names_no_topology_is_refused(name):
+def test_unknown_topology_name_is_refused(name):
     with pytest.raises(InputError, match=r"^topology: expected v4, v5e, v5p, v6e and a shape"):
         hardware.topology(name)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("v5p:2x2", 3), ("v5e:2x2x2", 2)])
-def test_a_slice_has_the_dimensions_of_its_kind(name, sizes):
+def test_topology_of_wrong_dimensions_is_refused(name, sizes):
     with pytest.raises(InputError, match=rf"^topology: expected {sizes} sizes for v5., found v5"):
         hardware.topology(name)
 
@@ -195,21 +196,21 @@ def test_a_slice_has_the_dimensions_of_its_kind(name, sizes):
 @pytest.mark.parametrize(
     ("name", "count"), [("v4:2x2x4", 16), ("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v6e:2x2", 4)]
 )
-def test_a_chip_is_a_device(name, count):
+def test_topology_has_one_device_per_chip(name, count):
     chip, devices = hardware.topology(name)
     assert len(devices) == count
     assert chip == hardware.CHIPS[name.partition(":")[0]]
 
 
 @needs_libtpu
-def test_a_shape_that_no_slice_has_is_refused():
+def test_topology_of_impossible_shape_is_refused():
     with pytest.raises(
         InputError, match=r"^topology: expected one that libtpu knows, found v5e:7x"
     ):
         hardware.topology("v5e:7x9")
 
 
-def test_no_libtpu_is_said_in_one_line(monkeypatch):
+def test_topology_without_libtpu_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"^topology: expected libtpu to be installed"):
         hardware.topology("v5p:2x2x4")
@@ -223,21 +224,23 @@ def test_block_efficiency_is_the_capped_geometric_mean(acceptance):
 
 
 @needs_libtpu
-def test_recomputing_activations_takes_less_memory_and_a_step_gathers_nothing():
-    """Counted for a chip: the CPU's compiler undoes the one, and has no need of the other."""
+def test_remat_saves_memory_and_step_gathers_nothing():
+    """Recomputing activations takes less than 0.3 of the memory, and a step has no all-gather.
+
+    The TPU's compiler counts here: the CPU's compiler removes the recomputation.
+    """
     _, devices = hardware.topology("v5e:2x2")
     mesh = sharding.mesh(2, 2, devices)
     model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
-    how = OptimizerConfig(1e-3, steps=20, warmup=2)
-    state = train_step.state_shapes(train_step.model_shapes(model, mesh), how)
+    optimizer = OptimizerConfig(1e-3, steps=20, warmup=2)
+    state = train_step.state_shapes(train_step.model_shapes(model, mesh), optimizer)
     tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.batch_sharding(mesh))
     temporary = {}
     for remat in (False, True):
         values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
         with jax.set_mesh(mesh), compiled_program.uncached():
-            program = (
-                train_step.make_step(values, how).lower(state, {}, {"tokens": tokens}).compile()
-            )
+            step = train_step.make_step(values, optimizer)
+            program = step.lower(state, {}, {"tokens": tokens}).compile()
         temporary[remat] = program.memory_analysis().temp_size_in_bytes
         assert "all-gather(" not in program.as_text()  # weights and activations stay split
     assert temporary[True] < 0.3 * temporary[False]

@@ -1,19 +1,20 @@
 # ruff: noqa: E402 (the environment is set before JAX is imported)
-"""Eight CPU devices, a compilation cache, and tiny models whose next token depends on the context.
+"""Test environment: eight CPU devices, a compilation cache, and tiny models.
 
-This runs before any test module is imported, hence before JAX starts: device count and platform
-can be chosen only then.
+It runs before any test module is imported, hence before JAX starts. Device count and platform can
+be chosen only then. The next token of every tiny model depends on the whole context.
 """
 
 import functools
 import importlib.metadata
 import os
 import pathlib
+import shutil
 
 _ROOT = pathlib.Path(__file__).parent.parent
-# Most of the time goes to compiling what then runs for milliseconds. So machine code is not
-# optimized, and fusions take an older path that compiles twice as fast. Where code runs for long,
-# `FAST` compiles it as users have it; .ci/run runs the core tests that way on Python 3.13.
+# Most of the time goes to compiling programs that run for milliseconds. So machine code is not
+# optimized, and fusions take an older path that compiles twice as fast. Code that runs for long is
+# compiled with `FAST`, as users have it. `.ci/run` runs the core tests that way on Python 3.13.
 _FLAGS = {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}
 FAST = {"xla_backend_optimization_level": 3}  # compiler options of `jax.jit`
 if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag
@@ -24,7 +25,7 @@ for _flag, _value in _FLAGS.items():
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_flag}={_value}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
-# Tests compile many small programs, each below the default thresholds of the cache.
+# Tests compile many small programs, all below the default thresholds of the cache.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -33,14 +34,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import loading
+from spsjax import loading, tokenization
 from spsjax.models import transformer
+from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.performance import aot
 from spsjax.utils import compilation
 
-# The CPU's compiler has read its flags once there are devices. The TPU compiler reads the same
-# variable when it is loaded, and ends the process at a flag that it does not know.
+# The CPU's compiler has read its flags once there are devices. The TPU's compiler reads the same
+# variable when it is loaded, and ends the process at an unknown flag.
 jax.devices()
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("--xla_cpu_use_fusion_emitters=false", "")
 
@@ -49,7 +51,7 @@ aot.compile_pair = functools.cache(aot.compile_pair)
 
 
 def tiny_config(vocab_size: int, **changes) -> transformer.Config:
-    """One layer, and every axis that a mesh splits is a multiple of eight."""
+    """Returns a config of one layer, in which a mesh can split every axis by eight."""
     fields = {
         "vocab_size": vocab_size,
         "d_model": 32,
@@ -65,9 +67,10 @@ def tiny_config(vocab_size: int, **changes) -> transformer.Config:
 
 
 def spread_params(config: transformer.Config, seed: int, sharpness: float = 2.0):
-    """Random parameters with logits of standard deviation `sharpness`.
+    """Returns random parameters with logits of standard deviation `sharpness`.
 
-    `transformer.init` starts so small that every context would get nearly the same, flat law.
+    The weights of `transformer.init` are too small: every context would get nearly the same, flat
+    distribution.
     """
     params = transformer.init(config, jax.random.key(seed))
 
@@ -84,30 +87,30 @@ def spread_params(config: transformer.Config, seed: int, sharpness: float = 2.0)
 
 
 def spread_model(vocab_size: int, seed: int = 0, mesh=None, sharpness: float = 2.0, **changes):
-    """A model of random weights whose logits are well spread and depend on the whole context."""
+    """Returns a model of random weights whose logits are spread and depend on the whole context."""
     config = tiny_config(vocab_size, **changes)
-    return placed(config, spread_params(config, seed, sharpness), mesh)
+    return build_model(config, spread_params(config, seed, sharpness), mesh)
 
 
 def nearby_model(model: loading.Model, seed: int = 1, distance: float = 0.2, mesh=None):
-    """A model near another, so that its drafts are sometimes accepted and sometimes not."""
+    """Returns a model near another, whose drafts are sometimes accepted and sometimes rejected."""
     leaves, structure = jax.tree.flatten(model.params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     leaves = [
         leaf + distance * jnp.std(leaf) * jax.random.normal(key, leaf.shape, leaf.dtype)
         for leaf, key in zip(leaves, keys)
     ]
-    return placed(model.config, jax.tree.unflatten(structure, leaves), mesh)
+    return build_model(model.config, jax.tree.unflatten(structure, leaves), mesh)
 
 
-def placed(config: transformer.Config, params, mesh) -> loading.Model:
-    """A model of these parameters, on the mesh if there is one."""
+def build_model(config: transformer.Config, params, mesh) -> loading.Model:
+    """Returns a model of these parameters, sharded over the mesh if there is one."""
     params = sharding.place_params(params, sharding.param_shardings(mesh, config))
     return loading.Model("tiny", config, params, mesh=mesh)
 
 
 def logits_of(model: loading.Model):
-    """The model as the oracle's: tokens -> float64 logits of the next, by one pass and no cache."""
+    """Returns the model in the oracle's form: tokens -> float64 logits [V], without a cache."""
     config, width = model.config, 64
 
     @jax.jit
@@ -126,7 +129,7 @@ def logits_of(model: loading.Model):
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Frees what a module compiled: one process may not map the programs of all of them."""
+    """Frees the programs of a module: one process cannot map the programs of all modules."""
     yield
     compilation.clear()
     jax.clear_caches()
@@ -134,19 +137,19 @@ def forget_programs():
 
 @pytest.fixture(scope="session")
 def target() -> loading.Model:
-    """A target of 48 tokens, of which one ends a sequence."""
+    """A target of 48 tokens, one of which is an end-of-sequence id."""
     return spread_model(48, eos_ids=(7,))
 
 
 @pytest.fixture(scope="session")
 def draft(target) -> loading.Model:
-    """A draft of which the target accepts about half."""
+    """A draft half of whose tokens the target accepts."""
     return nearby_model(target)
 
 
 @pytest.fixture(scope="session")
 def small_target() -> loading.Model:
-    """A target of 4 tokens: few enough to write its joint law down."""
+    """A target of 4 tokens: few enough to compute its joint distribution."""
     return spread_model(4, sharpness=1.0)
 
 
@@ -154,3 +157,26 @@ def small_target() -> loading.Model:
 def small_draft(small_target) -> loading.Model:
     """A draft of 4 tokens that is often wrong."""
     return nearby_model(small_target, distance=0.4)
+
+
+@pytest.fixture(scope="session")
+def sound_model_folder(tmp_path_factory):
+    """A folder with a model of 64 tokens and two layers."""
+    folder = tmp_path_factory.mktemp("models") / "sound"
+    config = tiny_config(64, num_layers=2)
+    hf_weights.save(folder, config, spread_params(config, 0), "float32")
+    return folder
+
+
+@pytest.fixture
+def model_folder(sound_model_folder, tmp_path):
+    """A copy of the sound model folder, which a test may damage."""
+    shutil.copytree(sound_model_folder, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory):
+    """A tokenizer of 300 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)

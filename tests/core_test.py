@@ -1,4 +1,4 @@
-"""What the core promises beside the contract: chunks, rows that come and go, sizes, memory."""
+"""Tests of the core beside the contract: chunks, inserted rows, score sizes, memory."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FAST, nearby_model, placed, spread_model, spread_params, tiny_config
+from conftest import FAST, build_model, nearby_model, spread_model, spread_params, tiny_config
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, generation, sampling
@@ -25,7 +25,7 @@ NAMES = ["draft_model", "tapped"]
 
 
 def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
-    """A checked request, with changes of its program."""
+    """Returns a checked request, with changes to its program."""
     params = SamplingParams(temperature=[1.0, 0.0, 0.7][: len(prompts)])
     request = Request("test", target, prompts, drafter, None, params, new, 3, None, False)
     request.program = dataclasses.replace(request.program, **changes)
@@ -33,7 +33,7 @@ def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
 
 
 def finish(request, state):
-    """The tokens of every row once all are done."""
+    """Runs all rows to their ends, and returns their tokens and lengths."""
     loop = compiled(decode.run, request.program)
     state, _ = loop(request.params, state)
     return np.asarray(state.tokens), np.asarray(state.lengths)
@@ -42,7 +42,7 @@ def finish(request, state):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
-    """Chunks that divide the prompts and chunks that do not; rows that end in different chunks."""
+    """Chunks give the tokens of one pass, whether or not they divide the lengths of the prompts."""
     drafter = drafting.build(name, draft, 3)
     whole = request_of(target, drafter)
     chunks = request_of(target, drafter, prefill_tokens=size)
@@ -55,7 +55,7 @@ def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
 
 @pytest.mark.parametrize("name", ["none", *NAMES, "random_tree"])
 def test_inserted_row_continues_as_if_alone(target, draft, name):
-    """A fresh row takes the place of one that is halfway; the others do not notice."""
+    """A new row that replaces an unfinished one gets its own tokens; the other rows keep theirs."""
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
     state, _ = generation._prefill(request)
@@ -77,9 +77,9 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
 
 
 def test_inserted_row_works_with_relative_positions():
-    """The table of distances in a cache belongs to no row."""
+    """The table of distances in a cache belongs to no row, and stays as it is."""
     config = tiny_config(32, positions="relative", ffn="gelu")
-    target = placed(config, spread_params(config, 0), None)
+    target = build_model(config, spread_params(config, 0), None)
     request = request_of(target, nearby_model(target))
     state, _ = generation._prefill(request)
     single = request_of(target, nearby_model(target), [[11, 12, 11]])
@@ -91,9 +91,9 @@ def test_inserted_row_works_with_relative_positions():
 
 
 def test_greedy_tree_with_relative_positions_is_greedy():
-    """Nodes of equal position in different branches, with Transformer-XL's distances."""
+    """Nodes of equal position in different branches see Transformer-XL's distances."""
     config = tiny_config(32, positions="relative", ffn="gelu", num_layers=2)
-    target = placed(config, spread_params(config, 0), None)
+    target = build_model(config, spread_params(config, 0), None)
     options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 24}
     drafter = drafting.build("random_tree", nearby_model(target), 3)
     out = spsjax.generate(target, PROMPTS, drafter, verifier=match.Verifier(), **options)
@@ -118,7 +118,7 @@ def test_propose_returns_the_first_round_of_generate(target, draft):
     assert spsjax.propose(target, PROMPTS[2], draft, 2).probs.shape == (1, 2, 48)
 
 
-def test_loaded_drafters_are_found_by_name():
+def test_load_drafter_loads_by_name_or_folder():
     target = spsjax.load("pystdlib/target")
     lookup = spsjax.load_drafter("ngram", target)
     assert isinstance(lookup, LoadedDrafter) and lookup.drafter == ngram.Drafter()
@@ -134,14 +134,14 @@ def test_loaded_drafters_are_found_by_name():
         spsjax.load_drafter("ngram", "pystdlib/target")
 
 
-def test_drafter_that_does_not_fit_is_refused(target):
+def test_load_drafter_of_another_vocabulary_is_refused(target):
     with pytest.raises(InputError, match="expected the target's vocabulary"):
         spsjax.load_drafter("pystdlib/draft", target)
 
 
 @dataclasses.dataclass(frozen=True)
 class Alternating(ngram.Drafter):
-    """Proposes 0, 1, 2 or 3 tokens by turns, with a pass for each number, or for all alike."""
+    """A drafter of 0, 1, 2 or 3 tokens by turns, with a scoring pass per number or for all."""
 
     sizes: tuple[int, ...] = ()
 
@@ -173,15 +173,15 @@ CACHE_COPY = re.compile(r"= (\S+) (?:copy|copy-start)\(")
 
 
 def cache_copies(text: str, caches) -> list[str]:
-    """Copies in a program's text that have a cache's shape."""
+    """Returns the copies in a program's text that have a cache's shape."""
     shapes = {"{}[{}]".format("f32", ",".join(map(str, leaf.shape))) for leaf in caches}
     copied = [match[1].partition("{")[0] for match in CACHE_COPY.finditer(text)]
     return [shape for shape in copied if shape in shapes]
 
 
 @pytest.mark.parametrize("name", ["none", "draft_model", "ngram", "random_tree"])
-def test_loop_copies_no_cache(draft, name):
-    """Optimized as users have it: without optimization XLA copies anything."""
+def test_run_copies_no_cache(draft, name):
+    """The optimized loop copies no cache. Without optimization XLA copies anything."""
     target = spread_model(48, num_layers=2, num_kv_heads=8)
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
@@ -192,8 +192,8 @@ def test_loop_copies_no_cache(draft, name):
     assert " while(" in text and not cache_copies(text, caches)
 
 
-def test_copies_of_caches_are_seen():
-    """A write that no read orders copies the whole cache."""
+def test_cache_copies_of_a_copying_program_are_found():
+    """A write that no read orders copies the whole cache, and `cache_copies` finds that copy."""
     cache = jnp.zeros((3, 2, 64, 4))
 
     def broken(cache, row):
@@ -205,10 +205,10 @@ def test_copies_of_caches_are_seen():
 
 
 def test_prefill_of_a_long_prompt_needs_bounded_memory():
-    """32,768 tokens take no more than 8,192 do, but for a second copy of the caches."""
+    """32,768 tokens take the memory of 8,192 tokens, and a second copy of the caches."""
     slots = 32_768
     config = tiny_config(64, num_layers=2, max_positions=slots)
-    target = placed(config, spread_params(config, 0), None)
+    target = build_model(config, spread_params(config, 0), None)
     temporary = {}
     for tokens in (slots // 4, slots):
         request = Request(
@@ -221,7 +221,7 @@ def test_prefill_of_a_long_prompt_needs_bounded_memory():
     assert temporary[slots] < 1.1 * temporary[slots // 4] + caches
 
 
-def test_matching_takes_the_first_of_twins_and_skips_holes():
+def test_match_takes_the_first_of_twins_and_skips_holes():
     """One row by hand: two children with the same token, a hole above a leaf, one not eligible."""
     proposal = spsjax.Proposal(
         tokens=jnp.asarray([[5, 5, -1, 6, 7, 8]]),
@@ -229,7 +229,7 @@ def test_matching_takes_the_first_of_twins_and_skips_holes():
         parents=jnp.asarray([[0, 0, 0, 3, 2, 1]]),
         eligible=jnp.asarray([[True] * 6]),
     )
-    # Node 1 and node 2 hold the drawn 5; node 2's child has the draw of node 2, node 1's has not.
+    # Nodes 1 and 2 hold the drawn 5. Only node 2 has a child with the token that is drawn there.
     drawn = jnp.asarray([[5, 9, 7, 6, 0, 0, 3]])
     verdict = match.walk(proposal, drawn, jnp.ones((1, 7)))
     assert verdict.path.tolist() == [[0, 1, -1, -1, -1, -1, -1]]
@@ -249,7 +249,7 @@ def test_rejection_path_is_root_and_accepted_nodes():
     assert verdict.tokens.tolist() == [[1, 0, -1]]
 
 
-def test_taps_are_inputs_of_layers(target):
+def test_taps_are_the_inputs_of_their_layers(target):
     tokens = jnp.asarray([[1, 2, 3]])
     config = target.config
     output = transformer.apply(config, target.params, tokens, tap_layers=(0, config.num_layers))

@@ -1,4 +1,4 @@
-"""The loop: its invariants, its oracle, and that nothing leaves the device before it ends."""
+"""Tests of the decoding loop: its invariants, its oracle, its transfers and its caches."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import logits_of, nearby_model, placed, spread_model
+from conftest import build_model, logits_of, nearby_model, spread_model
 
 import spsjax
 from spsjax import SamplingParams, decode, drafters, generation, sampling
@@ -31,11 +31,11 @@ DEFAULTS = dataclasses.asdict(SamplingParams())
 MIXED = SamplingParams(**{f: [(DEFAULTS | row)[f] for row in ROW_PARAMS] for f in FIELDS})
 GREEDY = SamplingParams(temperature=0.0)
 ROLES = {"draft": sampling.DRAFT, "accept": sampling.ACCEPT, "next": sampling.NEXT}
-LEAVES = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
+TRANSFERS = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
 
 
 def beginning(target, draft, name="draft_model"):
-    """Arguments of `decode.run`: program, parameters, and the state after the prompts."""
+    """Returns the arguments of `decode.run`: program, parameters, state after the prompts."""
     loaded = drafting.build(name, draft, K)
     verifier = drafting.verifier(name)
     program = decode.Program(target.config, loaded.drafter, verifier, target.config.eos_ids)
@@ -52,7 +52,7 @@ def beginning(target, draft, name="draft_model"):
 
 
 def numbers(seed):
-    """The random numbers of a call of `generate`, as the oracle asks for them: row -> function."""
+    """Returns the random numbers of a call of `generate`: row -> function for the oracle."""
 
     @jax.jit
     def of_round(row, length, role):
@@ -64,14 +64,14 @@ def numbers(seed):
         return np.asarray(of_round(row, length, ROLES[role]), np.float64)
 
     def number(row, role, length, index):
-        found = cached(row, length, role)
-        return found[index] if role == "accept" else found[2 * index : 2 * index + 2]
+        uniforms = cached(row, length, role)
+        return uniforms[index] if role == "accept" else uniforms[2 * index : 2 * index + 2]
 
     return lambda row: functools.partial(number, row)
 
 
 def lookup(tokens):
-    """Prompt lookup in plain Python: the latest of the longest earlier occurrences, continued."""
+    """Continues the latest of the longest earlier occurrences: prompt lookup in plain Python."""
     last = len(tokens) - 1
     for size in (3, 2, 1):
         for end in range(last - 1, size - 2, -1):
@@ -82,8 +82,8 @@ def lookup(tokens):
 
 @pytest.mark.parametrize("vocab", (48, 300))  # one block of tokens, and three
 @pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
-def test_generate_is_the_oracle_with_the_same_numbers(vocab, name):
-    """Token for token, with ends of sequences, a budget of its own a row, and mixed sampling."""
+def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
+    """Tokens equal the oracle's, with end-of-sequence ids, mixed sampling and budgets per row."""
     target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 24)))
     draft = nearby_model(target)
     budgets, ended = [NEW, 13, 18, 2], 0
@@ -107,14 +107,20 @@ def test_generate_is_the_oracle_with_the_same_numbers(vocab, name):
                 expected = reference.speculative(model, other[name], prompt, K, *rest, **options)
             assert out.tokens[row].tolist() == expected, (seed, row)
             ended += len(expected) < budgets[row]
-    assert ended  # by an end of sequence
+    assert ended  # by an end-of-sequence id
 
 
-def test_invariants_hold_after_every_round(target, draft):
+def test_step_keeps_the_invariants_of_its_state(target, draft):
+    """After every round, lengths, tokens, `done` and counts agree with the round before."""
     program, params, state = beginning(target, draft)
     step = compiled(decode.step, program)
     limits = np.asarray(state.limits)
-    assert np.asarray(state.done).tolist() == [False, False, False, True]  # no budget: done
+    assert np.asarray(state.done).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]  # no budget is left
     for _ in range(40):
         before = jax.device_get(dataclasses.replace(state, keys=None))
         state, _ = step(params, state)
@@ -139,23 +145,23 @@ def test_invariants_hold_after_every_round(target, draft):
     assert after.done.all() and not after.failed.any()
 
 
-def test_an_end_of_sequence_inside_a_block_cuts_it(target):
-    """With draft == target a round commits four tokens; each of them may be the end."""
+def test_eos_inside_a_round_cuts_the_text(target):
+    """With draft == target a round commits four tokens, any of which may end the sequence."""
     free = spsjax.generate(
         target, PROMPTS, target, K, GREEDY, max_new_tokens=NEW, stop_at_eos=False
     ).tokens
-    # Row b ends at its token b, if not before it by the end of another row.
-    ends = {int(tokens[place]) for place, tokens in enumerate(free)}
+    # Token b of row b is an end-of-sequence id, so that every row ends there or earlier.
+    ends = {int(tokens[row]) for row, tokens in enumerate(free)}
     config = dataclasses.replace(target.config, eos_ids=tuple(sorted(ends)))
     model = dataclasses.replace(target, config=config)
     out = spsjax.generate(model, PROMPTS, target, K, GREEDY, max_new_tokens=NEW)
-    places = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
-    for tokens, whole, place in zip(out.tokens, free, places):
-        np.testing.assert_array_equal(tokens, whole[: place + 1])
-    assert len(set(places)) > 2
+    last = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
+    for tokens, whole, index in zip(out.tokens, free, last):
+        np.testing.assert_array_equal(tokens, whole[: index + 1])
+    assert len(set(last)) > 2
 
 
-# Each of the two is compiled for four K; `drafter_contract_test` has K = 3.
+# Both drafters are compiled for four K. `drafter_contract_test` has K = 3.
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -163,7 +169,8 @@ def test_an_end_of_sequence_inside_a_block_cuts_it(target):
         *(("ngram", count) for count in (3, 4, 6, 7)),
     ],
 )
-def test_greedy_speculation_is_greedy(target, draft, name, count):
+def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
+    """Greedy speculative sampling emits the tokens of greedy autoregressive sampling for any K."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 48, size).tolist() for size in range(1, 9) for _ in range(3)]
     prompts += [[token] for token in range(8)]
@@ -174,11 +181,11 @@ def test_greedy_speculation_is_greedy(target, draft, name, count):
         np.testing.assert_array_equal(tokens, others)
     assert 0 < out.stats.acceptance_rate < 1
     lengths = np.asarray(list(map(len, expected.tokens)))
-    assert (lengths < options["max_new_tokens"]).any()  # some rows end by themselves
+    assert (lengths < options["max_new_tokens"]).any()  # some rows end by an end-of-sequence id
     assert (lengths == options["max_new_tokens"]).any()
 
 
-def test_a_draft_that_is_the_target_is_always_accepted(target):
+def test_draft_equal_to_target_is_always_accepted(target):
     # 20 new tokens are five full rounds of K + 1.
     for params in (MIXED, GREEDY):
         out = spsjax.generate(
@@ -190,14 +197,14 @@ def test_a_draft_that_is_the_target_is_always_accepted(target):
         assert out.stats.accepted_histogram == [0, 0, 0, len(PROMPTS) * NEW // (K + 1)]
 
 
-def test_without_a_drafter_a_call_gives_a_token(target):
+def test_generate_without_drafter_emits_one_token_per_call(target):
     out = spsjax.generate(target, PROMPTS, max_new_tokens=NEW, stop_at_eos=False)
     assert out.stats.target_calls == NEW and out.stats.block_efficiency == 1
     assert out.stats.acceptance_rate == 0
 
 
 class Letters:
-    """A tokenizer whose ids are bytes, some of them parts of a character."""
+    """A tokenizer whose ids are bytes, some of which are fractions of a character."""
 
     def __init__(self):
         self.pieces = b"abcdefghijklmnopqrst uvw" + bytes([0xC3, 0xA9]) * 12
@@ -209,7 +216,8 @@ class Letters:
         return bytes(self.pieces[index] for index in ids).decode(errors="replace")
 
 
-def test_pieces_of_a_stream_join_to_the_text(target, draft):
+def test_stream_pieces_join_to_the_text(target, draft):
+    """Pieces of `stream` join to the text of `generate`, and rounds of `rounds` to its tokens."""
     model, texts = dataclasses.replace(target, tokenizer=Letters()), []
     for seed in range(8):
         options = {"max_new_tokens": NEW, "seed": seed}
@@ -228,16 +236,17 @@ def test_pieces_of_a_stream_join_to_the_text(target, draft):
     assert any("\u00e9" in text for _, text in texts)  # a character of two tokens
 
 
-def test_nothing_leaves_the_device_inside_the_loop(target, draft):
+def test_run_transfers_nothing_to_the_host(target, draft):
+    """The loop has no callback, infeed, outfeed, send or receive, and runs without any transfer."""
     program, params, state = beginning(target, draft)
     lowered = jax.jit(functools.partial(decode.run, program)).lower(params, state)
-    assert "stablehlo.while" in lowered.as_text() and not LEAVES.search(lowered.as_text())
+    assert "stablehlo.while" in lowered.as_text() and not TRANSFERS.search(lowered.as_text())
 
-    def talks(x):
+    def prints(x):
         jax.debug.print("{}", x)
         return x
 
-    assert LEAVES.search(jax.jit(talks).lower(1.0).as_text())
+    assert TRANSFERS.search(jax.jit(prints).lower(1.0).as_text())
     loop = compiled(decode.run, program)
     loop(params, state)
     with jax.transfer_guard("disallow"):
@@ -248,7 +257,7 @@ def test_nothing_leaves_the_device_inside_the_loop(target, draft):
     assert seconds == 0 and state.done.all()
 
 
-def test_caches_are_donated(target, draft):
+def test_run_donates_caches_but_no_parameters(target, draft):
     program, params, state = beginning(target, draft)
     caches = jax.tree.leaves((state.cache.keys, state.cache.values, state.drafter.keys))
     size = sum(leaf.nbytes for leaf in caches)
@@ -260,14 +269,14 @@ def test_caches_are_donated(target, draft):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
-def test_drafters_are_found_by_name():
+def test_drafters_are_attributes_of_their_package():
     for name in drafting.PACKAGE:
         assert issubclass(getattr(drafters, name).Drafter, drafters.base.Drafter)
     with pytest.raises(AttributeError, match="expected a drafter's module, found 'nothing'"):
         drafters.nothing  # noqa: B018
 
 
-def test_64_bit_mode_changes_nothing(target, draft):
+def test_generate_in_64_bit_mode_gives_the_same_tokens(target, draft):
     options = {"sampling": MIXED, "max_new_tokens": NEW, "seed": 5}
     expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
     with jax.enable_x64(True), mock.patch.dict(compilation._programs, clear=True):
@@ -277,8 +286,12 @@ def test_64_bit_mode_changes_nothing(target, draft):
 
 
 @pytest.mark.parametrize("kind", ("rbg", "unsafe_rbg"))
-def test_another_random_generator_changes_nothing(target, draft, kind):
-    """These give every row the first row's numbers; here that row is done before the others."""
+def test_generate_with_other_default_prng_is_unchanged(target, draft, kind):
+    """Another default generator changes no token.
+
+    These generators give every row the numbers of the first row under `vmap`. Here that row is
+    done before the other rows.
+    """
     options = {"max_new_tokens": [1, NEW, NEW, NEW], "seed": 5}
     expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
     with jax.default_prng_impl(kind):
@@ -287,11 +300,12 @@ def test_another_random_generator_changes_nothing(target, draft, kind):
         np.testing.assert_array_equal(tokens, right)
 
 
-def test_stats_of_a_block_that_is_cut_off_before_what_is_not_finite(target):
+def test_stats_of_round_cut_before_nan_count_its_draft(target):
+    """A round that ends before a position that is not finite still counts its accepted draft."""
     greedy = SamplingParams(temperature=0.0)
     first = int(spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=1).tokens[0][0])
     embedding = target.params["embed"]["embedding"].at[first].set(jnp.nan)
-    bad = placed(target.config, target.params | {"embed": {"embedding": embedding}}, None)
+    bad = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
     out = spsjax.generate(bad, [[3]], target, K, greedy, max_new_tokens=1)
     assert out.tokens[0].tolist() == [first]
     assert out.stats.accepted_histogram == [0, 1, 0, 0]

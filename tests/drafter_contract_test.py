@@ -1,7 +1,7 @@
-"""The contract of drafters, for every drafter of the package and for those of the tests.
+"""Tests of the drafter contract, for every drafter of the package and of the tests.
 
-The distribution of what is sampled is tested in `statistical_test`, and by enumeration in
-`exactness_test`; the rest of the contract is here.
+The distribution of sampled tokens is tested in `statistical_test`, and by enumeration in
+`exactness_test`.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nearby_model, placed
+from conftest import build_model, nearby_model
 
 import spsjax
 from spsjax import SamplingParams, decode, sampling
@@ -21,7 +21,7 @@ from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
 
 K, NEW = 3, 20
-# Repetitive, so that n-grams match; of different lengths; one of a single token.
+# Prompts repeat themselves, so that n-grams match. Their lengths differ, and one is a single token.
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
 MIXED = SamplingParams(
     temperature=[1.0, 0.0, 0.7, 1.3], top_k=[0, 0, 5, 0], top_p=[1.0, 1.0, 1.0, 0.9003]
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.parametrize("name", drafting.NAMES)
 
 
 def speculate(name, target, draft, prompts=PROMPTS, **options):
+    """Generates with the drafter `name`, its verifier, and mixed sampling by default."""
     options = {"sampling": MIXED, "max_new_tokens": NEW, **options}
     drafter = drafting.build(name, draft, K)
     return spsjax.generate(target, prompts, drafter, verifier=drafting.verifier(name), **options)
@@ -43,7 +44,7 @@ def assert_same(some, others):
 
 
 def beginning(name, target, draft, lengths=(7, 1, 6, 2), seed=0):
-    """Arguments of `decode.step`: program, parameters, sampling, and a state with stale tokens."""
+    """Returns the arguments of `decode.step`: program, parameters, state with stale tokens."""
     loaded = drafting.build(name, draft, K)
     program = decode.Program(target.config, loaded.drafter, drafting.verifier(name))
     params = {"target": target.params, "drafter": loaded.params}
@@ -57,7 +58,7 @@ def beginning(name, target, draft, lengths=(7, 1, 6, 2), seed=0):
 
 
 def fresh(program, params, tokens, lengths, limits, keys):
-    """The state after a prefill of these tokens."""
+    """Returns the state after a prefill of these tokens."""
     inputs = jax.device_put((MIXED.rows(4), tokens, lengths, limits))
     return compiled(decode.prefill, program, 32)(params, *inputs, keys)[0]
 
@@ -71,7 +72,7 @@ def test_drafter_is_hashable_and_holds_no_arrays(draft, name):
         drafter.num_speculative_tokens = 5
 
 
-def test_proposals_and_states_have_the_declared_shapes(target, draft, name):
+def test_proposal_and_state_have_the_declared_shapes(target, draft, name):
     program, params, state = beginning(name, target, draft)
     drafter, keys = program.drafter, decode.round_keys(state)
     proposal, _ = jax.eval_shape(functools.partial(decode.propose, program), params, state, keys)
@@ -92,7 +93,7 @@ def test_proposals_and_states_have_the_declared_shapes(target, draft, name):
     assert types(after) == types(jax.eval_shape(lambda: state))
 
 
-def test_greedy_equals_autoregressive_greedy(target, draft, name):
+def test_greedy_speculation_equals_greedy_decoding(target, draft, name):
     out = speculate(name, target, draft, sampling=GREEDY)
     expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=NEW)
     assert_same(out.tokens, expected.tokens)
@@ -101,8 +102,11 @@ def test_greedy_equals_autoregressive_greedy(target, draft, name):
 
 @pytest.mark.parametrize("same", (False, True))
 def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
-    """Round after round, whatever was accepted; with draft == target all of it is, each time."""
-    draft = placed(draft.config, target.params, None) if same else draft
+    """After every round the next proposal and scores equal those of a fresh prefill.
+
+    This holds for any number of accepted tokens. With draft == target all are accepted.
+    """
+    draft = build_model(draft.config, target.params, None) if same else draft
     program, params, state = beginning(name, target, draft)
 
     @jax.jit
@@ -116,7 +120,7 @@ def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
         state, _ = step(params, state)
         np.testing.assert_array_equal(state.cache.lengths, state.lengths - 1)
         patterns.add(tuple(np.asarray(state.lengths).tolist()))
-        # What lies beyond the committed tokens is anything at all.
+        # Tokens beyond the committed ones may have any value.
         noise = np.random.default_rng(round_).integers(0, 48, state.tokens.shape)
         valid = np.arange(noise.shape[1]) < np.asarray(state.lengths)[:, None]
         tokens = np.where(valid, state.tokens, noise).astype(np.int32)
@@ -136,7 +140,7 @@ def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
 def test_rows_do_not_depend_on_each_other(target, draft, name):
     out = speculate(name, target, draft, seed=5)
     assert not np.array_equal(out.tokens[0][:4], out.tokens[2][:4])
-    # Other mates, of other lengths, which accept otherwise; the same key, as the same row has.
+    # The other rows have other lengths and acceptances. Row 0 keeps its key.
     mates = [PROMPTS[0], [40] * 8, [11, 12], [13, 14, 13]]
     other = speculate(name, target, draft, mates, seed=5)
     np.testing.assert_array_equal(other.tokens[0], out.tokens[0])
@@ -144,7 +148,8 @@ def test_rows_do_not_depend_on_each_other(target, draft, name):
     np.testing.assert_array_equal(alone.tokens[0], out.tokens[0])
 
 
-def test_nothing_is_compiled_twice(target, draft, name):
+def test_second_call_compiles_nothing(target, draft, name):
+    """A call with other prompts, sampling parameters, budgets and seed compiles nothing."""
     speculate(name, target, draft)
     out = speculate(
         name,
@@ -159,9 +164,9 @@ def test_nothing_is_compiled_twice(target, draft, name):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
-def test_eight_devices_give_what_one_gives(target, draft, name, shape):
+def test_eight_devices_give_the_tokens_of_one(target, draft, name, shape):
     mesh = sharding.mesh(*shape)
-    on_mesh = functools.partial(placed, mesh=mesh)
+    on_mesh = functools.partial(build_model, mesh=mesh)
     many = [on_mesh(model.config, model.params) for model in (target, draft)]
     out = speculate(name, *many, seed=1)
     assert_same(out.tokens, speculate(name, target, draft, seed=1).tokens)
@@ -169,8 +174,8 @@ def test_eight_devices_give_what_one_gives(target, draft, name, shape):
     assert len(weights.sharding.device_set) == 8 and not weights.is_fully_replicated
 
 
-def test_greedy_with_a_bad_drafter_is_unchanged(target, draft, name):
-    """A draft of noise: slower, never wrong."""
+def test_greedy_with_a_noise_drafter_is_unchanged(target, draft, name):
+    """A draft model of noise makes greedy decoding slower, and changes no token."""
     noise = nearby_model(draft, seed=9, distance=30.0)
     out = speculate(name, target, noise, sampling=GREEDY)
     assert_same(out.tokens, speculate("none", target, noise, sampling=GREEDY).tokens)

@@ -1,4 +1,4 @@
-"""Every drafter, ready to be tested: those of the package, found by looking, and those of tests."""
+"""Drafters under test: those of the package `drafters`, and those of `toy_drafters`."""
 
 import pkgutil
 
@@ -20,7 +20,12 @@ NAMES = [*PACKAGE, "random_tree", "tapped"]
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
     """Returns the drafter `name` proposing K tokens, with its parameters.
 
-    `draft` is a model of the target's shape. What a drafter of a new kind needs, this is the place.
+    A drafter that needs parameters or a config gets them here. A new kind of drafter adds a branch.
+
+    Args:
+      name: name of a drafter in NAMES.
+      draft: model of the target's shape.
+      K: number of draft tokens per round.
     """
     if name == "none":
         return LoadedDrafter(name, drafters.none.Drafter(), {})

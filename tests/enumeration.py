@@ -1,10 +1,10 @@
-"""The exact law of spsjax's own loop, by enumeration in float64.
+"""The exact distribution of spsjax's own loop, by enumeration in float64.
 
-Two things are replaced, and nothing else: a transformer by a table that holds the logits of every
-context, looked up through the very cache it is given; and random numbers by given ones. The real
-`prefill`, drafters, `warp`, verifier, `draw` and `step` run. How a round depends on its numbers is
-then found out from outside: a draft token stands for all numbers below some threshold, and the
-next token grows with its number, so bisection gives the measure of each outcome to the last bit.
+Two things are replaced. A table with the logits of every context stands for the transformer, and is
+looked up through the cache of the call. Chosen numbers stand for random ones. The real `prefill`,
+drafters, `to_probs`, verifiers, `draw` and `step` run. A draft token is accepted for all numbers
+below some threshold, and the next token grows with its number. So bisection gives the probability
+of every outcome to the last bit.
 """
 
 import collections
@@ -32,18 +32,18 @@ BISECTIONS = 48
 
 
 def config(vocab: int) -> transformer.Config:
-    """Its cache has one layer, one head of two numbers: room for a token id."""
+    """Returns a config whose cache holds two numbers per token: room for a token id."""
     return transformer.Config(vocab, 1, 1, 1, 1, 1, 2, 64)
 
 
 def table(vocab: int, length: int, seed: int, spread: float = 1.5) -> np.ndarray:
-    """Logits [contexts, V] of every context of up to `length` tokens, float64."""
+    """Returns random logits [contexts, V] of all contexts of up to `length` tokens, float64."""
     contexts = sum(vocab**size for size in range(length + 1))
     return np.random.default_rng(seed).normal(0, spread, (contexts, vocab))
 
 
 def model_of(table: np.ndarray):
-    """The table as the oracle's model: tokens -> logits."""
+    """Returns the table in the form of the oracle's model: tokens -> logits."""
 
     def logits(tokens):
         index = 0
@@ -55,13 +55,17 @@ def model_of(table: np.ndarray):
 
 
 def params_of(table: np.ndarray):
+    """Returns the table as parameters of `apply`."""
     return {"table": jnp.asarray(table), "norm": {"scale": jnp.ones(1, table.dtype)}}
 
 
 def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), **where):
-    """`transformer.apply` of a table: caches hold tokens, and it reads all that it may see.
+    """Replaces `transformer.apply`: looks a table up by the tokens that a node can see.
 
-    `where` are positions and ancestors; what is visible, the real code says.
+    Caches hold tokens. The real code decides which slots and nodes are visible.
+
+    Args:
+      where: positions and ancestors, as `transformer.apply` takes them.
     """
     B, T = tokens_BT.shape
     settings = {"positions_BT": None, "ancestors": None} | where
@@ -80,17 +84,18 @@ def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), *
         slots = cache.keys[0].reshape(B, cache.num_slots, 2)[:, :, 0]
         held = jnp.concatenate([slots, held], axis=1)
     index = jnp.zeros(tokens_BT.shape, jnp.int32)
-    for place in range(held.shape[1]):  # slots in order of positions, nodes after their parents
-        grown = index * config.vocab_size + held[:, place, None].astype(jnp.int32) + 1
-        index = jnp.where(seen[:, :, place], grown, index)
+    # Slots come in order of positions, and nodes after their parents.
+    for column in range(held.shape[1]):
+        longer = index * config.vocab_size + held[:, column, None].astype(jnp.int32) + 1
+        index = jnp.where(seen[:, :, column], longer, index)
     logits = params["table"][jnp.clip(index, 0, len(params["table"]) - 1)]
-    # A wrong position, or a mask that shows too much or too little, must not go unseen.
-    right = jnp.sum(seen, axis=-1) == context.positions + 1
-    logits = jnp.where(right[..., None], logits, jnp.nan)
+    # NaN reveals a wrong position, and a mask that shows too much or too little.
+    valid = jnp.sum(seen, axis=-1) == context.positions + 1
+    logits = jnp.where(valid[..., None], logits, jnp.nan)
     positions = jnp.broadcast_to(context.block_positions, (B, P))
     size = jnp.int32(T) + (0 if block is None else block.size)
-    grown = Block((rows,), (rows,), positions, size)
-    return ModelOutput(logits, logits, (logits,) * len(tap_layers), grown)
+    extended = Block((rows,), (rows,), positions, size)
+    return ModelOutput(logits, logits, (logits,) * len(tap_layers), extended)
 
 
 # Tables are arguments, so that loops of one shape share a compiled program.
@@ -106,7 +111,7 @@ def _prefill(program, slots):
 @functools.lru_cache
 def _step(program, mutant):
     def step(params, state, uniforms, fault):
-        given = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms))
+        numbers = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms))
         proposals, propose = [], decode.propose
 
         def watched(*args):
@@ -116,7 +121,7 @@ def _step(program, mutant):
         broken = mutants.verifier(fault) if mutant else rejection.rejection
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in (
-                (sampling, "uniforms", lambda keys, role, count: given[role][:, :count]),
+                (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
                 (transformer, "apply", apply),
                 (decode, "propose", watched),
                 (rejection, "rejection", broken),
@@ -128,22 +133,22 @@ def _step(program, mutant):
 
 
 def doubled(uniforms):
-    """Numbers for `draw`: with a vocabulary of one block, only the second of two decides."""
+    """Returns pairs of numbers for `draw`: with one block of tokens, only the second decides."""
     return np.stack([np.full_like(uniforms, 0.5), uniforms], axis=-1).reshape(len(uniforms), -1)
 
 
 @dataclasses.dataclass
 class Loop:
-    """The loop with one drafter over tables; `law` enumerates what it emits."""
+    """spsjax's loop over tables; `distribution` enumerates the texts that it emits."""
 
-    loaded: LoadedDrafter  # its parameters are those of the table, unless it has some
-    target: np.ndarray
-    draft: np.ndarray
-    limit: int  # tokens in all
+    loaded: LoadedDrafter  # parameters: those of the table `draft`, unless it has its own
+    target: np.ndarray  # [contexts, V]
+    draft: np.ndarray  # [contexts, V]
+    limit: int  # number of tokens, prompt included
     eos_ids: tuple[int, ...] = ()
     prompt: tuple[int, ...] = (0,)
     verifier: Verifier = rejection.Verifier()
-    mutant: bool = False  # replaces rejection sampling by that of `mutants`
+    mutant: bool = False  # whether the rejection sampler of `mutants` replaces spsjax's
 
     def __post_init__(self):
         self.drafter = self.loaded.drafter
@@ -153,7 +158,7 @@ class Loop:
         self.params = {"target": params_of(self.target), "drafter": drafter}
 
     def _start(self, prefixes, params):
-        """The state after each prefix, one per row."""
+        """Returns the state after the prefixes, one per row."""
         width = max(map(len, prefixes))
         tokens = np.zeros((len(prefixes), width), np.int32)
         for row, prefix in enumerate(prefixes):
@@ -169,7 +174,7 @@ class Loop:
         return _prefill(self.program, slots)(self.params, rows, tokens, lengths, limits, keys)
 
     def _prefixes(self):
-        """Every prefix after which a round may begin."""
+        """Returns every prefix after which a round may begin."""
         ordinary = [token for token in range(self.vocab) if token not in self.eos_ids]
         sizes = range(self.limit - len(self.prompt))
         return [
@@ -177,10 +182,10 @@ class Loop:
         ]
 
     def _paths(self, prefixes, params):
-        """Every draft path after each prefix: prefix, tokens, numbers that draw it, and its mass.
+        """Returns every draft path: (prefix, tokens, numbers that draw it, probability).
 
-        The numbers are found step by step: each token's lie in the middle of its part of the
-        distribution that the drafter says it draws from.
+        The numbers are computed token by token. A token's number lies in the middle of its interval
+        of the distribution that the drafter declares.
         """
         K, V = self.K, self.vocab
         probe, one = _step(self.program, self.mutant), self._start(prefixes[:1], params)
@@ -204,13 +209,13 @@ class Loop:
         columns = zip(paths, middles, mass)
         return [(prefix, path, middle, share) for (prefix, path), middle, share in columns]
 
-    def law(self, fault=0, **params) -> collections.Counter:
-        """Every sequence of new tokens -> its probability; asserts the loop's invariants too."""
+    def distribution(self, fault=0, **params) -> collections.Counter:
+        """Enumerates sequence of new tokens -> probability, and asserts the loop's invariants."""
         if isinstance(self.verifier, match.Verifier):
-            return self._law_of_matches(**params)
+            return self._distribution_of_matches(**params)
         K, V = self.K, self.vocab
         paths = self._paths(self._prefixes(), params)
-        # Row (path, a, z) studies the outcome "a drafts accepted, then z".
+        # Row (path, a, z) computes the probability of "a draft tokens accepted, then z".
         R = len(paths) * (K + 1) * V
         a, z = (axis.reshape(-1) for axis in np.indices((len(paths), K + 1, V))[1:])
         owner = np.repeat(np.arange(len(paths)), (K + 1) * V)
@@ -228,7 +233,7 @@ class Loop:
             return output, proposal, accepted, drawn
 
         def bisect(below):
-            """[R] the threshold under which `below` holds."""
+            """Returns thresholds [R] under which `below` holds."""
             low, high = np.zeros(R), np.ones(R)
             for _ in range(BISECTIONS):
                 middle = (low + high) / 2
@@ -238,14 +243,14 @@ class Loop:
 
         column = np.arange(K)
 
-        def stands(uniform):
+        def accepted_more(uniform):
             accept = np.where(column < a[:, None], 0.0, 1.0)
             accept = np.where(column == a[:, None], uniform[:, None], accept)
             return run(accept, np.zeros(R))[2] > a
 
         only_a = np.where(column < a[:, None], 0.0, 1.0)
-        threshold = bisect(stands).reshape(-1, K + 1, V)[:, :, 0]
-        threshold[:, K] = 0  # after K drafts comes the bonus token, always
+        threshold = bisect(accepted_more).reshape(-1, K + 1, V)[:, :, 0]
+        threshold[:, K] = 0  # after K accepted tokens always comes the bonus token
         reach = np.cumprod(np.concatenate([np.ones((len(paths), 1)), threshold], 1), 1)[:, :-1]
         starts = bisect(lambda uniform: run(only_a, uniform)[3] < z).reshape(-1, K + 1, V)
         starts[:, :, 0] = 0
@@ -262,13 +267,13 @@ class Loop:
         self._check_caches(output)
         return self._joint(prefix_of, mass, output)
 
-    def _law_of_matches(self, **params) -> collections.Counter:
-        """The same for matching: every draw of the target at every node of a given proposal."""
+    def _distribution_of_matches(self, **params) -> collections.Counter:
+        """Enumerates matching: every draw of the target at every node of a proposal."""
         V, M = self.vocab, self.drafter.num_nodes + 1
         prefixes, draws = self._prefixes(), list(itertools.product(range(V), repeat=M))
         prefix_of = [prefix for prefix in prefixes for _ in draws]
         drawn = np.asarray(draws * len(prefixes))
-        # The proposal may depend on anything but the draws: here on its prefix.
+        # A proposal may depend on anything but the draws. Here it depends on its prefix.
         rng = np.random.default_rng(len(prefixes))
         numbers = np.repeat(rng.random((len(prefixes), 3 * M)), len(draws), axis=0)
         state, step = self._start(prefix_of, params), _step(self.program, False)
@@ -282,7 +287,7 @@ class Loop:
             for token, parent in zip(tokens[row], parents[row]):
                 contexts.append((*contexts[parent], max(int(token), 0)))
             for node, context in enumerate(contexts):
-                probs, token = reference.warp(model(context), **params), drawn[row, node]
+                probs, token = reference.to_probs(model(context), **params), drawn[row, node]
                 middles[row, node] = np.cumsum(probs)[token] - probs[token] / 2
                 mass[row] *= probs[token]
         output, _ = step(self.params, state, (numbers, nothing, doubled(middles)), 0)
@@ -291,33 +296,35 @@ class Loop:
         return self._joint(prefix_of, mass, output)
 
     def _joint(self, prefix_of, mass, output) -> collections.Counter:
-        """The law of whole sequences, from what one round makes of every prefix."""
+        """Returns the distribution of whole sequences, from one round after every prefix."""
         after, tokens = np.asarray(output.lengths), np.asarray(output.tokens)
         done, before = np.asarray(output.done), np.asarray(list(map(len, prefix_of)))
-        law, open_ = collections.Counter(), collections.Counter({self.prompt: 1.0})
+        joint, open_ = collections.Counter(), collections.Counter({self.prompt: 1.0})
         for row in np.argsort(before, kind="stable"):
             arrived = open_[prefix_of[row]] * mass[row]
             if arrived > 0:
                 whole = tuple(tokens[row, : after[row]].tolist())
-                (law if done[row] else open_)[whole[len(self.prompt) if done[row] else 0 :]] += (
+                (joint if done[row] else open_)[whole[len(self.prompt) if done[row] else 0 :]] += (
                     arrived
                 )
-        return law
+        return joint
 
     def _check_drafts(self, paths, owner, proposal, params):
-        """The proposal is what the oracle drafts, from the oracle's distributions."""
-        prefixes, drafted, masses = ([paths[index][part] for index in owner] for part in (0, 1, 3))
+        """Asserts that tokens and distributions of the proposal are the oracle's."""
+        prefixes, drafted, masses = (
+            [paths[index][field] for index in owner] for field in (0, 1, 3)
+        )
         real, model = np.asarray(masses) > 0, model_of(self.draft)
         np.testing.assert_array_equal(np.asarray(proposal.tokens)[real], np.asarray(drafted)[real])
-        laws = [
-            [reference.warp(model([*prefix, *path[:k]]), **params) for k in range(self.K)]
+        expected = [
+            [reference.to_probs(model([*prefix, *path[:k]]), **params) for k in range(self.K)]
             for prefix, path in zip(prefixes, drafted)
         ]
-        found = np.asarray(proposal.probs)
-        np.testing.assert_allclose(found[real], np.asarray(laws)[real], atol=1e-12)
+        probs = np.asarray(proposal.probs)
+        np.testing.assert_allclose(probs[real], np.asarray(expected)[real], atol=1e-12)
 
     def _check_caches(self, output):
-        """The caches hold what a fresh prefill would have written."""
+        """Asserts that the caches hold what a fresh prefill would have written."""
         tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
         caches = [(output.cache, lengths - 1)]
         if isinstance(self.drafter, draft_model.Drafter):  # feeds its last two tokens
@@ -329,6 +336,8 @@ class Loop:
             np.testing.assert_array_equal(held[valid], tokens[valid])
 
 
-def distance(law, other) -> float:
-    """The largest difference of two laws at any sequence."""
-    return max(abs(law[sequence] - other[sequence]) for sequence in {*law, *other})
+def distance(distribution, other) -> float:
+    """Returns the largest difference of two distributions at any sequence."""
+    return max(
+        abs(distribution[sequence] - other[sequence]) for sequence in {*distribution, *other}
+    )

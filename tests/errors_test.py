@@ -1,4 +1,4 @@
-"""Bad arguments get one clear line: the thing, what was expected, what was found."""
+"""Tests of error messages: a bad argument gets one line with what was expected and found."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bad_input import one_line
-from conftest import nearby_model, placed, spread_model
+from conftest import build_model, nearby_model, spread_model
 
 import spsjax
 from spsjax import SamplingParams, tokenization
@@ -25,14 +25,14 @@ def model():
     return spread_model(64, max_positions=64)
 
 
-def refused(model, *parts, prompts=((1, 2),), **arguments):
-    """Expects `generate` to refuse these arguments with those words."""
-    with one_line(*parts):
+def refused(model, *fragments, prompts=((1, 2),), **arguments):
+    """Expects `generate` to refuse these arguments with a message that has these fragments."""
+    with one_line(*fragments):
         spsjax.generate(model, prompts, **{"max_new_tokens": 2} | arguments)
 
 
 @pytest.mark.parametrize("model", [None, "pystdlib/target", 3])
-def test_a_model_that_is_not_loaded(model):
+def test_model_that_is_not_loaded_is_refused(model):
     refused(model, "model", type(model).__name__)
 
 
@@ -40,35 +40,36 @@ def test_a_model_that_is_not_loaded(model):
 
 
 @pytest.mark.parametrize("prompts", ["text", None, 3, {1: [2]}, {(1, 2)}, iter([[1]])])
-def test_prompts_that_are_no_list(model, prompts):
+def test_prompts_that_are_not_a_list_are_refused(model, prompts):
     refused(model, "prompts", type(prompts).__name__, prompts=prompts)
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [""], [[1], ""]])
-def test_a_prompt_that_is_empty(model, prompts):
+def test_empty_prompt_is_refused(model, prompts):
     refused(model, f"prompts[{len(prompts) - 1}]" if prompts else "prompts", prompts=prompts)
 
 
 @pytest.mark.parametrize(
     "prompt", [None, 3, b"text", [1.0], [True], [1, None], [[1]], ["1"], {1, 2}, np.ones((2, 2))]
 )
-def test_a_prompt_that_is_neither_text_nor_token_ids(model, prompt):
+def test_prompt_of_another_type_is_refused(model, prompt):
+    """A prompt that is neither text nor token ids is refused."""
     refused(model, "prompts[1]", type(prompt).__name__, prompts=[[1], prompt])
 
 
 @pytest.mark.parametrize("token", [-1, 64, 2**40])
-def test_a_token_id_out_of_range(model, token):
+def test_token_id_out_of_range_is_refused(model, token):
     refused(model, "prompts[1]", "[0, 64)", str(token), prompts=[[1], [0, token]])
 
 
-def test_text_for_a_model_without_a_tokenizer(model):
+def test_text_for_model_without_tokenizer_is_refused(model):
     refused(model, "prompts[0]", "tokenizer", prompts=["text"])
     with one_line("tokenizer"):
         spsjax.stream(model, "text")
 
 
 @pytest.mark.parametrize(("length", "budget"), [(65, 0), (63, 2), (1, 64), (1, 10**12)])
-def test_more_tokens_than_the_context(model, length, budget):
+def test_more_tokens_than_the_context_are_refused(model, length, budget):
     prompts = [[1], [1] * length]
     refused(
         model, "prompts[1]", "64", f"{length} + {budget}", prompts=prompts,
@@ -76,23 +77,23 @@ def test_more_tokens_than_the_context(model, length, budget):
     )  # fmt: skip
 
 
-def test_more_tokens_than_the_context_of_the_draft(model):
+def test_more_tokens_than_the_draft_context_are_refused(model):
     short = spread_model(64, max_positions=32)
     refused(model, "prompts[0]", "32", "2 + 31", drafter=short, max_new_tokens=31)
     assert spsjax.generate(model, [[1, 2]], short, max_new_tokens=30).tokens[0].size == 30
 
 
-def test_the_context_can_be_filled(model):
+def test_generate_can_fill_the_context(model):
     assert len(spsjax.generate(model, [[1] * 60], max_new_tokens=4).tokens[0]) == 4
 
 
 @pytest.mark.parametrize("budget", [-1, 1.5, "3", None, [], True, [2, -1]])
-def test_a_budget_that_is_no_count(model, budget):
+def test_budget_that_is_not_a_count_is_refused(model, budget):
     refused(model, "max_new_tokens", repr(budget), max_new_tokens=budget)
 
 
 @pytest.mark.parametrize("budget", [[1, 2], [[1]]])
-def test_budgets_that_are_not_one_a_row(model, budget):
+def test_budgets_that_are_not_one_per_row_are_refused(model, budget):
     refused(model, "max_new_tokens", "one per row", max_new_tokens=budget)
 
 
@@ -108,23 +109,23 @@ def test_budgets_that_are_not_one_a_row(model, budget):
         *[("min_p", value) for value in (-0.1, 1.1, NAN, None, [0.1, 2])],
     ],
 )
-def test_a_sampling_value_out_of_range(field, value):
+def test_sampling_value_out_of_range_is_refused(field, value):
     with one_line(field, repr(value)):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
-def test_sampling_values_that_are_not_one_a_row(model, field):
+def test_sampling_values_not_one_per_row_are_refused(model, field):
     refused(model, field, "one per row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
 
 
 @pytest.mark.parametrize("sampling", [{}, None, "greedy", 1.0])
-def test_sampling_of_another_type(model, sampling):
+def test_sampling_of_another_type_is_refused(model, sampling):
     refused(model, "sampling", type(sampling).__name__, sampling=sampling)
 
 
 @pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN, 1e-39])
-def test_a_lenience_out_of_range(model, lenience):
+def test_lenience_out_of_range_is_refused(model, lenience):
     with one_line("lenience", "(0, 1]", repr(lenience)):
         rejection.Verifier(lenience)
     with one_line("lenience", "(0, 1]"):
@@ -145,23 +146,25 @@ def test_rejection_sampling_of_a_tree_is_refused(model):
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "2"])
-def test_a_number_of_drafts_that_is_no_count(model, count):
+def test_number_of_drafts_that_is_not_a_count_is_refused(model, count):
     drafter = ngram.Drafter()
     refused(
         model, "num_speculative_tokens", repr(count), drafter=drafter, num_speculative_tokens=count
     )
 
 
-def test_a_number_of_drafts_without_a_drafter(model):
+def test_number_of_drafts_without_drafter_is_refused(model):
     refused(model, "num_speculative_tokens", "without a drafter", num_speculative_tokens=2)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", 3, ngram, ngram.Drafter])
-def test_a_drafter_of_another_type(model, drafter):
+def test_drafter_of_another_type_is_refused(model, drafter):
     refused(model, "drafter", type(drafter).__name__, drafter=drafter)
 
 
-def test_a_drafter_that_cannot_be_compiled_in(model):
+def test_drafter_that_is_not_hashable_is_refused(model):
+    """A drafter that is not a frozen dataclass cannot be compiled into a program."""
+
     class Plain(ngram.Drafter.__mro__[1]):
         num_speculative_tokens = 2
         init = propose = commit = None
@@ -170,22 +173,23 @@ def test_a_drafter_that_cannot_be_compiled_in(model):
     refused(model, "drafter", "Open", drafter=dataclasses.dataclass(type("Open", (Plain,), {}))())
 
 
-def test_an_unknown_drafter():
+def test_unknown_drafter_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such"):
         spsjax.drafters.no_such  # noqa: B018
 
 
 @pytest.mark.parametrize("changes", [{"max_ngram": 0}, {"min_ngram": 0}, {"min_ngram": 4}])
-def test_ngram_lengths_that_match_nothing(changes):
+def test_ngram_lengths_that_match_nothing_are_refused(changes):
     with one_line("min_ngram", "max_ngram"):
         ngram.Drafter(**changes)
 
 
-def test_a_draft_of_another_vocabulary(model):
+def test_draft_of_another_vocabulary_is_refused(model):
     refused(model, "drafter", "64", "32", drafter=spread_model(32, max_positions=64))
 
 
-def test_a_draft_with_another_tokenizer(tmp_path, model):
+def test_draft_with_another_tokenizer_is_refused(tmp_path, model):
+    """A draft with another tokenizer is refused, and one with an equal tokenizer is accepted."""
     texts = {"target": "def f(x):\n    return x\n", "draft": "once upon a time there was a fox\n"}
     target, draft = (
         spsjax.Model(
@@ -199,15 +203,16 @@ def test_a_draft_with_another_tokenizer(tmp_path, model):
     assert spsjax.generate(target, [[1, 2]], drafter=same, max_new_tokens=2).texts
 
 
-def test_a_draft_on_another_mesh(model):
-    target = placed(model.config, model.params, sharding.mesh(1, 8))
+def test_draft_on_another_mesh_is_refused(model):
+    target = build_model(model.config, model.params, sharding.mesh(1, 8))
     refused(target, "mesh", drafter=model)
 
 
-# Given distributions.
+# Arguments of `rejection_sample`.
 
 
-def test_distributions_that_do_not_fit_the_drafts():
+def test_distributions_of_wrong_shape_are_refused():
+    """Arguments of `rejection_sample` whose shapes or types do not fit are refused by name."""
     key, tokens = jax.random.key(0), np.zeros((2, 3), int)
     draft, target = np.ones((2, 3, 5)) / 5, np.ones((2, 4, 5)) / 5
     with one_line("target_probs", "[2, 4, 5]", "[2, 3, 5]"):
@@ -226,13 +231,13 @@ def test_distributions_that_do_not_fit_the_drafts():
         spsjax.rejection_sample(key, tokens, draft[..., :0], target[..., :0])
     for ragged in ([[0, 1], [1]], None, "text"):
         for index, name in enumerate(("draft_tokens", "draft_probs", "target_probs")):
-            given = [tokens, draft, target]
-            given[index] = ragged
+            arrays = [tokens, draft, target]
+            arrays[index] = ragged
             with one_line(name):
-                spsjax.rejection_sample(key, *given)
+                spsjax.rejection_sample(key, *arrays)
 
 
-def test_values_that_are_no_distributions():
+def test_values_that_are_not_distributions_are_refused():
     key, tokens = jax.random.key(0), np.zeros((2, 3), int)
     draft, target = np.ones((2, 3, 5)) / 5, np.ones((2, 4, 5)) / 5
     with one_line("draft_tokens", "[-1, 5)", str(2**32)):  # int32 would make it 0
@@ -246,21 +251,21 @@ def test_values_that_are_no_distributions():
             spsjax.lenience_bias(wrong, wrong, 0.5)
     with one_line("draft_probs", "[5]", "[4]"):
         spsjax.lenience_bias(np.ones(4) / 4, np.ones(5) / 5, 0.5)
-    # What proposes nothing need not be a distribution.
+    # Without draft tokens, the draft's probabilities need not be a distribution.
     assert spsjax.rejection_sample(key, tokens - 1, 0 * draft, target)[1].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
     "key", [0, None, np.zeros(3, np.uint32), jax.random.split(jax.random.key(0)), np.zeros((2, 2))]
 )
-def test_a_key_that_is_none(key):
+def test_value_that_is_not_a_key_is_refused(key):
     tokens, draft, target = np.zeros((1, 1), int), np.ones((1, 1, 2)) / 2, np.ones((1, 2, 2)) / 2
     with one_line("key", "jax.random.key"):
         spsjax.rejection_sample(key, tokens, draft, target)
-    spsjax.rejection_sample(jax.random.PRNGKey(0), tokens, draft, target)  # the old style is one
+    spsjax.rejection_sample(jax.random.PRNGKey(0), tokens, draft, target)  # a key of the old style
 
 
-def test_a_long_value_is_shown_in_short(model):
+def test_long_value_is_abbreviated_in_the_message(model):
     with one_line("temperature"):
         SamplingParams(temperature=[-1.0] * 10_000)
     refused(model, "max_new_tokens", max_new_tokens=np.full((100, 100), -1))
@@ -268,16 +273,18 @@ def test_a_long_value_is_shown_in_short(model):
         spsjax.load("x" * 10_000)
 
 
-# Weights are not searched for NaN when they are loaded; the call that meets one says where.
+# Weights are not searched for NaN when they are loaded. The call that meets a NaN says where.
 
 
-@pytest.mark.parametrize("part", ["target", "draft"])
-def test_a_logit_that_is_not_finite_is_named_by_row_and_position(model, part):
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_weights_that_are_nan_are_an_error_with_a_position(model, role):
+    """Logits that are not finite raise an error that names row and position."""
+
     def bad(key, leaf):
-        return leaf * jnp.nan if key == part else leaf
+        return leaf * jnp.nan if key == role else leaf
 
-    target = placed(model.config, jax.tree.map(lambda x: bad("target", x), model.params), None)
+    target = build_model(model.config, jax.tree.map(lambda x: bad("target", x), model.params), None)
     near = nearby_model(model)
-    draft = placed(model.config, jax.tree.map(lambda x: bad("draft", x), near.params), None)
+    draft = build_model(model.config, jax.tree.map(lambda x: bad("draft", x), near.params), None)
     with pytest.raises(spsjax.NonFiniteError, match=r"^row 0, position 3: .*(NaN|infinity)$"):
         spsjax.generate(target, [[1, 2, 3], [1]], drafter=draft, max_new_tokens=4)

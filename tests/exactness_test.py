@@ -1,7 +1,8 @@
-"""The joint law of what the loop emits is the target's to 1e-12: every draft path, every verdict.
+"""Losslessness by enumeration: the joint distribution of emitted tokens is the target's to 1e-12.
 
-`enumeration.Loop` runs spsjax's own step in float64; `reference` holds the target's law. That the
-check can fail is checked too: it refuses every verifier of `mutants`, and accepts their sound one.
+`enumeration.Loop` runs spsjax's own step in float64 over every draft path and every verdict.
+`reference` computes the target's distribution. The same check rejects every faulty verifier of
+`mutants`, and accepts the sound one.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ PARAMS = (
     {"min_p": 0.3007},
     {"temperature": 1.5, "top_k": 2, "top_p": 0.9003, "min_p": 0.2503},
 )
-# (K, new tokens, ends of sequence). Limits below and above K + 1, and no multiples of it, so that
-# blocks are cut off everywhere.
+# (K, new tokens, end-of-sequence ids). The limits are below and above K + 1, and not multiples of
+# it, so that rounds are cut off at every position.
 SHAPES = ((1, 3, ()), (2, 4, (END,)), (3, 2, (END,)))
 
 
@@ -45,7 +46,7 @@ def float64():
 
 
 def drafters(K, length):
-    """A tiny instance of every drafter."""
+    """Returns a tiny instance of every drafter."""
     heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
     table_config = enumeration.config(VOCAB)
     return {
@@ -60,6 +61,7 @@ def drafters(K, length):
 
 
 def loop(drafter="draft_model", K=2, new=3, eos_ids=(END,), seed=0, prompt=(0,), **options):
+    """Returns the loop of one drafter over random tables."""
     length = len(prompt) + new + K
     return enumeration.Loop(
         drafters(K, length)[drafter],
@@ -72,18 +74,21 @@ def loop(drafter="draft_model", K=2, new=3, eos_ids=(END,), seed=0, prompt=(0,),
     )
 
 
-def target_law(loop, **params):
+def target_distribution(loop, **params):
+    """Returns the oracle's distribution of the loop's texts."""
     model = enumeration.model_of(loop.target)
-    return reference.joint_law(model, loop.prompt, loop.limit, loop.eos_ids, **params)
+    return reference.joint_distribution(model, loop.prompt, loop.limit, loop.eos_ids, **params)
 
 
 def assert_lossless(loop, **params):
-    law = loop.law(**params)
-    assert abs(sum(law.values()) - 1) < TOLERANCE
-    assert enumeration.distance(law, target_law(loop, **params)) < TOLERANCE, params
+    """Asserts that the loop's distribution is the target's."""
+    distribution = loop.distribution(**params)
+    assert abs(sum(distribution.values()) - 1) < TOLERANCE
+    expected = target_distribution(loop, **params)
+    assert enumeration.distance(distribution, expected) < TOLERANCE, params
 
 
-def test_every_drafter_is_enumerated():
+def test_every_drafter_has_an_enumerated_instance():
     assert sorted(drafters(2, 4)) == sorted(drafting.NAMES)
 
 
@@ -95,7 +100,7 @@ def test_draft_model_is_lossless(K, new, eos_ids):
 
 
 def test_ngram_is_lossless():
-    # The prompt repeats itself, so that most contexts have a match, and some have none.
+    # The prompt repeats itself, so that most contexts have a match. Some have none.
     for prompt, new in (((0, 1, 0), 4), ((0,), 4)):
         studied = loop("ngram", 3, new, prompt=prompt)
         for params in PARAMS:
@@ -104,17 +109,17 @@ def test_ngram_is_lossless():
 
 @pytest.mark.parametrize("params", (PARAMS[0], PARAMS[1], PARAMS[5]))
 def test_tree_matching_is_lossless(params):
-    """Random trees with random parents, holes, twins and nodes that may not be accepted."""
+    """Matching is lossless on random trees with holes, twins and nodes that are not eligible."""
     assert_lossless(loop("random_tree", 2, 3), **params)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deeper_tree_matching_is_lossless(seed):
+def test_tree_matching_of_deeper_trees_is_lossless(seed):
     assert_lossless(loop("random_tree", 3, 2, seed=seed, eos_ids=()))
 
 
-def test_broken_matching_is_rejected(monkeypatch):
-    """What follows the accepted tokens is drawn at the root instead of at the last node."""
+def test_broken_tree_matching_is_rejected(monkeypatch):
+    """Enumeration rejects a token after the accepted ones that is drawn at the root."""
     walk = match.walk
 
     def broken(proposal, drawn, mass):
@@ -134,22 +139,26 @@ def test_drafter_on_target_features_is_lossless(params):
     assert_lossless(loop("tapped", 2, 3), **params)
 
 
-def test_no_drafter_is_algorithm_1():
+def test_no_drafter_is_autoregressive_sampling():
+    """Without a drafter the loop is Algorithm 1 of the paper."""
     studied = loop("none", 0, 4)
     for params in PARAMS:
         assert_lossless(studied, **params)
 
 
-def test_a_draft_that_wants_the_opposite_is_lossless():
-    """Supports that hardly meet: after the filters, ratios of zero and residuals of everything."""
+def test_draft_opposite_to_target_is_lossless():
+    """Supports that hardly overlap are lossless.
+
+    After the filters most ratios are zero, and most residuals are the whole target.
+    """
     studied = loop("draft_model", *SHAPES[1])
     studied = dataclasses.replace(studied, draft=-3 * studied.target)
     for params in ({"top_k": 1}, {"top_k": 2}, {"temperature": 0.5, "top_p": 0.6003}):
         assert_lossless(studied, **params)
 
 
-def test_a_draft_that_is_the_target_is_lossless():
-    """Every residual is empty, up to rounding."""
+def test_draft_equal_to_target_is_lossless():
+    """Empty residuals, up to rounding, are lossless."""
     studied = loop("draft_model", *SHAPES[1])
     studied = dataclasses.replace(studied, draft=studied.target)
     for params in (PARAMS[0], PARAMS[5]):
@@ -157,46 +166,49 @@ def test_a_draft_that_is_the_target_is_lossless():
 
 
 @pytest.mark.parametrize(("drafter", "lenience"), [("draft_model", 0.4), ("ngram", 0.8)])
-def test_lenient_law_is_the_law_with_lenience(drafter, lenience):
+def test_lenience_gives_the_lenient_distribution(drafter, lenience):
+    """With a lenience the loop emits `lenient_distribution`, and its bias is `lenience_bias`."""
     verifier = rejection.Verifier(lenience)
     studied = loop(drafter, K=1, new=1, eos_ids=(), verifier=verifier, prompt=(0, 1, 0))
     for params in (PARAMS[0], PARAMS[5]):
-        law = studied.law(**params)
+        distribution = studied.distribution(**params)
         target_probs, draft_probs = (
-            reference.warp(enumeration.model_of(table)(studied.prompt), **params)
+            reference.to_probs(enumeration.model_of(table)(studied.prompt), **params)
             for table in (studied.target, studied.draft)
         )
         if drafter == "ngram":
             draft_probs = np.eye(VOCAB)[1]  # what followed the 0 before
-        emitted = np.asarray([law[(token,)] for token in range(VOCAB)])
+        emitted = np.asarray([distribution[(token,)] for token in range(VOCAB)])
         expected = lenient.lenient_distribution(draft_probs, target_probs, lenience)
         np.testing.assert_allclose(emitted, expected, atol=TOLERANCE)
         bias = lenient.lenience_bias(draft_probs, target_probs, lenience)
         np.testing.assert_allclose(np.abs(emitted - target_probs).sum() / 2, bias, atol=TOLERANCE)
-        # It is no bias of zero, and enumeration sees it.
-        assert bias > 1e-3 and enumeration.distance(law, target_law(studied, **params)) > 1e-3
+        # The bias is not zero, and enumeration shows it.
+        exact = target_distribution(studied, **params)
+        assert bias > 1e-3 and enumeration.distance(distribution, exact) > 1e-3
         assert lenient.lenience_bias(draft_probs, target_probs, 1.0) < TOLERANCE
 
 
 def rejected(studied, fault=0) -> bool:
-    """Whether enumeration finds fault, be it in an invariant or in the law."""
+    """Returns whether enumeration rejects the loop, by an invariant or by the distribution."""
     try:
-        law = studied.law(fault)
+        distribution = studied.distribution(fault)
     except AssertionError:
         return True
-    return not enumeration.distance(law, target_law(studied)) < TOLERANCE
+    return not enumeration.distance(distribution, target_distribution(studied)) < TOLERANCE
 
 
 @pytest.mark.parametrize("fault", mutants.FAULTS[:-1])
 def test_broken_verifier_is_rejected(fault):
+    """Enumeration rejects every faulty verifier of `mutants`, and accepts the sound one."""
     # Three new tokens, so that a bonus token after two drafts is emitted.
     studied = loop("draft_model", 2, 3, mutant=True)
     assert rejected(studied, fault=mutants.FAULTS.index(fault)) == (fault != "none")
 
 
 @pytest.mark.parametrize("part", ("ratio", "draft_probs"))
-def test_broken_part_of_the_loop_is_rejected(monkeypatch, part):
-    """The same in spsjax's own verifier and drafter: what is enumerated is really they."""
+def test_broken_ratio_or_draft_probs_are_rejected(monkeypatch, part):
+    """A fault in spsjax's own verifier or drafter is rejected: enumeration runs that very code."""
     if part == "ratio":
         ratio = rejection.ratio
         monkeypatch.setattr(
@@ -216,7 +228,8 @@ def test_broken_part_of_the_loop_is_rejected(monkeypatch, part):
 
 
 @pytest.mark.parametrize("fault", (None, "u = 0 accepts anything"))
-def test_u_of_zero_never_accepts_a_token_of_no_probability(monkeypatch, fault):
+def test_uniform_of_zero_accepts_no_impossible_token(monkeypatch, fault):
+    """A uniform of zero accepts no token of probability zero, except in the faulty verifier."""
     sampler = rejection.rejection
     if fault is not None:
         sampler = mutants.verifier(mutants.FAULTS.index(fault))

@@ -1,6 +1,6 @@
-"""Every family of models against `transformers`, by what golden/make.py wrote down.
+"""Tests of every model family against `transformers`, by the records of golden/make.py.
 
-With the extra `parity`, the same live: the folders are made anew.
+With the extra `parity`, `transformers` makes new folders, which are compared too.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from spsjax.training import step as train_step
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-ALIKE = "llama2", "multi_query", "qwen2"  # others do all that they do
+ALIKE = "llama2", "multi_query", "qwen2"  # other families have all their features
 TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
@@ -39,50 +39,50 @@ def loaded(name: str) -> loading.Model:
 
 
 def expected(name: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / name / "expected.npz") as found:
-        return dict(found)
+    with np.load(GOLDEN / name / "expected.npz") as arrays:
+        return dict(arrays)
 
 
-def test_a_whole_pass_gives_the_logits(name):
-    model, found = loaded(name), expected(name)
-    logits = train_step.forward(model.config, model.params, found["tokens"]).logits
-    assert np.abs(logits - found["logits"]).max() < TOLERANCE
+def test_forward_gives_recorded_logits(name):
+    model, recorded = loaded(name), expected(name)
+    logits = train_step.forward(model.config, model.params, recorded["tokens"]).logits
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
 
 
-def test_cached_passes_give_the_logits(name):
-    """A prompt, single tokens, and a block that goes back behind the last ones."""
-    model, found = loaded(name), expected(name)
-    tokens, slots = found["tokens"], 32
+def test_cached_passes_give_recorded_logits(name):
+    """A prompt, single tokens, and a block that starts before the last tokens give the logits."""
+    model, recorded = loaded(name), expected(name)
+    tokens, slots = recorded["tokens"], 32
 
     @functools.partial(jax.jit, static_argnums=0)
-    def step(count, cache, given):
-        output = transformer.apply(model.config, model.params, given, cache)
+    def step(count, cache, block):
+        output = transformer.apply(model.config, model.params, block, cache)
         return output.logits, cache.extend(output)
 
     cache = transformer.empty_cache(model.config, model.params, 2, slots)
     for start, stop in ((0, 9), (9, 10), (10, 11), (11, 16), (13, 18), (18, 19)):
         logits, cache = step(stop - start, cache.at(jnp.full(2, start)), tokens[:, start:stop])
-        assert np.abs(logits - found["logits"][:, start:stop]).max() < TOLERANCE, start
+        assert np.abs(logits - recorded["logits"][:, start:stop]).max() < TOLERANCE, start
 
 
-def test_speculation_gives_the_greedy_text(name):
-    """With a random sibling of one layer as the draft."""
+def test_speculation_gives_recorded_greedy_tokens(name):
+    """Speculation with a perturbed copy of one layer as the draft gives the greedy tokens."""
     if name in ALIKE:
-        pytest.skip("another family does all that this one does")
-    model, found = loaded(name), expected(name)
+        pytest.skip("another family has all features of this one")
+    model, recorded = loaded(name), expected(name)
     config = dataclasses.replace(model.config, num_layers=1)
     params = {**model.params, "layers": {0: model.params["layers"][0]}}
     noise = spread_params(config, 1)
     params = jax.tree.map(lambda leaf, other: leaf + 0.02 * other, params, noise)
     draft = loading.Model("draft", config, params)
     out = spsjax.generate(
-        model, found["tokens"].tolist(), draft, 3, SamplingParams(temperature=0.0),
-        len(found["greedy"]), stop_at_eos=False,
+        model, recorded["tokens"].tolist(), draft, 3, SamplingParams(temperature=0.0),
+        len(recorded["greedy"]), stop_at_eos=False,
     )  # fmt: skip
-    assert out.tokens[0].tolist() == found["greedy"].tolist()
+    assert out.tokens[0].tolist() == recorded["greedy"].tolist()
 
 
-def test_what_is_written_is_what_was_read(name, tmp_path):
+def test_save_writes_the_tensors_that_were_read(name, tmp_path):
     model = loaded(name)
     stored = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
     (dtype,) = {str(tensor.dtype) for tensor in stored.values()}
@@ -96,30 +96,30 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     assert config_json.family_of(model.config) in (family, "llama") and family in FAMILIES
 
 
-def test_a_mesh_gives_the_logits(name):
-    found, mesh = expected(name), sharding.mesh(2, 4)
+def test_forward_on_a_mesh_gives_recorded_logits(name):
+    recorded, mesh = expected(name), sharding.mesh(2, 4)
     try:
         model = loading.load(GOLDEN / name, mesh, "float32")
     except InputError as error:
         pytest.fail(str(error))
     with model.in_mesh():
         logits = jax.jit(functools.partial(train_step.forward, model.config))(
-            model.params, found["tokens"]
+            model.params, recorded["tokens"]
         ).logits
-    assert np.abs(logits - found["logits"]).max() < TOLERANCE
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
 
 
-def test_transformers_gives_the_same_now(name, tmp_path):
+def test_transformers_gives_the_same_logits_today(name, tmp_path):
     pytest.importorskip("torch", reason="needs the extra: pip install -e '.[parity]'")
     transformers = pytest.importorskip("transformers", reason="needs the extra parity")
     make = runpy.run_path(str(GOLDEN / "make.py"))
     theirs = make["model"](name)
     theirs.save_pretrained(tmp_path / "theirs")
-    found = make["expected"](theirs)
+    recorded = make["expected"](theirs)
     model = loading.load(tmp_path / "theirs", dtype="float32")
-    logits = train_step.forward(model.config, model.params, found["tokens"]).logits
-    assert np.abs(logits - found["logits"]).max() < TOLERANCE
-    # And it reads what is written here.
+    logits = train_step.forward(model.config, model.params, recorded["tokens"]).logits
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+    # `transformers` reads the folders that spsjax writes.
     hf_weights.save(tmp_path / "ours", model.config, model.params, "float32")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert np.abs(make["expected"](back)["logits"] - found["logits"]).max() < TOLERANCE
+    assert np.abs(make["expected"](back)["logits"] - recorded["logits"]).max() < TOLERANCE

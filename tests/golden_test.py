@@ -1,7 +1,7 @@
-"""Recorded tokens of the shipped pair: what a change of the loop must leave as it is.
+"""Tests of the recorded tokens of the shipped pair, which a change of the loop must not change.
 
-`python tests/golden_test.py` records them anew, which only a change of the random numbers or of the
-shipped pair justifies.
+`python tests/golden_test.py` records new tokens. Only a change of the random numbers or of the
+shipped pair justifies that.
 """
 
 import json
@@ -38,7 +38,7 @@ CASES = [
 
 
 def sample(target, draft, drafter: str, sampling: str, batch: int) -> list[list[int]]:
-    """New tokens of each row of one case; the rows of a batch have budgets of their own."""
+    """Returns new tokens per row for one case. The rows of a batch have different budgets."""
     method = None if drafter == "ars" else draft if drafter.startswith("sps") else ngram.Drafter()
     budgets = [NEW - 5 * row for row in range(batch)]
     out = spsjax.generate(
@@ -74,27 +74,28 @@ def recorded():
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_generate_gives_recorded_tokens(pair, recorded, case):
-    """Rounding may part a row from the record on another processor, but not most rows.
+    """The tokens equal the record, except for rounding on another processor.
 
-    A greedy row parts only at a near-tie, whose margin of logits is checked. A sampled row parts
-    where a random number lies within rounding of a threshold, which happens about once in a
-    hundred thousand tokens.
+    Most rows of a batch must be equal. A greedy row may differ only at a near-tie, whose margin of
+    logits is checked. A sampled row differs where a random number lies within rounding of a
+    threshold, which happens about once in a hundred thousand tokens.
     """
     rows, expected = sample(*pair, *case), recorded[name_of(case)]
     assert [len(row) for row in rows] == [len(row) for row in expected]
-    parted = [row for row in range(len(rows)) if rows[row] != expected[row]]
-    for row in parted:
+    differing = [row for row in range(len(rows)) if rows[row] != expected[row]]
+    for row in differing:
         first = int(np.argmax(np.asarray(rows[row]) != np.asarray(expected[row])))
-        message = f"row {row} parts at token {first}: {rows[row][first]}, {expected[row][first]}"
+        message = f"row {row} differs at token {first}: {rows[row][first]}, {expected[row][first]}"
         if case[1] == "greedy":
             gap = margin(pair[0], PROMPTS[row], rows[row][:first], expected[row][first])
             assert gap < 1e-3, f"{message}; margin {gap:.2g}"
         print(message)
-    assert len(parted) <= (1 if len(rows) > 1 else 0) or case[1] == "greedy", parted
+    allowed = 1 if len(rows) > 1 else 0
+    assert len(differing) <= allowed or case[1] == "greedy", differing
 
 
 def margin(target, prompt: str, tokens: list[int], other: int) -> float:
-    """The target's highest logit after prompt and tokens, less that of the other token."""
+    """Returns the target's highest logit after prompt and tokens, minus that of `other`."""
     from spsjax.evaluation import acceptance_analysis
 
     ids = target.tokenizer.encode(prompt)

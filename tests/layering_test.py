@@ -1,4 +1,4 @@
-"""The rooms of the package: a room imports only from lower floors, and has no cycle inside."""
+"""Tests of layering: a room imports only from lower floors, and has no import cycle inside."""
 
 import ast
 import graphlib
@@ -21,7 +21,7 @@ FLOORS = (
     {"training", "evaluation"},
     {"cli"},
 )
-# The room whose parts know only its `base`, never each other.
+# The rooms whose modules import only their `base`, never each other.
 PLUG_INS = ("drafters",)
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
@@ -43,7 +43,7 @@ def floor(module: str) -> int:
 
 
 def imports(source: str) -> set[str]:
-    """Modules of spsjax that a source text imports, anywhere in it."""
+    """Returns the modules of spsjax that a source text imports, at any level."""
     imported = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -53,15 +53,15 @@ def imports(source: str) -> set[str]:
             assert node.level == 0, "imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            parts = name.split(".")
-            if parts[0] == "spsjax":
-                candidates = [".".join(parts[1:size]) for size in range(len(parts), 1, -1)]
-                imported.add(next((c for c in candidates if c in MODULES), parts[1]))
+            package, *path = name.split(".")
+            if package == "spsjax":
+                candidates = [".".join(path[:size]) for size in range(len(path), 0, -1)]
+                imported.add(next((c for c in candidates if c in MODULES), path[0]))
     return imported
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Imports of a module that do not point to a lower floor, nor into its own room."""
+    """Returns the imports of a module that are neither from a lower floor nor from its own room."""
     room = module.partition(".")[0]
     bad = []
     for other in sorted(imports(source)):
@@ -74,7 +74,7 @@ def violations(module: str, source: str) -> list[str]:
     return bad
 
 
-def test_every_room_stands_in_the_table():
+def test_every_room_is_in_the_table():
     assert set(ROOMS) <= set().union(*FLOORS)
 
 
@@ -90,7 +90,7 @@ def test_room_has_no_import_cycle(room):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_loop_imports_no_concrete_drafter_or_verifier():
+def test_decode_imports_no_concrete_drafter_or_verifier():
     concrete = {
         module
         for module in MODULES
@@ -99,7 +99,7 @@ def test_loop_imports_no_concrete_drafter_or_verifier():
     assert not imports(source_of("decode")) & concrete
 
 
-def test_violations_are_found():
+def test_violations_finds_forbidden_imports():
     assert violations("sampling", "from spsjax import decode") == ["decode"]
     assert violations("drafters.ngram", "from spsjax.drafters import none") == ["drafters.none"]
     assert violations("cache", "def f():\n    import spsjax.decode") == ["decode"]

@@ -1,8 +1,9 @@
-"""The oracle: Chen et al. 2023 (arXiv 2302.01318), Algorithms 1 and 2, in plain NumPy float64.
+"""Reference implementation (the oracle): Algorithms 1 and 2 of Chen et al. 2023, in NumPy float64.
 
-One row, no cache, no batch, and nothing of spsjax. A model is a function from a sequence of tokens
-to the logits of the next one. Random numbers are an argument, `uniforms(role, length, index)`: with
-those of spsjax it must give spsjax's tokens, with others their law.
+The paper is arXiv 2302.01318. The oracle has one row, no cache, no batch, and imports nothing of
+spsjax. A model is a function from a sequence of tokens to the logits of the next token. Random
+numbers are an argument, `uniforms(role, length, index)`: with the numbers of spsjax, the oracle
+must give the tokens of spsjax.
 """
 
 import collections
@@ -10,10 +11,10 @@ import collections
 import numpy as np
 
 
-def warp(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Temperature, top-k, top-p, min-p, in that order: [V] logits -> [V] probabilities."""
+def to_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Applies temperature, top-k, top-p, min-p, in that order: [V] logits -> [V] probabilities."""
     logits = np.asarray(logits, np.float64)
-    # A stable sort of the negated logits: among equals the lower id goes first.
+    # A stable sort of the negated logits puts the lower id first among equal logits.
     order = np.argsort(-logits, kind="stable")
     probs = np.zeros(len(logits))
     if temperature == 0:
@@ -24,7 +25,7 @@ def warp(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
         kept[top_k:] = 0
     kept /= kept.sum()
     if top_p < 1:
-        # The smallest prefix whose mass reaches top_p; the first token whatever its mass.
+        # Keeps the smallest prefix whose mass reaches top_p, and always the first token.
         kept[np.searchsorted(np.cumsum(kept), top_p) + 1 :] = 0
         kept /= kept.sum()
     kept[kept < min_p * kept[0]] = 0
@@ -33,46 +34,46 @@ def warp(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def draw(weights, uniforms, width=128):
-    """A block of tokens by the first of two numbers, then a token of that block by the second."""
+    """Draws a block of tokens by the first of two uniforms, then a token of it by the second."""
     blocks = np.split(np.asarray(weights, np.float64), range(width, len(weights), width))
-    block = _first_above([part.sum() for part in blocks], uniforms[0])
+    block = _first_above([block.sum() for block in blocks], uniforms[0])
     return width * block + _first_above(blocks[block], uniforms[1])
 
 
 def _first_above(weights, uniform):
-    """The first index whose cumulative weight exceeds the uniform's share of the total."""
+    """Returns the first index whose cumulative weight exceeds the uniform's share of the total."""
     ends = np.cumsum(np.asarray(weights, np.float64))
     last = np.flatnonzero(weights)[-1]
     return int(min(np.searchsorted(ends, uniform * ends[-1], side="right"), last))
 
 
 def autoregressive(target, prompt, limit, uniforms, eos_ids=(), **params):
-    """Algorithm 1: the tokens after `prompt`, until `limit` tokens in all or an end of sequence."""
+    """Runs Algorithm 1: the tokens after `prompt`, up to `limit` tokens in all or an eos id."""
     tokens = list(prompt)
     while len(tokens) < limit:
-        tokens.append(draw(warp(target(tokens), **params), uniforms("next", len(tokens), 0)))
+        tokens.append(draw(to_probs(target(tokens), **params), uniforms("next", len(tokens), 0)))
         if tokens[-1] in eos_ids:
             break
     return tokens[len(prompt) :]
 
 
 def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), **params):
-    """Algorithm 2. `draft` is a model; or a function that returns a list of K ids, -1 for none."""
+    """Runs Algorithm 2. `draft` is a model, or a function that returns K ids, -1 for no token."""
     tokens = list(prompt)
     while len(tokens) < limit:
         n, drafted, draft_probs = len(tokens), [], []
         for k in range(K):
             proposed = draft([*tokens, *drafted])
-            if isinstance(proposed, list):  # certain of its tokens: a point mass on each
+            if isinstance(proposed, list):  # point masses: the drafter is certain
                 stop = [*proposed, -1].index(-1)
                 drafted = proposed[:stop]
                 draft_probs = list(np.eye(len(target(tokens)))[drafted])
                 break
-            draft_probs.append(warp(proposed, **params))
+            draft_probs.append(to_probs(proposed, **params))
             drafted.append(draw(draft_probs[-1], uniforms("draft", n, k)))
-        # K + 1 distributions of the target, the last one after all the drafts.
+        # K + 1 distributions of the target, the last one after all draft tokens.
         target_probs = [
-            warp(target([*tokens, *drafted[:k]]), **params) for k in range(len(drafted) + 1)
+            to_probs(target([*tokens, *drafted[:k]]), **params) for k in range(len(drafted) + 1)
         ]
         block = []
         for k, token in enumerate(drafted):
@@ -92,17 +93,17 @@ def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), **params)
     return tokens[len(prompt) :]
 
 
-def joint_law(target, prompt, limit, eos_ids=(), **params):
-    """The law of `autoregressive`: every sequence of new tokens -> its probability."""
-    law, open_ = collections.Counter(), {(): 1.0}
+def joint_distribution(target, prompt, limit, eos_ids=(), **params):
+    """Returns the distribution of `autoregressive`: sequence of new tokens -> probability."""
+    distribution, open_ = collections.Counter(), {(): 1.0}
     while open_:
         grown = {}
         for new, mass in open_.items():
             if len(prompt) + len(new) >= limit or (new and new[-1] in eos_ids):
-                law[new] += mass
+                distribution[new] += mass
                 continue
-            probs = warp(target([*prompt, *new]), **params)
+            probs = to_probs(target([*prompt, *new]), **params)
             for token in np.flatnonzero(probs):
                 grown[(*new, int(token))] = mass * probs[token]
         open_ = grown
-    return law
+    return distribution

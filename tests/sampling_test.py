@@ -1,4 +1,4 @@
-"""`warp` against a sort in NumPy, and `draw` against an inverse of cumulative sums."""
+"""Tests of `to_probs` against a sort in NumPy, and of `draw` against inverted cumulative sums."""
 
 import functools
 import re
@@ -13,8 +13,8 @@ from conftest import FAST
 from spsjax import InputError, SamplingParams, sampling
 
 VOCABS = (1, 2, 3, 129, 4096, 5000)
-# One row each, so that a batch mixes them all: (temperature, top_k, top_p, min_p). The masses of
-# top-p are no sums of few equal probabilities, where float32 and float64 may differ on "reaches".
+# Parameters per row of one batch: (temperature, top_k, top_p, min_p). The masses of top-p are not
+# sums of few equal probabilities, where float32 and float64 may differ on "reaches".
 ROWS = (
     (1.0, 0, 1.0, 0.0),
     (0.0, 0, 1.0, 0.0),
@@ -44,7 +44,7 @@ def row_params(rows=ROWS) -> sampling.RowParams:
 
 
 def logits_of(kind: str, vocab: int) -> np.ndarray:
-    """[B, V] float32 logits, a row for each of ROWS."""
+    """Returns float32 logits [B, V], one row per entry of ROWS."""
     rng = np.random.default_rng(vocab)
     spread = rng.normal(0, 2, (len(ROWS), vocab))
     if kind == "ties":
@@ -56,18 +56,18 @@ def logits_of(kind: str, vocab: int) -> np.ndarray:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("kind", ("spread", "ties", "flat"))
-def test_warp_is_the_sorted_one(kind, vocab):
+def test_to_probs_equals_sorted_reference(kind, vocab):
     logits = logits_of(kind, vocab)
     probs = np.asarray(jax.jit(sampling.to_probs)(logits, row_params()))
     assert probs.dtype == np.float32
     for row, values in enumerate(ROWS):
-        expected = reference.warp(logits[row], **dict(zip(FIELDS, values)))
+        expected = reference.to_probs(logits[row], **dict(zip(FIELDS, values)))
         np.testing.assert_array_equal(probs[row] > 0, expected > 1e-45, err_msg=str(values))
         np.testing.assert_allclose(probs[row], expected, rtol=2e-5, atol=1e-9, err_msg=str(values))
 
 
-def test_warp_in_float64_is_exact():
-    # Weights of equal size: here top-p's "reaches" is decided by the last bit, and must be right.
+def test_to_probs_in_float64_is_exact():
+    # With these weights the last bit decides whether a prefix reaches top_p.
     logits = np.log(np.asarray([[1, 2, 1, 4]] * 4)).astype(np.float64)
     rows = sampling.RowParams(*np.asarray([(1, 0, p, 0) for p in (0.5, 0.75, 0.876, 0.7)]).T)
     with jax.enable_x64(True):
@@ -79,7 +79,7 @@ def test_warp_in_float64_is_exact():
     np.testing.assert_allclose(probs, expected, atol=1e-15)
 
 
-def test_lower_id_goes_first_among_ties():
+def test_to_probs_among_ties_keeps_the_lower_id():
     logits = np.asarray([[0, 1, 1, 1, 0, 1]], np.float32)
 
     def kept(**params):
@@ -94,12 +94,13 @@ def test_lower_id_goes_first_among_ties():
     assert kept(top_p=1e-9) == [1]
     # -0.0 and 0.0 tie too, though their bits differ.
     zeros = np.asarray([[-0.0, 0.0, 0.0, -0.0]], np.float32)
-    for warp in (sampling.to_probs, jax.jit(sampling.to_probs)):
-        probs = warp(zeros, SamplingParams(top_k=2).rows(1))
+    for function in (sampling.to_probs, jax.jit(sampling.to_probs)):
+        probs = function(zeros, SamplingParams(top_k=2).rows(1))
         assert np.flatnonzero(np.asarray(probs)[0]).tolist() == [0, 1]
 
 
-def test_warp_takes_any_middle_axes_and_every_row_its_own_params():
+def test_to_probs_with_middle_axes_uses_params_per_row():
+    """`to_probs` takes logits with any middle axes, and uses the sampling parameters per row."""
     logits = np.random.default_rng(0).normal(0, 2, (len(ROWS), 3, 50)).astype(np.float32)
     together = np.asarray(sampling.to_probs(logits, row_params()))
     for node in range(3):
@@ -110,7 +111,7 @@ def test_warp_takes_any_middle_axes_and_every_row_its_own_params():
         np.testing.assert_array_equal(together[row : row + 1], alone, err_msg=str(values))
 
 
-def test_extreme_logits_give_finite_probabilities():
+def test_to_probs_of_extreme_logits_is_finite():
     logits = np.asarray([[3e38, -3e38, 0.0], [-3e38, -3e38, -3.1e38]], np.float32)
     for temperature in (1e-30, 1.0, 1e30):
         probs = np.asarray(
@@ -121,7 +122,8 @@ def test_extreme_logits_give_finite_probabilities():
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_a_logit_that_is_not_finite_makes_its_whole_distribution_nan(bad, temperature):
+def test_to_probs_of_non_finite_logit_is_all_nan(bad, temperature):
+    """A logit that is not finite makes its whole distribution NaN, and no other distribution."""
     logits = np.zeros((2, 2, 4), np.float32)
     logits[1, 0, 2] = bad
     params = SamplingParams(temperature=temperature, top_k=2, top_p=0.9)
@@ -130,8 +132,8 @@ def test_a_logit_that_is_not_finite_makes_its_whole_distribution_nan(bad, temper
     assert np.isfinite(probs[[0, 0, 1], [0, 1, 1]]).all()
 
 
-def test_nothing_sorts():
-    """A sort of the vocabulary costs more than a small draft's whole pass."""
+def test_to_probs_and_draw_compile_without_a_sort():
+    """A sort of the vocabulary costs more than a whole pass of a small draft model."""
     probs = jnp.zeros((2, 5000))
     for function, args in (
         (sampling.to_probs, (probs, row_params(ROWS[:2]))),
@@ -144,7 +146,8 @@ def test_nothing_sorts():
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_draw_inverts_the_cumulative_sums_of_blocks_and_of_tokens(vocab):
+def test_draw_inverts_cumulative_sums(vocab):
+    """`draw` inverts the cumulative sums of blocks, then those of the tokens of one block."""
     rng = np.random.default_rng(vocab)
     weights = rng.integers(0, 4, (64, vocab)).astype(np.float32)  # every sum is exact
     weights[:, rng.integers(vocab)] += 1
@@ -154,28 +157,31 @@ def test_draw_inverts_the_cumulative_sums_of_blocks_and_of_tokens(vocab):
     assert drawn.dtype == np.int32
     for row in range(64):
         blocks = np.split(weights[row], range(128, vocab, 128))
-        block = inverse([part.sum() for part in blocks], uniforms[row, 0])
+        block = inverse([block.sum() for block in blocks], uniforms[row, 0])
         assert drawn[row] == 128 * block + inverse(blocks[block], uniforms[row, 1])
 
 
 def inverse(weights, uniform):
-    """The first index whose cumulative sum exceeds the level, rounded as float32 rounds it."""
+    """Returns the first index whose cumulative sum exceeds the level, rounded to float32."""
     ends = np.cumsum(weights, dtype=np.float64)
     level = np.float32(uniform * np.float32(ends[-1]))
-    # At the very top, u * total may round up to the total: then the last of any weight.
+    # For the largest u, u * total may round up to the total. Then the last token with weight wins.
     return min(np.searchsorted(ends, level, side="right"), np.flatnonzero(weights)[-1])
 
 
 @pytest.mark.parametrize("vocab", (4096, 32_000))
-def test_the_law_of_a_draw_is_that_of_its_weights(vocab):
-    """Bisects, over all numbers that float32 uniforms can be, to where a draw changes."""
+def test_draw_has_the_distribution_of_its_weights(vocab):
+    """The exact distribution of `draw` is within 1e-5 of its weights.
+
+    Bisects, over all numbers that float32 uniforms can be, to where a draw changes.
+    """
     rng = np.random.default_rng(0)
     weights = rng.permutation(np.arange(1, vocab + 1) ** -1.5).astype(np.float32)
     draw = jax.vmap(functools.partial(sampling.draw, jnp.asarray(weights)))
     draw = jax.jit(draw, compiler_options=FAST)
 
     def masses(count, drawn_below):
-        """[count] the measure of each outcome of a draw that grows with its number."""
+        """Returns probabilities [count] of the outcomes of a draw that grows with its number."""
         low, high = np.zeros(count - 1, np.int64), np.full(count - 1, 2**23)
         while (low < high).any():
             middle = (low + high) // 2
@@ -190,20 +196,21 @@ def test_the_law_of_a_draw_is_that_of_its_weights(vocab):
         lambda u, index: np.asarray(draw(np.stack([u, zeros[: len(u)]], -1))) // 128 <= index,
     )
     middles = np.cumsum(of_block) - of_block / 2
-    law = np.zeros(vocab)
+    distribution = np.zeros(vocab)
     for block in range(blocks):
         size = min(128, vocab - 128 * block)
-        at = np.full(size - 1, middles[block], np.float32)
+        middle = np.full(size - 1, middles[block], np.float32)
         inside = masses(
-            size, lambda u, index, at=at: np.asarray(draw(np.stack([at, u], -1))) % 128 <= index
+            size, lambda u, index, at=middle: np.asarray(draw(np.stack([at, u], -1))) % 128 <= index
         )
-        law[128 * block : 128 * block + size] = of_block[block] * inside
-    right = weights / weights.sum(dtype=np.float64)
+        distribution[128 * block : 128 * block + size] = of_block[block] * inside
+    expected = weights / weights.sum(dtype=np.float64)
     # One number for the whole vocabulary would leave 8e-5 and 6e-4 of total variation.
-    assert 0.5 * np.abs(law - right).sum() < 1e-5
+    assert 0.5 * np.abs(distribution - expected).sum() < 1e-5
 
 
-def test_draw_at_the_ends_of_the_unit_interval_skips_zero_weights():
+def test_draw_at_extreme_uniforms_skips_zero_weights():
+    """Uniforms at both ends of the unit interval draw no token of zero weight."""
     weights = np.zeros((3, 300), np.float32)
     weights[0, 170:180] = 1e-30
     weights[1, [5, 290]] = 0.3, 1e-6
@@ -214,16 +221,19 @@ def test_draw_at_the_ends_of_the_unit_interval_skips_zero_weights():
 
 
 @pytest.mark.parametrize("level", (0, 1))
-def test_draw_never_gives_a_token_of_zero_weight(level):
-    """Aims at the boundaries between blocks, or between tokens, where rounding decides."""
+def test_draw_at_boundaries_skips_zero_weights(level):
+    """Uniforms at the boundaries between blocks, or between tokens, draw no token of zero weight.
+
+    There rounding decides.
+    """
     rng = np.random.default_rng(0)
     rows, blocks = 256, 24
     weights = rng.random((rows, blocks, 128)).astype(np.float32)
     weights[:, 5] = 0
     weights[:, :, :5] = 0
     weights[:, :, 60] = 0
-    parts = (weights.sum(axis=-1, dtype=np.float64), weights[:, 0].astype(np.float64))[level]
-    ends = np.cumsum(parts, axis=-1)
+    masses = (weights.sum(axis=-1, dtype=np.float64), weights[:, 0].astype(np.float64))[level]
+    ends = np.cumsum(masses, axis=-1)
     share = ends / ends[:, -1:]
     draw = jax.jit(sampling.draw)
     flat = weights.reshape(rows, -1)
@@ -236,7 +246,7 @@ def test_draw_never_gives_a_token_of_zero_weight(level):
             assert (flat[np.arange(rows), drawn] > 0).all()
 
 
-def test_uniforms_do_not_depend_on_their_count_or_on_other_rows():
+def test_uniforms_do_not_depend_on_count_or_other_rows():
     keys = sampling.row_keys(jax.random.key(0), 3)
     five = np.asarray(sampling.uniforms(keys, sampling.DRAFT, 5))
     np.testing.assert_array_equal(sampling.uniforms(keys, sampling.DRAFT, 2), five[:, :2])
@@ -262,11 +272,11 @@ def test_uniforms_do_not_depend_on_their_count_or_on_other_rows():
         ("min_p", [[0.1]]),
     ],
 )
-def test_params_out_of_range_are_named(field, value):
+def test_sampling_params_out_of_range_are_named(field, value):
     with pytest.raises(InputError, match=f"^{field}: expected .* found"):
         SamplingParams(**{field: value})
 
 
-def test_params_of_the_wrong_number_are_named():
+def test_sampling_params_of_wrong_number_are_named():
     with pytest.raises(InputError, match=r"^top_p: expected one value or 3 .*, found 2"):
         SamplingParams(top_p=[0.1, 0.2]).rows(3)

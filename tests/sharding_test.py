@@ -1,4 +1,7 @@
-"""Eight devices give what one gives, and talk to each other no more than Megatron's rules need."""
+"""Tests of sharding: eight devices give the tokens of one, with the fewest collectives.
+
+The collectives are those of Megatron's rules (arXiv 1909.08053).
+"""
 
 import dataclasses
 
@@ -17,7 +20,7 @@ from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
 
 MESHES = [(1, 8), (2, 4)]
-# Rows of different lengths, three of them so that they do not divide the mesh's data axis.
+# Rows have different lengths, and their number does not divide the mesh's data axis.
 PROMPTS = [[1, 2, 3, 1, 2], [7], list(range(40))]
 MIXED = spsjax.SamplingParams(
     temperature=[0.0, 1.0, 0.7], top_k=[0, 0, 9], top_p=[1.0, 0.9, 1.0], min_p=[0.0, 0.0, 0.02]
@@ -26,7 +29,7 @@ K = 4
 
 
 def on(mesh, model, replicate=False):
-    """A copy of a model on the mesh."""
+    """Returns a copy of a model on the mesh."""
     params = sharding.place_params(
         model.params, sharding.param_shardings(mesh, model.config, replicate)
     )
@@ -42,7 +45,7 @@ def on(mesh, model, replicate=False):
         ((2, 4), "replicated draft", 8),
     ],
 )
-def test_a_mesh_gives_what_one_device_gives(shape, kind, num_kv_heads):
+def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads):
     mesh = sharding.mesh(*shape)
     target = spread_model(48, num_kv_heads=num_kv_heads)
     draft = nearby_model(target)
@@ -51,13 +54,13 @@ def test_a_mesh_gives_what_one_device_gives(shape, kind, num_kv_heads):
         one, many = draft, on(mesh, draft, replicate=kind == "replicated draft")
     arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
     expected = spsjax.generate(target, PROMPTS, one, **arguments)
-    found = spsjax.generate(on(mesh, target), PROMPTS, many, **arguments)
-    assert all(map(np.array_equal, found.tokens, expected.tokens))
-    assert found.stats.accepted_histogram == expected.stats.accepted_histogram
+    out = spsjax.generate(on(mesh, target), PROMPTS, many, **arguments)
+    assert all(map(np.array_equal, out.tokens, expected.tokens))
+    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_each_device_holds_its_share_of_the_weights(shape):
+def test_every_device_holds_its_share_of_the_weights(shape):
     mesh = sharding.mesh(*shape)
     model = on(mesh, spread_model(48, num_kv_heads=8))
     split = [
@@ -75,12 +78,15 @@ def test_each_device_holds_its_share_of_the_weights(shape):
 
 
 def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
-    """Operation -> the shapes it produces on one device, in the scopes that mention `scope`."""
-    return hlo.shapes([each for each in hlo.collectives(text) if scope in each.scope])
+    """Returns operation -> shapes of its results on one device, in scopes that mention `scope`."""
+    return hlo.shapes([op for op in hlo.collectives(text) if scope in op.scope])
 
 
 def programs(shape, num_kv_heads, tie, kind):
-    """(model, compiled scoring pass, compiled loop), each fed as `generate` feeds it."""
+    """Compiles a scoring pass and the loop with the inputs of `generate`.
+
+    Returns (model, HLO of the scoring pass, HLO of the loop).
+    """
     mesh = sharding.mesh(*shape)
     target = spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
     draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
@@ -115,54 +121,57 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def case(request):
-    """A case, its model, and its two compiled programs."""
+    """A case of CASES, its model, and its two compiled programs."""
     return request.param, *programs(*request.param)
 
 
-def test_the_scoring_pass_reduces_twice_a_layer_and_once_for_the_embedding(case):
+def test_score_reduces_twice_per_layer_and_once_to_embed(case):
+    """A scoring pass reduces twice per layer and once for the embedding, and gathers the logits."""
     (shape, *_), model, scoring, _ = case
-    found = collectives(scoring)
+    operations = collectives(scoring)
     block = (4 // shape[0], K + 1, model.config.d_model)
-    assert found.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
-    assert found.pop("all-gather") == [(*block[:2], model.config.vocab_size)]  # the logits
-    assert not found  # neither weights nor caches nor anything else moves
+    assert operations.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
+    assert operations.pop("all-gather") == [(*block[:2], model.config.vocab_size)]  # the logits
+    assert not operations  # neither weights nor caches nor anything else moves
 
 
 @pytest.mark.parametrize("num_experts", [8, 6], ids=["whole experts", "split experts"])
-def test_a_mixture_of_experts_reduces_no_more_often(num_experts):
+def test_experts_reduce_no_more_often_than_a_dense_ffn(num_experts):
     mesh = sharding.mesh(2, 4)
     more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
     model = on(mesh, spread_model(48, num_layers=2, **more))
-    config, place = model.config, sharding.batch_sharding(mesh)
+    config, rows = model.config, sharding.batch_sharding(mesh)
 
     def score(params, block, lengths):
         cache = transformer.empty_cache(config, params, 4, 32).at(lengths)
         return transformer.apply(config, params, block, cache).logits
 
     with model.in_mesh():
-        inputs = [jax.device_put(np.zeros(shape, np.int32), place) for shape in ((4, K + 1), (4,))]
-        found = collectives(jax.jit(score).lower(model.params, *inputs).compile().as_text())
-    assert found.pop("all-reduce") == [(2, K + 1, config.d_model)] * (2 * config.num_layers + 1)
-    assert not found
+        inputs = [jax.device_put(np.zeros(shape, np.int32), rows) for shape in ((4, K + 1), (4,))]
+        operations = collectives(jax.jit(score).lower(model.params, *inputs).compile().as_text())
+    reduced = operations.pop("all-reduce")
+    assert reduced == [(2, K + 1, config.d_model)] * (2 * config.num_layers + 1)
+    assert not operations
 
 
-def test_the_loop_gathers_logits_and_nothing_else(case):
+def test_run_gathers_only_logits(case):
     (shape, _, _, kind), model, _, loop = case
     rows, vocab = 4 // shape[0], model.config.vocab_size
-    found = collectives(loop)
+    operations = collectives(loop)
     gathered = {(rows, K + 1, vocab) if kind != "none" else (rows, vocab)}
     if kind == "sharded draft":
-        gathered.add((rows, vocab))  # one drafted token at a time
-    gathers = {tuple(size for size in each if size > 1) for each in found.pop("all-gather")}
+        gathered.add((rows, vocab))  # one draft token per pass
+    gathers = {tuple(size for size in dims if size > 1) for dims in operations.pop("all-gather")}
     assert gathers == gathered
-    # Apart from the passes of the models, only flags: whether any row needs a filter, or goes on.
-    widths = {reduced[-1:] for reduced in found.pop("all-reduce")}
+    # Beside the models' passes only flags are reduced: does any row need a filter or a round?
+    widths = {reduced[-1:] for reduced in operations.pop("all-reduce")}
     assert widths == {(model.config.d_model,), ()} if shape[0] > 1 else {(model.config.d_model,)}
-    assert not found
+    assert not operations
 
 
-def test_sampling_needs_no_collective_once_logits_are_gathered(case):
+def test_verify_needs_no_collective_but_flags(case):
+    """Once the logits are gathered, sampling and verification communicate flags alone."""
     (shape, *_), _, _, loop = case
-    found = collectives(loop, "/verify/")
-    assert set(found) <= {"all-reduce"} and set(found["all-reduce"]) <= {()}
-    assert shape[0] > 1 or not found["all-reduce"]
+    operations = collectives(loop, "/verify/")
+    assert set(operations) <= {"all-reduce"} and set(operations["all-reduce"]) <= {()}
+    assert shape[0] > 1 or not operations["all-reduce"]

@@ -1,7 +1,8 @@
-"""The compiled sampler against the exact joint law, by G-tests with fixed seeds.
+"""The compiled sampler against the exact joint distribution, by G-tests with fixed seeds.
 
-`exactness_test` proves the law of a round for ideal random numbers, in float64. Here are the real
-numbers, float32, the cache, and many rounds; and here a key that is used twice shows.
+`exactness_test` proves the distribution of a round for ideal random numbers, in float64. These
+tests use the real random numbers, float32, the cache, and many rounds. They fail if a key is used
+twice.
 """
 
 import collections
@@ -21,11 +22,11 @@ import spsjax
 from spsjax import SamplingParams, sampling
 from spsjax.verifiers.lenience import lenient_distribution
 
-# Far below any chance of 1 in 10 that some fixed seed is unlucky; a real fault goes far below it.
+# p-value below which a test fails. All seeds are fixed. A real fault gives far smaller p-values.
 SUSPICIOUS = 1e-4
 ROWS, SEEDS, NEW = 8192, 4, 3
 PROMPT = [1, 2, 1]
-# What row b asks for is MIX[b % 8]: greedy rows and others in one batch.
+# Row b samples with MIX[b % 8], so that one batch has greedy and sampled rows.
 MIX = (
     *({},) * 5,
     {"temperature": 0.0},
@@ -34,14 +35,16 @@ MIX = (
 )
 
 
-def g_test(counts, law) -> float:
-    """The chance of counts this far from the law; 0 if something impossible was counted."""
-    if any(law.get(sequence, 0) == 0 for sequence in counts):
+def g_test(counts, distribution) -> float:
+    """Returns the p-value of counts under a distribution; 0 if a sequence is impossible."""
+    if any(distribution.get(sequence, 0) == 0 for sequence in counts):
         return 0.0
     total = sum(counts.values())
-    cells = sorted((mass * total, counts.get(sequence, 0)) for sequence, mass in law.items())
+    cells = sorted(
+        (mass * total, counts.get(sequence, 0)) for sequence, mass in distribution.items()
+    )
     expected, seen = np.asarray(cells).T
-    # Cells of few expected counts are no Gaussians: they are taken together.
+    # Cells of few expected counts are merged, because their counts are not nearly Gaussian.
     rare = expected < 5
     expected = np.append(expected[~rare], expected[rare].sum() or 1e-9)
     seen = np.append(seen[~rare], seen[rare].sum())
@@ -49,21 +52,23 @@ def g_test(counts, law) -> float:
     return float(scipy.stats.chi2.sf(statistic, max(len(seen) - 2, 1)))
 
 
-def perturbed(law):
-    """One hundredth of all mass moved from the most probable sequence to the median one."""
-    order = sorted(law, key=law.get)
+def perturbed(distribution):
+    """Moves one hundredth of all mass from the most probable sequence to the median one."""
+    order = sorted(distribution, key=distribution.get)
     first, median = order[-1], order[len(order) // 2]
-    return {**law, first: law[first] - 0.01, median: law[median] + 0.01}
+    moved = {first: distribution[first] - 0.01, median: distribution[median] + 0.01}
+    return {**distribution, **moved}
 
 
 def params_of_rows(rows: int) -> SamplingParams:
+    """Returns the sampling parameters of a batch of mixed rows."""
     full = [SamplingParams(**MIX[row % len(MIX)]) for row in range(rows)]
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     return SamplingParams(**{name: [getattr(p, name) for p in full] for name in names})
 
 
 def counts_of(model, drafter, K=None, seeds=SEEDS, verifier=None):
-    """Samples of every kind of MIX: index -> counts of sequences."""
+    """Samples a mixed batch per seed, and returns index into MIX -> counts of sequences."""
     params = params_of_rows(ROWS)
     counts = collections.defaultdict(collections.Counter)
     for seed in range(seeds):
@@ -77,28 +82,31 @@ def counts_of(model, drafter, K=None, seeds=SEEDS, verifier=None):
 
 
 @pytest.fixture(scope="module")
-def laws(small_target):
-    """The target's law for each kind of MIX."""
+def exact(small_target):
+    """Joint distributions of the target: index into MIX -> distribution."""
     model, limit = logits_of(small_target), len(PROMPT) + NEW
     return {
-        MIX.index(params): reference.joint_law(model, PROMPT, limit, **params) for params in MIX
+        MIX.index(params): reference.joint_distribution(model, PROMPT, limit, **params)
+        for params in MIX
     }
 
 
 @pytest.mark.parametrize("name", drafting.NAMES)
-def test_sampler_has_the_exact_joint_law(small_target, small_draft, laws, name):
+def test_generate_samples_the_target_joint_distribution(small_target, small_draft, exact, name):
+    """Samples of every drafter pass a G-test, which an error of one hundredth of mass fails."""
     drafter = drafting.build(name, small_draft, 2)
     counts = counts_of(small_target, drafter, verifier=drafting.verifier(name))
-    for kind, law in laws.items():
-        assert g_test(counts[kind], law) > SUSPICIOUS, MIX[kind]
-    # Rows of one law only: these are the greedy ones.
-    assert set(counts[5]) == set(laws[5]) and len(laws[5]) == 1
-    # And an error of one hundredth would have been seen.
-    assert g_test(counts[0], perturbed(laws[0])) < SUSPICIOUS
+    for kind, distribution in exact.items():
+        assert g_test(counts[kind], distribution) > SUSPICIOUS, MIX[kind]
+    # The greedy rows have one sequence.
+    assert set(counts[5]) == set(exact[5]) and len(exact[5]) == 1
+    # An error of one hundredth would fail the test.
+    assert g_test(counts[0], perturbed(exact[0])) < SUSPICIOUS
 
 
 @pytest.mark.parametrize("fault", ("one number for every role", "one key for every round"))
-def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, laws, fault):
+def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, exact, fault):
+    """The G-test fails if roles share their numbers, or if rounds share a key."""
     uniforms = sampling.uniforms
 
     def broken(keys, role, count):
@@ -107,15 +115,15 @@ def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, l
         return uniforms(sampling.row_keys(jax.random.key(0), len(keys)), role, count)
 
     monkeypatch.setattr(sampling, "uniforms", broken)
-    # An end of sequence that is no token, for a program of its own: it is compiled while broken.
+    # Another end-of-sequence id, which is not a token, has the broken program compiled separately.
     config = dataclasses.replace(small_target.config, eos_ids=(100 + len(fault),))
     model = dataclasses.replace(small_target, config=config)
     counts = counts_of(model, small_draft, 1, seeds=1)
-    assert g_test(counts[0], laws[0]) < SUSPICIOUS
+    assert g_test(counts[0], exact[0]) < SUSPICIOUS
 
 
-def test_a_drawn_token_follows_its_weights():
-    """In several blocks, where the two numbers of a draw must not know of each other."""
+def test_draw_from_several_blocks_follows_the_weights():
+    """With several blocks of tokens the two numbers of a draw must be independent."""
     vocab, draws = 300, 500_000
     weights = np.random.default_rng(0).permutation(np.arange(1, vocab + 1) ** -1.5)
     keys = sampling.row_keys(jax.random.key(0), draws)
@@ -123,20 +131,22 @@ def test_a_drawn_token_follows_its_weights():
     draw = functools.partial(sampling.draw, jnp.asarray(weights, jnp.float32))
     draw = jax.jit(functools.partial(jax.lax.map, draw, batch_size=1000), compiler_options=FAST)
     tokens = np.asarray(draw(uniforms))
-    law = dict(enumerate(weights / weights.sum()))
-    assert g_test(collections.Counter(tokens.tolist()), law) > SUSPICIOUS
-    assert g_test(collections.Counter(tokens.tolist()), perturbed(law)) < SUSPICIOUS
+    counts = collections.Counter(tokens.tolist())
+    distribution = dict(enumerate(weights / weights.sum()))
+    assert g_test(counts, distribution) > SUSPICIOUS
+    assert g_test(counts, perturbed(distribution)) < SUSPICIOUS
 
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 @pytest.mark.parametrize("lenience", (1.0, 0.6))
-def test_rejection_sample_has_the_exact_joint_law(lenience, dtype):
+def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
+    """Tokens of `rejection_sample` follow the lenient joint distribution in both types."""
     rng = np.random.default_rng(3)
     rows, K, V = 200_000, 2, 3
-    # Multiples of 1/64, which half precision holds exactly.
+    # Probabilities are multiples of 1/64, which bfloat16 holds exactly.
     draft_probs = (1 + rng.multinomial(61, rng.dirichlet(np.ones(V)), K)) / 64
     target_probs = (1 + rng.multinomial(61, rng.dirichlet(np.ones(V)), K + 1)) / 64
-    drafts = [rng.choice(V, rows, p=law) for law in draft_probs]
+    drafts = [rng.choice(V, rows, p=probs) for probs in draft_probs]
     tokens, number = spsjax.rejection_sample(
         jax.random.key(0),
         np.stack(drafts, axis=1),
@@ -150,19 +160,20 @@ def test_rejection_sample_has_the_exact_joint_law(lenience, dtype):
     counts = collections.Counter(
         tuple(row[:size].tolist()) for row, size in zip(tokens, number.tolist())
     )
-    # Accepted drafts have the mass that both laws share; then comes what is left of the target.
-    law, reached = {}, {(): 1.0}
+    # Accepted tokens have the mass that both distributions share. The next token is drawn from
+    # what is left of the target.
+    distribution, reached = {}, {(): 1.0}
     for k in range(K + 1):
         draft = draft_probs[k] if k < K else np.zeros(V)
         shared = np.minimum(draft, target_probs[k] / lenience)
         left = np.maximum(target_probs[k] - lenience * draft, 0)
         left *= (1 - shared.sum()) / left.sum()
-        law |= {(*past, z): mass * left[z] for past, mass in reached.items() for z in range(V)}
+        distribution |= {(*past, z): m * left[z] for past, m in reached.items() for z in range(V)}
         reached = {(*past, y): m * shared[y] for past, m in reached.items() for y in range(V)}
-    law = {block: mass for block, mass in law.items() if mass > 0}
-    assert abs(sum(law.values()) - 1) < 1e-12
-    assert g_test(counts, law) > SUSPICIOUS
-    assert g_test(counts, perturbed(law)) < SUSPICIOUS
+    distribution = {block: mass for block, mass in distribution.items() if mass > 0}
+    assert abs(sum(distribution.values()) - 1) < 1e-12
+    assert g_test(counts, distribution) > SUSPICIOUS
+    assert g_test(counts, perturbed(distribution)) < SUSPICIOUS
     first = collections.Counter((int(token),) for token in tokens[:, 0])
     expected = lenient_distribution(draft_probs[0], target_probs[0], lenience)
     assert g_test(first, {(z,): float(expected[z]) for z in range(V)}) > SUSPICIOUS

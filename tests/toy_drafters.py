@@ -1,4 +1,4 @@
-"""Drafters for tests only: what the core must carry beyond the drafters that there are."""
+"""Drafters for tests: a tree and target features, which no drafter of the package has."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ from spsjax.types import Proposal
 class RandomTree(base.Drafter):
     """A draft model's best tokens on a tree whose parents are drawn at random in every round.
 
-    It grows the tree node by node, in a block beside its cache. Some nodes have no token, some may
-    not be accepted, and some repeat a sibling's token.
+    It extends the tree node by node, in a block beside its cache. Some nodes have no token, some
+    are not eligible, and some repeat a sibling's token.
     """
 
     config: transformer.Config

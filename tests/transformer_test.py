@@ -1,6 +1,6 @@
-"""The blocks that no reference implementation has, against a direct form in NumPy.
+"""Tests of relative positions, which `transformers` does not have, against a direct form in NumPy.
 
-The Llama family is held against `transformers` in `huggingface_test.py`.
+The other models are compared with `transformers` in `families_test.py` and `huggingface_test.py`.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nearby_model, placed, spread_params, tiny_config
+from conftest import build_model, nearby_model, spread_params, tiny_config
 
 import spsjax
 from spsjax import InputError, loading
@@ -25,7 +25,7 @@ CONFIGS = [
 
 
 def params_of(config, seed=0):
-    """Well spread parameters; the biases of attention, which start at zero, are not zero."""
+    """Returns spread parameters, with attention biases that are not zero."""
     params = spread_params(config, seed)
     keys = iter(jax.random.split(jax.random.key(seed + 1), 2 * config.num_layers))
     for layer in params["layers"].values():
@@ -35,7 +35,10 @@ def params_of(config, seed=0):
 
 
 def direct(config, params, tokens):
-    """Logits [T, V] in float64: Transformer-XL's equation of section 3.3, one pair at a time."""
+    """Computes logits [T, V] in float64 by the equation of Transformer-XL's section 3.3.
+
+    The sum over pairs of positions is written out (arXiv 1901.02860).
+    """
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     H, C, D = config.num_heads, config.head_dim, config.d_model
 
@@ -76,53 +79,55 @@ def direct(config, params, tokens):
 
 
 def feed(config, params, cache, tokens):
-    """The logits of `tokens` [T] after what the cache holds, and the cache that holds them."""
+    """Runs `tokens` [T] after the cached ones, and returns their logits and the new cache."""
     tokens = jnp.broadcast_to(jnp.asarray(tokens), (len(cache.lengths), len(tokens)))
     output = transformer.apply(config, params, tokens, cache)
     return np.asarray(output.logits), cache.extend(output)
 
 
-@pytest.fixture(scope="module", params=CONFIGS, ids=["one head a group", "grouped"])
+@pytest.fixture(scope="module", params=CONFIGS, ids=["one head per group", "grouped"])
 def case(request):
-    """(config, parameters, tokens, their logits by the direct form)."""
+    """A tuple (config, parameters, tokens, logits of the direct form)."""
     config = request.param
     params = params_of(config)
     tokens = np.random.default_rng(0).integers(0, VOCAB, LENGTH)
     return config, params, tokens, direct(config, params, tokens)
 
 
-def test_relative_attention_is_transformer_xl_s(case):
+def test_relative_attention_equals_transformer_xl_formula(case):
     config, params, tokens, expected = case
-    found = transformer.apply(config, params, tokens[None]).logits[0]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    logits = transformer.apply(config, params, tokens[None]).logits[0]
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.std(expected) > 0.5
 
 
 @pytest.mark.parametrize("slots", [LENGTH, 32])
-def test_a_cache_of_any_size_changes_nothing(case, slots):
+def test_apply_with_a_cache_of_any_size_is_unchanged(case, slots):
     config, params, tokens, expected = case
     cache = transformer.empty_cache(config, params, 1, slots)
     for start, end in ((0, 5), (5, 6), (6, 10), (10, 11), (11, 12)):
-        found, cache = feed(config, params, cache, tokens[start:end])
-        np.testing.assert_allclose(found[0], expected[start:end], atol=1e-4)
+        logits, cache = feed(config, params, cache, tokens[start:end])
+        np.testing.assert_allclose(logits[0], expected[start:end], atol=1e-4)
 
 
-def test_a_cache_is_read_without_the_weights_that_project_positions(case):
-    # Counted so in `roofline.lower_bound`: these weights are read when the cache is made.
+def test_apply_with_a_cache_reads_no_position_weights(case):
+    """The weights that project positions are read when a cache is made, and not by later passes."""
+    # `lower_bound` in `performance/roofline.py` counts the weights so.
     config, params, tokens, expected = case
     _, cache = feed(config, params, transformer.empty_cache(config, params, 1, 32), tokens[:8])
     broken = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf * jnp.nan if any(x.key == "position" for x in path) else leaf,
         params,
     )
-    found, _ = feed(config, broken, cache, tokens[8:])
-    np.testing.assert_allclose(found[0], expected[8:], atol=1e-4)
+    logits, _ = feed(config, broken, cache, tokens[8:])
+    np.testing.assert_allclose(logits[0], expected[8:], atol=1e-4)
     assert np.isnan(
         feed(config, broken, transformer.empty_cache(config, broken, 1, 32), [1])[0]
     ).all()
 
 
-def test_rows_that_roll_back_by_different_amounts_go_on_as_if_they_had_not_gone_further(case):
+def test_rows_rolled_back_by_other_amounts_continue_exactly(case):
+    """Rows that roll back by different amounts continue as if nothing had been rejected."""
     config, params, tokens, expected = case
     cache = transformer.empty_cache(config, params, 2, 32)
     _, cache = feed(config, params, cache, tokens[:8])
@@ -137,11 +142,12 @@ def test_rows_that_roll_back_by_different_amounts_go_on_as_if_they_had_not_gone_
 @pytest.fixture(scope="module")
 def pair():
     """A target and a draft of relative positions, on one device."""
-    target = placed(CONFIGS[0], params_of(CONFIGS[0]), None)
+    target = build_model(CONFIGS[0], params_of(CONFIGS[0]), None)
     return target, nearby_model(target)
 
 
-def test_both_samplings_agree_and_a_mesh_gives_what_one_device_gives(pair):
+def test_relative_model_samples_the_same_text_on_a_mesh(pair):
+    """Both samplers agree on the greedy row, and a mesh gives the tokens of one device."""
     target, draft = pair
     prompts = [[1, 2, 3], list(range(20))]
     sampling = spsjax.SamplingParams(temperature=[0.0, 1.0])
@@ -151,22 +157,22 @@ def test_both_samplings_agree_and_a_mesh_gives_what_one_device_gives(pair):
     assert np.array_equal(plain.tokens[0], fast.tokens[0])
     assert 0 < fast.stats.acceptance_rate < 1
     mesh = sharding.mesh(2, 4)
-    target, draft = (placed(model.config, model.params, mesh) for model in pair)
+    target, draft = (build_model(model.config, model.params, mesh) for model in pair)
     assert not target.params["layers"][0]["attention"]["position_bias"].is_fully_replicated
     for drafter, expected in ((None, plain), (draft, fast)):
-        found = spsjax.generate(target, prompts, drafter, **arguments)
-        assert all(map(np.array_equal, found.tokens, expected.tokens))
+        out = spsjax.generate(target, prompts, drafter, **arguments)
+        assert all(map(np.array_equal, out.tokens, expected.tokens))
 
 
-def test_a_saved_model_is_read_back(pair, tmp_path):
+def test_saved_relative_model_loads_unchanged(pair, tmp_path):
     model = pair[0]
     loading.save(tmp_path, model, dtype="float32")
-    read = spsjax.load(str(tmp_path))
-    assert read.config == model.config
-    assert all(map(np.array_equal, jax.tree.leaves(read.params), jax.tree.leaves(model.params)))
+    loaded = spsjax.load(str(tmp_path))
+    assert loaded.config == model.config
+    assert all(map(np.array_equal, jax.tree.leaves(loaded.params), jax.tree.leaves(model.params)))
 
 
-def test_what_is_no_flag_or_no_family_is_refused_in_one_line(pair, tmp_path):
+def test_unknown_flag_or_family_is_refused_in_one_line(pair, tmp_path):
     with pytest.raises(
         InputError, match=r"^positions: expected rotary or relative or learned, found 'none'$"
     ):
@@ -178,7 +184,7 @@ def test_what_is_no_flag_or_no_family_is_refused_in_one_line(pair, tmp_path):
     config = tiny_config(VOCAB, ffn="gelu")
     mixed = dataclasses.replace(pair[0], config=config)
     with pytest.raises(
-        InputError, match=r"^model: expected the flags of gpt2, .*, found those of none"
+        InputError, match=r"^model: expected the flags of one of gpt2, .*, found other flags$"
     ):
         loading.save(tmp_path / "mixed", mixed)
     assert not (tmp_path / "mixed").exists() or not list((tmp_path / "mixed").iterdir())

@@ -1,4 +1,4 @@
-"""Index arithmetic on trees, against loops in plain Python."""
+"""Tests of index arithmetic on trees, against loops in plain Python."""
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +37,13 @@ def test_chain_has_consecutive_depths():
     np.testing.assert_array_equal(tree.ancestors(parents)[0], np.tril(np.ones((7, 7), bool)))
 
 
-def test_no_draft_tokens_are_a_root():
+def test_chain_of_no_tokens_is_a_root():
     parents = tree.chain(2, 0)
     assert tree.ancestors(parents).tolist() == [[[True]], [[True]]]
 
 
 def test_along_takes_the_path_and_the_root_after_it():
+    """`along` takes the nodes of the path, and the root where the path has ended."""
     array = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     path = jnp.asarray([[0, 2, -1], [0, 1, 3]])
     taken = tree.along(path, jnp.asarray(array), axis=2)

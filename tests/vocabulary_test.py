@@ -138,7 +138,7 @@ def test_draft_vocabulary_of_any_size_is_lossless(small_target, small_draft, siz
     silent, prompt, new = Silent(), [1, 2, 1], 3
     target = dataclasses.replace(small_target, tokenizer=silent)
     draft = dataclasses.replace(of_width(small_draft, size), tokenizer=silent)
-    expected = reference.joint_law(logits_of(small_target), prompt, len(prompt) + new)
+    expected = reference.joint_distribution(logits_of(small_target), prompt, len(prompt) + new)
     counts = collections.Counter()
     for seed in range(3):
         out = spsjax.generate(target, [prompt] * 8192, draft, 2, max_new_tokens=new, seed=seed)
