@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+from conftest import CHILD_FLAGS
 
 from spsjax import tokenization
 from spsjax.data import documents
@@ -32,6 +33,8 @@ def tiny_pair(folder: pathlib.Path) -> list[str]:
 def run(script: str, *flags: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess:
     """Runs a script in a folder."""
     environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
+    if not script.startswith("compile_"):  # those load the TPU compiler
+        environment["XLA_FLAGS"] = CHILD_FLAGS
     return subprocess.run(
         [sys.executable, ROOT / "scripts" / script, *flags],
         capture_output=True,

@@ -41,10 +41,12 @@ from spsjax.parallel import sharding
 from spsjax.performance import aot
 from spsjax.utils import compilation
 
-# The CPU's compiler has read its flags once there are devices. The TPU's compiler reads the same
-# variable when it is loaded, and ends the process at an unknown flag.
+# The CPU's compiler has read its flags once there are devices. The TPU compiler reads the same
+# variable when it is loaded, and ends the process at a flag that it does not know. `CHILD_FLAGS` are
+# for child processes that do not load it.
 jax.devices()
-os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("--xla_cpu_use_fusion_emitters=false", "")
+CHILD_FLAGS = os.environ["XLA_FLAGS"]
+os.environ["XLA_FLAGS"] = CHILD_FLAGS.replace("--xla_cpu_use_fusion_emitters=false", "")
 
 # Tests and a notebook plan for the same slice: it is compiled once.
 aot.compile_pair = functools.cache(aot.compile_pair)
@@ -125,6 +127,40 @@ def logits_of(model: loading.Model):
         return np.asarray(logits(padded, len(tokens)), np.float64)
 
     return lambda tokens: cached(tuple(tokens))
+
+
+# Files that take longest, which begin first so that no process waits for another at the end.
+SLOWEST = [
+    "aot",
+    "resume",
+    "scripts",
+    "core",
+    "paper",
+    "drafter_contract",
+    "statistical",
+    "distributed",
+    "trainer",
+    "notebooks",
+    "exactness",
+    "compare_drafts",
+    "sharding",
+    "decode",
+    "families",
+    "golden",
+]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Keeps the tests of a file in one process, where they share fixtures and programs."""
+
+    def rank(item):
+        name = item.path.stem.removesuffix("_test")
+        return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+
+    items.sort(key=rank)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="module", autouse=True)

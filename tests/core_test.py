@@ -12,7 +12,7 @@ import pytest
 from conftest import FAST, build_model, nearby_model, spread_model, spread_params, tiny_config
 
 import spsjax
-from spsjax import InputError, SamplingParams, decode, generation, sampling
+from spsjax import InputError, SamplingParams, decode, generation, loading, sampling
 from spsjax.drafters import ngram
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
@@ -221,25 +221,6 @@ def test_prefill_of_a_long_prompt_needs_bounded_memory():
     assert temporary[slots] < 1.1 * temporary[slots // 4] + caches
 
 
-def test_match_takes_the_first_of_twins_and_skips_holes():
-    """One row by hand: two children with the same token, a hole above a leaf, one not eligible."""
-    proposal = spsjax.Proposal(
-        tokens=jnp.asarray([[5, 5, -1, 6, 7, 8]]),
-        probs=None,
-        parents=jnp.asarray([[0, 0, 0, 3, 2, 1]]),
-        eligible=jnp.asarray([[True] * 6]),
-    )
-    # Nodes 1 and 2 hold the drawn 5. Only node 2 has a child with the token that is drawn there.
-    drawn = jnp.asarray([[5, 9, 7, 6, 0, 0, 3]])
-    verdict = match.walk(proposal, drawn, jnp.ones((1, 7)))
-    assert verdict.path.tolist() == [[0, 1, -1, -1, -1, -1, -1]]
-    assert verdict.tokens[0, :3].tolist() == [5, 9, -1] and int(verdict.num_tokens[0]) == 2
-    refused = dataclasses.replace(proposal, eligible=jnp.asarray([[False] + [True] * 5]))
-    verdict = match.walk(refused, drawn, jnp.ones((1, 7)))
-    assert verdict.path[0, :3].tolist() == [0, 2, 5]
-    assert verdict.tokens[0, :3].tolist() == [5, 7, 0]
-
-
 def test_rejection_path_is_root_and_accepted_nodes():
     keys = sampling.row_keys(jax.random.key(0), 1)
     proposal = spsjax.Proposal(jnp.asarray([[1, 2]]), None)
@@ -259,3 +240,31 @@ def test_taps_are_the_inputs_of_their_layers(target):
     last = output.taps[1]
     norm = last * jax.lax.rsqrt(jnp.mean(last**2, -1, keepdims=True) + config.norm_eps) * scale
     np.testing.assert_allclose(output.hidden, norm, rtol=1e-5)
+
+
+def test_last_chunk_stays_within_the_cache(target, draft):
+    """As many slots as prompt tokens: a chunk that starts too late would be moved by the write."""
+    prompt = [[(7 * index) % 48 for index in range(27)]]
+    drafter = drafting.build("draft_model", draft, 3)
+    whole = request_of(target, drafter, prompt, new=1)
+    chunks = request_of(target, drafter, prompt, new=1, prefill_tokens=12)
+    assert whole.slots == 32 == whole.inputs[1].shape[1]
+    expected, _ = generation._prefill(whole)
+    state, _ = generation._prefill(chunks)
+    for caches in ("cache", "drafter"):
+        keys = zip(getattr(state, caches).keys, getattr(expected, caches).keys)
+        for written, right in keys:
+            np.testing.assert_allclose(written[:, :, :26], right[:, :, :26], atol=1e-5)
+
+
+def test_drafter_of_another_target_is_refused(target, draft):
+    """Another vocabulary, or other devices."""
+    other = spread_model(32)
+    drafter = loading.as_drafter(nearby_model(other), other)
+    with pytest.raises(InputError, match="expected distributions over the target's vocabulary"):
+        spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
+    mesh = spsjax.sharding.mesh(1, 8)
+    split = build_model(target.config, target.params, mesh)
+    drafter = loading.as_drafter(draft, target)
+    with pytest.raises(InputError, match="expected weights on the target's devices"):
+        spsjax.generate(split, PROMPTS, drafter, max_new_tokens=4)

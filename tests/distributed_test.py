@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from conftest import CHILD_FLAGS
 
 from spsjax import InputError
 from spsjax.parallel import multihost
@@ -20,7 +21,7 @@ def start(*flags: str, devices: int) -> subprocess.Popen:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{CHILD_FLAGS} --xla_force_host_platform_device_count={devices}",
     }
     return subprocess.Popen(
         [sys.executable, ROOT / "tests" / "worker.py", *flags],

@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+from conftest import CHILD_FLAGS
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 90
@@ -63,7 +64,7 @@ def start(
 ) -> subprocess.Popen:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{CHILD_FLAGS} --xla_force_host_platform_device_count={devices}",
     }
     options = DRAFT if script == "train_drafter.py" else TARGET
     options = [f"--config.{name}={value}" for name, value in options.items()]

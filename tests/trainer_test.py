@@ -238,7 +238,7 @@ BAD_TARGET = [
     ({"compute": {"dtype": "int8"}}, "dtype: expected a floating-point type"),
     ({"model": {"num_heads": 6, "num_kv_heads": 6}}, "num_heads: expected a multiple of the"),
     ({"model": {"vocab_size": 8}}, "vocab_size: expected a size that fits the texts, found"),
-    ({"tokenizer": "nosuch.model"}, "nosuch.model: expected a tokenizer's file, found"),
+    ({"tokenizer": "nosuch.model"}, "nosuch.model: expected a tokenizer file, found"),
 ]
 BAD_DRAFT = [
     ({"target": "nosuch"}, "'nosuch': expected a model folder or one of"),
