@@ -255,8 +255,7 @@ def prefill(
 
     cache = transformer.empty_cache(program.target, params["target"], B, slots)
     carry = cache, program.drafter.init(params, B, slots)
-    whole = count == 1
-    cache, drafter = chunk(0, carry, True) if whole else lax.fori_loop(0, count, chunk, carry)
+    cache, drafter = chunk(0, carry, True) if count == 1 else lax.fori_loop(0, count, chunk, carry)
     zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
         tokens=jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge"),

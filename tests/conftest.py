@@ -42,8 +42,8 @@ from spsjax.performance import aot
 from spsjax.utils import compilation
 
 # The CPU's compiler has read its flags once there are devices. The TPU compiler reads the same
-# variable when it is loaded, and ends the process at a flag that it does not know. `CHILD_FLAGS` are
-# for child processes that do not load it.
+# variable when it is loaded, and ends the process at a flag that it does not know. Child processes
+# that do not load it get `CHILD_FLAGS`.
 jax.devices()
 CHILD_FLAGS = os.environ["XLA_FLAGS"]
 os.environ["XLA_FLAGS"] = CHILD_FLAGS.replace("--xla_cpu_use_fusion_emitters=false", "")
@@ -131,22 +131,9 @@ def logits_of(model: loading.Model):
 
 # Files that take longest, which begin first so that no process waits for another at the end.
 SLOWEST = [
-    "aot",
-    "resume",
-    "scripts",
-    "core",
-    "paper",
-    "drafter_contract",
-    "statistical",
-    "distributed",
-    "trainer",
-    "notebooks",
-    "exactness",
-    "compare_drafts",
-    "sharding",
-    "decode",
-    "families",
-    "golden",
+    *("aot", "resume", "scripts", "core", "paper", "drafter_contract", "statistical"),
+    *("distributed", "trainer", "notebooks", "exactness", "compare_drafts", "sharding"),
+    *("decode", "families", "golden"),
 ]
 
 
