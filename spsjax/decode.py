@@ -105,18 +105,35 @@ def propose(
 ) -> tuple[Proposal, PyTree]:
     """Returns what the drafter proposes, and its state for `commit`.
 
-    Raises InputError, when traced, for distributions over another vocabulary than the target's.
+    Raises InputError, when traced, for a proposal that target, drafter or verifier do not allow.
     """
-    proposal, drafter_state = program.drafter.propose(
+    drafter = program.drafter
+    proposal, drafter_state = drafter.propose(
         params, state.drafter, state.tokens, state.lengths, state.rows, keys_B
     )
-    size = program.target.vocab_size
-    if proposal.probs is not None and proposal.probs.shape[-1] != size:
+    N, K, V = drafter.num_nodes, drafter.num_speculative_tokens, program.target.vocab_size
+    if proposal.tokens.shape[1] != N or (proposal.parents is None and N > K):
         raise InputError(
-            f"drafter: expected distributions over the target's vocabulary of {size}, "
+            f"drafter: expected {N} draft tokens, in a chain at most K = {K}, "
+            f"found {proposal.tokens.shape[1]}"
+        )
+    if proposal.probs is not None and proposal.probs.shape[-1] != V:
+        raise InputError(
+            f"drafter: expected distributions over the target's vocabulary of {V}, "
             f"found {proposal.probs.shape[-1]}. Load it for this target with load_drafter."
         )
-    return proposal, drafter_state
+    if proposal.parents is None:
+        return proposal, drafter_state
+    if not program.verifier.trees:
+        raise InputError(
+            "verifier: this one verifies chains, and the drafter proposes a tree. "
+            "Use spsjax.verifiers.match.Verifier()."
+        )
+    # A round cannot commit more than K draft tokens, so deeper nodes are not eligible.
+    eligible = tree.depths(proposal.parents)[:, 1:] <= K
+    if proposal.eligible is not None:
+        eligible &= proposal.eligible
+    return dataclasses.replace(proposal, eligible=eligible), drafter_state
 
 
 def score(program: Program, params: PyTree, state: DecodeState, proposal: Proposal) -> ModelOutput:
@@ -126,7 +143,7 @@ def score(program: Program, params: PyTree, state: DecodeState, proposal: Propos
     ancestors = positions = None
     if proposal.parents is not None:
         ancestors = tree.ancestors(proposal.parents)
-        positions = state.cache.lengths[:, None] + jnp.sum(ancestors, axis=-1) - 1
+        positions = state.cache.lengths[:, None] + tree.depths(proposal.parents)
     output = transformer.apply(
         program.target,
         params["target"],
@@ -242,14 +259,10 @@ def prefill(
         # The last chunk repeats tokens of the one before rather than exceed the buffers.
         start = jnp.minimum(index * width, T - width)
         tokens = lax.dynamic_slice_in_dim(tokens_BT, start, width, axis=1)
-        starts = jnp.full(B, start, jnp.int32)
-        output = transformer.apply(
-            program.target,
-            params["target"],
-            tokens,
-            None if first else cache.at(starts),
-            tap_layers=program.drafter.tap_layers,
-        )
+        # Without the barrier the compiler itself evaluates an empty cache's masks, for minutes.
+        starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
+        past, taps = None if first else cache.at(starts), program.drafter.tap_layers
+        output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
         drafter = program.drafter.prefill(params, drafter, tokens, starts, lengths_B, output)
         return cache.at(starts).extend(output), drafter
 
@@ -274,7 +287,7 @@ def prefill(
 
 
 def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
-    """Returns the state with the one row of `fresh` in the place of row `row`.
+    """Returns the state with the one row of `fresh` in the place of row `row`, in [0, B).
 
     Both must have been made by `prefill` of one program with the same number of slots.
     """

@@ -28,7 +28,7 @@ class Stats:
         target_calls: passes of the target after the prompt.
         proposed_tokens: draft tokens offered to the target.
         acceptance_rate: accepted / proposed draft tokens; 0 if none was proposed.
-        block_efficiency: new tokens per row and target call; at most K + 1, 1 without a drafter.
+        block_efficiency: new tokens per row and target call: 1 without a drafter, at most K + 1.
         accepted_histogram: [K+1], rounds per number of accepted draft tokens, before an end of
             sequence or a full budget cut the block off.
         seconds: run time in seconds, prompt included.
@@ -63,7 +63,13 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round of one row: `accepted` draft tokens, then one of the target's own."""
+    """One round of one row.
+
+    Attributes:
+        tokens: new tokens, cut off at an end of sequence or at the limit.
+        accepted: draft tokens accepted, before the cut.
+        proposed: draft tokens proposed.
+    """
 
     tokens: np.ndarray
     accepted: int

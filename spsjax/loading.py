@@ -68,12 +68,14 @@ class LoadedDrafter:
         drafter: drafting method.
         params: weights; {} for a method without.
         max_positions: context of a draft model; None: no limit of its own.
+        tokenizer: tokenizer of a draft model, which must be the target's; None: unknown.
     """
 
     name: str
     drafter: Drafter
     params: PyTree
     max_positions: int | None = None
+    tokenizer: Tokenizer | None = None
 
 
 def default_dtype() -> jnp.dtype:
@@ -140,7 +142,8 @@ def as_drafter(draft: Model, target: Model) -> LoadedDrafter:
     """Returns a loaded model as a drafter for a target; raises InputError if they do not fit."""
     _check_pair(target, draft)
     drafter = draft_model.Drafter(draft.config, vocab_size=target.config.vocab_size)
-    return LoadedDrafter(draft.name, drafter, draft.params, draft.config.max_positions)
+    context = draft.config.max_positions
+    return LoadedDrafter(draft.name, drafter, draft.params, context, draft.tokenizer)
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:

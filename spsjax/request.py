@@ -100,6 +100,7 @@ def check_model(model) -> None:
     """Raises InputError unless `model` is a loaded model."""
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+    _check_arrays(f"model {model.name}", model.params)
 
 
 def check_sampling(sampling) -> None:
@@ -145,10 +146,6 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         return _NO_DRAFTER
     if isinstance(drafter, Model):
         drafter = loading.as_drafter(drafter, model)
-    elif isinstance(drafter, draft_model.Drafter):
-        raise InputError(
-            "drafter: expected the loaded draft model itself, found a drafter without it"
-        )
     elif isinstance(drafter, base.Drafter):
         drafter = LoadedDrafter(type(drafter).__module__.rpartition(".")[2], drafter, {})
     if not isinstance(drafter, LoadedDrafter):
@@ -156,11 +153,11 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
         )
     method = drafter.drafter
-    if not dataclasses.is_dataclass(method) or type(method).__hash__ is None:
+    if isinstance(method, (draft_model.Drafter, base.TrainableDrafter)) and not drafter.params:
         raise InputError(
-            "drafter: expected a frozen dataclass, as every drafter is, "
-            f"found {type(method).__name__}"
+            "drafter: expected the loaded draft model itself, found a drafter without its weights"
         )
+    _check_frozen("drafter", method)
     if count is not None:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
     count = method.num_speculative_tokens
@@ -171,17 +168,32 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
+    _check_arrays(f"drafter {drafter.name}", drafter.params)
     if drafter.params and _devices(drafter.params) != _devices(model.params):
         raise InputError(
             f"drafter {drafter.name}: expected weights on the target's devices, found others. "
             "Load it for this target with load_drafter."
         )
+    if None not in (drafter.tokenizer, model.tokenizer) and drafter.tokenizer != model.tokenizer:
+        raise InputError(
+            f"drafter {drafter.name}: expected the target's tokenizer, found another one"
+        )
     return dataclasses.replace(drafter, drafter=method)
 
 
+def _check_arrays(name: str, params) -> None:
+    for leaf in jax.tree.leaves(params):
+        if not isinstance(leaf, jax.Array):
+            raise InputError(
+                f"{name}: expected weights as JAX arrays, found {type(leaf).__name__}. "
+                "Place them on their devices with jax.device_put."
+            )
+
+
 def _devices(params) -> set:
-    arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
-    return {device for leaf in arrays for device in leaf.sharding.device_set}
+    """Returns the meshes of the weights, or the devices of those on no mesh."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    return {getattr(where, "mesh", None) or frozenset(where.device_set) for where in shardings}
 
 
 def check_verifier(verifier) -> base_verifier.Verifier:
@@ -193,7 +205,17 @@ def check_verifier(verifier) -> base_verifier.Verifier:
             "verifier: expected None or a verifier such as spsjax.verifiers.rejection.Verifier(), "
             f"found {type(verifier).__name__}"
         )
+    _check_frozen("verifier", verifier)
     return verifier
+
+
+def _check_frozen(name: str, method) -> None:
+    """Raises InputError unless it can be compiled in."""
+    if not dataclasses.is_dataclass(method) or type(method).__hash__ is None:
+        raise InputError(
+            f"{name}: expected a frozen dataclass, as every {name} is, "
+            f"found {type(method).__name__}"
+        )
 
 
 def token_ids(model: Model, prompts) -> list[list[int]]:
@@ -218,8 +240,9 @@ def budgets(max_new_tokens, batch: int) -> list[int]:
             f"max_new_tokens: expected integers >= 0, found {short_repr(max_new_tokens)}"
         )
     if counts.ndim and counts.shape != (batch,):
+        found = counts.size if counts.ndim == 1 else f"an array of shape {list(counts.shape)}"
         raise InputError(
-            f"max_new_tokens: expected one value or {batch} (one per row), found {counts.size}"
+            f"max_new_tokens: expected one value or {batch} (one per row), found {found}"
         )
     return np.broadcast_to(counts, (batch,)).tolist()
 

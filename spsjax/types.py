@@ -71,7 +71,7 @@ class Verdict:
     """What a verifier decided about one proposal; K is the greatest depth of a node."""
 
     tokens: Array  # [B, K+1] int32: accepted tokens, the residual or bonus token, then -1
-    num_tokens: Array  # [B] int32, 1..K+1; without the last token where the row is not valid
+    num_tokens: Array  # [B] int32, 1..K+1; 0..K, without the last token, if the row is not valid
     path: Array  # [B, K+1] int32: the root, the accepted nodes, then -1
     valid: Array  # [B] bool: False if no next token could be drawn: its distribution was
     #   non-finite or all zeros

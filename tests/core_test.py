@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_drafters
 from conftest import FAST, build_model, nearby_model, spread_model, spread_params, tiny_config
 
 import spsjax
@@ -268,3 +269,69 @@ def test_drafter_of_another_target_is_refused(target, draft):
     drafter = loading.as_drafter(draft, target)
     with pytest.raises(InputError, match="expected weights on the target's devices"):
         spsjax.generate(split, PROMPTS, drafter, max_new_tokens=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class TooMany(ngram.Drafter):
+    """Proposes one token more than it says."""
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        more = dataclasses.replace(self, num_speculative_tokens=self.num_speculative_tokens + 1)
+        return ngram.Drafter.propose(more, params, state, tokens_BS, lengths_B, rows, keys_B)
+
+
+def test_proposal_longer_than_declared_is_refused(target):
+    with pytest.raises(InputError, match=r"drafter: expected 2 draft tokens, .* found 3"):
+        spsjax.generate(target, PROMPTS, TooMany(2), max_new_tokens=4)
+
+
+def test_tree_deeper_than_k_is_cut_at_k(target, draft):
+    """Nodes below depth K are never accepted, so that greedy output stays the target's."""
+    loaded = drafting.build("random_tree", draft, 3)
+
+    @dataclasses.dataclass(frozen=True)
+    class Deep(type(loaded.drafter)):
+        def propose(self, *args):
+            deeper = toy_drafters.RandomTree(self.config, 3, self.num_nodes)
+            return deeper.propose(*args)
+
+    deep = dataclasses.replace(loaded, drafter=Deep(draft.config, 1, 6))
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 12}
+    out = spsjax.generate(target, PROMPTS, deep, verifier=match.Verifier(), **options)
+    expected = spsjax.generate(target, PROMPTS, **options)
+    for tokens, others in zip(out.tokens, expected.tokens):
+        np.testing.assert_array_equal(tokens, others)
+
+
+def test_drafter_without_its_weights_is_refused(target):
+    drafter = toy_drafters.Tapped(32, 48)
+    with pytest.raises(InputError, match="found a drafter without its weights"):
+        spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
+
+
+def test_numpy_weights_are_refused_in_one_line(target):
+    model = dataclasses.replace(target, params=jax.device_get(target.params))
+    with pytest.raises(InputError, match="expected weights as JAX arrays, found ndarray"):
+        spsjax.generate(model, PROMPTS, max_new_tokens=4)
+
+
+def test_block_without_a_cache_serves_every_row(target):
+    config, params = target.config, target.params
+    tokens = jnp.asarray([[1, 2], [1, 2]])
+    block = transformer.empty_block(config, params, 2, 4)
+    output = transformer.apply(config, params, tokens, block=block)
+    expected = transformer.apply(config, params, tokens)
+    np.testing.assert_allclose(output.logits, expected.logits, atol=1e-5)
+    assert output.block.positions.tolist() == [[0, 1, -1, -1]] * 2
+
+
+def test_prefill_of_a_pair_compiles_without_large_constants(target, draft):
+    """The compiler once evaluated all scores of the empty cache, for half a minute."""
+    request = request_of(target, draft, [[1] * 400] * 3)
+    prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
+    text = prefill.lower(request.params, *request.inputs).compile().as_text()
+    sizes = [
+        np.prod([int(size) for size in shape.split(",") if size])
+        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* constant\(", text)
+    ]
+    assert max(sizes) < 100_000

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
 from spsjax.drafters import base
 from spsjax.errors import InputError, short_repr
@@ -28,7 +29,10 @@ class Drafter(base.Drafter):
 
     def __post_init__(self):
         sizes = self.min_ngram, self.max_ngram
-        if not all(isinstance(size, int) for size in sizes) or not 1 <= sizes[0] <= sizes[1] <= 32:
+        if (
+            not all(isinstance(size, (int, np.integer)) for size in sizes)
+            or not 1 <= sizes[0] <= sizes[1] <= 32
+        ):
             raise InputError(
                 "min_ngram, max_ngram: expected integers, 1 <= min_ngram <= max_ngram <= 32, "
                 f"found {short_repr(self.min_ngram)}, {short_repr(self.max_ngram)}"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax import cache as kv
+from spsjax.errors import InputError
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
 from spsjax.models.layers import INIT, Context, DecoderBlock, Norm
@@ -146,6 +147,11 @@ def apply(
         dtype: compute type; None: the type of the parameters.
         remat: whether to recompute a block's activations for its gradient instead of storing them.
     """
+    for layer in tap_layers:
+        if not 0 <= layer <= config.num_layers:
+            raise InputError(
+                f"tap_layers: expected layers in [0, {config.num_layers}], found {layer}"
+            )
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = _context(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
     return _bind(config, params, dtype)(tokens_BT, context, cache, block, tap_layers, remat)
@@ -160,6 +166,9 @@ def _context(num_tokens, cache, block, positions_BT, ancestors) -> Context:
         start = start if block is None else start + block.size
         positions_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
     positions_BT = jnp.asarray(positions_BT, jnp.int32)
+    if block is not None:
+        rows = block.positions.shape[0]
+        positions_BT = jnp.broadcast_to(positions_BT, (rows, num_tokens))
     known = positions_BT
     if block is not None:
         known = jax.lax.dynamic_update_slice_in_dim(

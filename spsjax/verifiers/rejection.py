@@ -7,7 +7,6 @@ accepted if it is the target's choice.
 """
 
 import dataclasses
-import numbers
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,11 +37,6 @@ class Verifier(base.Verifier):
         return self.lenience == 1
 
     def __call__(self, keys_B, proposal, logits_BMV, rows):
-        if proposal.parents is not None:
-            raise InputError(
-                "verifier: rejection sampling verifies a chain, and this drafter proposes a tree. "
-                "Use spsjax.verifiers.match.Verifier()."
-            )
         target_probs = sampling.to_probs(logits_BMV, rows)
         if self.lenience < 1:
             greedy = rows.temperature == 0
@@ -142,5 +136,6 @@ def relax_greedy(
 def check_lenience(lenience: float) -> None:
     """Raises InputError unless 0 < lenience <= 1."""
     least = np.finfo(np.float32).tiny  # below it, arithmetic makes it zero
-    if not isinstance(lenience, numbers.Real) or not least <= lenience <= 1:
+    number = isinstance(lenience, (int, float, np.floating)) and not isinstance(lenience, bool)
+    if not number or not least <= lenience <= 1:
         raise InputError(f"lenience: expected a number in (0, 1], found {short_repr(lenience)}")
