@@ -325,13 +325,9 @@ def test_block_without_a_cache_serves_every_row(target):
     assert output.block.positions.tolist() == [[0, 1, -1, -1]] * 2
 
 
-def test_prefill_of_a_pair_compiles_without_large_constants(target, draft):
-    """The compiler once evaluated all scores of the empty cache, for half a minute."""
-    request = request_of(target, draft, [[1] * 400] * 3)
+def test_prefill_hides_the_empty_cache_from_the_compiler(target, draft):
+    """Otherwise XLA evaluates all scores of the empty cache while it compiles, for half a minute."""
+    request = request_of(target, draft)
     prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
-    text = prefill.lower(request.params, *request.inputs).compile().as_text()
-    sizes = [
-        np.prod([int(size) for size in shape.split(",") if size])
-        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* constant\(", text)
-    ]
-    assert max(sizes) < 100_000
+    text = prefill.lower(request.params, *request.inputs).as_text()
+    assert re.search(r"optimization_barrier %\S+ : tensor<3xi32>", text)
