@@ -137,17 +137,17 @@ SLOWEST = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
     """Keeps the tests of a file in one process, where they share fixtures and programs."""
+    item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
+
+def pytest_collection_modifyitems(items):
     def rank(item):
         name = item.path.stem.removesuffix("_test")
         return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
 
     items.sort(key=rank)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -326,7 +326,7 @@ def test_block_without_a_cache_serves_every_row(target):
 
 
 def test_prefill_hides_the_empty_cache_from_the_compiler(target, draft):
-    """Otherwise XLA evaluates the scores of the empty cache while it compiles, for half a minute."""
+    """Otherwise XLA evaluates the empty cache's scores while it compiles, for half a minute."""
     request = request_of(target, draft)
     prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
     text = prefill.lower(request.params, *request.inputs).as_text()
