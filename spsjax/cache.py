@@ -20,7 +20,7 @@ from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
 @pytree_dataclass
 class Segment:
-    """One layer's keys and values of a cache or of a block, and what each token sees of them."""
+    """Keys and values of one layer, from a cache or a block, and a mask of what tokens see."""
 
     keys: Array  # [B, G, S, C]
     values: Array  # [B, G, S, C]
@@ -35,8 +35,8 @@ class KVCache:
 
     `lengths` is the only truth. What lies beyond it is stale and masked, never zeroed.
 
-    A layer with relative positions also has what it makes of each distance. That depends on the
-    parameters alone, but is as expensive as a pass over S tokens.
+    `distances` are the projected relative positions of layers that have them. They depend on the
+    parameters alone, but computing them takes as long as a pass over S tokens.
     """
 
     keys: tuple[Array, ...]  # one [B, G, S, C] per layer

@@ -35,7 +35,7 @@ PREFILL_SCORES = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is compiled in: every choice that is not data."""
+    """Static configuration of the compiled loop: every choice that is not data."""
 
     target: transformer.Config
     drafter: Drafter
@@ -46,7 +46,7 @@ class Program:
 
 @pytree_dataclass
 class DecodeState:
-    """One decoding in progress. Rows are independent of each other."""
+    """State of a decoding in progress. Rows are independent of each other."""
 
     # Evolving.
     tokens: Array  # [B, S] int32
@@ -165,7 +165,7 @@ def commit(
     output: ModelOutput,
     verdict: Verdict,
 ) -> DecodeState:
-    """Appends what was decided, up to an end of sequence or the row's limit."""
+    """Appends the verdict's tokens, up to an end of sequence or the row's limit."""
     active = ~state.done
     room = state.limits - state.lengths
     count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
@@ -241,7 +241,7 @@ def prefill(
     """Returns the state after prompts, in chunks whose memory does not grow with the prompts.
 
     Args:
-        program, params: what is compiled in; parameters of target and drafter.
+        program, params: static configuration of the loop; parameters of target and drafter.
         slots: size of the token buffer and of the caches.
         rows: sampling parameters per row.
         tokens_BT: prompts `tokens_BT[b, :lengths_B[b]]`, padded with any tokens.
@@ -259,7 +259,7 @@ def prefill(
         # The last chunk repeats tokens of the one before rather than exceed the buffers.
         start = jnp.minimum(index * width, T - width)
         tokens = lax.dynamic_slice_in_dim(tokens_BT, start, width, axis=1)
-        # Without the barrier the compiler itself evaluates an empty cache's masks, for minutes.
+        # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
         starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
         past, taps = None if first else cache.at(starts), program.drafter.tap_layers
         output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)

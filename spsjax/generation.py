@@ -63,7 +63,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round of one row.
+    """Result of one round for one row.
 
     Attributes:
         tokens: new tokens, cut off at an end of sequence or at the limit.

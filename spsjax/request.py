@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         model: the target.
-        program: what is compiled in.
+        program: static configuration of the loop.
         params: parameters of target and drafter.
         slots: size of token buffers and caches.
         prompts: token ids per prompt.

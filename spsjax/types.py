@@ -43,7 +43,7 @@ class Block:
 
 @pytree_dataclass
 class ModelOutput:
-    """What one forward pass of a model returns."""
+    """Output of one forward pass of a model."""
 
     logits: Array  # [B, T, V] float32
     hidden: Array  # [B, T, D] after the final norm
@@ -68,7 +68,7 @@ class Proposal:
 
 @pytree_dataclass
 class Verdict:
-    """What a verifier decided about one proposal; K is the greatest depth of a node."""
+    """Decision of a verifier about one proposal; K is the greatest depth of a node."""
 
     tokens: Array  # [B, K+1] int32: accepted tokens, the residual or bonus token, then -1
     num_tokens: Array  # [B] int32, 1..K+1; 0..K, without the last token, if the row is not valid

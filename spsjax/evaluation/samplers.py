@@ -23,7 +23,7 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One continuation of a prompt.
+    """Continuation of a prompt.
 
     Attributes:
         seconds: run time, prompt included and compile time excluded.
@@ -51,7 +51,7 @@ class Call(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One way to continue a prompt.
+    """System under test: a way to continue a prompt.
 
     Attributes:
         name: name shown in reports.

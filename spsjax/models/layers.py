@@ -49,7 +49,7 @@ KeysValues = tuple[Array, Array]  # [B, G, P, C] each
 
 @pytree_dataclass
 class Context:
-    """What all layers of one pass know: where its tokens are, and what they see.
+    """Positions and masks of one pass, shared by all layers.
 
     Attributes:
         positions: [B, T] the tokens' positions.

@@ -158,7 +158,7 @@ def apply(
 
 
 def _context(num_tokens, cache, block, positions_BT, ancestors) -> Context:
-    """Where the tokens are and what they see: every mask follows from positions and ancestors."""
+    """Returns positions and masks of a pass; the masks follow from positions and ancestors."""
     contiguous = block is None and positions_BT is None and ancestors is None
     if positions_BT is None:
         # Without a cache all rows are alike, and one mask serves them.
@@ -184,7 +184,7 @@ def _context(num_tokens, cache, block, positions_BT, ancestors) -> Context:
 
 
 def _segments(cache: kv.KVCache) -> list[kv.Segment]:
-    """One segment per layer. Whatever a cache holds is before these tokens: all may see it."""
+    """Returns one segment per layer. What a cache holds comes before these tokens: all see it."""
     positions = cache.positions()
     visible, whole = positions[:, None] >= 0, sharding.whole_heads
     return [

@@ -19,7 +19,7 @@ PARTS = ("propose", "propose, sampling", "score", "verify", "commit", "other")
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """One compiled program, as one chip runs it.
+    """Figures of a compiled program, for one chip.
 
     Attributes:
         seconds: time to compile.

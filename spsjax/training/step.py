@@ -1,4 +1,4 @@
-"""One training step, whatever is trained: a model gives per-token metrics, and "loss" is minimised.
+"""Training step of any model: its per-token metrics are averaged, and "loss" is minimised.
 
 Weights and optimizer state are float32 and sharded like the weights of a loaded model. The compute
 type of a forward pass is a separate choice.

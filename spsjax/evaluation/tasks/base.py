@@ -13,7 +13,7 @@ from spsjax.utils import jsonl
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One example of a task.
+    """Example of a task.
 
     Attributes:
         name: name that is unique within the task.
