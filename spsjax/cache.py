@@ -57,28 +57,34 @@ class KVCache:
         """Returns the same buffers with other lengths."""
         return dataclasses.replace(self, lengths=lengths)
 
-    def write(self, block: Block, path_BP: Array, lengths_B: Array, after: Array) -> "KVCache":
+    def write(
+        self, block: Block, path_BP: Array | None, lengths_B: Array, after: Array
+    ) -> "KVCache":
         """Returns the cache with the block's rows along a path in its next P slots.
 
         The path's rows land in slots `lengths .. lengths + P`, of which the new lengths keep as
-        many as were accepted. A buffer needs P slots beyond the last valid one:
-        `dynamic_update_slice` would silently move a write that does not fit.
+        many as were accepted. A buffer needs P slots beyond the last valid one: a write that does
+        not fit would land in earlier slots.
 
         Args:
             block: keys and values of the round's nodes.
-            path_BP: nodes in the order in which they become tokens, then -1.
+            path_BP: nodes in the order in which they become tokens, then -1; None: all nodes of
+                the block in their own order, of which a chain keeps the first.
             lengths_B: the new lengths.
             after: [B, T, D] final hidden states of a pass that follows every read of this cache.
         """
+        nodes = block.positions.shape[1] if path_BP is None else path_BP.shape[1]
         # The compiler copies the whole cache unless it sees that the write comes after every read.
-        # So the path depends on `after`, in a way that never changes it but cannot be seen through.
-        last = block.positions.shape[1] - 1 + jnp.isnan(after[:, :1, 0]).astype(jnp.int32)
-        path_BP = jnp.minimum(path_BP, last)
+        # So the first slot depends on `after`, in a way that never changes it but cannot be seen
+        # through: no write starts beyond the last slot in which it fits.
+        last = self.num_slots - nodes + jnp.isnan(after[:, 0, 0]).astype(jnp.int32)
+        starts = jnp.minimum(self.lengths, last)
+        write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
 
         def append(buffer_BGSC, rows_BGPC):
-            rows = tree.along(path_BP, rows_BGPC, axis=2)
-            write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
-            return sharding.whole_heads(jax.vmap(write_row)(buffer_BGSC, rows, self.lengths))
+            if path_BP is not None:
+                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
+            return sharding.whole_heads(jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts))
 
         return KVCache(
             tuple(map(append, self.keys, block.keys)),
@@ -89,9 +95,8 @@ class KVCache:
 
     def extend(self, output: ModelOutput) -> "KVCache":
         """Returns the cache with all tokens of a pass behind what it holds, as for a prompt."""
-        B, tokens = output.block.positions.shape
-        path = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (B, tokens))
-        return self.write(output.block, path, self.lengths + tokens, output.hidden)
+        tokens = output.block.positions.shape[1]
+        return self.write(output.block, None, self.lengths + tokens, output.hidden)
 
     def insert(self, row: Array, other: "KVCache") -> "KVCache":
         """Returns the cache with the one row of `other` in the place of row `row`."""

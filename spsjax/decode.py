@@ -190,12 +190,13 @@ def commit(
     if proposal.eligible is not None:
         offered &= proposal.eligible
     offered = jnp.sum(offered, axis=1, dtype=jnp.int32)
+    path = None if proposal.parents is None else verdict.path
     return dataclasses.replace(
         state,
         tokens=tokens,
         lengths=lengths,
         done=state.done | failed | ended | (lengths >= state.limits),
-        cache=state.cache.write(output.block, verdict.path, lengths - 1, output.hidden),
+        cache=state.cache.write(output.block, path, lengths - 1, output.hidden),
         drafter=program.drafter.commit(
             params, drafter_state, tokens, lengths, proposal, output, verdict
         ),
