@@ -4,5 +4,5 @@
 # interpreter.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-[ $# -gt 0 ] || set -- --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=10
+[ $# -gt 0 ] || set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10
 exec "$VENV/bin/python" -m pytest "$@"

@@ -137,11 +137,6 @@ SLOWEST = [
 ]
 
 
-def pytest_itemcollected(item):
-    """Keeps the tests of a file in one process, where they share fixtures and programs."""
-    item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_collection_modifyitems(items):
     def rank(item):
         name = item.path.stem.removesuffix("_test")

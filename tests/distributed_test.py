@@ -1,54 +1,35 @@
 """Tests of several processes: the same tokens as one, and no survivors when one of them dies."""
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import CHILD_FLAGS
+from command_line import Script, free_port
 
 from spsjax import InputError
 from spsjax.parallel import multihost
 
-ROOT = pathlib.Path(__file__).parent.parent
+WORKER = pathlib.Path(__file__).parent / "worker.py"
 
 
-def start(*flags: str, devices: int) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{CHILD_FLAGS} --xla_force_host_platform_device_count={devices}",
-    }
-    return subprocess.Popen(
-        [sys.executable, ROOT / "tests" / "worker.py", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        env=environment,
-        cwd=ROOT,
-    )
+def start(*flags: str, devices: int) -> Script:
+    return Script(WORKER, *flags, devices=devices)
 
 
-def start_two(*flags: str, second: str = "--seed=0") -> list[subprocess.Popen]:
+def start_two(*flags: str, second: str = "--seed=0") -> list[Script]:
     """Starts two processes, the second one with an additional flag."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    flags = (*flags, f"--coordinator=localhost:{port}", "--num_processes=2")
+    flags = (*flags, f"--coordinator=localhost:{free_port()}", "--num_processes=2")
     return [
         start(*flags, f"--process_id={index}", *([second] * index), devices=4) for index in range(2)
     ]
 
 
-def results(process: subprocess.Popen) -> list[dict]:
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+def results(process: Script) -> list[dict]:
+    done = process.wait()
+    assert done.returncode == 0, done.stderr
     # Libraries must not write to standard output: every line is a result.
-    return [json.loads(line) for line in out.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -72,25 +53,24 @@ def test_two_processes_give_the_tokens_of_one_device(one_device):
 
 def test_mesh_without_the_devices_of_a_process_is_refused():
     for process in start_two("--data=1", "--model=4"):
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 1
-        assert "error: mesh: expected all 8 devices of 2 processes, found 1 x 4" in err
+        done = process.wait(300)
+        assert done.returncode == 1
+        assert "error: mesh: expected all 8 devices of 2 processes, found 1 x 4" in done.stderr
 
 
 @pytest.mark.parametrize("second", ["--seed=2", "--stream"])
 def test_processes_with_different_requests_are_refused(second):
     """They would otherwise wait for each other forever."""
     for process in start_two("--data=2", "--model=4", second=second):
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 1
-        assert "error: " in err and "Traceback" not in err
+        done = process.wait(300)
+        assert done.returncode == 1
+        assert "error: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_process_without_a_coordinator_is_refused():
-    process = start("--num_processes=2", devices=1)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert "error: --num_processes: expected --coordinator with it, found none" in err
+    done = start("--num_processes=2", devices=1).wait(300)
+    assert done.returncode == 1
+    assert "error: --num_processes: expected --coordinator with it, found none" in done.stderr
 
 
 @pytest.mark.parametrize("address", ["nonsense", "localhost:abc", "localhost:0", ":80", "a:65536"])
@@ -102,11 +82,13 @@ def test_invalid_coordinator_address_is_refused(address):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_process_ends_the_others_within_a_minute(victim):
     processes = start_two("--data=2", "--model=4", "--rounds=100000")
-    while not (line := processes[0].stdout.readline()).startswith("{"):
-        assert line
+    while "{" not in processes[0].read("stdout"):
+        assert processes[0].poll() is None, processes[0].wait()
+        time.sleep(0.01)
     processes[victim].kill()
-    start, survivor = time.monotonic(), processes[1 - victim]
-    _, err = survivor.communicate(timeout=120)
+    start = time.monotonic()
+    done = processes[1 - victim].wait(120)
     assert time.monotonic() - start < 60
-    assert survivor.returncode not in (0, None)
-    assert "a process of this run has ended or failed" in err or "another task died" in err
+    assert done.returncode != 0
+    messages = "a process of this run has ended or failed", "another task died"
+    assert any(message in done.stderr for message in messages)

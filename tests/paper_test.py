@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 from bad_input import one_line
-from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
+from command_line import Script, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
 from spsjax import InputError
@@ -121,12 +119,12 @@ def test_reproduce_after_a_kill_resumes(pair, tmp_path):
     """A run that was killed resumes; its page and report.json have all that they promise."""
     arguments = flags("figure1", pair, tmp_path, "--config.figure1.num_speculative_tokens=2")
     journal = tmp_path / "stdlib.jsonl"
-    program = [sys.executable, str(ROOT / "scripts" / arguments[0]), *arguments[1:]]
-    with subprocess.Popen(program, stdout=subprocess.DEVNULL) as process:
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.kill()
+    process = Script(*arguments)
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, process.wait()
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
     before = journal.read_bytes()
     before = before[: before.rindex(b"\n") + 1]
     assert before.count(b"\n") >= 3

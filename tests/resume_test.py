@@ -4,19 +4,14 @@ They run the scripts in processes of their own, one and several.
 """
 
 import json
-import os
 import pathlib
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import CHILD_FLAGS
+from command_line import Script, free_port
 
-ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 90
 SHARED = {
     "model.d_model": 32,
@@ -59,34 +54,17 @@ def texts(tmp_path_factory) -> str:
     return str(folder)
 
 
-def start(
-    texts, workdir, *flags, script="train_target.py", devices=1, limit=None
-) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": f"{CHILD_FLAGS} --xla_force_host_platform_device_count={devices}",
-    }
+def start(texts, workdir, *flags, script="train_target.py", devices=1, file_kib=None) -> Script:
     options = DRAFT if script == "train_drafter.py" else TARGET
     options = [f"--config.{name}={value}" for name, value in options.items()]
     options += [f"--workdir={workdir}", f"--config.data.train=('{texts}',)", *flags]
-    limited = ["bash", "-c", f'ulimit -f {limit}; exec "$0" "$@"'] if limit else []
-    return subprocess.Popen(
-        [*limited, sys.executable, ROOT / "scripts" / script, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        env=environment,
-        cwd=ROOT,
-    )
+    return Script(script, *options, devices=devices, file_kib=file_kib)
 
 
-def start_two(texts, workdir, *flags, script="train_target.py") -> list[subprocess.Popen]:
-    """Two processes of four devices each."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
+def start_two(texts, workdir, *flags, script="train_target.py") -> list[Script]:
+    """Starts two processes of four devices each."""
     mesh = "--config.mesh.data=2", "--config.mesh.model=4"
-    together = (*mesh, *flags, f"--coordinator=localhost:{port}", "--num_processes=2")
+    together = (*mesh, *flags, f"--coordinator=localhost:{free_port()}", "--num_processes=2")
     return [
         start(texts, workdir, *together, f"--process_id={index}", script=script, devices=4)
         for index in range(2)
@@ -97,14 +75,14 @@ def when_logged(workdir, step, process) -> None:
     """Waits until the run has logged a step."""
     path = workdir / "log.jsonl"
     while not path.exists() or f'"step": {step},' not in path.read_text():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.wait()
         time.sleep(0.01)
 
 
 def finished(process) -> str:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out + err
+    done = process.wait(300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def result(workdir, step=STEPS):
@@ -143,14 +121,16 @@ def test_killed_and_stopped_run_ends_bit_identical(texts, tmp_path, uninterrupte
     process = start(texts, workdir)
     when_logged(workdir, 33, process)
     process.kill()
-    process.communicate()
+    process.wait()
     process = start(texts, workdir)
     when_logged(workdir, 55, process)
     process.terminate()
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    (step,) = re.findall(r"stopped at step (\d+), saved. Run the same command to resume", err)
-    assert "Traceback" not in err and (workdir / "checkpoints" / f"step_{step}").is_dir()
+    done = process.wait(120)
+    assert done.returncode == 128 + signal.SIGTERM
+    (step,) = re.findall(
+        r"stopped at step (\d+), saved. Run the same command to resume", done.stderr
+    )
+    assert "Traceback" not in done.stderr and (workdir / "checkpoints" / f"step_{step}").is_dir()
     assert "model in" in finished(start(texts, workdir))
     assert result(workdir) == uninterrupted
 
@@ -162,13 +142,13 @@ def test_two_processes_resume_after_kill_and_stop(texts, tmp_path, uninterrupted
     for process in processes:  # distributed_test kills only one of them
         process.kill()
     for process in processes:
-        process.communicate(timeout=120)
+        process.wait(120)
     processes = start_two(texts, workdir)
     when_logged(workdir, 55, processes[0])
     processes[1].terminate()  # a signal to one process stops both
     for process in processes:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 128 + signal.SIGTERM, err
+        done = process.wait(120)
+        assert done.returncode == 128 + signal.SIGTERM, done.stderr
     for process in start_two(texts, workdir):
         finished(process)
     assert_close(result(workdir), uninterrupted)
@@ -198,14 +178,16 @@ def test_full_disk_ends_a_run_with_one_line(texts, tmp_path, uninterrupted):
     process = start(texts, workdir)
     when_logged(workdir, 45, process)
     process.kill()
-    process.communicate()
+    process.wait()
     before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
-    process = start(texts, workdir, limit=20)  # largest file in KiB
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    line = err.splitlines()[-1]
-    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, err
-    assert "Traceback" not in err
+    process = start(texts, workdir, file_kib=20)
+    done = process.wait(120)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
     assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
     # With enough space, another mesh resumes the run.
     mesh = ("--config.mesh.data=2", "--config.mesh.model=4")

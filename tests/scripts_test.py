@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from command_line import ROOT, fails_with_one_line, run, succeeds, tiny_pair
+from command_line import ROOT, fails_with_one_line, run, run_afresh, succeeds, tiny_pair
 
 from spsjax import generation, tokenization
 from spsjax.cli import main, terminal
@@ -254,7 +254,7 @@ def test_benchmark_without_a_package_is_one_line(pair, tmp_path, flag, module):
         "real = util.find_spec\n"
         f"util.find_spec = lambda name, *rest: None if name == {module!r} else real(name, *rest)\n"
     )
-    result = run("benchmark.py", *pair, f"--{flag}", path=tmp_path)
+    result = run_afresh("benchmark.py", *pair, f"--{flag}", PYTHONPATH=str(tmp_path))
     fails_with_one_line(result, module, "installed")
 
 
@@ -266,10 +266,11 @@ def test_training_answers_a_mistake_with_one_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_generate_on_ascii_terminal_prints_question_marks(pair, monkeypatch):
+def test_generate_on_ascii_terminal_prints_question_marks(pair):
     """Characters that the terminal lacks become question marks."""
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    assert succeeds("generate.py", *pair, *SHORT, "--prompt=é").stdout.startswith("?")
+    flags = (*pair, *SHORT, "--prompt=é")
+    result = run_afresh("generate.py", *flags, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and result.stdout.startswith("?")
 
 
 def test_warnings_of_libraries_are_hidden(capsys):

@@ -1,0 +1,40 @@
+"""Server that `command_line.Script` forks scripts from: it has imported what they import.
+
+Importing takes most of a short script's time. Nothing here may ask JAX for devices: they would not
+survive the fork.
+"""
+
+import atexit
+import contextlib
+import os
+import resource
+import runpy
+import sys
+
+import spsjax.cli.main
+import spsjax.cli.terminal
+import spsjax.evaluation.hf_baseline
+import spsjax.evaluation.paper
+import spsjax.performance.aot
+import spsjax.training.train_draft
+import spsjax.training.train_target
+
+with contextlib.suppress(ImportError):
+    import spsjax.cli.plots  # noqa: F401
+
+
+def run(arguments, environment, folder, file_kib, output) -> None:
+    """Runs a script in this process, which `command_line.Script` describes, as a new one would."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(os.path.join(output, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+    if file_kib is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (1024 * file_kib,))
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(arguments[0]))
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # `multiprocessing` leaves them out
