@@ -48,7 +48,7 @@ setup(
         "test": ["pytest", "pytest-xdist", "ruff"],
         "plots": ["matplotlib"],
         "hub": ["huggingface_hub"],
-        "ahead": ["libtpu"],  # the TPU's compiler, for machines without a TPU
+        "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],
     },
