@@ -11,8 +11,15 @@ NOTEBOOKS = {path.stem: path for path in sorted(_FOLDER.glob("*.ipynb"))}
 
 # Replacements that make a notebook fast enough for a test.
 SMALLER = {
-    "distill_a_draft": {'"steps": 300': '"steps": 30', '"eval_every": 100': '"eval_every": 30'},
-    "plan_a_pod": {"num_layers=32": "num_layers=4"},
+    "distill_a_draft": {
+        '"email", "http", "json", "logging"': '"json", "logging"',
+        '"steps": 300': '"steps": 6',
+        '"eval_every": 100': '"eval_every": 6',
+        '"warmup": 20': '"warmup": 2',
+        '"new_tokens": 48': '"new_tokens": 8',
+        "max_new_tokens=64": "max_new_tokens=8",
+    },
+    "plan_a_pod": {"vocab_size=128_256": "vocab_size=16_032", "num_layers=32": "num_layers=2"},
     "quickstart": {
         "KS = (1, 2, 4, 8)": "KS = (4,)",
         "repetitions=3": "repetitions=1",

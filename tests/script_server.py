@@ -6,6 +6,7 @@ survive the fork.
 
 import atexit
 import contextlib
+import gc
 import os
 import resource
 import runpy
@@ -21,6 +22,7 @@ import spsjax.training.train_target
 
 with contextlib.suppress(ImportError):
     import spsjax.cli.plots  # noqa: F401
+gc.freeze()  # the modules are no garbage
 
 
 def run(arguments, environment, folder, file_kib, output) -> None:

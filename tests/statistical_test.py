@@ -22,6 +22,7 @@ import spsjax
 from spsjax import SamplingParams, sampling
 from spsjax.verifiers.lenience import lenient_distribution
 
+pytestmark = pytest.mark.usefixtures("exact_buffers")
 # p-value below which a test fails. All seeds are fixed. A real fault gives far smaller p-values.
 SUSPICIOUS = 1e-4
 ROWS, SEEDS, NEW = 8192, 4, 3

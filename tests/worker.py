@@ -2,8 +2,8 @@
 
 It samples autoregressively and speculatively.
 
-python tests/worker.py --data=2 --model=4 --rounds=1 [--coordinator=host:port --num_processes=2
-    --process_id=0]
+python tests/worker.py --target=FOLDER --draft=FOLDER --data=2 --model=4 --rounds=1
+    [--coordinator=host:port --num_processes=2 --process_id=0]
 """
 
 import json
@@ -16,6 +16,8 @@ import spsjax
 from spsjax.cli import configs, main
 from spsjax.parallel import multihost
 
+_TARGET = flags.DEFINE_string("target", None, "Folder of the target.")
+_DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft.")
 _DATA = flags.DEFINE_integer("data", 1, "Size of the mesh's data axis.")
 _MODEL = flags.DEFINE_integer("model", 1, "Size of the mesh's model axis.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
@@ -27,8 +29,7 @@ PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
 
 def run():
     mesh = configs.mesh(ConfigDict({"data": _DATA.value, "model": _MODEL.value}))
-    target = spsjax.load("pystdlib/target", mesh)
-    draft = spsjax.load("pystdlib/draft", mesh)
+    target, draft = (spsjax.load(folder.value, mesh) for folder in (_TARGET, _DRAFT))
     held = sum(
         shard.data.nbytes
         for leaf in jax.tree.leaves(target.params)
