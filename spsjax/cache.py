@@ -99,14 +99,14 @@ class KVCache:
         return self.write(output.block, None, self.lengths + tokens, output.hidden)
 
     def insert(self, row: Array, other: "KVCache") -> "KVCache":
-        """Returns the cache with the one row of `other` in the place of row `row`."""
+        """Returns the cache with the first row of `other` in the place of row `row`."""
         own = dataclasses.replace(self, distances=())
         inserted = insert_row(own, row, dataclasses.replace(other, distances=()))
         return dataclasses.replace(inserted, distances=self.distances)
 
 
 def insert_row(state, row: Array, other):
-    """Returns a pytree of arrays [B, ...] with the one row of `other` [1, ...] at index `row`.
+    """Returns a pytree of arrays [B, ...] with the first row of `other` at index `row`.
 
     Caches insert on their own: not all that they hold has a batch axis.
     """
@@ -114,7 +114,7 @@ def insert_row(state, row: Array, other):
     def insert(mine, theirs):
         if isinstance(mine, KVCache):
             return mine.insert(row, theirs)
-        return lax.dynamic_update_slice_in_dim(mine, theirs, row, axis=0)
+        return lax.dynamic_update_slice_in_dim(mine, theirs[:1], row, axis=0)
 
     def is_cache(leaf):
         return isinstance(leaf, KVCache) and leaf is not state

@@ -27,9 +27,8 @@ from spsjax.sampling import RowParams
 from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Verdict, pytree_dataclass
 from spsjax.verifiers.base import Verifier
 
-# The most tokens of a prompt in one pass, and the most scores per head and row: T tokens against S
-# slots are T x S scores, so that long caches are filled in smaller chunks.
-PREFILL_TOKENS = 512
+# The most tokens of a prompt in one pass, and the most scores (tokens x slots) per head and row.
+PREFILL_TOKENS = 1024
 PREFILL_SCORES = 2**22
 
 
@@ -123,6 +122,9 @@ def propose(
             f"found {proposal.probs.shape[-1]}. Load it for this target with load_drafter."
         )
     if proposal.parents is None:
+        if proposal.eligible is not None:
+            tokens = jnp.where(proposal.eligible, proposal.tokens, -1)
+            proposal = dataclasses.replace(proposal, tokens=tokens, eligible=None)
         return proposal, drafter_state
     if not program.verifier.trees:
         raise InputError(
@@ -239,7 +241,7 @@ def prefill(
     limits_B: Array,
     keys_B: Array,
 ) -> DecodeState:
-    """Returns the state after prompts, in chunks whose memory does not grow with the prompts.
+    """Returns the state after prompts, in chunks whose scores do not grow with the prompts.
 
     Args:
         program, params: static configuration of the loop; parameters of target and drafter.
@@ -288,10 +290,12 @@ def prefill(
 
 
 def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
-    """Returns the state with the one row of `fresh` in the place of row `row`, in [0, B).
+    """Returns the state with the first row of `fresh` in the place of row `row`, in [0, B).
 
-    Both must have been made by `prefill` of one program with the same number of slots.
+    Both come from `prefill` of one program. Raises InputError if `fresh` has more slots.
     """
+    if (found := fresh.tokens.shape[1]) > (slots := state.tokens.shape[1]):
+        raise InputError(f"fresh: expected a state of at most {slots} slots, found {found}")
     return kv.insert_row(state, row, fresh)
 
 

@@ -17,6 +17,7 @@ from spsjax.sampling import SamplingParams
 from spsjax.tokenization.base import incremental_text
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
+from spsjax.verifiers import match
 from spsjax.verifiers.base import Verifier
 
 
@@ -191,7 +192,7 @@ def propose(
         sampling,
         0,
         seed,
-        None,
+        match.Verifier(),  # verifies nothing here, but allows chains and trees
         False,
     )
     state, _ = _prefill(request)

@@ -153,6 +153,10 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
         )
     method = drafter.drafter
+    if not isinstance(method, base.Drafter):
+        raise InputError(
+            f"drafter {drafter.name}: expected a drafter in it, found {type(method).__name__}"
+        )
     if isinstance(method, (draft_model.Drafter, base.TrainableDrafter)) and not drafter.params:
         raise InputError(
             "drafter: expected the loaded draft model itself, found a drafter without its weights"
@@ -211,7 +215,14 @@ def check_verifier(verifier) -> base_verifier.Verifier:
 
 def _check_frozen(name: str, method) -> None:
     """Raises InputError unless it can be compiled in."""
-    if not dataclasses.is_dataclass(method) or type(method).__hash__ is None:
+    try:
+        hash(method)
+    except TypeError as error:
+        raise InputError(
+            f"{name}: expected a frozen dataclass that can be hashed, as every {name} is, "
+            f"found {type(method).__name__}: {error}"
+        ) from None
+    if not dataclasses.is_dataclass(method):
         raise InputError(
             f"{name}: expected a frozen dataclass, as every {name} is, "
             f"found {type(method).__name__}"
@@ -220,7 +231,8 @@ def _check_frozen(name: str, method) -> None:
 
 def token_ids(model: Model, prompts) -> list[list[int]]:
     """Returns the token ids of each prompt, a text or a list of ids."""
-    if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
+    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    if isinstance(prompts, str) or not (is_array or isinstance(prompts, Sequence)):
         raise InputError(
             f"prompts: expected a list of texts or token-id lists, found {type(prompts).__name__}"
         )

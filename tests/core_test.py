@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy_drafters
 from conftest import FAST, build_model, nearby_model, spread_model, spread_params, tiny_config
 
 import spsjax
@@ -77,6 +76,19 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
         )
 
 
+def test_insert_takes_the_first_row_of_a_padded_state(target):
+    """On a mesh a single prompt gets rows that fill it up; they must not reach other rows."""
+    request = request_of(target, None)
+    state, _ = generation._prefill(request)
+    fresh, _ = generation._prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
+    inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
+    assert inserted.lengths.tolist() == [state.lengths[0], 3, state.lengths[2]]
+    more = state.tokens.shape[1] + 1 - fresh.tokens.shape[1]
+    longer = dataclasses.replace(fresh, tokens=jnp.pad(fresh.tokens, ((0, 0), (0, more))))
+    with pytest.raises(InputError, match=r"^fresh: expected a state of at most \d+ slots"):
+        decode.insert(state, 1, longer)
+
+
 def test_inserted_row_works_with_relative_positions():
     """The table of distances in a cache belongs to no row, and stays as it is."""
     config = tiny_config(32, positions="relative", ffn="gelu")
@@ -117,6 +129,8 @@ def test_propose_returns_the_first_round_of_generate(target, draft):
         )
         assert out.tokens[0][: first.accepted].tolist() == first.tokens[: first.accepted].tolist()
     assert spsjax.propose(target, PROMPTS[2], draft, 2).probs.shape == (1, 2, 48)
+    tree = spsjax.propose(target, PROMPTS[2], drafting.build("random_tree", draft, 4))
+    assert tree.parents.shape == tree.tokens.shape == tree.eligible.shape
 
 
 def test_load_drafter_loads_by_name_or_folder():
@@ -283,30 +297,6 @@ class TooMany(ngram.Drafter):
 def test_proposal_longer_than_declared_is_refused(target):
     with pytest.raises(InputError, match=r"drafter: expected 2 draft tokens, .* found 3"):
         spsjax.generate(target, PROMPTS, TooMany(2), max_new_tokens=4)
-
-
-def test_tree_deeper_than_k_is_cut_at_k(target, draft):
-    """Nodes below depth K are never accepted, so that greedy output stays the target's."""
-    loaded = drafting.build("random_tree", draft, 3)
-
-    @dataclasses.dataclass(frozen=True)
-    class Deep(type(loaded.drafter)):
-        def propose(self, *args):
-            deeper = toy_drafters.RandomTree(self.config, 3, self.num_nodes)
-            return deeper.propose(*args)
-
-    deep = dataclasses.replace(loaded, drafter=Deep(draft.config, 1, 6))
-    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 12}
-    out = spsjax.generate(target, PROMPTS, deep, verifier=match.Verifier(), **options)
-    expected = spsjax.generate(target, PROMPTS, **options)
-    for tokens, others in zip(out.tokens, expected.tokens):
-        np.testing.assert_array_equal(tokens, others)
-
-
-def test_drafter_without_its_weights_is_refused(target):
-    drafter = toy_drafters.Tapped(32, 48)
-    with pytest.raises(InputError, match="found a drafter without its weights"):
-        spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
 
 
 def test_numpy_weights_are_refused_in_one_line(target):

@@ -52,21 +52,27 @@ def relative_positions(slots: int, d_model: int) -> Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-def relative_scores(query_BTHC: Array, table_HSC: Array, positions_BT: Array) -> Array:
-    """Returns [B, T, H, S] float32: each query against the distance from its position to each slot.
+def distance_scores(query_BTHC: Array, table_HSC: Array) -> Array:
+    """Returns [B, T, H, S] float32: each query against the distances S-1, ..., 0.
 
-    Slot i holds position i. `table_HSC` are the projected `relative_positions`. Every query meets
-    every distance once, and its row of scores is then shifted to where its own position is; slots
-    beyond it get arbitrary values.
+    `table_HSC` are the projected `relative_positions`.
+    """
+    return jnp.einsum("bthc,hsc->bths", query_BTHC, table_HSC, preferred_element_type=jnp.float32)
+
+
+def scores_of_slots(scores_BTHS: Array, positions_BT: Array) -> Array:
+    """Returns [B, T, H, S]: `distance_scores` from the position of each query to each slot.
+
+    Slot i holds position i. Each query's row of scores is shifted to where its own position is;
+    slots beyond it get arbitrary values.
 
     A row's positions must lie in [p, p + T) with p its first. So one slice per row does most of the
     shift, and log2(T) selections the rest: a slice per query would be a loop on accelerators.
     """
-    T, slots = query_BTHC.shape[1], table_HSC.shape[1]
-    scores = _distance_scores(query_BTHC, table_HSC)
+    T, slots = scores_BTHS.shape[1], scores_BTHS.shape[3]
     steps = (T - 1).bit_length()
     width = slots + 2**steps - 1
-    padded = jnp.pad(scores, [(0, 0)] * 3 + [(0, width)])
+    padded = jnp.pad(scores_BTHS, [(0, 0)] * 3 + [(0, width)])
     first = positions_BT[:, 0]
     starts = jnp.maximum(slots - T - first, 0)
     cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=-1)
@@ -79,23 +85,16 @@ def relative_scores(query_BTHC: Array, table_HSC: Array, positions_BT: Array) ->
     return scores
 
 
-def relative_scores_between(
-    query_BTHC: Array, table_HPC: Array, positions_BT: Array, key_positions_BP: Array
-) -> Array:
-    """Returns [B, T, H, P] float32: each query against its distance to each key, wherever that is.
+def scores_of_keys(scores_BTHP: Array, positions_BT: Array, key_positions_BP: Array) -> Array:
+    """Returns [B, T, H, P]: `distance_scores` to each key, wherever it is.
 
-    For the few nodes of a tree, whose positions repeat. `table_HPC` are the projected distances
-    P-1, ..., 0; a key that is not that near gets an arbitrary value.
+    For the few nodes of a tree, whose positions repeat. A key at a distance of P or more gets an
+    arbitrary value.
     """
-    scores = _distance_scores(query_BTHC, table_HPC)
-    nearest = table_HPC.shape[1] - 1  # where the table has distance 0
+    nearest = scores_BTHP.shape[3] - 1  # where distance 0 is
     distances = positions_BT[:, :, None] - key_positions_BP[:, None]
     index = jnp.clip(nearest - distances, 0, nearest)
-    return jnp.take_along_axis(scores, index[:, :, None], axis=-1)
-
-
-def _distance_scores(query_BTHC: Array, table_HSC: Array) -> Array:
-    return jnp.einsum("bthc,hsc->bths", query_BTHC, table_HSC, preferred_element_type=jnp.float32)
+    return jnp.take_along_axis(scores_BTHP, index[:, :, None], axis=-1)
 
 
 def capped(x: Array, limit: float) -> Array:

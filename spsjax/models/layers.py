@@ -10,12 +10,13 @@ from flax import nnx
 from spsjax import cache as kv
 from spsjax.models.attention import (
     attend,
+    distance_scores,
     relative_positions,
-    relative_scores,
-    relative_scores_between,
     rope_angles,
     rope_frequencies,
     rotate,
+    scores_of_keys,
+    scores_of_slots,
 )
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
@@ -156,17 +157,18 @@ class Attention(nnx.Module):
     def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
         """Returns one [B, T, H, S] per segment."""
         *cached, block = segments
-        P, biases = block.keys.shape[2], []
+        P = block.keys.shape[2]
         positions = jnp.broadcast_to(context.positions, query_BTHC.shape[:2])
-        for cache in cached:
-            biases.append(relative_scores(query_BTHC, cache.distances, positions))
-        # The table ends with the nearest distances, so a part of a cache's is a block's.
-        table = cached[0].distances[:, -P:] if cached else self.distances(P)
+        # One product serves both segments: the scores end with the nearest distances, a block's.
+        # A second one, with a part of the table, makes the TPU's compiler copy every table.
+        table = cached[0].distances if cached else self.distances(P)
+        scores = distance_scores(query_BTHC, table)
+        nearest = scores[..., -P:]
         if context.contiguous:
-            biases.append(relative_scores(query_BTHC, table, positions - positions[:, :1]))
+            of_block = scores_of_slots(nearest, positions - positions[:, :1])
         else:
-            biases.append(relative_scores_between(query_BTHC, table, positions, block.positions))
-        return biases
+            of_block = scores_of_keys(nearest, positions, block.positions)
+        return [*(scores_of_slots(scores, positions) for _ in cached), of_block]
 
     def distances(self, slots: int) -> Array:
         """Returns [H, S, C]: the projections of the distances S-1, ..., 0 for each head."""
