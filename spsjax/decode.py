@@ -241,7 +241,7 @@ def prefill(
     limits_B: Array,
     keys_B: Array,
 ) -> DecodeState:
-    """Returns the state after prompts, in chunks whose scores do not grow with the prompts.
+    """Returns the state after prompts, read in chunks that bound the memory of attention scores.
 
     Args:
         program, params: static configuration of the loop; parameters of target and drafter.

@@ -57,6 +57,8 @@ def test_chinchilla_programs_need_little_temporary_memory(chinchilla):
     assert chinchilla.weights == pytest.approx((SHORT + SHORT_DRAFT) * 2 / 16, rel=1e-3)
     for name, program in chinchilla.programs.items():
         assert program.temporary < 0.5e9, name
+    # With a copy of every layer's table of distances it would be half of the caches.
+    assert chinchilla.programs["ArS"].temporary < 0.35 * chinchilla.caches
 
 
 @needs_libtpu

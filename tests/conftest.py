@@ -49,8 +49,8 @@ jax.devices()
 CHILD_FLAGS = os.environ["XLA_FLAGS"]
 os.environ["XLA_FLAGS"] = CHILD_FLAGS.replace("--xla_cpu_use_fusion_emitters=false", "")
 
-# Looking for garbage takes a fifth of the time in which programs are traced and compiled: it is
-# done once per module.
+# Tracing and compiling make Python look for garbage often, which takes up to a fifth of their time.
+# It is collected once per module instead.
 gc.disable()
 
 # Tests and a notebook plan for the same slice: it is compiled once.

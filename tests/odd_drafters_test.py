@@ -1,4 +1,4 @@
-"""Drafters that propose what the loop does not take: it is cut off, or refused in one line."""
+"""Drafters that the loop cannot take as they are: cut to what it takes, or refused in one line."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_chain_token_that_is_not_eligible_ends_the_proposal(target, draft):
         (WithList(items=[3]), "drafter: expected a frozen dataclass that can be hashed, as"),
     ],
 )
-def test_loaded_drafter_that_is_none_is_refused(target, method, message):
+def test_drafter_of_a_wrong_type_or_unhashable_is_refused(target, method, message):
     with pytest.raises(InputError, match=f"^{message}"):
         spsjax.generate(target, PROMPTS, LoadedDrafter("x", method, {}), max_new_tokens=4)
 

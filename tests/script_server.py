@@ -22,11 +22,14 @@ import spsjax.training.train_target
 
 with contextlib.suppress(ImportError):
     import spsjax.cli.plots  # noqa: F401
-gc.freeze()  # the modules are no garbage
+gc.freeze()  # imported modules never become garbage
 
 
 def run(arguments, environment, folder, file_kib, output) -> None:
-    """Runs a script in this process, which `command_line.Script` describes, as a new one would."""
+    """Runs a script in this forked process, as a new Python process would run it.
+
+    `command_line.Script` describes the arguments.
+    """
     os.environ.update(environment)
     os.chdir(folder)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
