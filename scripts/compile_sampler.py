@@ -9,6 +9,7 @@ table. Needs `pip install libtpu`.
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from unittest import mock
 
 import jax
@@ -32,11 +33,8 @@ def run():
     ways = [
         (layout, name, gathering, change)
         for layout, gathering in (
-            ("gathered", {"gather_vocab": sharding.gather_vocab}),
-            (
-                "sharded",
-                {"gather_vocab": lambda logits: logits, "shard_batch": lambda logits: logits},
-            ),
+            ("gathered", sharding.gather_vocab),
+            ("sharded", lambda logits: logits),
         )
         for name, change in (
             ("search, 1 bit per round", {"_BITS": 1}),
@@ -54,15 +52,15 @@ def run():
     print("one round with top-k and top-p; the compiler does not count the cycles of a sort")
 
 
-def _compile(gathering: dict, change: dict) -> tuple[str, ...]:
-    """Returns the counts of the loop with other functions of `sharding` and `sampling`."""
+def _compile(gathering: Callable, change: dict) -> tuple[str, ...]:
+    """Returns the counts of the loop with another `gather_vocab`, and changes to `sampling`."""
     jax.clear_caches()
     target, draft = (
         dataclasses.replace(configs.model_config(name, _MODELS), num_layers=1)
         for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
     with (
-        mock.patch.multiple(sharding, **gathering),
+        mock.patch.object(sharding, "gather_vocab", gathering),
         mock.patch.multiple(sampling, **change),
     ):
         report = aot.compile_pair(

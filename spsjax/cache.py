@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from spsjax import tree
 from spsjax.parallel import sharding
@@ -84,7 +85,8 @@ class KVCache:
         def append(buffer_BGSC, rows_BGPC):
             if path_BP is not None:
                 rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
-            return sharding.whole_heads(jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts))
+            written = jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts)
+            return sharding.whole_heads(_row_major(written))
 
         return KVCache(
             tuple(map(append, self.keys, block.keys)),
@@ -103,6 +105,22 @@ class KVCache:
         own = dataclasses.replace(self, distances=())
         inserted = insert_row(own, row, dataclasses.replace(other, distances=()))
         return dataclasses.replace(inserted, distances=self.distances)
+
+
+def _row_major(buffer: Array) -> Array:
+    """Keeps the order of a buffer's axes in a TPU's memory.
+
+    Where several rows are written, the TPU's compiler would otherwise turn every cache before the
+    loop and back after it: a second copy of all caches, and a sixth of a round's cycles.
+    """
+
+    # Other compilers do not split a constrained array over a mesh, and do not need the constraint.
+    # Nor must it be a program's result: JAX 0.10 then lets XLA turn all results, and reads them as
+    # if it had not. Here the choice of the platform is the result.
+    def constrained(buffer):
+        return with_layout_constraint(buffer, Layout(tuple(range(buffer.ndim))))
+
+    return lax.platform_dependent(buffer, tpu=constrained, default=lambda buffer: buffer)
 
 
 def insert_row(state, row: Array, other):

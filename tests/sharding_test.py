@@ -115,6 +115,7 @@ def programs(shape, num_kv_heads, tie, kind):
 CASES = [
     ((1, 8), 8, False, "none"),
     ((1, 8), 2, True, "sharded draft"),
+    ((2, 4), 4, True, "sharded draft"),
     ((2, 4), 2, False, "replicated draft"),
 ]
 

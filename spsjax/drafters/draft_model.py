@@ -102,7 +102,7 @@ class Drafter(base.Drafter):
 
     def _draw(self, logits_BV, rows, uniforms_B2):
         """Draws one token; returns it and its distribution over the target's vocabulary."""
-        logits_BV = sharding.shard_batch(logits_BV)[:, : self.vocab_size]
+        logits_BV = sharding.gather_vocab(logits_BV)[:, : self.vocab_size]
         probs = sampling.to_probs(logits_BV, rows)
         missing = max((self.vocab_size or 0) - probs.shape[1], 0)
         return sampling.draw(probs, uniforms_B2), jnp.pad(probs, [(0, 0), (0, missing)])

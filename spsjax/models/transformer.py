@@ -67,7 +67,7 @@ class Transformer(nnx.Module):
             stream.append(x_BTD)
             run = jax.checkpoint(layer) if remat else layer
             x_BTD, row = run(x_BTD, context, past, before)
-            if index % _SUMMED == _SUMMED - 1:
+            if tokens_BT.shape[1] >= _LONG and index % _SUMMED == _SUMMED - 1:
                 x_BTD = jax.lax.optimization_barrier(x_BTD)
             rows.append(row)
         stream.append(x_BTD)
@@ -91,12 +91,16 @@ class Transformer(nnx.Module):
         logits = jnp.einsum(
             spec, hidden_BTD, kernel.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32
         )
+        logits = sharding.split_rows(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
 
-# Layers whose outputs a compiler may keep separately and add up again where the sum is needed. The
-# TPU compiler would keep 98 of the 160 of a 70B model's prompt: 1.6 GB per chip at 1,024 tokens.
-_SUMMED = 8
+# Layers whose outputs a compiler may keep separately, and add up again where the sum is needed. In
+# a pass over a prompt each is large: the TPU's compiler would keep 98 of 160 of a 70B model, 1.6
+# GB per chip at 1,024 tokens. In a short pass they are small, and a barrier costs more than it
+# saves.
+_SUMMED = 4
+_LONG = 64  # tokens
 
 
 @functools.lru_cache

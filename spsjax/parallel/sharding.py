@@ -131,14 +131,13 @@ def model_axis() -> int:
     return jax.sharding.get_abstract_mesh().shape.get("model", 1)
 
 
-def shard_batch(array: Array) -> Array:
-    """Constrains an array to be split by rows alone. Does nothing without a mesh."""
-    return _constrained(array, P("data"))
+def split_rows(logits: Array) -> Array:
+    """Constrains logits [B, ..., V] to be split by rows; the vocabulary may be split, too.
 
-
-def whole_heads(rows_BGSC: Array) -> Array:
-    """Under a mesh: keeps key-value heads that it cannot split whole on every device."""
-    return rows_BGSC if rows_BGSC.shape[1] % model_axis() == 0 else shard_batch(rows_BGSC)
+    Without this, where the logits are gathered right after the product, the compiler may gather the
+    head's weights instead. Does nothing without a mesh.
+    """
+    return _constrained(logits, P("data", *[P.UNCONSTRAINED] * (logits.ndim - 1)))
 
 
 def gather_vocab(logits: Array) -> Array:
@@ -147,10 +146,13 @@ def gather_vocab(logits: Array) -> Array:
     Sampling reduces over the vocabulary about forty times. Each reduction of split logits would
     need a collective, while gathered logits need none. Does nothing without a mesh.
     """
-    # Two constraints, because with the second alone the compiler may gather the head's weights.
-    if logits.shape[-1] % model_axis() == 0:
-        logits = _constrained(logits, P("data", *[None] * (logits.ndim - 2), "model"))
-    return shard_batch(logits)
+    return _constrained(logits, P("data"))
+
+
+def whole_heads(rows_BGSC: Array) -> Array:
+    """Under a mesh: keeps key-value heads that it cannot split whole on every device."""
+    divides = rows_BGSC.shape[1] % model_axis() == 0
+    return rows_BGSC if divides else _constrained(rows_BGSC, P("data"))
 
 
 def _constrained(array: Array, spec: P) -> Array:
