@@ -14,6 +14,7 @@ import json
 import pathlib
 import re
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 from absl import flags
 from ml_collections import config_flags
 

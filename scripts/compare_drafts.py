@@ -13,6 +13,7 @@ import json
 import pathlib
 import runpy
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 

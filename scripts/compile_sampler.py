@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable
 from unittest import mock
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jax
 import jax.numpy as jnp
 from absl import flags

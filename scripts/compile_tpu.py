@@ -12,6 +12,7 @@ import inspect
 import json
 import pathlib
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jax
 from absl import flags
 from ml_collections import config_flags

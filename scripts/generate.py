@@ -16,6 +16,7 @@ import json
 import pathlib
 import sys
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 from absl import flags
 from ml_collections import config_flags
 

@@ -10,6 +10,7 @@ from a report of reproduce.py. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.
 
 import json
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 import numpy as np
 from absl import flags
 

@@ -7,6 +7,7 @@ Every key of the config is a flag; configs/experiments/quickstart.py lists them.
 
 import pathlib
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 from absl import flags
 from ml_collections import config_flags
 

@@ -3,4 +3,5 @@
 # of its speed beside autoregressive sampling's. PYTHON=python3.13 takes another interpreter.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-exec "$VENV/bin/python" scripts/quickstart.py "$@"
+"$VENV/bin/python" scripts/quickstart.py "$@"
+echo "Before other Python scripts: source $VENV/bin/activate"

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import pathlib
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jinja2
 from absl import flags
 from ml_collections import config_flags

@@ -8,6 +8,7 @@ The same command resumes an interrupted run.
 
 import pathlib
 
+import _environment  # noqa: F401 (must be first: names a package that is missing)
 from absl import flags
 from ml_collections import config_flags
 
