@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from bad_input import one_line
 from conftest import nearby_model, spread_model
 
 import spsjax
@@ -176,3 +177,8 @@ def test_verify_needs_no_collective_but_flags(case):
     operations = collectives(loop, "/verify/")
     assert set(operations) <= {"all-reduce"} and set(operations["all-reduce"]) <= {()}
     assert shape[0] > 1 or not operations["all-reduce"]
+
+
+def test_mesh_of_too_many_devices_says_how_to_get_them():
+    with one_line("at most 8 devices, found 4 x 4", "xla_force_host_platform_device_count=16"):
+        sharding.mesh(data=4, model=4)

@@ -56,7 +56,11 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
             f"mesh: expected integers >= 1, found {short_repr(data)} x {short_repr(model)}"
         )
     if data * model > len(devices):
-        raise InputError(f"mesh: expected at most {len(devices)} devices, found {data} x {model}")
+        text = f"mesh: expected at most {len(devices)} devices, found {data} x {model}"
+        if devices[0].platform == "cpu":  # a way to try a mesh without accelerators
+            count = f"--xla_force_host_platform_device_count={data * model}"
+            text += f". Set smaller axes, or XLA_FLAGS={count} for as many CPU devices"
+        raise InputError(text)
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
