@@ -30,7 +30,6 @@ _K = flags.DEFINE_integer("num_speculative_tokens", 4, "K.", lower_bound=1)
 
 
 def run():
-    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
     ways = [
         (layout, name, gathering, change)
         for layout, gathering in (
@@ -92,4 +91,5 @@ def by_sorting(logits, weights, needed):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
     main.run(run)

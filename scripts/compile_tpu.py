@@ -29,7 +29,6 @@ _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
 
 def run():
-    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
     config = _CONFIG.value.to_dict()
     main.check_writable(_JSON.value)
     known = inspect.signature(aot.compile_pair).parameters
@@ -130,4 +129,5 @@ def _where(scope: str) -> str:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
     main.run(run, _CONFIGS / "experiments" / "chinchilla_70b.py")

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
@@ -279,6 +281,19 @@ def test_warnings_of_libraries_are_hidden(capsys):
     main._warn("odd types", DeprecationWarning, generation.__file__, 1)
     main._warn("odd arrays", UserWarning, np.__file__, 1)
     assert capsys.readouterr().err == "warning: odd weights\n"
+
+
+@pytest.mark.parametrize(("platforms", "asked"), [(None, 1), ("tpu,cpu", 0)])
+def test_messages_of_libtpu_are_hidden_without_a_tpu(capfd, monkeypatch, platforms, asked):
+    """JAX names its platforms where it sees a TPU. There, nothing is hidden."""
+    fake = mock.Mock()
+    fake.config.jax_platforms = platforms
+    fake.devices.side_effect = lambda: os.write(2, b"unexpected worker hostname")
+    monkeypatch.setattr(main, "jax", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    main._find_devices()
+    os.write(2, b"later")
+    assert fake.devices.call_count == asked and capfd.readouterr().err == "later"
 
 
 def test_styled_text_separates_kinds_of_tokens():

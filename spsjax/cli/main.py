@@ -67,6 +67,7 @@ def run(
                 default = runpy.run_path(str(default_config))["get_config"]()
                 configs.check_keys(flags.FLAGS["config"].value, default, free=free)
             _join(saves)
+            _find_devices()
             script()
         except (InputError, NonFiniteError, OSError) as error:
             fail(error)
@@ -101,6 +102,26 @@ def _join(saves: bool) -> None:
     multihost.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value, saves=saves)
     if not multihost.is_main_process():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until the end)
+
+
+def _find_devices() -> None:
+    """Initializes JAX's devices, without what libtpu prints where it finds no TPU.
+
+    The TPU compiler (extra `tpu-compiler`) is libtpu, so that it is installed on machines without
+    a TPU, too. JAX then looks for one, falls back, and libtpu writes errors from C++. JAX names
+    its platforms where it sees a TPU; all messages are shown there.
+    """
+    if jax.config.jax_platforms or not importlib.util.find_spec("libtpu"):
+        return
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        jax.devices()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _warn(message, category, filename, lineno, file=None, line=None) -> None:
