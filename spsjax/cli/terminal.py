@@ -1,12 +1,12 @@
 """Terminal output of the scripts: tables, and coloured text that is printed as it is generated."""
 
 import dataclasses
+import functools
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import COLOR_SYSTEMS, Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,7 @@ from spsjax.evaluation.speed import SpeedReport
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.parallel import multihost
 from spsjax.tokenization.base import incremental_text
+from spsjax.utils.progress import Bar
 
 _STYLES = {
     "accepted draft token": "green",
@@ -129,17 +130,10 @@ def stream(
     return stats
 
 
-def progress(description: str):
-    """Returns a wrapper of a list that shows a progress bar on stderr."""
-
-    def wrap(items: Sequence) -> Iterator:
-        columns = (TextColumn(description), BarColumn(), MofNCompleteColumn())
-        with Progress(
-            *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-        ) as bar:
-            yield from bar.track(items)
-
-    return wrap
+def progress(description: str) -> Callable[[Sequence], Iterable]:
+    """Returns a wrapper of a list that shows the progress on stderr."""
+    silent = not multihost.is_main_process()
+    return functools.partial(Bar, desc=description, leave=False, disable=silent)
 
 
 def speed_table(

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from tqdm import tqdm
 
 from spsjax.errors import InputError, one_line
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
+from spsjax.utils.progress import Bar
 
 _SAVE_SECONDS = 10  # time between two saves, hence the most work that a kill can lose
 
@@ -79,7 +79,7 @@ def _compute_all(path: pathlib.Path, count: int, batch: int, compute, label: str
         done = multihost.broadcast_int(done)
         if done == count:  # another run computed them while this one waited for the lock
             return
-        bar = tqdm(desc=label, total=count, initial=done, unit="row", disable=not writes)
+        bar = Bar(desc=label, total=count, initial=done, unit="row", disable=not writes)
         stack.enter_context(bar)
         saved = time.monotonic()
         for start in range(done, count, batch):

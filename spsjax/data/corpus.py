@@ -7,7 +7,6 @@ import json
 import pathlib
 
 import numpy as np
-from tqdm import tqdm
 
 from spsjax import tokenization
 from spsjax.data import pipeline
@@ -15,6 +14,7 @@ from spsjax.data.documents import Sources, Split, listing
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import atomic_files
+from spsjax.utils.progress import Bar
 
 # More text does not improve a vocabulary, and makes its training slow.
 _TOKENIZER_CHARACTERS = 200_000_000
@@ -210,7 +210,7 @@ def _write_tokens(
         for split in _SPLITS:
             partial = stack.enter_context(atomic_files.atomic_write(folder / f"{split}.bin"))
             outputs[split] = stack.enter_context(open(partial, "wb"))
-        for split, document in tqdm(documents, "tokenizing", total, unit="doc", delay=2):
+        for split, document in Bar(documents, "tokenizing", total, unit="doc", delay=2):
             entry = entries.setdefault(document.file, {"text_sha256": hashlib.sha256()})
             entry["text_sha256"].update(document.text.encode())
             if split == "copy":

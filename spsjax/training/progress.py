@@ -1,15 +1,14 @@
 """Progress bar of a training run, and its speed."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 
 import jax
-from tqdm import tqdm
 
 from spsjax.parallel import multihost
 from spsjax.performance import hardware
+from spsjax.utils.progress import Bar
 
 
 class Progress:
@@ -25,13 +24,12 @@ class Progress:
     def __init__(self, start: int, steps: int, tokens: int, flops: float):
         self._tokens, self._flops = tokens, flops
         self._seconds, self._steps, self._since = 0.0, 0, time.perf_counter()
-        tty = sys.stderr.isatty()
-        self._bar = tqdm(
+        self._bar = Bar(
             total=steps,
             initial=start,
             unit="step",
             disable=not multihost.is_main_process(),
-            mininterval=0.5 if tty else 30,
+            mininterval=0.5,
             dynamic_ncols=True,
         )
 

@@ -1,0 +1,38 @@
+"""Progress bars on terminals, and plain lines in log files."""
+
+import sys
+
+from tqdm import tqdm
+
+_LOG_SECONDS = 10
+_LINE = "{desc}: {n_fmt}/{total_fmt} in {elapsed}, {remaining} left, {rate_fmt}{postfix}"
+
+
+class Bar(tqdm):
+    """A progress bar on stderr, or a line every ten seconds where stderr is not a terminal.
+
+    The arguments are those of `tqdm`.
+    """
+
+    def __init__(self, *args, **options):
+        self._log = not sys.stderr.isatty()
+        if self._log:
+            # One step may take minutes: look at the clock after each.
+            options |= {"mininterval": _LOG_SECONDS, "miniters": 1, "leave": False}
+            options |= {"bar_format": _LINE}
+        super().__init__(*args, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Shows the bar, or prints a line; returns whether there is a bar to erase."""
+        if not self._log:
+            return super().display(msg, pos)
+        if msg is None:  # an empty message would erase the bar
+            print(self, file=self.fp, flush=True)
+        return False
+
+    def close(self) -> None:
+        """Ends the bar, in a log file with a last line unless it is too short to be shown."""
+        shown = not self.disable and self.last_print_t >= self.start_t + self.delay
+        if self._log and shown:
+            self.display()
+        super().close()
