@@ -85,7 +85,7 @@ def show_programs(report: aot.CompileReport) -> None:
         )
         for name, program in report.programs.items()
     ]
-    header = ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "GB accessed")
+    header = ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "accessed GB")
     terminal.print_table(header, programs)
     print("(the body of a loop, and of the loop of draft steps within it, is counted once)\n")
     scopes = [
@@ -94,10 +94,10 @@ def show_programs(report: aot.CompileReport) -> None:
         if any(scope in program.cycles for program in report.programs.values())
     ]
     cycles = (
-        (name, *(f"{program.cycles.get(scope, 0):,}" for scope in scopes))
+        (name, *(f"{program.cycles.get(scope, 0) / 1e6:.3f}" for scope in scopes))
         for name, program in report.programs.items()
     )
-    terminal.print_table(("cycles per round", *scopes), cycles)
+    terminal.print_table(("million cycles per round", *scopes), cycles)
     counts = {
         name: collections.Counter(
             (collective.kind, f"{collective.num_bytes / 1e3:.1f}", _where(collective.scope))

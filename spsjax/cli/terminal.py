@@ -174,14 +174,22 @@ def speed_table(
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence], left: Sequence[int] = (0,)
 ) -> None:
-    """Prints a plain table; the columns in `left` are aligned to the left, others to the right."""
+    """Prints a plain table, whose lines break between words only.
+
+    Args:
+        header: titles of the columns.
+        rows: cells of the rows.
+        left: indices of the columns that are aligned to the left, others to the right.
+    """
     table = Table(show_edge=False, pad_edge=False, header_style="dim")
-    for index, name in enumerate(header):
+    lines = [list(map(str, row)) for row in (header, *rows)]
+    for index, cells in enumerate(zip(*lines)):
         side = "left" if index in left else "right"
-        table.add_column(name, justify=side, overflow="fold")  # never cut a figure off
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console().print(table)
+        longest = max(len(word) for cell in cells for word in ["", *cell.split()])
+        table.add_column(cells[0], justify=side, min_width=longest)
+    for line in lines[1:]:
+        table.add_row(*line)
+    Console().print(table, crop=False)  # a narrow terminal breaks lines, but shows all figures
     print()
 
 

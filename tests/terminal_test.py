@@ -1,6 +1,8 @@
-"""Progress: a bar on a terminal, plain lines in a log file."""
+"""Terminal output: tables of whole words, and progress as a bar or as plain lines."""
 
 import sys
+
+import pytest
 
 from spsjax.cli import terminal
 from spsjax.utils import progress
@@ -35,3 +37,14 @@ def test_bar_on_a_terminal_rewrites_its_line(capsys, monkeypatch):
     list(terminal.progress("measuring")(range(2)))
     shown = capsys.readouterr().err
     assert "\n" not in shown and "\rmeasuring:" in shown and shown.endswith("\r")
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_table_breaks_lines_between_words_only(capsys, monkeypatch, columns):
+    """Every word and figure is whole, even where the terminal is too narrow for the table."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    header = ["pass of the loop", *["interconnect ms"] * 5]
+    terminal.print_table(header, [["scoring", *["128,201,262"] * 5]])
+    words = capsys.readouterr().out.split()
+    assert words.count("interconnect") == words.count("128,201,262") == 5
+    assert ("scoring" in words) and ("loop" in words)
