@@ -6,7 +6,7 @@ python scripts/compare_drafts.py --config=configs/experiments/wide_shallow.py \
     --workdir=runs/wide_shallow
 
 The same command resumes an interrupted comparison. The table is in `table.md`, its figures in
-`table.json`, a plot in `table.png`.
+`table.json`, a plot in `table.png`, the config in `experiment.json`.
 """
 
 import json
@@ -25,7 +25,7 @@ from spsjax.evaluation import samplers, speed
 from spsjax.evaluation.samplers import Role
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
-from spsjax.training import run_folder, train_draft
+from spsjax.training import metrics, run_folder, train_draft
 from spsjax.utils import atomic_files, from_config
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -48,7 +48,6 @@ PLOTTED = "acceptance_rate", "block_efficiency", "speedup"
 
 def run():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
-    print(configs.to_yaml(config))
     main.check_installed("the plot", "matplotlib")
     base, drafts = draft_configs(config, workdir)
     start = str(workdir / "start" / "model") if "start" in drafts else None
@@ -60,6 +59,11 @@ def run():
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     prompts = speed_prompts(config.speed, base, target)
+    if multihost.is_main_process():
+        workdir.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(workdir / "experiment.json", config.to_json(indent=2) + "\n")
+    print(f"Drafts of {base.target}, as changes of {config.base}: {', '.join(drafts)}")
+    print(f"The whole config is in {workdir / 'experiment.json'}", flush=True)
     if start:
         train("start", drafts.pop("start"), workdir)
     for name, draft in drafts.items():
@@ -114,13 +118,13 @@ def train(name: str, config: ConfigDict, workdir: pathlib.Path) -> None:
     train_draft.distill_draft(config, workdir / name, configs.mesh(config.mesh))
 
 
-def quality(folder: pathlib.Path) -> dict[str, float]:
+def quality(folder: pathlib.Path) -> dict[str, float | None]:
     """Returns the figures of a run's last evaluation."""
     last = {record["group"]: record for record in run_folder.read_log(folder)}
     held_out = last["held_out"]
     figures = {
         "acceptance_rate": held_out["acceptance"]["mean"],
-        "acceptance_rate_interval": held_out["acceptance"]["interval"] or 0.0,
+        "acceptance_rate_interval": held_out["acceptance"]["interval"],
         "greedy_agreement": held_out["greedy_agreement"]["mean"],
     }
     for group in sorted(last):
@@ -203,10 +207,10 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     columns = labels(rows)
     lines = [["draft", *columns.values()], ["---"] * (1 + len(columns))]
     for name, row in rows.items():
-        cells = [f"{row[key]:.3f}" if key in row else "-" for key in columns]
+        cells = {key: f"{row[key]:.3f}" if key in row else "-" for key in columns}
         for key, interval in INTERVALS.items():
-            cells[list(columns).index(key)] += f" ± {row[interval]:.3f}"
-        lines.append([name, *cells])
+            cells[key] = metrics.with_interval(row[key], row[interval], 3)
+        lines.append([name, *cells.values()])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

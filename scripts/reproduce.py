@@ -7,7 +7,7 @@ python scripts/reproduce.py --experiment=specbench --workdir=runs/specbench \
 python scripts/reproduce.py --experiment=table1 --peer=hf --workdir=runs/peers
 
 The same command resumes an interrupted run. The folder then holds a journal of all continuations,
-`report.html`, its pictures, and its figures in `report.json`.
+`report.html`, its pictures, its figures in `report.json`, and the config in `experiment.json`.
 """
 
 import base64
@@ -51,7 +51,9 @@ TITLES = {
 def run():
     config, experiment, workdir = _CONFIG.value, _EXPERIMENT.value, pathlib.Path(_WORKDIR.value)
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
-    print(configs.to_yaml(config))
+    drafter = config.draft if config.drafter == "model" else config.drafter
+    print(f"{TITLES[experiment]}. Target: {config.target}. Drafter: {drafter}")
+    print(f"The whole config is written to {workdir / 'experiment.json'}", flush=True)
     main.check_installed("the report", "matplotlib")
     if _PEER.value:
         main.check_installed("--peer=hf", "torch", "transformers")
@@ -118,7 +120,7 @@ def quality(systems: list[SystemSummary]) -> tuple[list[str], list[list]]:
             cells = [within(*mean) if mean else "-" for mean in means]
             p_value = number(system.p_values.get(name), 3)
             rows.append([system.setting, label(system), name, *cells, p_value])
-    header = ["setting", "system", "metric", "mean (95%)", "difference from ArS (95%)", "p"]
+    header = ["setting", "system", "metric", "mean (95%)", "difference from ArS (95%)", "p-value"]
     return header, rows
 
 
@@ -130,7 +132,8 @@ def label(system: SystemSummary) -> str:
 def theory(report: TaskReport) -> tuple[list[str], list[list]]:
     """Returns the table of predicted and measured speed-ups."""
     header = ["setting", "K", "tokens per call", "draft step", "scoring"]
-    header += ["speed-up if scoring is free", "by theory", "measured", "ratio", "round / its parts"]
+    header += ["speed-up if scoring is free", "by theory", "measured", "measured / by theory"]
+    header += ["round time / sum of its costs"]
     rows = []
     for setting, predictions in report.draft.predictions.items():
         costs = report.draft.costs[setting]
@@ -164,7 +167,7 @@ def acceptance(report: TaskReport) -> tuple[list[str], list[list]]:
     for setting, rates in draft.acceptance_by_position.items():
         for index, rate in enumerate(rates, 1):
             rows.append([setting, "position, if reached", index, "-", number(rate, 3)])
-    return ["setting", "by", "tokens", "share", "acceptance rate"], rows
+    return ["setting", "grouped by", "group", "share of tokens", "acceptance rate"], rows
 
 
 def divergences(report: TaskReport) -> tuple[list[str], list[list]]:
@@ -176,7 +179,7 @@ def divergences(report: TaskReport) -> tuple[list[str], list[list]]:
             ends = [f"{margins[0]:.2g}", f"{margins[-1]:.2g}"] if margins else ["-", "-"]
             name = paper.label(system.system, system.num_speculative_tokens)
             rows.append([setting, name, system.num_texts, len(margins), *ends])
-    header = ["setting", "system", "texts", "diverging", "least margin of logits", "greatest"]
+    header = ["setting", "system", "texts", "diverging", "least logit margin", "greatest"]
     return header, rows
 
 

@@ -60,7 +60,9 @@ def test_compare_drafts_writes_table_and_resumes(pair, tmp_path):
     assert (tmp_path / "runs" / "table.png").read_bytes().startswith(b"\x89PNG")
     known = json.loads((tmp_path / "runs" / "forward_kl" / "config.json").read_text())
     assert known["init"] == str(tmp_path / "runs" / "start" / "model")
-    assert "base: pystdlib_draft" in first.stdout and "!!" not in first.stdout
+    assert first.stdout.startswith("Drafts of ") and "pystdlib_draft: start, " in first.stdout
+    config = json.loads((tmp_path / "runs" / "experiment.json").read_text())
+    assert config["base"] == "pystdlib_draft" and "seed:" not in first.stdout
     table = (tmp_path / "runs" / "table.md").read_text()
     assert table in first.stdout and table.count("\n") == 3
     columns = "draft | acceptance rate | greedy agreement | tokens per call, T = 0"

@@ -133,8 +133,16 @@ def test_journal_of_another_config_shows_the_difference(tmp_path):
     """The message shows the fields that differ, not the whole config."""
     plan = dict.fromkeys("abcdefgh", 0)
     Journal(tmp_path / "journal.jsonl", {"plan": plan}, KEY)
-    with one_line("expected plan {'h': 3}, found a journal with {'h': 0}"):
+    with one_line("expected plan {'h': 3}, found a journal with {'h': 0}", "Restore the value or"):
         Journal(tmp_path / "journal.jsonl", {"plan": plan | {"h": 3}}, KEY)
+
+
+def test_journal_of_another_config_names_its_first_difference(tmp_path):
+    """The first field in the order of the config is named, which is plainer than a hash."""
+    config = {"kind": "table", "examples": "1a2b"}
+    Journal(tmp_path / "journal.jsonl", config, KEY)
+    with one_line("expected kind 'figure', found a journal with 'table'"):
+        Journal(tmp_path / "journal.jsonl", {"kind": "figure", "examples": "3c4d"}, KEY)
 
 
 def test_journal_that_only_reads_leaves_the_file_unchanged(tmp_path):

@@ -38,7 +38,14 @@ def test_summary_interval_covers_the_mean_as_often_as_claimed():
 
 
 def test_summary_of_one_text_has_no_interval():
-    assert metrics.summarize(np.ones((1, 8)), np.ones((1, 8))).interval is None
+    summary = metrics.summarize(np.ones((1, 8)), np.ones((1, 8)))
+    assert summary.interval is None
+    assert metrics.with_interval(summary.mean, summary.interval, 2) == "1.00 ± -"
+
+
+def test_interval_of_equal_texts_is_zero():
+    summary = metrics.summarize(np.ones((2, 8)), np.ones((2, 8)))
+    assert metrics.with_interval(summary.mean, summary.interval, 2) == "1.00 ± 0.00"
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,11 @@ def test_reproduce_after_a_kill_resumes(pair, tmp_path):
     assert [system["num_speculative_tokens"] for system in systems] == [0, 2]
     predicted = succeeds("predict.py", f"--report={tmp_path / 'report.json'}").stdout
     assert predicted.count("best:") == 2 and "stdlib, nucleus" in predicted
+    config = json.loads((tmp_path / "experiment.json").read_text("utf-8"))
+    assert config["figure1"]["num_speculative_tokens"] == [2] and "seed:" not in result.stdout
+    assert "stdlib: sampling: 4/4 in " in result.stderr
+    another = "experiment 'table1', found a journal with 'figure1'. Restore the value or"
+    fails_with_one_line(run(*flags("table1", pair, tmp_path)), "stdlib.jsonl", another)
 
 
 REQUESTS = (

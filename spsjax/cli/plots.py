@@ -82,7 +82,9 @@ def bars(
     with panels(path, 1, len(keys), 120, figsize=size, sharey=True) as axes:
         for axis, key in zip(axes[0], keys):
             values = [figures[name][key] for name in names]
-            widths = [figures[name][errors[key]] for name in names] if key in errors else None
+            widths = (
+                [figures[name][errors[key]] or 0.0 for name in names] if key in errors else None
+            )
             axis.barh(names, values, xerr=widths, color="C0", height=0.6)
             axis.set(xlabel=labels[key], xlim=(0.9 * min(values), 1.03 * max(values)))
         axes[0, 0].invert_yaxis()

@@ -149,7 +149,7 @@ def speed_table(
     table = Table(show_edge=False, pad_edge=False, header_style="dim")
     timed = any(system.round_over_cost for system in systems)
     header = ["setting", "system", "K", "ms/\ntoken", "speed-\nup", "tokens\nper call", "accepted"]
-    header += ["round /\nits parts"] if timed else []
+    header += ["round /\nits costs"] if timed else []
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index < 2 else "right")
     best = fastest(systems)

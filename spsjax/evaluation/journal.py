@@ -102,12 +102,13 @@ class Journal(Records):
         """Raises InputError unless the first line of the file holds this config."""
         try:
             stored = json.loads(line)["config"]
-            changed = [name for name in {*stored, *config} if stored.get(name) != config.get(name)]
+            # In the order of the config, whose first fields are the plainest.
+            changed = [name for name in config | stored if stored.get(name) != config.get(name)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{self.path}, line 1: expected a journal's config, found {one_line(error)}"
             ) from None
-        for name in sorted(changed):
+        for name in changed:
             expected, actual = config.get(name), stored.get(name)
             if isinstance(expected, dict) and isinstance(actual, dict):  # show only what differs
                 fields = sorted(
@@ -120,7 +121,8 @@ class Journal(Records):
                 )
             raise InputError(
                 f"{self.path}: expected {name} {short_repr(expected)}, "
-                f"found a journal with {short_repr(actual)}. Choose another folder."
+                f"found a journal with {short_repr(actual)}. "
+                "Restore the value or choose another folder."
             )
 
     def add(self, record: dict) -> None:

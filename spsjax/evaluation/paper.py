@@ -18,7 +18,7 @@ from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
-from spsjax.utils import from_config, hashing
+from spsjax.utils import atomic_files, from_config, hashing
 
 EXPERIMENTS = "table1", "figure1", "specbench"
 
@@ -127,7 +127,7 @@ def run(
         target: target model.
         drafter: drafter, as for `generate`.
         others: further systems.
-        workdir: folder of the journals.
+        workdir: folder of the journals, and of the config in `experiment.json`.
         progress: function from a title to a wrapper of a list of jobs.
 
     Raises:
@@ -149,7 +149,7 @@ def run(
         for name, task in load_tasks(config, section.tasks).items()
     }
     multihost.lock_folder(workdir)
-    depends_on = _dependencies(target, drafter, systems, plan)
+    depends_on = {"experiment": experiment, **_dependencies(target, drafter, systems, plan)}
     jobs = {}
     for name, (task, examples) in selected.items():
         fingerprint = runner.examples_fingerprint(task, target, examples.examples)
@@ -157,6 +157,8 @@ def run(
         jobs[name] = _Job(
             task, examples, _open_journal(workdir / f"{name}.jsonl", depends_on | more)
         )
+    if multihost.is_main_process():
+        atomic_files.write(workdir / "experiment.json", config.to_json(indent=2) + "\n")
     for name, job in jobs.items():
         workload = runner.task_workload(job.task, target, job.selected.examples, plan)
         runner.run_all(systems, workload, job.journal, progress(f"{name}: sampling"))

@@ -49,6 +49,11 @@ def summarize(values_NT: np.ndarray, mask_NT: np.ndarray, stretches: int = 16) -
     return MetricSummary(float(mean), interval, by_position)
 
 
+def with_interval(mean: float, interval: float | None, digits: int) -> str:
+    """Returns a mean and half the width of its interval as text; a dash if there is none."""
+    return f"{mean:.{digits}f} ± " + ("-" if interval is None else f"{interval:.{digits}f}")
+
+
 def evenly_spaced(count: int, available: int) -> np.ndarray:
     """Returns indices of at most `count` of the available examples, spread over the whole text."""
     count = min(count, available)

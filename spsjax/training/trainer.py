@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import pathlib
 from collections.abc import Callable
 
@@ -241,7 +240,7 @@ class Trainer:
         """Logs a measurement. The last one of each group is printed when the run ends."""
         self.folder.log(step, group, **record)
         texts = [
-            f"{name} {value['mean']:.4f} ± {value['interval'] or math.nan:.4f}"
+            f"{name} {metrics.with_interval(value['mean'], value['interval'], 4)}"
             if isinstance(value, dict)
             else f"{name} {value:.4f}"
             for name, value in record.items()
