@@ -1,6 +1,7 @@
 """Distils a draft model from a target on a corpus.
 
 python scripts/train_drafter.py --config.target=runs/target/model --workdir=runs/draft
+python scripts/train_drafter.py --config=configs/experiments/tiny_draft.py --workdir=runs/tiny/draft
 
 The same command resumes an interrupted run.
 """

@@ -1,6 +1,8 @@
-"""Trains a language model and its tokenizer on Python's standard library or on your own text.
+r"""Trains a language model and its tokenizer on Python's standard library or on your own text.
 
 python scripts/train_target.py --workdir=runs/target
+python scripts/train_target.py --config=configs/experiments/tiny_target.py \
+    --workdir=runs/tiny/target
 python scripts/train_target.py --workdir=runs/mine --config.data.train="('books/*.txt.gz',)"
 
 The same command resumes an interrupted run.

@@ -111,7 +111,8 @@ def test_unknown_model_name_lists_the_known_ones():
 
 
 EXPERIMENTS = FOLDER.parent / "experiments"
-TRAININGS = ("pystdlib_target", "pystdlib_draft", "chinchilla_target", "chinchilla_draft")
+PAIRS = "pystdlib", "chinchilla", "tiny"
+TRAININGS = tuple(f"{pair}_{role}" for pair in PAIRS for role in ("target", "draft"))
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -139,6 +140,9 @@ def test_training_config_is_valid(name):
         DraftEvalConfig(**config.draft_eval)
     for field in ("num_heads", "d_ff"):
         assert getattr(shape, field) % model == 0
+    if name == "tiny_draft":
+        target = runpy.run_path(EXPERIMENTS / "tiny_target.py")["get_config"]()
+        assert config.data == target.data and config.length <= target.model.max_positions
     if name == "chinchilla_target":  # 1.4T tokens
         assert config.steps * config.batch * config.length == pytest.approx(1.4e12, rel=0.01)
 
