@@ -1,6 +1,7 @@
 """Tests of chat templates."""
 
 import json
+import sys
 
 import pytest
 import sentencepiece
@@ -15,6 +16,7 @@ from tokenizer_examples import (
 )
 
 from spsjax import tokenization
+from spsjax.tokenization import chat_template
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +125,20 @@ def test_chat_refuses_bad_messages_and_unsafe_templates(bpe, tmp_path, messages,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with one_line("messages", part):
         tokenization.load(tmp_path).chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        ("{{ ('a' * 2 * 10**9) | length }}", "MemoryError"),
+        ("{{ 'a' | center(2 * 10**9) | length }}", "MemoryError"),
+        ("{{ 'a' * 2 * 10**6 }}", "a text of more than 1,00"),
+        ("{% for i in range(9999) %}" * 2 + "{% endfor %}" * 2, "more than 1 s or 1024 MiB"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not bound the memory")
+def test_chat_template_beyond_its_limits_is_refused(monkeypatch, template, part):
+    """A template comes from a foreign folder. Its memory, time and length are bounded."""
+    monkeypatch.setattr(chat_template, "_SECONDS", 1)
+    with one_line("messages: expected a conversation for the chat template", part):
+        chat_template.render(template, [{"role": "user", "content": "Hi"}], {})

@@ -1,30 +1,27 @@
 """Chat templates, which turn a conversation into the text format of a model."""
 
-import datetime
 import json
+import os
+import pathlib
+import subprocess
+import sys
 from collections.abc import Sequence
-
-import jinja2.ext
-import jinja2.sandbox
 
 from spsjax.errors import InputError, one_line, short_repr
 
-
-class _Generation(jinja2.ext.Extension):
-    """Jinja tag `{% generation %}`, which marks answers for training. It renders its content."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+_CHILD = pathlib.Path(__file__).with_name("_template_child.py")
+# Limits of a template: seconds of computing, bytes of memory, and characters of text (beside ten
+# per character of the conversation). The template of a published model takes milliseconds.
+_SECONDS, _MEMORY, _CHARACTERS = 5, 1 << 30, 1_000_000
 
 
 def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, str | None]) -> str:
     """Returns the text of a conversation, up to the beginning of the answer.
 
-    Templates come with downloaded checkpoints, so they run in a sandbox. They have the functions
-    that `transformers` offers: `raise_exception`, `strftime_now` and the filter `tojson`.
+    Templates come with downloaded checkpoints, so they run in a sandbox, and in a process of its
+    own: only the operating system can bound the time and the memory of every operation of Jinja.
+    macOS bounds the time alone. Templates have the functions that `transformers` offers:
+    `raise_exception`, `strftime_now` and the filter `tojson`.
 
     Args:
         template: source of the Jinja template.
@@ -32,8 +29,37 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
         tokens: text of the special tokens by name, as `bos_token`.
 
     Raises:
-        InputError: the template is invalid, or it refuses the messages.
+        InputError: the template is invalid, refuses the messages or exceeds its limits.
     """
+    _check_messages(messages)
+    special = {name: text for name, text in tokens.items() if text is not None}
+    options = {"tools": None, "documents": None, "add_generation_prompt": True}
+    variables = {"messages": messages, **options, **special}
+    try:
+        most = _CHARACTERS + 10 * len(json.dumps(variables))
+        request = json.dumps({"template": template, "variables": variables, "most": most})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(one_line(error)) from None
+    # The child must find Jinja where this process has found it. -P: not in the child's own folder.
+    child = subprocess.run(
+        [sys.executable, "-P", str(_CHILD), str(_SECONDS), str(_MEMORY)],
+        input=request,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        result = json.loads(child.stdout)
+    except ValueError:  # the child failed, or the system ended it
+        limits = f"one that needs more than {_SECONDS} s or {_MEMORY >> 20} MiB"
+        raise _error([limits, *child.stderr.splitlines()][-1][:200]) from None
+    if "error" in result:
+        raise _error(result["error"])
+    return result["text"]
+
+
+def _check_messages(messages) -> None:
+    """Raises InputError unless each message has the texts `role` and `content`."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InputError(f"messages: expected a list of messages, found {short_repr(messages)}")
     for number, message in enumerate(messages):
@@ -46,34 +72,7 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
             raise InputError(
                 f"messages[{number}]: expected a role and a content, found {short_repr(message)}"
             )
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    special = {name: text for name, text in tokens.items() if text is not None}
-    options = {"tools": None, "documents": None, "add_generation_prompt": True}
-    try:
-        return environment.from_string(template).render(messages=messages, **options, **special)
-    except Exception as error:  # a template is a program, which can raise anything
-        raise InputError(
-            f"messages: expected a conversation for the chat template, found {one_line(error)}"
-        ) from None
 
 
-def _tojson(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False) -> str:
-    """Returns JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _refuse(message: str):
-    raise jinja2.exceptions.TemplateError(message)
+def _error(text: str) -> InputError:
+    return InputError(f"messages: expected a conversation for the chat template, found {text}")

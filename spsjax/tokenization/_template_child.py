@@ -1,0 +1,74 @@
+"""Child process of `chat_template.render`: limits itself, and renders one template in a sandbox.
+
+It is run as a script and imports no module of this package, because JAX takes seconds to import.
+Its arguments are seconds of computing and bytes of memory. It reads a JSON object with a template,
+its variables and the most characters of the text, and writes one with the text or an error.
+"""
+
+import contextlib
+import datetime
+import json
+import resource
+import sys
+
+import jinja2.ext
+import jinja2.sandbox
+
+
+class _Generation(jinja2.ext.Extension):
+    """Jinja tag `{% generation %}`, which marks answers for training. It renders its content."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def main() -> None:
+    """Renders the template of the standard input."""
+    limits = zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, sys.argv[1:]))
+    for limit, value in (*limits, (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError, OSError):  # macOS has no limit of memory
+            resource.setrlimit(limit, (value, value))
+    request = json.load(sys.stdin)
+    try:
+        text = _render(request["template"], request["variables"], request["most"])
+        result = {"text": text}
+    except Exception as error:  # a template is a program, which can raise anything
+        result = {"error": " ".join(str(error).split())[:200] or type(error).__name__}
+    json.dump(result, sys.stdout)
+
+
+def _render(template: str, variables: dict, most: int) -> str:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    text = environment.from_string(template).render(variables)
+    if len(text) > most:
+        raise ValueError(f"a text of more than {most:,} characters")
+    return text
+
+
+def _tojson(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False) -> str:
+    """Returns JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: str):
+    raise jinja2.exceptions.TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()
