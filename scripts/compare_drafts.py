@@ -121,6 +121,8 @@ def train(name: str, config: ConfigDict, workdir: pathlib.Path) -> None:
 def quality(folder: pathlib.Path) -> dict[str, float | None]:
     """Returns the figures of a run's last evaluation."""
     last = {record["group"]: record for record in run_folder.read_log(folder)}
+    if "held_out" not in last:
+        raise InputError(f"{folder / 'log.jsonl'}: expected the log of a run, found no evaluation")
     held_out = last["held_out"]
     figures = {
         "acceptance_rate": held_out["acceptance"]["mean"],

@@ -81,7 +81,7 @@ def cases() -> dict[str, tuple]:
         if isinstance(value, float) and not np.isfinite(value):
             raise InputError(f"--{name}: expected milliseconds, found {value}")
     try:
-        rates = [float(rate) for rate in _RATES.value]
+        rates = [float(rate) for rate in _RATES.value or [""]]
     except ValueError:
         text = short_repr(",".join(_RATES.value))
         raise InputError(f"--acceptance: expected numbers, found {text}") from None

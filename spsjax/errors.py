@@ -1,6 +1,9 @@
 """Errors that a user can cause, each with one line that names the thing, and input checks."""
 
+import pathlib
 import reprlib
+
+import numpy as np
 
 
 class InputError(ValueError):
@@ -26,6 +29,18 @@ def check_integer(name: str, value, least: int) -> None:
     """Raises InputError unless `value` is an integer of at least `least`; a bool is not one."""
     if type(value) is not int or value < least:
         raise InputError(f"{name}: expected an integer >= {least}, found {short_repr(value)}")
+
+
+def check_flag(name: str, value) -> None:
+    """Raises InputError unless `value` is a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InputError(f"{name}: expected True or False, found {short_repr(value)}")
+
+
+def check_path(name: str, value) -> None:
+    """Raises InputError unless `value` is a text or a path."""
+    if not isinstance(value, (str, pathlib.Path)):
+        raise InputError(f"{name}: expected a text or a path, found {type(value).__name__}")
 
 
 def check_number(name: str, value, least: float, most: float, above: bool = False) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spsjax import drafters, tokenization
 from spsjax.drafters import draft_model
 from spsjax.drafters.base import Drafter
-from spsjax.errors import InputError, one_line, short_repr
+from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import hub
 from spsjax.models.hf import weights as hf_weights
@@ -109,6 +109,7 @@ def load(
     """
     folder, dtype = _folder(name, weights=True), compute_type(dtype)
     _check_mesh(mesh)
+    check_flag("replicate", replicate)
     config = hf_weights.read_config(folder)
     pieces = _tokenizer(folder, config)
     if pieces is not None:
@@ -132,7 +133,8 @@ def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = Fals
     """
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
-    if name in WEIGHTLESS:
+    check_flag("replicate", replicate)
+    if isinstance(name, str) and name in WEIGHTLESS:
         return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
     dtype = target.params["norm"]["scale"].dtype
     return as_drafter(load(name, target.mesh, dtype, replicate), target)
@@ -164,6 +166,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     """
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+    check_path("folder", folder)
     folder, dtype = pathlib.Path(folder), compute_type(dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,8 +191,7 @@ def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> 
 
 def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     """Returns the folder of a model by name; from the hub, with its weights or without."""
-    if not isinstance(name, (str, pathlib.Path)):
-        raise InputError(f"name: expected a text or a path, found {type(name).__name__}")
+    check_path("name", name)
     if str(name).startswith(hub.PREFIX):
         return hub.download(str(name), tokenization.NAMES, weights)
     names = sorted(

@@ -11,7 +11,7 @@ import numpy as np
 
 from spsjax import decode, loading, sampling
 from spsjax.drafters import base, draft_model, none
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
@@ -50,6 +50,7 @@ class Request:
         check_model(model)
         check_sampling(params)
         check_seed(seed)
+        check_flag("stop_at_eos", stop_at_eos)
         verifier = check_verifier(verifier)
         loaded = speculation(model, drafter, num_speculative_tokens)
         self.model = model

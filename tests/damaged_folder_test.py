@@ -248,7 +248,8 @@ def test_index_without_tensors_is_refused(model_folder, text):
 
 def test_damaged_tokenizer_is_refused(model_folder, tiny_tokenizer):
     whole = tiny_tokenizer.path.read_bytes()
-    for damaged in (b"", b"text", b"\0" * 99, whole[: len(whole) // 2], whole[:-3]):
+    invalid = whole.replace(b"return", b"\xffeturn"), whole.replace(b"</s>", b"</s\xff")
+    for damaged in (b"", b"text", b"\0" * 99, whole[: len(whole) // 2], whole[:-3], *invalid):
         (model_folder / "tokenizer.model").write_bytes(damaged)
         with one_line("tokenizer.model", "SentencePiece"):
             loading.load(model_folder)
@@ -267,3 +268,9 @@ def test_tokenizer_larger_than_the_model_is_refused(model_folder, tiny_tokenizer
 def test_encode_of_invalid_unicode_is_refused(tiny_tokenizer):
     with one_line("text", "Unicode"):
         tiny_tokenizer.encode("lone \ud800")
+
+
+@pytest.mark.parametrize("folder", [3, None])
+def test_save_to_what_is_not_a_path_is_refused(model_folder, folder):
+    with one_line("folder", type(folder).__name__):
+        loading.save(folder, loading.load(model_folder))

@@ -142,7 +142,27 @@ def test_rejection_sampling_of_a_tree_is_refused(model):
     refused(model, "verifier", "a tree", "match", drafter=drafter)
 
 
+@pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])])
+def test_stop_at_eos_that_is_not_a_bool_is_refused(model, value):
+    refused(model, "stop_at_eos: expected True or False", stop_at_eos=value)
+
+
 # Drafters.
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_replicate_that_is_not_a_bool_is_refused(model, value):
+    for load in (spsjax.load, lambda name, **options: spsjax.load_drafter(name, model, **options)):
+        with one_line("replicate: expected True or False"):
+            load("pystdlib/draft", replicate=value)
+    with one_line("replicate: expected True or False"):
+        spsjax.load_drafter("ngram", model, replicate=value)
+
+
+@pytest.mark.parametrize("name", [np.array(["ngram", "none"]), 3, None, ["ngram"]])
+def test_drafter_name_that_is_not_a_text_is_refused(model, name):
+    with one_line("name: expected a text or a path", type(name).__name__):
+        spsjax.load_drafter(name, model)
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "2"])

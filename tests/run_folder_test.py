@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from tensorboardX.proto import event_pb2
 
 from spsjax import InputError, NonFiniteError
-from spsjax.training import run_folder
+from spsjax.training import plots, run_folder
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -65,6 +65,16 @@ def test_log_resumes_after_a_torn_line(tmp_path):
         (2, 2.0),
         (3, 0.5),
     ]
+
+
+@pytest.mark.parametrize("log", [None, b"", b"\xff", b'{"step": 1, "group": []}', b"3"])
+def test_curves_of_a_damaged_log_are_not_drawn(tmp_path, log):
+    """The run has ended well, so that its results are shown without curves."""
+    pytest.importorskip("matplotlib")
+    if log is not None:
+        (tmp_path / "log.jsonl").write_bytes(log)
+    assert plots.plot_curves(tmp_path) == f"{tmp_path / 'log.jsonl'} has no measurements"
+    assert not (tmp_path / "curves.png").exists()
 
 
 def test_tensorboard_hides_points_after_the_resumed_step(tmp_path):

@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import jax
@@ -268,6 +270,19 @@ def test_training_answers_a_mistake_with_one_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_predict_without_rates_is_one_line():
+    result = run("predict.py", "--acceptance=", "--draft_ms=1", "--target_ms=10")
+    fails_with_one_line(result, "--acceptance: expected numbers, found ''")
+
+
+def test_closed_stdout_is_one_line():
+    """Python has no sys.stdout then, and the next file that is opened would get its number."""
+    script = [sys.executable, ROOT / "scripts" / "predict.py", "--acceptance=1"]
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh", *script]
+    result = subprocess.run(closing, stderr=subprocess.PIPE, encoding="utf-8", timeout=600)
+    fails_with_one_line(result, "output: expected stdout and stderr to be open")
+
+
 def test_generate_on_ascii_terminal_prints_question_marks(pair):
     """Characters that the terminal lacks become question marks."""
     flags = (*pair, *SHORT, "--prompt=é")
@@ -300,6 +315,8 @@ def test_styled_text_separates_kinds_of_tokens():
     """Drafts, residual tokens and bonus tokens have different styles."""
 
     class Letters:
+        vocab_size = 128
+
         def decode(self, ids):
             return "".join(chr(index) for index in ids)
 

@@ -80,8 +80,20 @@ def test_learned_pieces_have_several_characters(tokenizer):
     assert tokenizer.vocab_size == (320 if tokenizer.path.suffix == ".model" else 300)
 
 
-def test_decode_drops_ids_of_padded_vocabulary(tokenizer):
-    assert tokenizer.decode([*tokenizer.encode("def"), 320, 5000]) == "def"
+def test_incremental_text_drops_ids_of_padded_vocabulary(tokenizer):
+    assert incremental_text(tokenizer, [5000], [*tokenizer.encode("def"), 320, 5000]) == "def"
+
+
+@pytest.mark.parametrize("ids", [None, 3, "def", [1.0], [None], [-1], [320]])
+def test_decode_of_what_are_not_token_ids_is_refused(tokenizer, ids):
+    with one_line("ids: expected"):
+        tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", [3, None, b"def", ["def"]])
+def test_encode_of_what_is_not_a_text_is_refused(tokenizer, text):
+    with one_line("text: expected a string", type(text).__name__):
+        tokenizer.encode(text)
 
 
 def test_tokenizers_with_equal_pieces_are_equal(sp, tmp_path):

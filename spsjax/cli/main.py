@@ -57,6 +57,13 @@ def run(
     def guarded(argv):
         if len(argv) > 1:
             fail(InputError(f"command line: expected flags only, found {argv[1]!r}"))
+        if None in (sys.stdout, sys.stderr):
+            fail(
+                InputError(
+                    "output: expected stdout and stderr to be open, found one of them closed. "
+                    "Redirect it to /dev/null."
+                )
+            )
         for output in (sys.stdout, sys.stderr):  # a text may have characters that a terminal lacks
             output.reconfigure(errors="replace")
         if not flags.FLAGS["verbosity"].present:

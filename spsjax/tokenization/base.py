@@ -4,6 +4,7 @@ import abc
 import functools
 import hashlib
 import json
+import operator
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -52,15 +53,17 @@ class Tokenizer(abc.ABC):
             whole: whether to add the ids that the tokenizer puts before a text.
 
         Raises:
-            InputError: the text is not valid Unicode.
+            InputError: the text is not a string of valid Unicode.
         """
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids.
 
-        Control ids (beginning and end of a sequence) have no text. Neither have ids beyond the
-        vocabulary, because the vocabulary of a model may be padded.
+        Control ids (beginning and end of a sequence) have no text.
+
+        Raises:
+            InputError: the ids are not integers in [0, vocab_size).
         """
 
     @functools.cached_property
@@ -155,6 +158,17 @@ class Tokenizer(abc.ABC):
     def _text_of(self, id: int) -> str | None:
         """Returns the piece of an id, control ids included, as the tokenizer files spell it."""
 
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        """Returns token ids as a list; raises InputError unless the tokenizer has each of them."""
+        try:
+            ids = [operator.index(id) for id in ids]
+        except TypeError:
+            raise InputError(f"ids: expected integers, found {short_repr(ids)}") from None
+        for id in ids:
+            if not 0 <= id < self.vocab_size:
+                raise InputError(f"ids: expected token ids in [0, {self.vocab_size}), found {id}")
+        return ids
+
     def _special(self, name: str) -> str | None:
         """Returns the text of a special token such as `bos_token`, if the settings have it."""
         token = self._settings.get(name)
@@ -166,8 +180,10 @@ def incremental_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequen
     """Returns the text that `tokens` add to the text of `prompt`.
 
     Some tokenizers decode tokens differently without the tokens before them, so both are decoded
-    together and the prompt's text is removed.
+    together and the prompt's text is removed. Ids beyond the tokenizer's have no text: the
+    vocabulary of a model may be padded.
     """
+    prompt, tokens = ([id for id in ids if id < tokenizer.vocab_size] for ids in (prompt, tokens))
     before = tokenizer.decode(prompt)
     both = tokenizer.decode([*prompt, *tokens])
     # The prompt may end within a character (decoded as U+FFFD) that the new tokens complete.
@@ -190,8 +206,13 @@ def read(path: pathlib.Path) -> bytes:
         raise InputError(f"{path}: expected a tokenizer file, found {one_line(error)}") from None
 
 
-def check_unicode(text: str) -> None:
-    """Raises InputError if the text has lone surrogates, which no encoding of Unicode has."""
+def check_text(text) -> None:
+    """Raises InputError unless `text` is a string without lone surrogates.
+
+    No encoding of Unicode has them.
+    """
+    if not isinstance(text, str):
+        raise InputError(f"text: expected a string, found {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -105,7 +105,7 @@ class HuggingFace(base.Tokenizer):
         return {id: piece for piece, id in vocab if not (id in added and added[id].special)}
 
     def encode(self, text, whole=True):
-        base.check_unicode(text)
+        base.check_text(text)
         ids = self._model.encode(text, add_special_tokens=whole).ids
         return self._prefix + ids[: len(ids) - self._suffix] if whole else ids
 
@@ -113,7 +113,7 @@ class HuggingFace(base.Tokenizer):
         return self._model.id_to_token(id)
 
     def decode(self, ids):
-        ids = [int(id) for id in ids if id < self.vocab_size]
+        ids = self._checked(ids)
         if self._bytes.keys().isdisjoint(ids):
             return self._model.decode(ids)
         # The library drops a whole run of bytes if the last character of the run is incomplete, so

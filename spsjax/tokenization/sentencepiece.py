@@ -24,14 +24,15 @@ class SentencePiece(base.Tokenizer):
         model = self._model = sentencepiece.SentencePieceProcessor()
         try:
             model.LoadFromSerializedProto(self.files[names[0]])
-        except RuntimeError:
+            self.vocab_size = model.vocab_size()
+            self.pieces, self._controls  # noqa: B018 (only reading a piece decodes it)
+        except (RuntimeError, UnicodeDecodeError):
             raise InputError(
                 f"{self.path}: expected a SentencePiece model, found a file that "
                 "is damaged or of another kind"
             ) from None
         self.files["tokenizer.model"] = self.files.pop(names[0])  # the name in a folder
         self._names = ("tokenizer.model",)
-        self.vocab_size = model.vocab_size()
         self.bos_id = model.bos_id() if model.bos_id() >= 0 else None
         self.eos_id = model.eos_id() if model.eos_id() >= 0 else None
         self._adds_bos = (
@@ -64,7 +65,7 @@ class SentencePiece(base.Tokenizer):
         return self._model.id_to_piece(id)
 
     def encode(self, text, whole=True):
-        base.check_unicode(text)
+        base.check_text(text)
         if whole:
             ids = self._model.encode(text)
             return [self.bos_id, *ids] if self._adds_bos else ids
@@ -82,7 +83,7 @@ class SentencePiece(base.Tokenizer):
         ]
 
     def decode(self, ids):
-        return self._model.decode([int(id) for id in ids if id in self.pieces])
+        return self._model.decode([id for id in self._checked(ids) if id in self.pieces])
 
 
 def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> SentencePiece:

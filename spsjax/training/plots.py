@@ -10,12 +10,15 @@ from spsjax.utils import atomic_files
 _METRICS = "loss", "acceptance", "block_efficiency"
 
 
-def plot_curves(folder: pathlib.Path) -> bool:
-    """Draws a run's metrics over its steps to `curves.png`; returns False without matplotlib."""
+def plot_curves(folder: pathlib.Path) -> str:
+    """Draws a run's metrics over its steps to `curves.png`.
+
+    Returns why there are no curves, or an empty text if there are.
+    """
     if not importlib.util.find_spec("matplotlib"):
-        return False
+        return "matplotlib is not installed"
     if not multihost.is_main_process():
-        return True
+        return ""
     # The Agg canvas needs no display. pyplot would choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -23,6 +26,8 @@ def plot_curves(folder: pathlib.Path) -> bool:
     log = run_folder.read_log(folder)
     logged = {name for record in log for name in record}
     panels = [name for name in _METRICS if name in logged]
+    if not panels:
+        return f"{folder / 'log.jsonl'} has no measurements"
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axis, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
@@ -38,7 +43,7 @@ def plot_curves(folder: pathlib.Path) -> bool:
         axis.legend()
     with atomic_files.atomic_write(folder / "curves.png") as partial:
         figure.savefig(partial, format="png", dpi=120)
-    return True
+    return ""
 
 
 def _draw_curve(axis, points: list[tuple], label: str) -> None:

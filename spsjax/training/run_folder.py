@@ -160,7 +160,7 @@ def read_log(folder: str | pathlib.Path) -> list[dict]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-                if type(record["step"]) is int and record["group"]:
+                if type(record["step"]) is int and isinstance(record["group"], str):
                     records.append(record)
             except (ValueError, KeyError, TypeError):
                 continue

@@ -265,10 +265,9 @@ class Trainer:
             print(line)
         if best_step not in (None, self.intervals.steps):
             print(f"best checkpoint: step {best_step}. --export={best_step} makes it the model")
-        if plots.plot_curves(self.folder.path):
-            print(f"curves in {self.workdir / 'curves.png'}")
-        else:
-            print("no curves: matplotlib is not installed")
+        obstacle = plots.plot_curves(self.folder.path)
+        curves = f"curves in {self.workdir / 'curves.png'}"
+        print(f"no curves: {obstacle}" if obstacle else curves)
 
 
 def flops_per_token(
