@@ -107,9 +107,10 @@ def rounded(tree):
 def parse_size(text: str) -> int:
     """Returns the number that a size such as 90M or 0.5B stands for."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", text, re.IGNORECASE)
-    if not match:
+    size = int(float(match[1]) * {"M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0
+    if not size:
         raise InputError(f"--size: expected a size such as 90M or 0.5B, found {text!r}")
-    return int(float(match[1]) * {"M": 10**6, "B": 10**9}[match[2].upper()])
+    return size
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from spsjax.utils import atomic_files, from_config
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the runs.")
-flags.mark_flag_as_required("workdir")
+main.require("workdir")
 
 
 # Labels of the figures in the table, in the order of its columns. Those of sampled texts come after

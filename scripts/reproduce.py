@@ -37,7 +37,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
 _PEER = flags.DEFINE_enum("peer", None, ["hf"], "Measure Hugging Face generate, too.")
-flags.mark_flags_as_required(["experiment", "workdir"])
+main.require("experiment", "workdir")
 
 Table = tuple[str, list[str], list[list]]  # title, header and rows
 

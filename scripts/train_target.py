@@ -25,7 +25,7 @@ _EXPORT = flags.DEFINE_string(
     None,
     "Export this checkpoint, a step or best, as the run's model without more training.",
 )
-flags.mark_flag_as_required("workdir")
+main.require("workdir")
 
 
 def run():

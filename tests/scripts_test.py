@@ -239,6 +239,7 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
         (["--json=nosuch/figures.json"], "nosuch/figures.json"),
         (["--json=."], "found a folder"),
         (["--size=90"], "--size: expected"),
+        (["--size=0M"], "--size: expected"),
         (["--target=gpt2:xl"], "--random"),
         (["--size=1M", "--random"], "--size, --random: expected"),
         (["--random", "--target=lama"], "'lama'"),
@@ -265,6 +266,12 @@ def test_benchmark_without_a_package_is_one_line(pair, tmp_path, flag, module):
 def test_training_answers_a_mistake_with_one_line(tmp_path):
     """A mistake is one line on stderr, and no folder is created."""
     fails_with_one_line(run("train_target.py", path=tmp_path), "--workdir")
+    for script in ("train_target.py", "train_drafter.py", "compare_drafts.py", "reproduce.py"):
+        flags = (
+            ("--workdir=", "--experiment=table1") if script == "reproduce.py" else ("--workdir=",)
+        )
+        fails_with_one_line(run(script, *flags, path=tmp_path), "--workdir=: ")
+    assert not list(tmp_path.iterdir())
     flags = ("--workdir=run", "--config.objective.name=nosuch")
     fails_with_one_line(run("train_drafter.py", *flags, path=tmp_path), "nosuch", "lk_hybrid")
     assert not (tmp_path / "run").exists()

@@ -271,6 +271,14 @@ def test_config_mistake_is_one_line_and_leaves_no_run(
     assert left <= {"data", "cache", ".lock"}, "nothing that a later command would resume"
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "model", "cache"])
+def test_file_where_a_run_needs_a_folder_is_refused(texts, tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match=f"{name}: expected a folder or nothing, found a file$"):
+        train_target(config("target", texts), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_folder_can_be_used_after_a_mistake(target, texts, tmp_path):
     wrong = config("target", texts)
     wrong.length = 65

@@ -180,6 +180,12 @@ def _parse(argv: list[str]) -> list[str]:
         fail(InputError(f"--config: expected a key that the config has, found {text}"))
 
 
+def require(*names: str) -> None:
+    """Makes flags required. An empty value counts as none: an empty path is the current folder."""
+    for name in names:
+        flags.register_validator(name, bool, "expected a value, found none")
+
+
 def check_writable(path: str | None) -> None:
     """Raises InputError unless a file can be written, before a long measurement begins."""
     if not path:

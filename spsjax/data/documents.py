@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import sysconfig
 import zlib
@@ -146,11 +147,22 @@ def held_out(sources: Sources) -> Iterator[Document]:
 
 
 def listing(sources: Sources) -> str:
-    """Returns a hash of names, sizes and modification times, which changes if any file does."""
+    """Returns a hash of names, sizes and modification times, which changes if any file does.
+
+    Raises InputError if two sources of a split have the same file: it would be read twice.
+    """
     digest = hashlib.sha256()
     for split in ("train", "held_out"):
-        for source in getattr(sources, split):
+        source_of = {}
+        for index, source in enumerate(getattr(sources, split)):
             for name, path in _files(source):
+                first = source_of.setdefault(os.path.abspath(path), index)
+                if first != index:
+                    others = short_repr(getattr(sources, split)[first])
+                    raise InputError(
+                        f"{split}: expected each file in one source, found {path} in {others} "
+                        f"and in {short_repr(source)}"
+                    )
                 stat = path.stat()
                 entry = split, source, name, stat.st_size, stat.st_mtime_ns
                 digest.update(repr(entry).encode(errors="surrogateescape"))

@@ -90,7 +90,15 @@ class Config:
                 f"found {self.padded_vocab_size}"
             )
         for field in ("rope_scaling", "windows", "eos_ids"):  # a config file has lists
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            value = getattr(self, field)
+            if not isinstance(value, (tuple, list)):
+                raise InputError(f"{field}: expected a tuple, found {short_repr(value)}")
+            object.__setattr__(self, field, tuple(value))
+        for id in self.eos_ids:  # an id that no token has would never end a sequence
+            if type(id) is not int or not 0 <= id < self.vocab_size:
+                raise InputError(
+                    f"eos_ids: expected token ids in [0, {self.vocab_size}), found {short_repr(id)}"
+                )
         for field in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, field) < 1:
                 raise InputError(f"{field}: expected at least 1, found {getattr(self, field)}")

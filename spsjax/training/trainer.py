@@ -28,6 +28,8 @@ from spsjax.utils import from_config
 
 # Config keys that may change when a run is resumed: they do not affect results beyond rounding.
 _FREE_KEYS = "mesh", "cache", "keep", "keep_best", "log_every"
+# What a run writes into its folder as folders.
+_FOLDERS = "checkpoints", "damaged", "data", "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,9 @@ class Trainer:
         self.folder = run_folder.Folder(workdir, config, _FREE_KEYS)
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
         self._last_reports: dict[str, str] = {}
+        for path in (self.cache, *map(self.folder.path.joinpath, _FOLDERS)):
+            if path.exists() and not path.is_dir():
+                raise InputError(f"{path}: expected a folder or nothing, found a file")
         if export is not None and not self.folder.resumable:
             raise InputError(f"{self.folder.path}: expected a run to export from, found none")
 
