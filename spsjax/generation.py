@@ -97,6 +97,7 @@ def generate(
         drafter: None for autoregressive sampling; a loaded model, which then drafts; what
             `load_drafter` returns; or a `spsjax.drafters.*.Drafter` that has no weights.
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
+            Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
         seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.
@@ -183,6 +184,8 @@ def propose(
     Takes what `generate` takes, and raises what it raises. The proposal has one row, and is the
     one of `generate`'s first round with the same seed.
     """
+    if drafter is None:
+        raise InputError("drafter: expected a loaded model or a drafter, found None")
     request = Request(
         "propose",
         model,

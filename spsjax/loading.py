@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import pathlib
 
 import jax
@@ -136,6 +137,9 @@ def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = Fals
     check_flag("replicate", replicate)
     if isinstance(name, str) and name in WEIGHTLESS:
         return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
+    near = isinstance(name, str) and difflib.get_close_matches(name.lower(), WEIGHTLESS, 1, 0.8)
+    if near and not pathlib.Path(name).exists():
+        raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
     return as_drafter(load(name, target.mesh, dtype, replicate), target)
 

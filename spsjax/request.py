@@ -4,6 +4,7 @@ Every mistake of a caller is one line that names the argument.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -13,6 +14,7 @@ from spsjax import decode, loading, sampling
 from spsjax.drafters import base, draft_model, none
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
+from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers import base as base_verifier
@@ -54,12 +56,13 @@ class Request:
         verifier = check_verifier(verifier)
         loaded = speculation(model, drafter, num_speculative_tokens)
         self.model = model
-        self.prompts = token_ids(model, prompts)
+        name = "prompts[{}]" if caller == "generate" else "prompt"
+        self.prompts = token_ids(model, prompts, name)
         new_tokens = budgets(max_new_tokens, len(self.prompts))
         contexts = {model.name: model.config.max_positions}
         if loaded.max_positions:
             contexts[loaded.name] = loaded.max_positions
-        check_lengths(self.prompts, new_tokens, contexts)
+        check_lengths(self.prompts, new_tokens, contexts, name)
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids)
         self.params = {"target": model.params, "drafter": loaded.params}
@@ -101,7 +104,7 @@ def check_model(model) -> None:
     """Raises InputError unless `model` is a loaded model."""
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
-    _check_arrays(f"model {model.name}", model.params)
+    _check_weights(f"model {model.name}", model.params, _shapes(model.config))
 
 
 def check_sampling(sampling) -> None:
@@ -117,14 +120,17 @@ def check_seed(seed) -> None:
 
 
 def check_lengths(
-    prompts: Sequence[Sequence[int]], budgets: Sequence[int], contexts: Mapping[str, int]
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    contexts: Mapping[str, int],
+    argument: str,
 ) -> None:
     """Raises InputError unless every prompt and its new tokens fit into every model's context."""
     for name, context in contexts.items():
         for row, (prompt, budget) in enumerate(zip(prompts, budgets)):
             if len(prompt) + budget > context:
                 raise InputError(
-                    f"prompts[{row}]: expected prompt and new tokens within the context of "
+                    f"{argument.format(row)}: expected prompt and new tokens within the context of "
                     f"{context} of {name}, found {len(prompt)} + {budget}"
                 )
 
@@ -132,16 +138,13 @@ def check_lengths(
 def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     """Returns the drafter as the loop takes it, with K set; raises InputError where it cannot be.
 
-    `drafter` is None, a loaded model or drafter, or a drafter that needs no weights.
+    `drafter` is None, a loaded model or drafter, or a drafter that needs no weights. Without
+    drafting, K is ignored, so that one K serves a sweep over drafters.
     """
     count, context = num_speculative_tokens, model.config.max_positions
     if count is not None and (not _is_integer(count) or count < 0):
         raise InputError(
             f"num_speculative_tokens: expected an integer >= 0, found {short_repr(count)}"
-        )
-    if drafter is None and count:
-        raise InputError(
-            f"num_speculative_tokens: expected 0 or None without a drafter, found {count}"
         )
     if drafter is None or (isinstance(drafter, LoadedDrafter) and count == 0):
         return _NO_DRAFTER
@@ -151,13 +154,13 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         drafter = LoadedDrafter(type(drafter).__module__.rpartition(".")[2], drafter, {})
     if not isinstance(drafter, LoadedDrafter):
         raise InputError(
-            f"drafter: expected None, a loaded model or a drafter, found {type(drafter).__name__}"
+            f"drafter: expected None, a loaded model or a drafter, found {_kind(drafter)}"
         )
     method = drafter.drafter
     if not isinstance(method, base.Drafter):
-        raise InputError(
-            f"drafter {drafter.name}: expected a drafter in it, found {type(method).__name__}"
-        )
+        raise InputError(f"drafter {drafter.name}: expected a drafter in it, found {_kind(method)}")
+    if isinstance(method, none.Drafter):
+        return _NO_DRAFTER
     if isinstance(method, (draft_model.Drafter, base.TrainableDrafter)) and not drafter.params:
         raise InputError(
             "drafter: expected the loaded draft model itself, found a drafter without its weights"
@@ -173,7 +176,7 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
-    _check_arrays(f"drafter {drafter.name}", drafter.params)
+    _check_method(f"drafter {drafter.name}", method, drafter.params)
     if drafter.params and _devices(drafter.params) != _devices(model.params):
         raise InputError(
             f"drafter {drafter.name}: expected weights on the target's devices, found others. "
@@ -186,13 +189,49 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     return dataclasses.replace(drafter, drafter=method)
 
 
-def _check_arrays(name: str, params) -> None:
+def _check_method(name: str, method: base.Drafter, params) -> None:
+    """Raises InputError unless a drafter's sizes of scoring passes and its weights are valid."""
+    sizes = method.score_sizes
+    if not isinstance(sizes, tuple) or not all(_is_integer(x) and x >= 0 for x in sizes):
+        raise InputError(
+            f"{name}: expected score_sizes, a tuple of integers >= 0, found {short_repr(sizes)}"
+        )
+    shapes = None
+    if isinstance(method, draft_model.Drafter):
+        shapes = _shapes(method.config)
+    elif isinstance(method, base.TrainableDrafter):
+        shapes = _by_name(method.param_shapes(np.float32))
+    _check_weights(name, params, shapes)
+
+
+def _check_weights(name: str, params, shapes: dict[str, tuple] | None) -> None:
+    """Raises InputError unless the weights are JAX arrays of these shapes by name; None: any."""
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):
             raise InputError(
                 f"{name}: expected weights as JAX arrays, found {type(leaf).__name__}. "
                 "Place them on their devices with jax.device_put."
             )
+    own = _by_name(params)
+    for path in sorted(own | shapes) if shapes is not None else ():
+        if own.get(path) != shapes.get(path):
+            expected, actual = (
+                list(tree[path]) if path in tree else "none" for tree in (shapes, own)
+            )
+            raise InputError(
+                f"{name}: expected weights of its config, with {path}: {expected}, found {actual}"
+            )
+
+
+def _by_name(tree) -> dict[str, tuple]:
+    """Returns the shapes of arrays by their paths in a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+
+
+@functools.lru_cache
+def _shapes(config: transformer.Config) -> dict[str, tuple]:
+    return _by_name(transformer.param_shapes(config))
 
 
 def _devices(params) -> set:
@@ -208,7 +247,7 @@ def check_verifier(verifier) -> base_verifier.Verifier:
     if not isinstance(verifier, base_verifier.Verifier):
         raise InputError(
             "verifier: expected None or a verifier such as spsjax.verifiers.rejection.Verifier(), "
-            f"found {type(verifier).__name__}"
+            f"found {_kind(verifier)}"
         )
     _check_frozen("verifier", verifier)
     return verifier
@@ -230,8 +269,11 @@ def _check_frozen(name: str, method) -> None:
         )
 
 
-def token_ids(model: Model, prompts) -> list[list[int]]:
-    """Returns the token ids of each prompt, a text or a list of ids."""
+def token_ids(model: Model, prompts, name: str = "prompts[{}]") -> list[list[int]]:
+    """Returns the token ids of each prompt, a text or a list of ids.
+
+    `name` is the name of a prompt in messages, with {} for its row.
+    """
     is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
     if isinstance(prompts, str) or not (is_array or isinstance(prompts, Sequence)):
         raise InputError(
@@ -239,7 +281,7 @@ def token_ids(model: Model, prompts) -> list[list[int]]:
         )
     if not len(prompts):
         raise InputError("prompts: expected at least one, found none")
-    return [_encode(model, f"prompts[{row}]", prompt) for row, prompt in enumerate(prompts)]
+    return [_encode(model, name.format(row), prompt) for row, prompt in enumerate(prompts)]
 
 
 def budgets(max_new_tokens, batch: int) -> list[int]:
@@ -258,6 +300,13 @@ def budgets(max_new_tokens, batch: int) -> list[int]:
             f"max_new_tokens: expected one value or {batch} (one per row), found {found}"
         )
     return np.broadcast_to(counts, (batch,)).tolist()
+
+
+def _kind(value) -> str:
+    """Returns the type of a value, for a message; a class in the place of an instance is named."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}. Make an instance of it"
+    return type(value).__name__
 
 
 def _is_integer(value) -> bool:

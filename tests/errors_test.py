@@ -138,7 +138,7 @@ def test_lenience_out_of_range_is_refused(model, lenience):
         spsjax.lenience_bias(jnp.ones((1, 2)) / 2, jnp.ones((1, 2)) / 2, lenience)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", 1.0, rejection, rejection.Verifier])
+@pytest.mark.parametrize("verifier", ["rejection", 1.0, rejection])
 def test_verifier_of_another_type_is_refused(model, verifier):
     refused(model, "verifier", type(verifier).__name__, verifier=verifier)
 
@@ -165,11 +165,6 @@ def test_replicate_that_is_not_a_bool_is_refused(model, value):
         spsjax.load_drafter("ngram", model, replicate=value)
 
 
-def test_drafter_name_that_is_an_array_is_refused(model):
-    with one_line("name: expected a text or a path", "ndarray"):
-        spsjax.load_drafter(np.array(["ngram", "none"]), model)
-
-
 @pytest.mark.parametrize("count", [-1, 1.5, "2"])
 def test_number_of_drafts_that_is_not_a_count_is_refused(model, count):
     drafter = ngram.Drafter()
@@ -178,13 +173,26 @@ def test_number_of_drafts_that_is_not_a_count_is_refused(model, count):
     )
 
 
-def test_number_of_drafts_without_drafter_is_refused(model):
-    refused(model, "num_speculative_tokens", "without a drafter", num_speculative_tokens=2)
+def test_stream_and_propose_name_their_prompt(tmp_path, model):
+    path = tmp_path / "tokenizer.model"
+    tokenizer = tokenization.train(["def f(x):\n    return x\n"], path, 285)
+    for prompt in ("", [], [64], [1] * 65):
+        with one_line("prompt: expected"):
+            spsjax.propose(model, prompt, ngram.Drafter())
+        with one_line("prompt: expected"):
+            spsjax.stream(dataclasses.replace(model, tokenizer=tokenizer), prompt)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", 3, ngram, ngram.Drafter])
+@pytest.mark.parametrize("drafter", ["ngram", 3, ngram])
 def test_drafter_of_another_type_is_refused(model, drafter):
     refused(model, "drafter", type(drafter).__name__, drafter=drafter)
+
+
+def test_class_instead_of_an_instance_is_refused(model):
+    refused(model, "drafter", "found the class Drafter. Make an instance", drafter=ngram.Drafter)
+    inside = spsjax.LoadedDrafter("x", ngram.Drafter, {})
+    refused(model, "drafter x", "found the class Drafter. Make an instance", drafter=inside)
+    refused(model, "verifier", "found the class Verifier.", verifier=rejection.Verifier)
 
 
 def test_drafter_that_is_not_hashable_is_refused(model):
@@ -203,7 +211,9 @@ def test_unknown_drafter_is_an_attribute_error():
         spsjax.drafters.no_such  # noqa: B018
 
 
-@pytest.mark.parametrize("changes", [{"max_ngram": 0}, {"min_ngram": 0}, {"min_ngram": 4}])
+@pytest.mark.parametrize(
+    "changes", [{"max_ngram": 0}, {"min_ngram": 0}, {"min_ngram": 4}, {"max_ngram": True}]
+)
 def test_ngram_lengths_that_match_nothing_are_refused(changes):
     with one_line("min_ngram", "max_ngram"):
         ngram.Drafter(**changes)

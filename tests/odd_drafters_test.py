@@ -7,13 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_drafters
+from bad_input import one_line
+from conftest import spread_model
 from core_test import PROMPTS
+from errors_test import refused
+from ml_collections import ConfigDict
 
 import spsjax
 from spsjax import InputError, SamplingParams
-from spsjax.drafters import ngram
+from spsjax.cli import configs
+from spsjax.drafters import draft_model, ngram, none
 from spsjax.loading import LoadedDrafter
 from spsjax.verifiers import match
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model with a context of 64 and no tokenizer."""
+    return spread_model(64, max_positions=64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +89,54 @@ def test_drafter_without_its_weights_is_refused(target):
     drafter = toy_drafters.Tapped(32, 48)
     with pytest.raises(InputError, match="found a drafter without its weights"):
         spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
+
+
+def test_number_of_drafts_without_drafting_is_ignored(model):
+    """One K can serve a sweep over drafters."""
+    expected = spsjax.generate(model, [[1, 2]], max_new_tokens=4)
+    for drafter in (None, none.Drafter(), spsjax.load_drafter("none", model)):
+        out = spsjax.generate(model, [[1, 2]], drafter, 4, max_new_tokens=4)
+        assert out.tokens[0].tolist() == expected.tokens[0].tolist()
+    refused(model, "num_speculative_tokens", "-1", num_speculative_tokens=-1)
+
+
+def test_propose_without_drafter_is_refused(model):
+    with one_line("drafter: expected a loaded model or a drafter, found None"):
+        spsjax.propose(model, [1, 2], None)
+
+
+def test_drafter_name_gets_a_hint(model):
+    for name in ("n-gram", "N_gram"):
+        with one_line("expected 'ngram' or a model", repr(name)):
+            spsjax.load_drafter(name, model)
+    with one_line("expected none, model, ngram or another", "'n-gram'"):
+        configs.load_drafter("n-gram", "", ConfigDict())
+
+
+def test_weights_of_another_shape_are_refused(model):
+    """A drafter or a model whose weights are not those of its config."""
+    method = draft_model.Drafter(model.config)
+    wrong = model.params | {"norm": {"scale": jnp.ones(3)}}
+    more = model.params | {"head": jnp.ones(3)}
+    for params, part in ((wrong, "norm.scale"), (more, "head"), ({"x": jnp.ones(3)}, "embed")):
+        drafter = spsjax.LoadedDrafter("x", method, params)
+        refused(model, "drafter x: expected weights of its config", part, drafter=drafter)
+    bad = dataclasses.replace(model, params=wrong)
+    refused(bad, "model", "norm.scale: [32], found [3]")
+    tapped = toy_drafters.Tapped(32, 48)
+    drafter = spsjax.LoadedDrafter("x", tapped, {"x": jnp.ones(3)})
+    refused(model, "drafter x: expected weights of its config", drafter=drafter)
+
+
+@pytest.mark.parametrize("sizes", [(-1,), 3, ("1",), (True,), [1]])
+def test_score_sizes_that_are_not_counts_are_refused(model, sizes):
+    @dataclasses.dataclass(frozen=True)
+    class Sized(ngram.Drafter):
+        score_sizes = sizes
+
+    refused(model, "score_sizes", repr(sizes), drafter=Sized())
+
+
+def test_drafter_name_that_is_an_array_is_refused(model):
+    with one_line("name: expected a text or a path", "ndarray"):
+        spsjax.load_drafter(np.array(["ngram", "none"]), model)

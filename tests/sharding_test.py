@@ -182,3 +182,9 @@ def test_verify_needs_no_collective_but_flags(case):
 def test_mesh_of_too_many_devices_says_how_to_get_them():
     with one_line("at most 8 devices, found 4 x 4", "xla_force_host_platform_device_count=16"):
         sharding.mesh(data=4, model=4)
+
+
+@pytest.mark.parametrize("value", [5, [5], "cpu"])
+def test_mesh_of_what_are_not_devices_is_refused(value):
+    with one_line("devices: expected a list of devices", repr(value)):
+        sharding.mesh(devices=value)

@@ -112,8 +112,9 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=No
     drafter = name.isidentifier() and importlib.util.find_spec(module)
     drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
     if not drafter or drafter is base.Drafter:
+        methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS)))
         raise InputError(
-            f"drafter: expected 'none', 'model' or a module of spsjax.drafters, found {name!r}"
+            f"drafter: expected {methods} or another module of spsjax.drafters, found {name!r}"
         )
     return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
 

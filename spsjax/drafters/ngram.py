@@ -30,7 +30,7 @@ class Drafter(base.Drafter):
     def __post_init__(self):
         sizes = self.min_ngram, self.max_ngram
         if (
-            not all(isinstance(size, (int, np.integer)) for size in sizes)
+            not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in sizes)
             or not 1 <= sizes[0] <= sizes[1] <= 32
         ):
             raise InputError(

@@ -47,9 +47,13 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
         devices: devices to choose from; None: all devices.
 
     Raises:
-        InputError: a size is not a positive integer, or there are too few devices.
+        InputError: a size is not a positive integer, there are too few devices, or `devices` holds
+            something else.
     """
     devices = jax.devices() if devices is None else devices
+    is_list = isinstance(devices, (Sequence, np.ndarray))
+    if not is_list or not all(hasattr(device, "device_kind") for device in devices):
+        raise InputError(f"devices: expected a list of devices, found {short_repr(devices)}")
     sizes = data, model
     if not all(type(size) is int and size >= 1 for size in sizes):
         raise InputError(
@@ -57,7 +61,9 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
         )
     if data * model > len(devices):
         text = f"mesh: expected at most {len(devices)} devices, found {data} x {model}"
-        if devices[0].platform == "cpu":  # a way to try a mesh without accelerators
+        if any(
+            device.platform == "cpu" for device in devices
+        ):  # a way to try a mesh without accelerators
             count = f"--xla_force_host_platform_device_count={data * model}"
             text += f". Set smaller axes, or XLA_FLAGS={count} for as many CPU devices"
         raise InputError(text)
