@@ -19,7 +19,7 @@ from jax import lax
 
 from spsjax import cache as kv
 from spsjax import tree
-from spsjax.drafters.base import Drafter
+from spsjax.drafters.base import Drafter, check_proposal
 from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -107,20 +107,10 @@ def propose(
     Raises InputError, when traced, for a proposal that target, drafter or verifier do not allow.
     """
     drafter = program.drafter
-    proposal, drafter_state = drafter.propose(
-        params, state.drafter, state.tokens, state.lengths, state.rows, keys_B
+    result = drafter.propose(params, state.drafter, state.tokens, state.lengths, state.rows, keys_B)
+    proposal, drafter_state = check_proposal(
+        drafter, result, len(state.tokens), program.target.vocab_size
     )
-    N, K, V = drafter.num_nodes, drafter.num_speculative_tokens, program.target.vocab_size
-    if proposal.tokens.shape[1] != N or (proposal.parents is None and N > K):
-        raise InputError(
-            f"drafter: expected {N} draft tokens, in a chain at most K = {K}, "
-            f"found {proposal.tokens.shape[1]}"
-        )
-    if proposal.probs is not None and proposal.probs.shape[-1] != V:
-        raise InputError(
-            f"drafter: expected distributions over the target's vocabulary of {V}, "
-            f"found {proposal.probs.shape[-1]}. Load it for this target with load_drafter."
-        )
     if proposal.parents is None:
         if proposal.eligible is not None:
             tokens = jnp.where(proposal.eligible, proposal.tokens, -1)
@@ -132,7 +122,7 @@ def propose(
             "Use spsjax.verifiers.match.Verifier()."
         )
     # A round cannot commit more than K draft tokens, so deeper nodes are not eligible.
-    eligible = tree.depths(proposal.parents)[:, 1:] <= K
+    eligible = tree.depths(proposal.parents)[:, 1:] <= drafter.num_speculative_tokens
     if proposal.eligible is not None:
         eligible &= proposal.eligible
     return dataclasses.replace(proposal, eligible=eligible), drafter_state
@@ -292,8 +282,11 @@ def prefill(
 def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
     """Returns the state with the first row of `fresh` in the place of row `row`, in [0, B).
 
-    Both come from `prefill` of one program. Raises InputError if `fresh` has more slots.
+    Both come from `prefill` of one program. Raises InputError if `fresh` has more slots or, unless
+    traced by `jit`, if there is no such row.
     """
+    if not isinstance(row, jax.core.Tracer) and not 0 <= row < len(state.tokens):
+        raise InputError(f"row: expected a row in [0, {len(state.tokens)}), found {row}")
     if (found := fresh.tokens.shape[1]) > (slots := state.tokens.shape[1]):
         raise InputError(f"fresh: expected a state of at most {slots} slots, found {found}")
     return kv.insert_row(state, row, fresh)

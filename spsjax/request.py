@@ -204,7 +204,7 @@ def _check_method(name: str, method: base.Drafter, params) -> None:
     _check_weights(name, params, shapes)
 
 
-def _check_weights(name: str, params, shapes: dict[str, tuple] | None) -> None:
+def _check_weights(name: str, params, shapes: dict[str, list] | None) -> None:
     """Raises InputError unless the weights are JAX arrays of these shapes by name; None: any."""
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):
@@ -215,22 +215,20 @@ def _check_weights(name: str, params, shapes: dict[str, tuple] | None) -> None:
     own = _by_name(params)
     for path in sorted(own | shapes) if shapes is not None else ():
         if own.get(path) != shapes.get(path):
-            expected, actual = (
-                list(tree[path]) if path in tree else "none" for tree in (shapes, own)
-            )
             raise InputError(
-                f"{name}: expected weights of its config, with {path}: {expected}, found {actual}"
+                f"{name}: expected weights of its config, with {path}: "
+                f"{shapes.get(path, 'none')}, found {own.get(path, 'none')}"
             )
 
 
-def _by_name(tree) -> dict[str, tuple]:
+def _by_name(tree) -> dict[str, list[int]]:
     """Returns the shapes of arrays by their paths in a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+    return {jax.tree_util.keystr(path): [*leaf.shape] for path, leaf in leaves}
 
 
 @functools.lru_cache
-def _shapes(config: transformer.Config) -> dict[str, tuple]:
+def _shapes(config: transformer.Config) -> dict[str, list[int]]:
     return _by_name(transformer.param_shapes(config))
 
 
@@ -304,9 +302,8 @@ def budgets(max_new_tokens, batch: int) -> list[int]:
 
 def _kind(value) -> str:
     """Returns the type of a value, for a message; a class in the place of an instance is named."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}. Make an instance of it"
-    return type(value).__name__
+    named = f"the class {getattr(value, '__name__', '')}. Make an instance of it"
+    return named if isinstance(value, type) else type(value).__name__
 
 
 def _is_integer(value) -> bool:

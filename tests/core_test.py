@@ -87,6 +87,9 @@ def test_insert_takes_the_first_row_of_a_padded_state(target):
     longer = dataclasses.replace(fresh, tokens=jnp.pad(fresh.tokens, ((0, 0), (0, more))))
     with pytest.raises(InputError, match=r"^fresh: expected a state of at most \d+ slots"):
         decode.insert(state, 1, longer)
+    for row in (-1, len(state.tokens)):
+        with pytest.raises(InputError, match=rf"row: expected a row in .*, found {row}$"):
+            decode.insert(state, row, state)
 
 
 def test_inserted_row_works_with_relative_positions():
@@ -276,7 +279,7 @@ def test_drafter_of_another_target_is_refused(target, draft):
     """Another vocabulary, or other devices."""
     other = spread_model(32)
     drafter = loading.as_drafter(nearby_model(other), other)
-    with pytest.raises(InputError, match="expected distributions over the target's vocabulary"):
+    with pytest.raises(InputError, match="expected probs of a proposal as floating"):
         spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
     mesh = spsjax.sharding.mesh(1, 8)
     split = build_model(target.config, target.params, mesh)
@@ -295,7 +298,7 @@ class TooMany(ngram.Drafter):
 
 
 def test_proposal_longer_than_declared_is_refused(target):
-    with pytest.raises(InputError, match=r"drafter: expected 2 draft tokens, .* found 3"):
+    with pytest.raises(InputError, match=r"drafter: expected tokens .*\[3, 2\], found .*\[3, 3\]"):
         spsjax.generate(target, PROMPTS, TooMany(2), max_new_tokens=4)
 
 

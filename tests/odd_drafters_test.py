@@ -85,6 +85,49 @@ def test_drafter_of_a_wrong_type_or_unhashable_is_refused(target, method, messag
         spsjax.generate(target, PROMPTS, LoadedDrafter("x", method, {}), max_new_tokens=4)
 
 
+def proposing(**changes):
+    """A drafter that copies no token, with other fields in its proposal."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Odd(ngram.Drafter):
+        num_speculative_tokens: int = 2
+
+        def propose(self, *args):
+            tokens = jnp.zeros((2, 2), jnp.int32)
+            fields = {"tokens": tokens, "probs": None} | changes
+            return fields.get("result", (spsjax.Proposal(*list(fields.values())[:4]), ()))
+
+    return Odd()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "actual"),
+    [
+        ({"tokens": jnp.zeros((2, 2))}, "tokens of a proposal as integer [2, 2]", "float32 [2, 2]"),
+        ({"tokens": jnp.zeros((2, 3), int)}, "tokens", "int32 [2, 3]"),
+        ({"tokens": jnp.zeros((1, 2), int)}, "tokens", "int32 [1, 2]"),
+        ({"tokens": jnp.zeros(2, int)}, "tokens", "int32 [2]"),
+        ({"tokens": None}, "tokens", "NoneType"),
+        ({"tokens": [[1, 2]] * 2}, "tokens", "list"),
+        (
+            {"probs": jnp.ones((2, 3, 64))},
+            "probs of a proposal as floating [2, 2, 64]",
+            "[2, 3, 64",
+        ),
+        ({"probs": jnp.ones((2, 64))}, "probs", "[2, 64]"),
+        ({"probs": jnp.ones((2, 2, 64), int)}, "probs", "int32"),
+        ({"parents": jnp.zeros((2, 3), int)}, "parents", "[2, 3]"),
+        ({"parents": None, "eligible": jnp.ones((2, 2))}, "eligible", "float32"),
+        ({"result": None}, "propose to return a Proposal and a state", "NoneType"),
+        ({"result": (None, ())}, "propose to return a Proposal and a state", "tuple"),
+    ],
+)
+def test_proposal_of_wrong_shape_or_type_is_refused(model, changes, expected, actual):
+    """The shapes are those of the drafter, of two rows and of 64 tokens; checked when traced."""
+    drafter = proposing(**changes)
+    refused(model, f"drafter: expected {expected}", actual, prompts=[[1], [2]], drafter=drafter)
+
+
 def test_drafter_without_its_weights_is_refused(target):
     drafter = toy_drafters.Tapped(32, 48)
     with pytest.raises(InputError, match="found a drafter without its weights"):
@@ -118,11 +161,15 @@ def test_weights_of_another_shape_are_refused(model):
     method = draft_model.Drafter(model.config)
     wrong = model.params | {"norm": {"scale": jnp.ones(3)}}
     more = model.params | {"head": jnp.ones(3)}
-    for params, part in ((wrong, "norm.scale"), (more, "head"), ({"x": jnp.ones(3)}, "embed")):
+    for params, part in (
+        (wrong, "['norm']['scale']"),
+        (more, "head"),
+        ({"x": jnp.ones(3)}, "embed"),
+    ):
         drafter = spsjax.LoadedDrafter("x", method, params)
         refused(model, "drafter x: expected weights of its config", part, drafter=drafter)
     bad = dataclasses.replace(model, params=wrong)
-    refused(bad, "model", "norm.scale: [32], found [3]")
+    refused(bad, "model", "['norm']['scale']: [32], found [3]")
     tapped = toy_drafters.Tapped(32, 48)
     drafter = spsjax.LoadedDrafter("x", tapped, {"x": jnp.ones(3)})
     refused(model, "drafter x: expected weights of its config", drafter=drafter)

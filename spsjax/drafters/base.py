@@ -4,8 +4,10 @@ import abc
 from collections.abc import Mapping
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spsjax.errors import InputError
 from spsjax.sampling import RowParams
 from spsjax.types import Array, ModelOutput, Proposal, PyTree, Verdict
 
@@ -104,6 +106,45 @@ class Drafter(abc.ABC):
             verdict: what was accepted.
         """
         return state
+
+
+def check_proposal(drafter: Drafter, result, batch: int, vocab: int) -> tuple[Proposal, PyTree]:
+    """Returns what `propose` returned: a proposal and a state.
+
+    Raises InputError, when traced, for a proposal whose types or shapes do not fit the drafter, the
+    batch or the target's vocabulary.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Proposal):
+        raise InputError(
+            f"drafter: expected propose to return a Proposal and a state, found {_describe(result)}"
+        )
+    proposal, B, N = result[0], batch, drafter.num_nodes
+    K, chain = drafter.num_speculative_tokens, proposal.parents is None
+    # The nodes with children of a tree can be any of the N + 1.
+    nodes = {N} if chain else set(range(N + 2))
+    for name, kind, shapes in (
+        ("tokens", jnp.integer, {(B, N)}),
+        ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),
+        ("parents", jnp.integer, {(B, N)}),
+        ("eligible", jnp.bool_, {(B, N)}),
+    ):
+        value = getattr(proposal, name)
+        fits = name != "tokens" if value is None else getattr(value, "shape", None) in shapes
+        if not fits or (value is not None and not jnp.issubdtype(value.dtype, kind)):
+            advice = ". Load it for this target with load_drafter" if name == "probs" else ""
+            raise InputError(
+                f"drafter: expected {name} of a proposal as {kind.__name__} {list(max(shapes))}, "
+                f"found {_describe(value)}{advice}"
+            )
+    if chain and N > K:
+        raise InputError(f"drafter: expected a chain of at most K = {K} draft tokens, found {N}")
+    return result
+
+
+def _describe(value) -> str:
+    """Returns type and shape of an array, or the type of another value, for a message."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{value.dtype} {list(shape)}"
 
 
 class TrainableDrafter(Drafter):
