@@ -70,24 +70,20 @@ def numbers(seed):
     return lambda row: functools.partial(number, row)
 
 
-def lookup(tokens):
-    """Continues the latest of the longest earlier occurrences: prompt lookup in plain Python."""
-    last = len(tokens) - 1
-    for size in (3, 2, 1):
-        for end in range(last - 1, size - 2, -1):
-            if tokens[end - size + 1 : end + 1] == tokens[len(tokens) - size :]:
-                return [tokens[end + 1 + k % (last - end)] for k in range(K)]
-    return [-1] * K
-
-
 @pytest.mark.parametrize("vocab", (48, 300))  # one block of tokens, and three
 @pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
 def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
-    """Tokens equal the oracle's, with end-of-sequence ids, mixed sampling and budgets per row."""
+    """Tokens and statistics equal the oracle's.
+
+    Rows have end-of-sequence ids, budgets and sampling parameters of their own, so that they end
+    in different rounds, and some have no match.
+    """
     target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 24)))
     draft = nearby_model(target)
     budgets, ended = [NEW, 13, 18, 2], 0
+    lookup = functools.partial(reference.lookup, K=K)
     model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}
+    proposals = set()
     for seed in range(3):
         out = spsjax.generate(
             target,
@@ -98,16 +94,26 @@ def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
             budgets,
             seed,
         )
+        rounds = []
         for row, prompt in enumerate(PROMPTS):
             options = {"eos_ids": target.config.eos_ids} | ROW_PARAMS[row]
             rest = len(prompt) + budgets[row], numbers(seed)(row)
             if name == "none":
                 expected = reference.autoregressive(model, prompt, *rest, **options)
             else:
+                options["rounds"] = rounds
                 expected = reference.speculative(model, other[name], prompt, K, *rest, **options)
             assert out.tokens[row].tolist() == expected, (seed, row)
             ended += len(expected) < budgets[row]
+        offered = sum(proposed for proposed, _ in rounds)
+        accepted = [count for _, count in rounds]
+        assert out.stats.proposed_tokens == offered
+        assert out.stats.acceptance_rate == pytest.approx(sum(accepted) / max(offered, 1))
+        if rounds:
+            assert out.stats.accepted_histogram == np.bincount(accepted, minlength=K + 1).tolist()
+        proposals |= {proposed for proposed, _ in rounds}
     assert ended  # by an end-of-sequence id
+    assert proposals == {"none": set(), "draft_model": {K}, "ngram": {0, K}}[name]
 
 
 def test_step_keeps_the_invariants_of_its_state(target, draft):
@@ -180,6 +186,10 @@ def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
     for tokens, others in zip(out.tokens, expected.tokens, strict=True):
         np.testing.assert_array_equal(tokens, others)
     assert 0 < out.stats.acceptance_rate < 1
+    accepted = np.dot(out.stats.accepted_histogram, np.arange(count + 1))
+    assert out.stats.acceptance_rate == pytest.approx(accepted / out.stats.proposed_tokens)
+    if name == "ngram":  # rounds without a match propose nothing
+        assert out.stats.proposed_tokens < count * sum(out.stats.accepted_histogram)
     lengths = np.asarray(list(map(len, expected.tokens)))
     assert (lengths < options["max_new_tokens"]).any()  # some rows end by an end-of-sequence id
     assert (lengths == options["max_new_tokens"]).any()

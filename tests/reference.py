@@ -57,8 +57,21 @@ def autoregressive(target, prompt, limit, uniforms, eos_ids=(), **params):
     return tokens[len(prompt) :]
 
 
-def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), **params):
-    """Runs Algorithm 2. `draft` is a model, or a function that returns K ids, -1 for no token."""
+def lookup(tokens, K, min_ngram=1, max_ngram=3):
+    """Continues the latest of the longest earlier occurrences: prompt lookup (Saxena 2023)."""
+    last = len(tokens) - 1
+    for size in range(max_ngram, min_ngram - 1, -1):
+        for end in range(last - 1, size - 2, -1):
+            if tokens[end - size + 1 : end + 1] == tokens[len(tokens) - size :]:
+                return [tokens[end + 1 + k % (last - end)] for k in range(K)]
+    return [-1] * K
+
+
+def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), rounds=None, **params):
+    """Runs Algorithm 2. `draft` is a model, or a function that returns K ids, -1 for no token.
+
+    The list `rounds` gets the numbers of proposed and accepted draft tokens of every round.
+    """
     tokens = list(prompt)
     while len(tokens) < limit:
         n, drafted, draft_probs = len(tokens), [], []
@@ -86,6 +99,8 @@ def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), **params)
             break
         else:
             block.append(draw(target_probs[-1], uniforms("next", n, 0)))
+        if rounds is not None:
+            rounds.append((len(drafted), len(block) - 1))
         for token in block[: limit - n]:
             tokens.append(token)
             if token in eos_ids:
