@@ -144,6 +144,16 @@ def test_human_eval_scores_by_execution(functions):
     assert functions.scores(example, answers) == {"pass@1": 0.5}
 
 
+def test_human_eval_tests_may_use_names_of_the_prompt(tmp_path):
+    """Tests call helpers of the prompt, and the answer's function by its name."""
+    row = SUM | {"prompt": "def one():\n    return 1\n\n\n" + SUM["prompt"]}
+    row["test"] = "def check(candidate):\n    assert candidate(one(), 2) == add(2, one()) == 3\n"
+    task = human_eval.Task(rows(tmp_path / "h.jsonl.gz", row))
+    (example,) = task.examples()
+    assert task.scores(example, ["    return a + b\n"]) == {"pass@1": 1.0}
+    assert task.scores(example, ["    return a - b\n"]) == {"pass@1": 0.0}
+
+
 @pytest.mark.parametrize("stop", ["class A:", "def more():", "# more", "if x:", "print(x)"])
 def test_human_eval_answer_ends_with_its_function(functions, stop):
     """Text after the function is not part of the answer."""

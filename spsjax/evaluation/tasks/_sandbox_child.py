@@ -1,17 +1,27 @@
-"""Child process of `sandbox.run`: limits itself, refuses harmful calls, and runs a program.
+"""Child process of `sandbox.run`: a checker that runs the tests, and a fork that runs the program.
 
-It is run as a script and imports only the standard library. Its arguments are seconds, megabytes
-and megabytes per file. Its standard input is a secret word, a newline and the program. It writes
-the word when the program has reached its end, because a program may also exit early with code 0.
+It is run as a script and imports only the standard library. Its arguments are seconds, megabytes,
+megabytes per file and megabytes of all files. Its standard input is a pickled pair of the program
+and its tests. Its exit code is 0 exactly if the tests have run to their end.
+
+The fork is made before the checker reads its input, so the memory of the program never holds the
+tests. They call a function of the program by `remote("name")(*args)`. Arguments and results travel
+as plain data through pipes, so a result cannot bring its own `__eq__`.
 """
 
 import _posixsubprocess
+import collections.abc
 import os
+import pickle
 import resource
 import signal
 import sys
 
 _MEGABYTE = 1 << 20
+_SET_DUMPABLE = 4  # option of prctl(2)
+_KINDS = bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset
+# Only immutable types: a pickle could set `Fraction.__eq__`, but not `int.__eq__`.
+_ALLOWED = {kind.__name__ for kind in _KINDS} | {"iter", "range"}
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _REFUSED = (  # prefixes of audit events
     "socket.",
@@ -40,42 +50,127 @@ _NUM_PATHS = {  # number of paths among the first arguments of an event; folders
 }
 
 
+class _Pickler(pickle.Pickler):
+    """Pickler of results, which turns instances of subclasses of plain types into plain data."""
+
+    def reducer_override(self, value):
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()  # a scalar of NumPy
+            return type(value), (value,)
+        if isinstance(value, collections.abc.Iterator):
+            return iter, (list(value),)
+        for kind in _KINDS:
+            if isinstance(value, kind) and type(value) is not kind:
+                return kind, (kind(value),)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of results, which builds plain data only."""
+
+    def find_class(self, module, name):
+        if module != "builtins" or name not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
+        return super().find_class(module, name)
+
+
 def main() -> None:
-    """Runs the program of the standard input."""
-    finish, program = _prepare()
-    _guard()
-    exec(compile(program, "program", "exec"), {"__name__": "__main__"})
-    finish()
-
-
-def _prepare():
-    """Reads the input and sets the limits; returns what to call at the end, and the program."""
-    seconds, megabytes, file_megabytes = sys.argv[1:]
+    """Forks into the checker and the program's process."""
+    seconds, megabytes, file_megabytes, folder_megabytes = map(float, sys.argv[1:])
     sys.argv = ["program"]
-    word, _, program = sys.stdin.buffer.read().partition(b"\n")
+    _limit(seconds, megabytes, file_megabytes)
+    _hide_memory()
+    (theirs_in, requests), (replies, theirs_out) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child:
+        os.close(theirs_in)
+        os.close(theirs_out)
+    else:
+        os.close(requests)
+        os.close(replies)
+    # The sandbox ends these processes after their time. The timers do if it was killed. The first
+    # process of a namespace ignores signals that have no handler.
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
+    signal.setitimer(signal.ITIMER_REAL, seconds + 1)
+    max_writes = int(folder_megabytes // file_megabytes)
+    if child:
+        _check(*_files(replies, requests), child, max_writes)
+    else:
+        _serve(*_files(theirs_in, theirs_out), max_writes)
+
+
+def _files(source: int, sink: int):
+    """Returns files of two pipes: one to read, one to write.
+
+    The latter has no buffer, so that nothing is left to flush at the exit, when the pipe is broken.
+    """
+    return os.fdopen(source, "rb"), os.fdopen(sink, "wb", buffering=0)
+
+
+def _limit(seconds: float, megabytes: float, file_megabytes: float) -> None:
+    """Sets the limits of this process and of its children."""
     for limit, value in (
-        (resource.RLIMIT_CPU, int(float(seconds)) + 1),
-        (resource.RLIMIT_AS, int(megabytes) * _MEGABYTE),
-        (resource.RLIMIT_FSIZE, int(file_megabytes) * _MEGABYTE),
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+        (resource.RLIMIT_AS, int(megabytes * _MEGABYTE)),
+        (resource.RLIMIT_FSIZE, int(file_megabytes * _MEGABYTE)),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
-    # The parent ends this process after its time. The timer does if the parent has been killed.
-    signal.setitimer(signal.ITIMER_REAL, float(seconds) + 1)
-    output = os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    return lambda: os.write(output, word), program
 
 
-def _guard() -> None:
+def _hide_memory() -> None:
+    """Keeps processes without capabilities from the memory of this process, on Linux."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _check(replies, requests, child: int, max_writes: int) -> None:
+    """Runs the tests, which decide."""
+
+    def ask(request):
+        try:
+            requests.write(pickle.dumps(request))
+            return _Unpickler(replies).load()
+        except (EOFError, BrokenPipeError):
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            # With code 1, the program has written the reason itself.
+            sys.exit(f"left with exit code {code}" if code != 1 else 1)
+
+    def remote(name):
+        return lambda *args: ask((name, args))
+
+    program, tests = pickle.load(sys.stdin.buffer)
+    _guard(max_writes)
+    ask(program)
+    exec(compile(tests, "tests", "exec"), {"__name__": "__main__", "remote": remote})
+
+
+def _serve(requests, replies, max_writes: int) -> None:
+    """Runs the program, and calls its functions as the checker requests."""
+    names = {"__name__": "__main__"}
+    program = pickle.load(requests)
+    _guard(max_writes)
+    sys.setrecursionlimit(10_000)
+    exec(compile(program, "program", "exec"), names)
+    _Pickler(replies).dump(None)
+    while True:
+        try:
+            name, args = pickle.load(requests)
+        except EOFError:  # the checker has ended
+            os._exit(0)
+        _Pickler(replies).dump(names[name](*args))
+
+
+def _guard(max_writes: int) -> None:
     """Installs an audit hook that refuses processes, networks, and writes outside this folder."""
     home = os.path.realpath(os.getcwd()) + os.sep
     # The program may rebind names of modules and builtins. The hook uses its own references.
     realpath, readlink, fsdecode, devnull = os.path.realpath, os.readlink, os.fsdecode, os.devnull
     is_instance, path_types, integer, refusal = isinstance, (str, bytes), int, PermissionError
     refused, num_paths, write_flags, last = _REFUSED, _NUM_PATHS, _WRITE_FLAGS, -1
+    writes, advance = iter(range(max_writes)), next
 
     def check(event, path, folder=-1):
         if is_instance(path, path_types):
@@ -95,6 +190,8 @@ def _guard() -> None:
             mode, flags = args[1], args[2]
             if flags & write_flags if mode is None else not {*mode}.isdisjoint("wax+"):
                 check("writing", args[0])
+                if advance(writes, None) is None:  # this bounds the total size of files
+                    raise refusal("writing of so many files is not allowed here")
 
     def refuse(*args, **options):
         raise refusal("this is not allowed here")
@@ -102,7 +199,6 @@ def _guard() -> None:
     # These raise no audit event.
     os.mknod = os.mkfifo = _posixsubprocess.fork_exec = refuse
     sys.addaudithook(watch)
-    sys.setrecursionlimit(10_000)
 
 
 if __name__ == "__main__":

@@ -44,17 +44,21 @@ class Task(base.Task):
         return base.before_any(text, _STOPS)
 
     def scores(self, example, answers):
-        passed = sum(
-            sandbox.run(program(example, answer), self.limits).passed for answer in answers
-        )
+        prompt, tests = example.reference["prompt"], tests_of(example)
+        passed = sum(sandbox.run(prompt + answer, tests, self.limits).passed for answer in answers)
         ks = [k for k in self.ks if k <= len(answers)]
         return {f"pass@{k}": pass_at(k, len(answers), passed) for k in ks}
 
 
-def program(example: base.Example, answer: str) -> str:
-    """Returns the function, its tests, and the call that runs them."""
+def tests_of(example: base.Example) -> str:
+    """Returns the tests of an answer, which run outside of the answer's process.
+
+    Some tests call helper functions of the prompt. The answer's function replaces the function
+    that the prompt only begins.
+    """
     row = example.reference
-    return f"{row['prompt']}{answer}\n{row['test']}\ncheck({row['entry_point']})\n"
+    name = row["entry_point"]
+    return f"{row['prompt']}\n{name} = remote({name!r})\n{row['test']}\ncheck({name})\n"
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
