@@ -222,6 +222,8 @@ class Letters:
     def encode(self, text):
         return [self.pieces.index(byte) for byte in text.encode()]
 
+    vocab_size = 2**31
+
     def decode(self, ids):
         return bytes(self.pieces[index] for index in ids).decode(errors="replace")
 

@@ -117,6 +117,8 @@ def test_mesh_that_divides_padded_rows_splits_the_head(tokenizer, tmp_path):
 class Silent:
     """A tokenizer that decodes all ids to nothing."""
 
+    vocab_size = 0
+
     def decode(self, ids):
         return ""
 
