@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FAST, build_model, nearby_model, spread_model, spread_params, tiny_config
+import reference
+from conftest import (
+    FAST,
+    build_model,
+    logits_of,
+    nearby_model,
+    spread_model,
+    spread_params,
+    tiny_config,
+)
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, generation, loading, sampling
@@ -134,6 +143,14 @@ def test_propose_returns_the_first_round_of_generate(target, draft):
     assert spsjax.propose(target, PROMPTS[2], draft, 2).probs.shape == (1, 2, 48)
     tree = spsjax.propose(target, PROMPTS[2], drafting.build("random_tree", draft, 4))
     assert tree.parents.shape == tree.tokens.shape == tree.eligible.shape
+
+
+def test_first_drafts_after_one_token_are_the_drafts_own(target, draft):
+    """A prompt of one token has no last but one: what fills its place is not attended to."""
+    proposal = spsjax.propose(target, [9], draft, 2)
+    for node, context in enumerate(([9], [9, int(proposal.tokens[0, 0])])):
+        expected = reference.to_probs(logits_of(draft)(context))
+        np.testing.assert_allclose(proposal.probs[0, node], expected, atol=1e-5)
 
 
 def test_load_drafter_loads_by_name_or_folder():

@@ -109,9 +109,13 @@ def test_rejection_sample_of_nan_row_emits_no_token():
             for function in (sample, jax.jit(sample)):
                 out, number = function(jax.random.key(0), tokens, draft_probs, target_probs)
                 assert number.tolist() == [3, 0, 3] and out[1].tolist() == [-1, -1, -1]
-    # The distribution of a missing draft token does not count.
-    out, number = sample(jax.random.key(0), [[1, 1], [-1, 1], [1, 1]], bad[:, :2], probs)
-    assert number.tolist() == [3, 1, 3]
+    # The distributions at and after a missing draft token do not count, nor the target's after it.
+    beyond = probs.copy()
+    beyond[1, 1:] = np.nan
+    missing = [[1, 1], [-1, 1], [1, 1]]
+    for draft_probs, target_probs in ((bad, probs), (beyond, probs), (probs, beyond)):
+        out, number = sample(jax.random.key(0), missing, draft_probs[:, :2], target_probs)
+        assert number.tolist() == [3, 1, 3] and (out[1, 1:] == -1).all()
 
 
 def test_large_vocabulary_overflows_no_index():
