@@ -1,0 +1,103 @@
+"""Promises of float32 for inputs of half precision, against NumPy in float64.
+
+Expected values are computed from the rounded inputs, so that only the arithmetic can differ.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import spsjax
+from spsjax import SamplingParams, sampling
+from spsjax.cache import Segment
+from spsjax.models import attention
+from spsjax.verifiers import inputs
+
+HALF_ULP = 2.0**-8  # of bfloat16, relative, with room for float32 arithmetic
+
+
+def rounded(array):
+    """Returns an array in bfloat16, and the same values in float64."""
+    half = jnp.asarray(array, jnp.bfloat16)
+    return half, np.asarray(half.astype(jnp.float32), np.float64)
+
+
+def test_rotary_embedding_is_computed_in_float32():
+    """Only the result is rounded, also at positions that bfloat16 cannot count."""
+    rng = np.random.default_rng(0)
+    positions = np.asarray([[0, 1, 257, 4001]], np.int32)
+    half, x = rounded(rng.normal(size=(1, 4, 2, 16)))
+    angles = positions[:, :, None, None] * 10_000.0 ** (-np.arange(0, 16, 2) / 16)
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    rope = attention.rope_angles(jnp.asarray(positions), attention.rope_frequencies(16, 10_000.0))
+    assert {array.dtype for array in rope} == {jnp.dtype("float32")}
+    result = attention.rotate(half, *rope)
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(result, np.float64), expected, rtol=HALF_ULP / 2 * 1.01, atol=2e-3
+    )
+
+
+@pytest.mark.parametrize(("T", "G"), [(1, 2), (1, 4), (3, 2)], ids=["single", "heads", "chunk"])
+def test_attention_scores_are_computed_in_float32(T, G):
+    """Scores of about 30 would change weights by a tenth if they were rounded to bfloat16."""
+    rng = np.random.default_rng(1)
+    H, C, S = 4, 16, 8
+    (query, q), (keys, k), (values, v) = (
+        rounded(rng.normal(0, scale, shape))
+        for scale, shape in ((3, (2, T, H, C)), (3, (2, G, S, C)), (1, (2, G, S, C)))
+    )
+    visible = jnp.ones((2, T, S), bool)
+    segment = Segment(keys, values, visible, jnp.tile(jnp.arange(S), (2, 1)), None)
+    result = np.asarray(attention.attend(query, [segment], [None], 1.0, 0.0), np.float64)
+    k, v = (np.repeat(array, H // G, axis=1) for array in (k, v))
+    scores = np.einsum("bthc,bhsc->bths", q, k)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bths,bhsc->bthc", weights, v)
+    assert np.abs(scores).max() > 30
+    np.testing.assert_allclose(result, expected, atol=3 * HALF_ULP * np.abs(v).max())
+
+
+def test_attention_products_are_float32():
+    """Products of half-precision queries, keys and tables are not rounded to half precision."""
+    query = jnp.full((1, 1, 2, 1, 4), 1.0, jnp.bfloat16)
+    keys = jnp.asarray(np.full((1, 1, 2, 4), 1 + 2**-7), jnp.bfloat16).at[..., 0].set(64)
+    exact = 64 + 3 * (1 + 2**-7)
+    for score in (attention._score(query, keys), attention._score_single(query[:, :, :1], keys)):
+        assert score.dtype == jnp.float32 and np.all(score == exact)
+    weights = jnp.ones((1, 1, 2, 1, 2), jnp.float32)
+    assert attention._mix(weights, keys).dtype == jnp.float32
+    distances = attention.distance_scores(query[:, 0], keys[0])
+    assert distances.dtype == jnp.float32 and np.all(distances == exact)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_probabilities_of_half_precision_logits_are_float32(dtype):
+    """A sum of 5000 probabilities has more bits than half precision."""
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (2, 5000)), dtype)
+    rows = SamplingParams(temperature=[1.0, 0.7], top_p=[1.0, 0.9003]).rows(2)
+    probs = sampling.to_probs(logits, rows)
+    assert probs.dtype == jnp.float32
+    exact = np.asarray(logits.astype(jnp.float32), np.float64)
+    for row, params in enumerate(({}, {"temperature": 0.7, "top_p": 0.9003})):
+        expected = reference.to_probs(exact[row], **params)
+        np.testing.assert_allclose(probs[row], expected, rtol=5e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_distributions_of_half_precision_are_widened(dtype):
+    """Distributions that a caller brings in half precision are summed in float32."""
+    pair = np.random.default_rng(3).dirichlet(np.ones(5000), 2)
+    draft, target = jnp.asarray(pair, dtype)
+    assert inputs.distributions("x", draft).dtype == jnp.float32
+    exact = [np.asarray(probs.astype(jnp.float32), np.float64) for probs in (draft, target)]
+    left = np.maximum(exact[1] - 0.6 * exact[0], 0)
+    kept = np.minimum(exact[0], exact[1] / 0.6)
+    emitted = kept + (1 - kept.sum()) * left / left.sum()
+    expected = 0.5 * np.abs(emitted - exact[1]).sum()
+    bias = spsjax.lenience_bias(draft, target, 0.6)
+    assert bias.dtype == jnp.float32 and float(bias) == pytest.approx(expected, abs=1e-4)
