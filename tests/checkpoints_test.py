@@ -14,7 +14,7 @@ from toy import CONFIG
 
 from spsjax import InputError
 from spsjax.models import transformer
-from spsjax.parallel import sharding
+from spsjax.parallel import multihost, sharding
 from spsjax.training import step as train_step
 from spsjax.training.checkpoints import Checkpoints
 from spsjax.training.optimizer import OptimizerConfig
@@ -153,6 +153,33 @@ def test_damaged_newest_checkpoint_is_moved_away(copy, damage, capfd):
         checkpoints.wait()
         assert_restored(checkpoints.restore(state(99)), 3)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_restored_run_saves_the_damaged_step_again(copy):
+    """The manager that restored an older checkpoint saves the steps after it."""
+    flip_a_bit(copy / "step_3")
+    with Checkpoints(copy, keep=3) as checkpoints:
+        with pytest.warns(UserWarning, match="found it damaged"):
+            assert_restored(checkpoints.restore(state(99)), 2)
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, state(3), {"next_index": 3})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2, 3]
+        assert_restored(checkpoints.restore(state(99)), 3)
+
+
+def test_checkpoint_that_another_process_cannot_read_is_damaged(copy, monkeypatch):
+    """All processes restore the newest checkpoint that every one of them can read."""
+    asked = []
+
+    def all_true(value):  # the other process cannot read the first one
+        asked.append(value)
+        return value and len(asked) > 1
+
+    monkeypatch.setattr(multihost, "all_true", all_true)
+    with pytest.warns(UserWarning, match=r"step_3: .* \(another process could not read it\)"):
+        assert_restored(read(copy), 2)
+    assert asked == [True, True] and (copy.parent / "damaged" / "step_3").is_dir()
 
 
 def test_half_deleted_old_checkpoint_is_removed_silently(copy, recwarn):

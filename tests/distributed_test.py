@@ -4,6 +4,8 @@ import json
 import pathlib
 import time
 
+import jax
+import numpy as np
 import pytest
 from command_line import Script, free_port
 from conftest import nearby_model, spread_model
@@ -105,3 +107,22 @@ def test_killed_process_ends_the_others_within_a_minute(pair):
         assert done.returncode != 0
         messages = "a process of this run has ended or failed", "another task died"
         assert any(message in done.stderr for message in messages)
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("value", [True, False])
+def test_all_true_needs_every_process(monkeypatch, value, others):
+    """One process answers for itself; of several, each answers for all."""
+    assert multihost.all_true(value) is value
+    gather = lambda own: np.asarray([own, others])  # noqa: E731
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost.multihost_utils, "process_allgather", gather)
+    assert multihost.all_true(value) is (value and others)
+
+
+def test_broadcast_int_is_the_number_of_the_first_process(monkeypatch):
+    assert multihost.broadcast_int(5) == 5
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gather = lambda own: np.asarray([[3], [own]])  # noqa: E731
+    monkeypatch.setattr(multihost.multihost_utils, "process_allgather", gather)
+    assert multihost.broadcast_int(5) == 3

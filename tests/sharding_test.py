@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from bad_input import one_line
-from conftest import nearby_model, spread_model
+from conftest import nearby_model, spread_model, tiny_config
 
 import spsjax
 from spsjax import decode
@@ -38,17 +38,17 @@ def on(mesh, model, replicate=False):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "num_kv_heads"),
+    ("shape", "kind", "num_kv_heads", "vocab"),
     [
-        ((1, 8), "none", 2),
-        ((1, 8), "sharded draft", 8),
-        ((2, 4), "sharded draft", 2),
-        ((2, 4), "replicated draft", 8),
+        ((1, 8), "none", 2, 49),  # a vocabulary that the mesh does not divide
+        ((1, 8), "sharded draft", 8, 48),
+        ((2, 4), "sharded draft", 2, 48),
+        ((2, 4), "replicated draft", 8, 48),
     ],
 )
-def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads):
+def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads, vocab):
     mesh = sharding.mesh(*shape)
-    target = spread_model(48, num_kv_heads=num_kv_heads)
+    target = spread_model(vocab, num_kv_heads=num_kv_heads)
     draft = nearby_model(target)
     one = many = None
     if kind != "none":
@@ -73,6 +73,33 @@ def test_every_device_holds_its_share_of_the_weights(shape):
     fewer_heads = on(mesh, spread_model(48, num_kv_heads=2)).params["layers"][0]["attention"]
     assert fewer_heads["key"]["kernel"].is_fully_replicated
     assert not fewer_heads["query"]["kernel"].is_fully_replicated
+
+
+@pytest.mark.parametrize("rows", [0, 50_304])
+def test_vocabulary_that_the_mesh_does_not_divide_is_whole(rows):
+    """GPT-2's 50,257 tokens are on every device, unless they are padded to rows that divide."""
+    mesh = sharding.mesh(1, 8)
+    config = tiny_config(50_257, padded_vocab_size=rows)
+    sharding_of = sharding.param_shardings(mesh, config)
+    share = rows // 8 if rows else 50_257
+    count = config.vocab_rows
+    embedding = sharding_of(("embed", "embedding")).shard_shape((count, 32))
+    head = sharding_of(("head", "kernel")).shard_shape((32, count))
+    assert embedding == (share, 32) and head == (32, share)
+
+
+@pytest.mark.parametrize("field", ["d_ff", "num_heads"])
+def test_width_that_the_mesh_does_not_divide_is_refused(field):
+    """Feed-forward width and heads must be multiples of the mesh's model axis."""
+    mesh = sharding.mesh(1, 8)
+    with one_line(f"{field}: expected a multiple of the mesh's model axis, 8", "found 12"):
+        sharding.param_shardings(mesh, tiny_config(48, **{field: 12}))
+    # Whole experts are not split, and copies neither.
+    experts = {"num_experts": 8, "experts_per_token": 2}
+    assert sharding.param_shardings(mesh, tiny_config(48, d_ff=12, **experts))
+    assert sharding.param_shardings(mesh, tiny_config(48, **{field: 12}), replicate=True)
+    with one_line("d_ff"):
+        sharding.param_shardings(mesh, tiny_config(48, d_ff=12, **experts | {"num_experts": 6}))
 
 
 # Collectives of compiled programs.
