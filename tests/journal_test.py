@@ -82,6 +82,23 @@ def test_journal_of_another_config_is_refused(tmp_path):
             Journal(path, CONFIG, KEY)
 
 
+@pytest.mark.parametrize("value", [3, None])
+@pytest.mark.parametrize("nested", [False, True])
+def test_journal_with_a_field_more_or_less_is_refused(tmp_path, nested, value):
+    """A field that only one of two configs has makes them different, whatever its value."""
+    smaller, larger = CONFIG, CONFIG | {"more": value}
+    if nested:
+        smaller, larger = {"plan": smaller}, {"plan": larger}
+    for number, (config, other) in enumerate([(smaller, larger), (larger, smaller)]):
+        path = tmp_path / f"{number}.jsonl"
+        Journal(path, config, KEY)
+        content = path.read_bytes()
+        with one_line(f"{number}.jsonl", "more"):
+            Journal(path, other, KEY)
+        assert path.read_bytes() == content
+        assert not Journal(path, config, KEY).records
+
+
 @pytest.mark.parametrize("text", ["a", "a\nb", '{"document": "x"}\n{"document": "y"}'])
 def test_journal_leaves_another_file_unchanged(tmp_path, text):
     """A file that is not a journal is refused and keeps its content."""

@@ -102,26 +102,27 @@ class Journal(Records):
         """Raises InputError unless the first line of the file holds this config."""
         try:
             stored = json.loads(line)["config"]
-            # In the order of the config, whose first fields are the plainest.
-            changed = [name for name in config | stored if stored.get(name) != config.get(name)]
+            changed = _changed(config, stored)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{self.path}, line 1: expected a journal's config, found {one_line(error)}"
             ) from None
         for name in changed:
-            expected, actual = config.get(name), stored.get(name)
-            if isinstance(expected, dict) and isinstance(actual, dict):  # show only what differs
-                fields = sorted(
-                    field
-                    for field in {*expected, *actual}
-                    if expected.get(field) != actual.get(field)
-                )
-                expected, actual = (
-                    {field: values.get(field) for field in fields} for values in (expected, actual)
-                )
+            if name not in stored or name not in config:
+                expected = f"a config with {name}" if name in config else f"a config without {name}"
+                actual = "a journal without it" if name in config else "a journal with it"
+            else:
+                expected, actual = config[name], stored[name]
+                if isinstance(expected, dict) and isinstance(actual, dict):  # what differs
+                    fields = _changed(expected, actual)
+                    expected, actual = (
+                        {field: values[field] for field in fields if field in values}
+                        for values in (expected, actual)
+                    )
+                expected = f"{name} {short_repr(expected)}"
+                actual = f"a journal with {short_repr(actual)}"
             raise InputError(
-                f"{self.path}: expected {name} {short_repr(expected)}, "
-                f"found a journal with {short_repr(actual)}. "
+                f"{self.path}: expected {expected}, found {actual}. "
                 "Restore the value or choose another folder."
             )
 
@@ -131,3 +132,15 @@ class Journal(Records):
         if self._writes:
             jsonl.append(self.path, record)
         super().add(record)
+
+
+def _changed(one: dict, other: dict) -> list[str]:
+    """Returns the names of fields that differ, or that only one of two dicts has.
+
+    They come in the order of the first dict: the first fields of a config are the plainest.
+    """
+    return [
+        name
+        for name in one | other
+        if (name in one) != (name in other) or one.get(name) != other.get(name)
+    ]
