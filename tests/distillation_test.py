@@ -113,6 +113,18 @@ def test_cached_target_gives_the_metrics_of_a_running_one(target, tmp_path, stor
         np.testing.assert_allclose(result[name], value, atol=2e-2, err_msg=name)
 
 
+def test_cache_of_more_tokens_than_there_are_leaves_a_rest(target, tmp_path):
+    """At least one token is not stored: a rest of no tokens would have no probability."""
+    columns = cached_columns(target, HELD_OUT, tmp_path, "top_k", VOCAB + 5)
+    assert columns["ids"].shape[-1] == VOCAB - 1
+    params = transformer.init(DRAFT, jax.random.key(3))
+    logits = train_step.forward(DRAFT, params, HELD_OUT[:, :-1]).logits
+    coarse = losses.top_k_with_rest(logits, columns["ids"])
+    rest = 1 - np.exp(coarse[..., :-1]).sum(-1)
+    np.testing.assert_allclose(np.exp(coarse[..., -1]), rest, atol=1e-5)
+    assert np.isfinite(columns["log_probs"]).all() and rest.min() > 0
+
+
 @pytest.mark.parametrize("temperatures", [(0.5,), (2.0, 0.5)])
 def test_temperatures_divide_both_logits_and_are_averaged(target, temperatures):
     params = transformer.init(DRAFT, jax.random.key(3))

@@ -144,3 +144,19 @@ def test_top_k_with_rest_sums_the_other_tokens():
     probs = np.take_along_axis(target_probs, ids, axis=-1)
     expected = np.concatenate([probs, 1 - probs.sum(-1, keepdims=True)], axis=-1)
     np.testing.assert_allclose(np.exp(losses.top_k_with_rest(TARGET, ids)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_coarse_distribution_without_a_rest_has_finite_gradients(name):
+    """If the stored tokens have all the mass, the rest is not zero, and gradients are finite."""
+    target, draft = jnp.asarray([[50.0, 49.0, -50.0, -50.0]] * 2), jnp.zeros((2, 4))
+    draft = draft.at[0, :2].set(60.0)  # without a rest in one row, with one in the other
+    ids = jnp.asarray([[0, 1]] * 2)
+
+    def loss(draft):
+        pair = losses.top_k_with_rest(target, ids), losses.top_k_with_rest(draft, ids)
+        return losses.DIVERGENCES[name](*pair).sum()
+
+    value, gradient = jax.value_and_grad(loss)(draft)
+    assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+    assert jnp.isfinite(losses.top_k_with_rest(target, ids)).all()

@@ -100,6 +100,27 @@ def test_ngram_p_value_of_two_prompts_is_as_by_hand():
     assert significance.ngram_p_value([[[1]]], [[[2]]], 2) == 1  # there are none
 
 
+@pytest.mark.parametrize(("sign", "p_value"), [(1, 1.0), (-1, 0.5)])
+def test_ngram_p_value_weighs_rare_ngrams_as_by_hand(sign, p_value):
+    """Differences count per occurrence, so that a rare token outweighs a frequent one.
+
+    Token 5 occurs 21 times, with differences of 3 and +-2 in the two prompts; token 6 occurs 3
+    times, with differences of -1 and +-2. To swap one prompt changes the distance by
+    4 (-3 * 2 / 21 + 1 * 2 / 3) * sign. Without weights it would be 4 (-6 + 2) * sign.
+    """
+    one = [[[5] * 5, [5] * 2], [[5] * 6 + [6] * 2]]
+    other = [[[5] * 4 + [6]], [[5], [5] * 3]]
+    if sign < 0:
+        one[1], other[1] = other[1], one[1]
+    assert significance.ngram_p_value(one, other, 1, 4000) == p_value
+
+
+def test_ngram_p_value_of_random_swaps_is_never_zero():
+    """The texts themselves count as one of the swaps."""
+    one, other = [[[1]]] * 20, [[[2]]] * 20
+    assert significance.ngram_p_value(one, other, 1, 99) == pytest.approx(0.01)
+
+
 def test_ngram_p_value_of_many_ngrams_takes_little_memory():
     """The memory does not grow with prompts times n-grams."""
     rng = np.random.default_rng(0)

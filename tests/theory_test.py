@@ -30,6 +30,11 @@ def test_operations_matches_paper():
     assert round(theory.block_efficiency(0.8, 5), 2) == 3.69
 
 
+def test_operations_count_those_of_the_draft():
+    """By hand: 2 draft tokens and 3 target tokens for 1 + 1/2 + 1/4 tokens."""
+    assert theory.operations(0.5, 2, 0.1) == pytest.approx((2 * 0.1 + 3) / 1.75)
+
+
 @pytest.mark.parametrize(
     ("share", "target_ms", "draft_ms", "speed"),
     [(0.8, 14.1, 1.8, 2.65), (0.62, 14.1, 1.8, 2.05), (0.8125, 73.3, 11.9, 2.46)],
