@@ -1,12 +1,17 @@
-"""The scripts outside of their environment: one line with the command that enters it."""
+"""What surrounds a script: its packages, its output, and the devices that JAX looks for."""
 
-import pathlib
+import importlib.util
+import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+from command_line import ROOT, fails_with_one_line
 
-SCRIPTS = sorted((pathlib.Path(__file__).parent.parent / "scripts").glob("[!_]*.py"))
+from spsjax.cli import main
+
+SCRIPTS = sorted((ROOT / "scripts").glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -37,3 +42,24 @@ def test_remedy_activates_or_installs(monkeypatch, tmp_path, folder, prefix, rem
     monkeypatch.setattr(_environment, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", prefix.format(root=tmp_path))
     assert _environment.remedy() == "Run: " + remedy.format(root=tmp_path)
+
+
+def test_closed_stdout_is_one_line():
+    """Python has no sys.stdout then, and the next file that is opened would get its number."""
+    script = [sys.executable, ROOT / "scripts" / "predict.py", "--acceptance=1"]
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh", *script]
+    result = subprocess.run(closing, stderr=subprocess.PIPE, encoding="utf-8", timeout=600)
+    fails_with_one_line(result, "output: expected stdout and stderr to be open")
+
+
+@pytest.mark.parametrize(("platforms", "asked"), [(None, 1), ("tpu,cpu", 0)])
+def test_messages_of_libtpu_are_hidden_without_a_tpu(capfd, monkeypatch, platforms, asked):
+    """JAX names its platforms where it sees a TPU. There, nothing is hidden."""
+    fake = mock.Mock()
+    fake.config.jax_platforms = platforms
+    fake.devices.side_effect = lambda: os.write(2, b"unexpected worker hostname")
+    monkeypatch.setattr(main, "jax", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    main._find_devices()
+    os.write(2, b"later")
+    assert fake.devices.call_count == asked and capfd.readouterr().err == "later"

@@ -62,6 +62,19 @@ def test_attention_scores_are_computed_in_float32(T, G):
     np.testing.assert_allclose(result, expected, atol=3 * HALF_ULP * np.abs(v).max())
 
 
+@pytest.mark.parametrize("T", (1, 2))
+def test_attention_tells_scores_apart_that_bfloat16_cannot(T):
+    """Scores of 64 and 64.1875 are one number in bfloat16, and their weights 0.453 and 0.547."""
+    query = jnp.ones((1, T, 2, 4), jnp.bfloat16)
+    keys = jnp.asarray([[[[64, 0, 0, 0], [64, 0.0625, 0.0625, 0.0625]]]], jnp.bfloat16)
+    values = jnp.asarray([[[[1, 0, 0, 0], [0, 1, 0, 0]]]], jnp.bfloat16)
+    segment = Segment(keys, values, jnp.ones((1, T, 2), bool), jnp.asarray([[0, 1]]), None)
+    mixed = attention.attend(query, [segment], [None], 1.0)
+    share = 1 / (1 + np.exp(-3 / 16))
+    expected = np.broadcast_to([1 - share, share, 0, 0], mixed.shape)
+    np.testing.assert_allclose(np.asarray(mixed, np.float64), expected, atol=HALF_ULP)
+
+
 def test_attention_products_are_float32():
     """Products of half-precision queries, keys and tables are not rounded to half precision."""
     query = jnp.full((1, 1, 2, 1, 4), 1.0, jnp.bfloat16)

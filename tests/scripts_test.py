@@ -3,11 +3,7 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
-from unittest import mock
 
 import jax
 import numpy as np
@@ -282,14 +278,6 @@ def test_predict_without_rates_is_one_line():
     fails_with_one_line(result, "--acceptance: expected numbers, found ''")
 
 
-def test_closed_stdout_is_one_line():
-    """Python has no sys.stdout then, and the next file that is opened would get its number."""
-    script = [sys.executable, ROOT / "scripts" / "predict.py", "--acceptance=1"]
-    closing = ["sh", "-c", 'exec "$@" >&-', "sh", *script]
-    result = subprocess.run(closing, stderr=subprocess.PIPE, encoding="utf-8", timeout=600)
-    fails_with_one_line(result, "output: expected stdout and stderr to be open")
-
-
 def test_generate_on_ascii_terminal_prints_question_marks(pair):
     """Characters that the terminal lacks become question marks."""
     flags = (*pair, *SHORT, "--prompt=é")
@@ -303,19 +291,6 @@ def test_warnings_of_libraries_are_hidden(capsys):
     main._warn("odd types", DeprecationWarning, generation.__file__, 1)
     main._warn("odd arrays", UserWarning, np.__file__, 1)
     assert capsys.readouterr().err == "warning: odd weights\n"
-
-
-@pytest.mark.parametrize(("platforms", "asked"), [(None, 1), ("tpu,cpu", 0)])
-def test_messages_of_libtpu_are_hidden_without_a_tpu(capfd, monkeypatch, platforms, asked):
-    """JAX names its platforms where it sees a TPU. There, nothing is hidden."""
-    fake = mock.Mock()
-    fake.config.jax_platforms = platforms
-    fake.devices.side_effect = lambda: os.write(2, b"unexpected worker hostname")
-    monkeypatch.setattr(main, "jax", fake)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    main._find_devices()
-    os.write(2, b"later")
-    assert fake.devices.call_count == asked and capfd.readouterr().err == "later"
 
 
 def test_styled_text_separates_kinds_of_tokens():

@@ -115,6 +115,18 @@ def test_ngram_p_value_weighs_rare_ngrams_as_by_hand(sign, p_value):
     assert significance.ngram_p_value(one, other, 1, 4000) == p_value
 
 
+def test_ngram_p_value_counts_repeated_ngrams_as_by_hand():
+    """A token that occurs three times per prompt outweighs two that occur once.
+
+    To swap one prompt changes the distance by 4 (3 * 3 / 6 - 1 * 1 / 2 - 1 * 1 / 2) = 2. If
+    repetitions did not count it would be 4 (1 / 2 - 1 / 2 - 1 / 2) = -2.
+    """
+    one, other = [[[5, 7]], [[5, 7, 6, 6, 6]]], [[[6, 6, 6]], [[]]]
+    assert significance.ngram_p_value(one, other, 1, 4000) == 1.0
+    swapped = [one[0], other[1]], [other[0], one[1]]
+    assert significance.ngram_p_value(*swapped, 1, 4000) == 0.5
+
+
 def test_ngram_p_value_of_random_swaps_is_never_zero():
     """The texts themselves count as one of the swaps."""
     one, other = [[[1]]] * 20, [[[2]]] * 20

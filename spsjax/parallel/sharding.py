@@ -61,9 +61,7 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
         )
     if data * model > len(devices):
         text = f"mesh: expected at most {len(devices)} devices, found {data} x {model}"
-        if any(
-            device.platform == "cpu" for device in devices
-        ):  # a way to try a mesh without accelerators
+        if any(device.platform == "cpu" for device in devices):  # there, a mesh can be tried out
             count = f"--xla_force_host_platform_device_count={data * model}"
             text += f". Set smaller axes, or XLA_FLAGS={count} for as many CPU devices"
         raise InputError(text)
