@@ -1,0 +1,196 @@
+"""The mutants of `mutation.py`: faults that survived all tests once."""
+
+import typing
+
+
+class Mutant(typing.NamedTuple):
+    """A fault, and the tests that notice it.
+
+    Attributes:
+      file: file below `spsjax/`.
+      old: text that occurs once in the file.
+      new: the text in its place.
+      tests: name of a test file without `_test.py`, and pytest's options.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+def of(file: str, tests: str, *changes: tuple[str, str]) -> list[Mutant]:
+    """Returns one mutant per change, all of one file and for the same tests."""
+    return [Mutant(file, old, new, tests) for old, new in changes]
+
+
+MUTANTS = [
+    *of(
+        "decode.py",
+        "round -k smallest_size",
+        ("used > jnp.asarray(sizes[:-1])", "used >= jnp.asarray(sizes[:-1])"),
+        ("jnp.arange(1, N + 1), 0)", "jnp.arange(N), 0)"),
+        ("(proposal.tokens >= 0) & ~done[:, None]", "(proposal.tokens >= 0)"),
+        ("cut(proposal.parents, count),", "None,"),
+        ("cut(proposal.eligible, count),", "None,"),
+        ("count if proposal.parents is None else count + 1", "count"),
+        ("tuple(map(pad, output.taps))", "output.taps"),
+        ("pad(block.positions)", "block.positions"),
+        ("pad(output.logits), pad", "output.logits, pad"),
+        ("missing)), constant_values=-1)", "missing)))"),
+    ),
+    *of(
+        "decode.py",
+        "round -k commit",
+        ("offered &= proposal.eligible", "pass"),
+        ("jnp.where(active, offered, 0)", "offered"),
+        ("& ~ended & (lengths < state.limits)", "& (lengths < state.limits)"),
+        ("& ~ended & (lengths < state.limits)", "& ~ended"),
+        ("failed = active & ~verdict.valid", "failed = ~verdict.valid"),
+        ("verdict.num_tokens - verdict.valid", "verdict.num_tokens - 1"),
+        ("is_end &= jnp", "is_end |= jnp"),
+    ),
+    *of(
+        "decode.py",
+        "decode -k oracle",
+        ("offered = proposal.tokens >= 0", "offered = proposal.tokens >= -1"),
+        ("jnp.where(active, offered, 0)", "offered"),
+        ("jnp.where(active[:, None], accepted, 0)", "accepted"),
+    ),
+    *of(
+        "generation.py",
+        "decode -k equals_greedy_decoding[ngram-3]",
+        ("/ max(proposed, 1)", "/ max(histogram.sum() * 3, 1)"),
+    ),
+    *of(
+        "drafters/ngram.py",
+        "ngram",
+        ("matched * len(slots) + slots", "slots * (matched > 0)"),
+        ("matched * len(slots) + slots", "matched * len(slots) - slots"),
+        ("run = run & (slots >= back) & ", "run = run & "),
+        ("slots < last", "slots <= last"),
+        (" % period", ""),
+        ("jnp.maximum(last - match, 1)", "jnp.maximum(last - match + 1, 1)"),
+        (">= self.min_ngram", ">= 1"),
+        ("range(self.max_ngram)", "range(self.max_ngram - 1)"),
+    ),
+    *of(
+        "verifiers/rejection.py",
+        "lenience",
+        ("+ jnp.log(lenience)", "+ 2 * jnp.log(lenience)"),
+        ("close = drafted >= ", "close = drafted > "),
+        ("chosen & close & greedy[:, None, None]", "chosen & close"),
+        ("greedy = rows.temperature == 0", "greedy = rows.temperature >= 0"),
+        ("chosen &= jnp.isfinite(target_probs[:, :-1])", "pass"),
+        ("relaxed, target_probs[:, -1:]]", "relaxed, relaxed[:, -1:]]"),
+    ),
+    *of(
+        "verifiers/standalone.py",
+        "known_bugs_numerics -k nan_row",
+        ("draft_probs, axis=-1)) | ~offered", "draft_probs, axis=-1))"),
+        ("target_probs, axis=-1)) | ~used", "target_probs, axis=-1))"),
+        ("jnp.cumprod(proposal.tokens >= 0, axis=1)", "(proposal.tokens >= 0)"),
+    ),
+    *of(
+        "verifiers/inputs.py",
+        "half_precision -k widened",
+        ("probs = probs.astype(jnp.promote_types(probs.dtype, jnp.float32))", "pass"),
+    ),
+    *of(
+        "sampling.py",
+        "half_precision -k probabilities",
+        ("dtype = jnp.promote_types(logits.dtype, jnp.float32)", "dtype = logits.dtype"),
+    ),
+    *of(
+        "models/attention.py",
+        "half_precision -k rotary",
+        (
+            "return jnp.cos(angles), jnp.sin(angles)",
+            "return jnp.cos(angles).astype(jnp.bfloat16), jnp.sin(angles).astype(jnp.bfloat16)",
+        ),
+        ("positions_BT[:, :, None, None] *", "positions_BT[:, :, None, None].astype('bfloat16') *"),
+    ),
+    *of(
+        "models/attention.py",
+        "half_precision -k attention",
+        (
+            "        keys_BGSC,\n        preferred_element_type=jnp.float32,\n",
+            "        keys_BGSC,\n",
+        ),
+        (
+            "        values_BGSC,\n        preferred_element_type=jnp.float32,\n",
+            "        values_BGSC,\n",
+        ),
+        ("table_HSC, preferred_element_type=jnp.float32)", "table_HSC)"),
+        ("query.astype(jnp.float32) * keys", "query * keys"),
+        (
+            "jnp.concatenate(scores, axis=-1), axis",
+            "jnp.concatenate(scores, -1).astype('bfloat16'), axis",
+        ),
+    ),
+    *of(
+        "drafters/draft_model.py",
+        "core -k one_token",
+        (" & (node >= first[:, None, None])", ""),
+        ("(lengths_B < 2).astype", "(lengths_B < 1).astype"),
+    ),
+    *of(
+        "training/checkpoints.py",
+        "checkpoints -k again or another_process",
+        ("            self._manager.reload()", "            pass"),
+        ("multihost.all_true(fault is None)", "(fault is None)"),
+        ('fault or "another process could not read it"', "fault"),
+    ),
+    *of(
+        "parallel/sharding.py",
+        "sharding -k divide",
+        (" and config.vocab_rows % size", " and config.vocab_rows % size > size"),
+        (" and config.vocab_rows % size", " and config.vocab_size % size"),
+        ('else ("num_heads", "d_ff")', 'else ("num_heads",)'),
+        ("config.num_experts and config.num_experts % size == 0", "config.num_experts"),
+        ("    if not replicate:\n", "    if True:\n"),
+    ),
+    *of(
+        "parallel/multihost.py",
+        "distributed -k all_true or broadcast_int",
+        ("bool(np.all(", "bool(np.any("),
+        ("ravel()[0]", "ravel()[-1]"),
+    ),
+    *of(
+        "evaluation/journal.py",
+        "journal -k more_or_less",
+        ("{*one, *other}", "one"),
+        ("{*one, *other}", "other"),
+        ("(name in one) != (name in other) or ", ""),
+        ("for field in fields if field in values", "for field in fields"),
+    ),
+    *of(
+        "evaluation/significance.py",
+        "significance -k ngram",
+        ("diags_array(1 / total)", "diags_array(0 * total + 1)"),
+        ("counts.append(sign * count)", "counts.append(sign)"),
+        ("len(tokens) - n + 1)", "len(tokens) - n)"),
+        (
+            "np.bincount(columns, np.abs(counts), len(index))",
+            "np.bincount(columns, minlength=len(index))",
+        ),
+        ("float(result.pvalue)", "float(result.pvalue - 1 / (resamples + 1))"),
+    ),
+    *of(
+        "performance/theory.py",
+        "theory -k operations",
+        ("K * draft_operations + K + 1", "draft_operations + K + 1"),
+        ("K * draft_operations + K + 1", "K + 1"),
+    ),
+    *of(
+        "training/losses.py",
+        "losses -k without_a_rest",
+        ("jnp.maximum(1.0 - total, _LEAST_REST)", "1.0 - total"),
+        ("jnp.maximum(1.0 - total, _LEAST_REST)", "jnp.maximum(1.0 - total, 0.0)"),
+    ),
+    *of(
+        "training/target_cache.py",
+        "distillation -k more_tokens",
+        ("min(self.k, target.config.vocab_size - 1)", "min(self.k, target.config.vocab_size)"),
+    ),
+]
