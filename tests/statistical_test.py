@@ -116,8 +116,8 @@ def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, e
         return uniforms(sampling.row_keys(jax.random.key(0), len(keys)), role, count)
 
     monkeypatch.setattr(sampling, "uniforms", broken)
-    # Another end-of-sequence id, which is not a token, has the broken program compiled separately.
-    config = dataclasses.replace(small_target.config, eos_ids=(100 + len(fault),))
+    # Another context, which changes no token, has the broken program compiled separately.
+    config = dataclasses.replace(small_target.config, max_positions=300 + len(fault))
     model = dataclasses.replace(small_target, config=config)
     counts = counts_of(model, small_draft, 1, seeds=1)
     assert g_test(counts[0], exact[0]) < SUSPICIOUS
