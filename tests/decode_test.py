@@ -76,15 +76,16 @@ def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
     """Tokens and statistics equal the oracle's.
 
     Rows have end-of-sequence ids, budgets and sampling parameters of their own, so that they end
-    in different rounds, and some have no match.
+    in different rounds, one without any; some have no match.
     """
     target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 24)))
     draft = nearby_model(target)
-    budgets, ended = [NEW, 13, 18, 2], 0
+    ended = 0
     lookup = functools.partial(reference.lookup, K=K)
     model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}
     proposals = set()
     for seed in range(3):
+        budgets = [NEW, 13, 18, seed]
         out = spsjax.generate(
             target,
             PROMPTS,

@@ -220,6 +220,12 @@ def test_draw_at_extreme_uniforms_skips_zero_weights():
     np.testing.assert_array_equal(drawn, [179, 290, 128])
 
 
+def test_draw_from_no_weight_is_a_token():
+    """Verifiers draw before they know that nothing can be drawn, and discard the token."""
+    drawn = sampling.draw(np.zeros((1, 300), np.float32), np.full((1, 2), 0.5, np.float32))
+    assert 0 <= drawn[0] < 300
+
+
 @pytest.mark.parametrize("level", (0, 1))
 def test_draw_at_boundaries_skips_zero_weights(level):
     """Uniforms at the boundaries between blocks, or between tokens, draw no token of zero weight.

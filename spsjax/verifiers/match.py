@@ -42,7 +42,7 @@ def walk(proposal, drawn_BM, mass_BM) -> Verdict:
     """
     tokens, (B, N) = proposal.tokens, proposal.tokens.shape
     parents = tree.chain(B, N) if proposal.parents is None else proposal.parents
-    matches = (tokens >= 0) & (tokens == jnp.take_along_axis(drawn_BM, parents, axis=1))
+    matches = tokens == jnp.take_along_axis(drawn_BM, parents, axis=1)  # no draw is -1
     if proposal.eligible is not None:
         matches &= proposal.eligible
     # Nothing can be drawn from such a node, so no child of it is accepted.
