@@ -1,4 +1,7 @@
-"""One line for a package that is missing. Every script imports this module before any package."""
+"""Error message for missing packages, in one line.
+
+Every script imports this module first, so that the message covers all packages.
+"""
 
 import pathlib
 import sys
@@ -7,7 +10,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def explain(kind, error, traceback) -> None:
-    """Prints an uncaught exception, as `sys.excepthook`; a missing package becomes one line."""
+    """Prints an uncaught exception, for a missing package in one line; used as `sys.excepthook`."""
     if not issubclass(kind, ModuleNotFoundError):
         sys.__excepthook__(kind, error, traceback)
         return
@@ -16,7 +19,7 @@ def explain(kind, error, traceback) -> None:
 
 
 def remedy() -> str:
-    """Returns the command that enters the environment, or the one that installs the package."""
+    """Returns the command that activates the environment or installs the packages."""
     environment = _ROOT / ".venv"
     if environment.is_dir() and not pathlib.Path(sys.prefix).is_relative_to(environment):
         return f"Run: source {environment}/bin/activate"

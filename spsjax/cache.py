@@ -110,13 +110,14 @@ class KVCache:
 def _row_major(buffer: Array) -> Array:
     """Keeps the order of a buffer's axes in a TPU's memory.
 
-    Where several rows are written, the TPU's compiler would otherwise turn every cache before the
-    loop and back after it: a second copy of all caches, and a sixth of a round's cycles.
+    Where several rows are written, the TPU's compiler would otherwise convert every cache to
+    another layout before the loop, and back after it. That takes a second copy of all caches.
     """
 
-    # Other compilers do not split a constrained array over a mesh, and do not need the constraint.
-    # Nor must it be a program's result: JAX 0.10 then lets XLA turn all results, and reads them as
-    # if it had not. Here the choice of the platform is the result.
+    # Other platforms do not need the constraint, and the CPU's compiler gathers a constrained array
+    # over the mesh. The constrained array must not itself be a result of the program: JAX 0.10 then
+    # leaves the layouts of all results to XLA, and reads the results in the wrong order. The result
+    # of `platform_dependent` is not affected.
     def constrained(buffer):
         return with_layout_constraint(buffer, Layout(tuple(range(buffer.ndim))))
 

@@ -1,4 +1,4 @@
-"""Hand-written mutants of spsjax, and whether the tests notice them. No test of pytest's.
+"""Mutation testing with hand-written faults. pytest does not collect this file.
 
     python tests/mutation.py [WORD ...]
 

@@ -120,7 +120,7 @@ def check_proposal(drafter: Drafter, result, batch: int, vocab: int) -> tuple[Pr
         )
     proposal, B, N = result[0], batch, drafter.num_nodes
     K, chain = drafter.num_speculative_tokens, proposal.parents is None
-    # The nodes with children of a tree can be any of the N + 1.
+    # In a tree, nodes without children need no distribution, so the number of distributions varies.
     nodes = {N} if chain else set(range(N + 2))
     for name, kind, shapes in (
         ("tokens", jnp.integer, {(B, N)}),
