@@ -1,10 +1,37 @@
 # Sourced by the other scripts: makes the virtual environment where there is none, installs the
 # package and its extras for tests and plots into it, goes to the repository's root, and sets VENV.
 # PYTHON chooses the interpreter (3.11 or later); one of another version than .venv's gets a folder
-# of its own, such as .venv-3.13. Nothing is installed again until setup.py changes.
+# of its own, such as .venv-3.13. Without PYTHON it is .venv's or, where there is none, the newest
+# of 3.14 to 3.12, else python3. Nothing is installed again until setup.py changes.
+
+version_of() {
+  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+newest_python() {
+  local version candidate candidates root
+  root=$(pyenv root 2>/dev/null)
+  for version in 3.14 3.13 3.12; do
+    candidates=("python$version")
+    [ -z "$root" ] || candidates+=("$root/versions/$version".*/bin/"python$version")
+    for candidate in "${candidates[@]}"; do
+      [ "$(version_of "$candidate")" != "$version" ] || { echo "$candidate" && return; }
+    done
+  done
+  echo python3
+}
 
 find_python() {
-  local python=${PYTHON:-python3} found
+  local python=${PYTHON:-} own found
+  own=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python
+  CHOICE="as PYTHON says"
+  if [ -z "$python" ] && [ -n "$(version_of "$own")" ]; then
+    python=$own
+  elif [ -z "$python" ]; then
+    # From 3.12 on there are newer versions of JAX, which are faster in bfloat16 on some CPUs.
+    CHOICE="the newest here for which there is a JAX; PYTHON=... chooses another"
+    python=$(newest_python)
+  fi
   found=$("$python" -c '
 import sys
 print("%d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
@@ -23,21 +50,17 @@ make_venv() {
     "$PYTHON_PATH" -m pip --python "$VENV/bin/python" install --quiet pip
 }
 
-venv_version() {
-  "$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
-}
-
 setup_venv() {
   local stamp wanted start=$SECONDS
   find_python || return
   cd "$(dirname "${BASH_SOURCE[0]}")/.." || return
   VENV=$PWD/.venv
-  if [ -e "$VENV" ] && [ "$(venv_version "$VENV")" != "$PYTHON_VERSION" ]; then
+  if [ -e "$VENV" ] && [ "$(version_of "$VENV/bin/python")" != "$PYTHON_VERSION" ]; then
     # An interpreter that is gone leaves a broken folder, which is made anew; a working one is kept.
-    [ -z "$(venv_version "$VENV")" ] || VENV=$PWD/.venv-$PYTHON_VERSION
+    [ -z "$(version_of "$VENV/bin/python")" ] || VENV=$PWD/.venv-$PYTHON_VERSION
   fi
-  [ "$(venv_version "$VENV")" = "$PYTHON_VERSION" ] || {
-    echo "Making ${VENV##*/} with Python $PYTHON_VERSION"
+  [ "$(version_of "$VENV/bin/python")" = "$PYTHON_VERSION" ] || {
+    echo "Making ${VENV##*/} with Python $PYTHON_VERSION ($PYTHON_PATH): $CHOICE"
     make_venv || return
   }
   stamp=$VENV/spsjax-installed
