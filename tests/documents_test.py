@@ -71,6 +71,22 @@ def test_sources_read_folders_files_patterns_and_gzip(tmp_path):
     assert [document.name for document in read(tmp_path / "a" / "one.txt")] == ["one.txt"]
 
 
+def test_excluded_names_are_left_out_of_every_source(tmp_path):
+    for name in ("a.txt", "lib/tests/b.txt", "lib/c_test.txt", "lib/d.txt"):
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    folder = str(tmp_path / "texts")
+    patterns = "*/tests/*", "*_test.txt"
+    for source in (folder, f"{folder}/**/*.txt"):
+        kept = [document.name for document in read(source, exclude=patterns)]
+        assert kept == ["a.txt", "lib/d.txt"]
+        listings = {documents.listing(Sources((source,), exclude=some)) for some in ((), patterns)}
+        assert len(listings) == 2
+    with pytest.raises(InputError, match="excludes"):
+        documents.listing(Sources((folder,), exclude=("*",)))
+
+
 def test_split_does_not_depend_on_where_the_folder_is(tmp_path):
     for name in ("here", "there/deep"):
         folder = tmp_path / name

@@ -32,7 +32,13 @@ def get_config() -> ml_collections.ConfigDict:
             "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "time_rounds": True,  # time a draft step and a scoring pass alone, too
             # Prompts are the beginnings of held-out documents of these sources.
-            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "data": {
+                "train": ("stdlib",),
+                "held_out": (),
+                "field": "text",
+                "separator": "",
+                "exclude": (),
+            },
             "texts": (),  # or these texts as prompts, for a target with a tokenizer
             "prompts": 8,
             "prompt_tokens": 100,

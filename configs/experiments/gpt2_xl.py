@@ -34,7 +34,13 @@ def get_config() -> ml_collections.ConfigDict:
             "num_speculative_tokens": (4,),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "time_rounds": True,
-            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "data": {
+                "train": ("stdlib",),
+                "held_out": (),
+                "field": "text",
+                "separator": "",
+                "exclude": (),
+            },
             "texts": ("Alan Turing theorized that computers would one day become",),
             "prompts": 1,  # of random tokens, with --random
             "prompt_tokens": 10,

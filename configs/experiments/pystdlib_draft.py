@@ -27,7 +27,13 @@ def get_config() -> ml_collections.ConfigDict:
                 "head_dim": 32,
             },
             "init": "",  # folder of the initial model; empty: random weights
-            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "data": {
+                "train": ("stdlib",),
+                "held_out": (),
+                "field": "text",
+                "separator": "",
+                "exclude": (),
+            },
             "objective": {"name": "lk_hybrid", "temperatures": (0.8,)},
             "mixture": {
                 "corpus": 1.0,

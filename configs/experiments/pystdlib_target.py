@@ -25,7 +25,13 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "tokenizer": "",  # path of a tokenizer; empty: one is trained
             "init": "",  # folder of the initial model; empty: random weights
-            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "data": {
+                "train": ("stdlib",),
+                "held_out": (),
+                "field": "text",
+                "separator": "",
+                "exclude": (),
+            },
             "length": 512,
             "batch": 2,
             "steps": 2000,

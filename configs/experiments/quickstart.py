@@ -32,7 +32,13 @@ def get_config() -> ml_collections.ConfigDict:
             "num_speculative_tokens": (2, 4, 5, 6, 8),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "time_rounds": False,
-            "data": {"train": ("stdlib",), "held_out": (), "field": "text", "separator": ""},
+            "data": {
+                "train": ("stdlib",),
+                "held_out": (),
+                "field": "text",
+                "separator": "",
+                "exclude": (),
+            },
             "texts": (),
             "prompts": 4,
             "prompt_tokens": 100,

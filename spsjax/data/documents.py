@@ -1,6 +1,7 @@
 """Documents from files of several kinds, and their stable split into training and held-out sets."""
 
 import dataclasses
+import fnmatch
 import glob
 import gzip
 import hashlib
@@ -47,15 +48,18 @@ class Sources:
         held_out: sources of the documents to evaluate on; if empty, one document in 20 of `train`.
         field: key of the text in a JSON object.
         separator: string between the documents of one text file; if empty, a file is one document.
+        exclude: patterns of names within a source whose files are left out, such as `*/tests/*`. A
+            `*` stands for any characters, "/" included.
     """
 
     train: tuple[str, ...]
     held_out: tuple[str, ...] = ()
     field: str = "text"
     separator: str = ""
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name in ("train", "held_out"):
+        for name in ("train", "held_out", "exclude"):
             paths = getattr(self, name)
             if not isinstance(paths, (tuple, list)) or not all(
                 isinstance(path, str) for path in paths
@@ -120,7 +124,7 @@ def read(sources: Sources, split: str) -> Iterator[Document]:
     Raises InputError for a file that is missing or cannot be read. The message names file and line.
     """
     for source in getattr(sources, split):
-        for name, path in _files(source):
+        for name, path in _files(source, sources.exclude):
             text = _read_text(path, errors="replace" if source == "stdlib" else "strict")
             file = f"stdlib/{name}" if source == "stdlib" else str(path)
             if path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -155,7 +159,7 @@ def listing(sources: Sources) -> str:
     for split in ("train", "held_out"):
         source_of = {}
         for index, source in enumerate(getattr(sources, split)):
-            for name, path in _files(source):
+            for name, path in _files(source, sources.exclude):
                 first = source_of.setdefault(os.path.abspath(path), index)
                 if first != index:
                     others = short_repr(getattr(sources, split)[first])
@@ -207,8 +211,22 @@ def _text_digest(document: Document) -> bytes:
     return hashlib.sha256(document.text.encode()).digest()
 
 
-def _files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
+def _files(source: str, exclude: Sequence[str]) -> Sequence[tuple[str, pathlib.Path]]:
     """Returns (name within the source, path) of every file of a source, sorted."""
+    files = [
+        (name, path)
+        for name, path in _all_files(source)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+    ]
+    if not files:
+        expected = "a file, a folder with files, or a pattern that some files match"
+        left_out = f" but those that {' '.join(exclude)} excludes" if exclude else ""
+        raise InputError(f"{source}: expected {expected}, found none{left_out}")
+    return files
+
+
+def _all_files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
+    """Returns (name within the source, path) of every file of a source, excluded ones included."""
     if source == "stdlib":
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         return [
@@ -223,17 +241,11 @@ def _files(source: str) -> Sequence[tuple[str, pathlib.Path]]:
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
-        files = _files_below(path)
-    else:
-        # Names are relative to the part of the pattern that has no wildcard.
-        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        root = pathlib.Path(*fixed)
-        paths = map(pathlib.Path, sorted(glob.glob(str(path), recursive=True)))
-        files = [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
-    if not files:
-        expected = "a file, a folder with files, or a pattern that some files match"
-        raise InputError(f"{source}: expected {expected}, found none")
-    return files
+        return _files_below(path)
+    # Names are relative to the part of the pattern that has no wildcard.
+    root = pathlib.Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+    paths = map(pathlib.Path, sorted(glob.glob(str(path), recursive=True)))
+    return [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
 
 
 def _files_below(folder: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
