@@ -51,5 +51,7 @@ setup(
         "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],
+        # Apart from `parity`, because it takes an older `transformers`.
+        "openvino": ["torch==2.13.0", "openvino-genai", "optimum-intel"],
     },
 )

@@ -2,7 +2,7 @@
 
 python scripts/benchmark.py --json=runs/benchmark.json --plot=runs/benchmark.png
 python scripts/benchmark.py --config.run_settings=greedy --config.num_speculative_tokens=4   # quick
-python scripts/benchmark.py --peer=hf --config.num_speculative_tokens=5
+python scripts/benchmark.py --peer=hf --peer=openvino --config.num_speculative_tokens=5
 python scripts/benchmark.py --size=90M
 python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random
 
@@ -21,7 +21,7 @@ from ml_collections import config_flags
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError
-from spsjax.evaluation import hf_baseline, speed
+from spsjax.evaluation import peers, speed
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
@@ -34,7 +34,7 @@ _SIZE = flags.DEFINE_string("size", None, "Time ArS of a random model of this si
 _RANDOM = flags.DEFINE_bool(
     "random", False, "Time random weights of the shapes in configs/models that the config names."
 )
-_PEER = flags.DEFINE_enum("peer", None, ["hf"], "Measure Hugging Face generate, too.")
+_PEER = flags.DEFINE_multi_enum("peer", [], peers.NAMES, peers.HELP)
 _JSON = flags.DEFINE_string("json", None, "Write all figures to this file.")
 _PLOT = flags.DEFINE_string("plot", None, "Write a PNG to this file.")
 
@@ -44,12 +44,12 @@ def run():
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     main.check_writable(_JSON.value)
     main.check_writable(_PLOT.value)
-    if _PEER.value:
-        main.check_installed("--peer", "torch", "transformers")
+    for name in _PEER.value:
+        main.check_installed(f"--peer={name}", *peers.modules(name))
     if _PLOT.value:
         main.check_installed("--plot", "matplotlib")
     target, draft = load_models(config, configs.mesh(config.mesh))
-    others = hf_baseline.systems(config.peer, target, draft) if _PEER.value else []
+    others = peers.systems(_PEER.value, config.peer, target, draft)
     progress = terminal.progress("measuring")
     report = speed.speed_benchmark(config, target, draft, others, progress)
     mark = "random weights" if _SIZE.value or _RANDOM.value else ""

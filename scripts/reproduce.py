@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
-from spsjax.evaluation import hf_baseline, paper, summary
+from spsjax.evaluation import paper, peers, summary
 from spsjax.evaluation.paper import TaskReport
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.parallel import multihost
@@ -36,7 +36,7 @@ _EXPERIMENT = flags.DEFINE_enum("experiment", None, paper.EXPERIMENTS, "Experime
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
-_PEER = flags.DEFINE_enum("peer", None, ["hf"], "Measure Hugging Face generate, too.")
+_PEER = flags.DEFINE_multi_enum("peer", [], peers.NAMES, peers.HELP)
 main.require("experiment", "workdir")
 
 Table = tuple[str, list[str], list[list]]  # title, header and rows
@@ -55,13 +55,13 @@ def run():
     print(f"{TITLES[experiment]}. Target: {config.target}. Drafter: {drafter}")
     print(f"The whole config is written to {workdir / 'experiment.json'}", flush=True)
     main.check_installed("the report", "matplotlib")
-    if _PEER.value:
-        main.check_installed("--peer=hf", "torch", "transformers")
+    for name in _PEER.value:
+        main.check_installed(f"--peer={name}", *peers.modules(name))
     mesh = configs.mesh(config.mesh)
     target = loading.load(config.target, mesh, config.dtype)
     drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     draft = drafter if isinstance(drafter, loading.Model) else None
-    others = hf_baseline.systems(config.peer, target, draft) if _PEER.value else []
+    others = peers.systems(_PEER.value, config.peer, target, draft)
     reports = paper.run(experiment, config, target, drafter, others, workdir, terminal.progress)
     tables = [table for name, report in reports.items() for table in all_tables(name, report)]
     for title, header, rows in tables:

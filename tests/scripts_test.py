@@ -13,7 +13,7 @@ from command_line import ROOT, fails_with_one_line, run, run_afresh, succeeds, t
 from spsjax import generation, tokenization
 from spsjax.cli import main, terminal
 from spsjax.data import documents
-from spsjax.evaluation import speed
+from spsjax.evaluation import peers, speed
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.performance import microbenchmarks
@@ -156,19 +156,21 @@ def test_quickstart_shows_texts_and_speedup(pair):
         assert piece in result.stdout
 
 
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="torch and transformers are not installed",
-)
-def test_benchmark_peer_measures_hugging_face(pair, tmp_path):
-    """Hugging Face generate is measured beside our systems."""
-    flags = ("--peer=hf", "--config.peer.num_speculative_tokens=2", "--config.time_rounds=false")
-    flags += ("--config.run_settings=greedy", f"--json={tmp_path / 'figures.json'}")
+HF = ["HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"]
+OPENVINO = ["OpenVINO plain f16", "OpenVINO speculative f16"]
+
+
+@pytest.mark.parametrize(("peer", "names"), [("hf", HF), ("openvino", OPENVINO)])
+def test_benchmark_measures_peers(pair, tmp_path, peer, names):
+    """Other libraries are measured beside our systems, and fill the same budget."""
+    if any(importlib.util.find_spec(module) is None for module in peers.modules(peer)):
+        pytest.skip(f"needs {', '.join(peers.modules(peer))}")
+    flags = (f"--peer={peer}", "--config.peer.num_speculative_tokens=2")
+    flags += ("--config.time_rounds=false", f"--json={tmp_path / 'figures.json'}")
     result = succeeds("benchmark.py", *pair, *QUICK, *flags)
-    assert "over HF plain f32" in result.stdout
+    assert f"over {names[0]}" in result.stdout
     systems = json.loads((tmp_path / "figures.json").read_text())["systems"]
-    names = {system["system"] for system in systems if system["role"] == "peer"}
-    assert names == {"HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"}
+    assert {system["system"] for system in systems if system["role"] == "peer"} == set(names)
 
 
 OWN = f"""
@@ -247,7 +249,10 @@ def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece)
     fails_with_one_line(run("benchmark.py", *pair, *flags, path=tmp_path), piece)
 
 
-@pytest.mark.parametrize(("flag", "module"), [("peer=hf", "torch"), ("plot=p.png", "matplotlib")])
+@pytest.mark.parametrize(
+    ("flag", "module"),
+    [("peer=hf", "torch"), ("peer=openvino", "openvino_genai"), ("plot=p.png", "matplotlib")],
+)
 def test_benchmark_without_a_package_is_one_line(pair, tmp_path, flag, module):
     """A package that a flag needs and that is missing is one line on stderr."""
     (tmp_path / "sitecustomize.py").write_text(

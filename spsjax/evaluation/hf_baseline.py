@@ -13,6 +13,7 @@ from spsjax.models.hf import weights as hf_weights
 from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
 
+MODULES = "torch", "transformers"
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
