@@ -318,4 +318,10 @@ MUTANTS = [
         ("verdict.path[:, :-1] + 1", "verdict.path[:, :-1]"),
         ("return before | (node == nodes_T[:, None])", "return before"),
     ),
+    *of(
+        "evaluation/tasks/sandbox.py",
+        "sandbox -k withstands",
+        ("umount -l /old\n", ""),
+        ('"--ipc", ', ""),
+    ),
 ]

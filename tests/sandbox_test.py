@@ -1,5 +1,6 @@
 """The sandbox: what a program may do, and what ends it."""
 
+import ctypes
 import os
 import pathlib
 import resource
@@ -68,6 +69,15 @@ def victim():
     process.kill()
     process.wait()
     assert state in "RS" and after == before
+
+
+@pytest.fixture
+def segment():
+    """A segment of shared memory outside."""
+    libc = ctypes.CDLL(None)
+    identifier = libc.shmget(0, 1, 0o600)
+    yield identifier
+    libc.shmctl(identifier, 0, None)  # IPC_RMID
 
 
 @pytest.mark.parametrize(
@@ -174,6 +184,10 @@ ATTACKS = {  # each raises an exception if it fails; the hook sees none of them
     "libc": LIBC + "assert libc.creat(f'{OUTSIDE}/x'.encode(), 0o600) >= 0",
     "root": LIBC + "paths = b'/x', b'/dev/x', b'/dev/shm/x', b'/usr/x', b'/proc/self/comm'\n"
     "assert any(libc.creat(path, 0o600) >= 0 for path in paths)",
+    "old": "import os; assert os.listdir('/old')",
+    "mounts": "import os; points = [line.split()[4] for line in open('/proc/self/mountinfo')]\n"
+    "assert any(os.path.exists(point + OUTSIDE) for point in points)",
+    "attach segment": LIBC + "assert libc.shmat(SEGMENT, None, 0) != -1",
     "network": "import socket; assert len(socket.if_nameindex()) > 1",
     "mount": LIBC + "assert libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0",
     "namespace": LIBC + "assert libc.unshare(0x10000000) == 0",
@@ -183,9 +197,10 @@ ATTACKS = {  # each raises an exception if it fails; the hook sees none of them
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_boundary_withstands_an_attack(boundary, outside, victim, name):
-    """A program behind a boundary cannot change processes and files outside."""
-    program = f"VICTIM = {victim}; OUTSIDE = {str(outside)!r}\n{ATTACKS[name]}"
+def test_boundary_withstands_an_attack(boundary, outside, victim, segment, name):
+    """A program behind a boundary cannot reach processes, files and memory outside."""
+    names = {"VICTIM": victim, "OUTSIDE": str(outside), "SEGMENT": segment}
+    program = "".join(f"{key} = {value!r}\n" for key, value in names.items()) + ATTACKS[name]
     outcome = sandbox.run(program, limits=sandbox.Limits(folder_megabytes=8))
     assert not outcome.passed and "ModuleNotFound" not in outcome.reason
     assert "not allowed" not in outcome.reason and "more than" not in outcome.reason
