@@ -324,4 +324,17 @@ MUTANTS = [
         ("umount -l /old\n", ""),
         ('"--ipc", ', ""),
     ),
+    *of(
+        "evaluation/tasks/sandbox.py",
+        "sandbox -k number_of_files",
+        (",nr_inodes=1k", ""),
+    ),
+    *of(
+        "evaluation/tasks/_sandbox_child.py",
+        "sandbox -k withstands",
+        ("(resource.RLIMIT_NOFILE, _MOST_FILES),", ""),
+        ("        _refuse_uncounted_memory()\n", ""),
+        ("(_EQUAL, 0, last - 2, machine)", "(_EQUAL, 0, 0, machine)"),
+        ("last - len(code) - 1, 0, number", "last - len(code) - 2, 0, number"),
+    ),
 ]

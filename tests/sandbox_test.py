@@ -188,6 +188,17 @@ ATTACKS = {  # each raises an exception if it fails; the hook sees none of them
     "mounts": "import os; points = [line.split()[4] for line in open('/proc/self/mountinfo')]\n"
     "assert any(os.path.exists(point + OUTSIDE) for point in points)",
     "attach segment": LIBC + "assert libc.shmat(SEGMENT, None, 0) != -1",
+    "make segment": LIBC + "assert libc.shmget(0, 1, 0o600) >= 0",
+    "make segment by a call of 32 bits": LIBC + "import mmap; page = mmap.mmap(-1, 4096, prot=7)\n"
+    "page.write(bytes.fromhex('53b88b01000031dbb901000000ba80010000cd805bc3'))\n"
+    "start = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+    "assert ctypes.CFUNCTYPE(ctypes.c_int)(start)() >= 0",
+    "make queue": LIBC + "assert libc.msgget(0, 0o600) >= 0",
+    "make semaphore": LIBC + "assert libc.semget(0, 1, 0o600) >= 0",
+    "memfd": "import os; os.memfd_create('x')",
+    "memfd_secret": LIBC + "assert libc.syscall(447, 0) >= 0",
+    "descriptors": "import os, resource as r; most = r.getrlimit(r.RLIMIT_NOFILE)[1]\n"
+    "r.setrlimit(r.RLIMIT_NOFILE, (most, most))\nfor _ in range(300): os.dup(0)",
     "network": "import socket; assert len(socket.if_nameindex()) > 1",
     "mount": LIBC + "assert libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0",
     "namespace": LIBC + "assert libc.unshare(0x10000000) == 0",
@@ -204,6 +215,13 @@ def test_boundary_withstands_an_attack(boundary, outside, victim, segment, name)
     outcome = sandbox.run(program, limits=sandbox.Limits(folder_megabytes=8))
     assert not outcome.passed and "ModuleNotFound" not in outcome.reason
     assert "not allowed" not in outcome.reason and "more than" not in outcome.reason
+
+
+def test_unshare_bounds_the_number_of_files(monkeypatch):
+    """Empty files and folders have no size, but take memory of the kernel."""
+    use(sandbox.unshare, monkeypatch)
+    outcome = sandbox.run("import os\nfor i in range(2000): os.mkdir(str(i))")
+    assert "No space left" in outcome.reason, outcome.reason
 
 
 @pytest.mark.parametrize(

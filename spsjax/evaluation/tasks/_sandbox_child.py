@@ -11,14 +11,25 @@ as plain data through pipes, so a result cannot bring its own `__eq__`.
 
 import _posixsubprocess
 import collections.abc
+import errno
 import os
 import pickle
 import resource
 import signal
+import struct
 import sys
 
 _MEGABYTE = 1 << 20
-_SET_DUMPABLE = 4  # option of prctl(2)
+_MOST_FILES = 256  # that a process has open: each pipe and socket has buffers in the kernel
+_SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVS = 4, 22, 38  # options of prctl(2)
+# Audit number of each kind of machine, and its numbers of the system calls that make memory which
+# no limit counts: shmget, semget, msgget, memfd_create, memfd_secret.
+_MEMORY_CALLS = {
+    "x86_64": (0xC000003E, 29, 64, 68, 319, 447),
+    "aarch64": (0xC00000B7, 194, 190, 186, 279, 447),
+}
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of a seccomp(2) filter
+_ALLOW, _FAIL = 0x7FFF0000, 0x00050000  # what a filter returns; the latter plus an error number
 _KINDS = bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset
 # Only immutable types: a pickle could set `Fraction.__eq__`, but not `int.__eq__`.
 _ALLOWED = {kind.__name__ for kind in _KINDS} | {"iter", "range"}
@@ -79,7 +90,9 @@ def main() -> None:
     seconds, megabytes, file_megabytes, folder_megabytes = map(float, sys.argv[1:])
     sys.argv = ["program"]
     _limit(seconds, megabytes, file_megabytes)
-    _hide_memory()
+    if sys.platform == "linux":
+        _hide_memory()
+        _refuse_uncounted_memory()
     (theirs_in, requests), (replies, theirs_out) = os.pipe(), os.pipe()
     child = os.fork()
     if child:
@@ -113,17 +126,41 @@ def _limit(seconds: float, megabytes: float, file_megabytes: float) -> None:
         (resource.RLIMIT_CPU, int(seconds) + 1),
         (resource.RLIMIT_AS, int(megabytes * _MEGABYTE)),
         (resource.RLIMIT_FSIZE, int(file_megabytes * _MEGABYTE)),
+        (resource.RLIMIT_NOFILE, _MOST_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
 
 
 def _hide_memory() -> None:
-    """Keeps processes without capabilities from the memory of this process, on Linux."""
-    if sys.platform == "linux":
-        import ctypes
+    """Keeps processes without capabilities from the memory of this process."""
+    import ctypes
 
-        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _refuse_uncounted_memory() -> None:
+    """Refuses the system calls of `_MEMORY_CALLS` to this process and its children.
+
+    The filter loads the machine of a call, then its number. It jumps to its last instruction, a
+    failure, if the call is of another machine (32 bits), if its number belongs to the x32 interface
+    (2**30 and above), or if the number is in the list.
+    """
+    if os.uname().machine not in _MEMORY_CALLS:
+        return
+    import ctypes
+
+    machine, *calls = _MEMORY_CALLS[os.uname().machine]
+    last = len(calls) + 5
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 0, last - 2, machine), (_LOAD, 0, 0, 0)]
+    for test, number in ((_AT_LEAST, 1 << 30), *((_EQUAL, call) for call in calls)):
+        code.append((test, last - len(code) - 1, 0, number))
+    code += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
+    text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    program = struct.pack("HP", len(code), ctypes.addressof(text))
+    libc = ctypes.CDLL(None)
+    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(_SET_SECCOMP, 2, program)
 
 
 def _check(replies, requests, child: int, max_writes: int) -> None:

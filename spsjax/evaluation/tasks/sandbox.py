@@ -5,10 +5,16 @@ processes, mounts, networks and IPC, without capabilities. Of the files outside,
 interpreter and the system's libraries, and cannot write them. Its own folder is a small tmpfs.
 Elsewhere an audit hook guards against accidents only; a warning says so.
 
-Tests decide in a process that shares no memory with the program (see `_sandbox_child.py`). What
-remains possible behind the boundary: a program without tests can pretend to have reached its end;
-memory is bounded per process, but not the number of processes; programs share the kernel and its
-flaws with the system. Without the boundary, a determined program can do what its user can.
+Tests decide in a process that shares no memory with the program (see `_sandbox_child.py`).
+
+Limits bound the address space and the open files of each process, the size of each file, and the
+size of the folder. `unshare` also bounds the number of files, bubblewrap does not. On x86-64 and
+ARM64, system calls for memory that no limit counts are refused: shared memory, queues and
+semaphores of System V, and files in memory. The number of processes is not bounded.
+
+What else remains possible behind the boundary: a program without tests can pretend to have reached
+its end; programs share the kernel and its flaws with the system. Without the boundary, a determined
+program can do what its user can.
 """
 
 import contextlib
@@ -78,7 +84,7 @@ done
 shift
 mkdir -p old proc ".$folder"
 mount -t proc -o ro none proc
-mount -t tmpfs -o size="${megabytes}m" none ".$folder"
+mount -t tmpfs -o size="${megabytes}m",nr_inodes=1k none ".$folder"
 pivot_root . old
 cd "$folder"
 umount -l /old
