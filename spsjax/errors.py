@@ -57,5 +57,15 @@ def check_number(name: str, value, least: float, most: float, above: bool = Fals
 
 def one_line(error: Exception) -> str:
     """Returns an exception's message on one line, or its type if it has no message."""
-    text = getattr(error, "strerror", None) or str(error)
-    return " ".join(text.split()) or type(error).__name__
+    return printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    r"""Returns a text on one line, with an escape such as `\x1b` for what is not printable.
+
+    Messages quote files from elsewhere, and a terminal obeys control characters.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in " ".join(text.split())
+    )

@@ -11,7 +11,7 @@ from bad_input import one_line
 from conftest import build_model, nearby_model, spread_model
 
 import spsjax
-from spsjax import SamplingParams, tokenization
+from spsjax import SamplingParams, errors, tokenization
 from spsjax.drafters import ngram
 from spsjax.parallel import sharding
 from spsjax.verifiers import rejection
@@ -29,6 +29,12 @@ def refused(model, *fragments, prompts=((1, 2),), **arguments):
     """Expects `generate` to refuse these arguments with a message that has these fragments."""
     with one_line(*fragments):
         spsjax.generate(model, prompts, **{"max_new_tokens": 2} | arguments)
+
+
+def test_message_of_another_error_is_printable():
+    """A terminal must not obey a control character of a file that a message quotes."""
+    assert errors.one_line(ValueError("a\n\x1b[2J\ud800\u202eé")) == r"a \x1b[2J\ud800\u202eé"
+    assert errors.one_line(OSError()) == "OSError"
 
 
 @pytest.mark.parametrize("model", [None, "pystdlib/target", 3])
