@@ -2,7 +2,8 @@
 
 It is run as a script and imports no module of this package, because JAX takes seconds to import.
 Its arguments are seconds of computing and bytes of memory. It reads a JSON object with a template,
-its variables and the most characters of the text, and writes one with the text or an error.
+its variables and the most characters of the text. It writes one with the text, or with an error and
+whether the template refused the messages; it writes nothing if the memory does not suffice.
 """
 
 import contextlib
@@ -25,6 +26,10 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Refusal(Exception):
+    """The call of `raise_exception` by a template."""
+
+
 def main() -> None:
     """Renders the template of the standard input."""
     limits = zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, sys.argv[1:]))
@@ -35,8 +40,11 @@ def main() -> None:
     try:
         text = _render(request["template"], request["variables"], request["most"])
         result = {"text": text}
+    except MemoryError:  # there may be none left for a result
+        raise
     except Exception as error:  # a template is a program, which can raise anything
-        result = {"error": " ".join(str(error).split())[:200] or type(error).__name__}
+        reason = " ".join(str(error).split())[:1000] or type(error).__name__
+        result = {"error": reason, "refused": isinstance(error, _Refusal)}
     json.dump(result, sys.stdout)
 
 
@@ -67,8 +75,9 @@ def _tojson(value, indent=None, ensure_ascii=False, separators=None, sort_keys=F
 
 
 def _refuse(message: str):
-    raise jinja2.exceptions.TemplateError(message)
+    raise _Refusal(message)
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(MemoryError):
+        main()

@@ -95,7 +95,7 @@ class Tokenizer(abc.ABC):
             messages: conversation, as `[{"role": "user", "content": "Hello"}]`.
 
         Raises:
-            InputError: the folder has no chat template, or the template refuses the messages.
+            InputError: the folder has no chat template, or one that refuses the messages or fails.
         """
         template = self._template()
         if template is None:
@@ -104,7 +104,8 @@ class Tokenizer(abc.ABC):
         more = self._settings.get("extra_special_tokens")
         tokens = more if isinstance(more, dict) else {}
         tokens = tokens | {name: self._special(name) for name in names}
-        return self.encode(chat_template.render(template, messages, tokens), whole=False)
+        text = chat_template.render(template, messages, tokens, self.path.parent)
+        return self.encode(text, whole=False)
 
     @property
     def has_template(self) -> bool:
