@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import sys
 
 import pytest
@@ -177,3 +178,16 @@ def test_chat_with_a_broken_template_names_the_folder(bpe, tmp_path):
 def test_chat_with_data_unfit_for_json_is_refused():
     with one_line("messages: expected data for JSON, found", "not JSON serializable"):
         chat_template.render("", [HELLO[0] | {"more": object()}], {}, FOLDER)
+
+
+def test_chat_longer_than_the_limit_of_texts_is_rendered(monkeypatch):
+    """The length of the text is bounded beside that of the conversation."""
+    monkeypatch.setattr(chat_template, "_CHARACTERS", 1)
+    assert chat_template.render("{{ messages[0].content }}", HELLO, {}, FOLDER) == "Hi"
+
+
+def test_chat_template_child_imports_nothing_of_its_folder(monkeypatch, tmp_path):
+    """A module of this package never shadows one of the standard library or of Jinja."""
+    monkeypatch.setattr(chat_template, "_CHILD", shutil.copy(chat_template._CHILD, tmp_path))
+    (tmp_path / "jinja2.py").write_text("raise ImportError('of the folder')")
+    assert chat_template.render("Hello", HELLO, {}, FOLDER) == "Hello"

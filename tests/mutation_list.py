@@ -320,13 +320,9 @@ MUTANTS = [
     ),
     *of(
         "evaluation/tasks/sandbox.py",
-        "sandbox -k withstands",
+        "sandbox -k withstands or number_of_files",
         ("umount -l /old\n", ""),
         ('"--ipc", ', ""),
-    ),
-    *of(
-        "evaluation/tasks/sandbox.py",
-        "sandbox -k number_of_files",
         (",nr_inodes=1k", ""),
     ),
     *of(
@@ -336,5 +332,11 @@ MUTANTS = [
         ("        _refuse_uncounted_memory()\n", ""),
         ("(_EQUAL, 0, last - 2, machine)", "(_EQUAL, 0, 0, machine)"),
         ("last - len(code) - 1, 0, number", "last - len(code) - 2, 0, number"),
+    ),
+    *of(
+        "tokenization/chat_template.py",
+        "chat_template -k of_texts or of_its_folder",
+        ("_CHARACTERS + 10 * len(json.dumps(variables))", "_CHARACTERS"),
+        ('"-P", ', ""),
     ),
 ]
