@@ -20,9 +20,11 @@ def explain(kind, error, traceback) -> None:
 
 def remedy() -> str:
     """Returns the command that activates the environment or installs the packages."""
-    environment = _ROOT / ".venv"
-    if environment.is_dir() and not pathlib.Path(sys.prefix).is_relative_to(environment):
-        return f"Run: source {environment}/bin/activate"
+    environments = [path for path in _ROOT.glob(".venv*") if (path / "bin" / "python").exists()]
+    active = any(pathlib.Path(sys.prefix).is_relative_to(path) for path in environments)
+    if environments and not active:
+        newest = max(environments, key=lambda path: path.stat().st_mtime)
+        return f"Run: source {newest}/bin/activate"
     return f"Run: python -m pip install -e {_ROOT}"
 
 

@@ -25,20 +25,27 @@ def test_script_without_packages_is_one_line(path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "prefix", "remedy"),
+    ("folders", "prefix", "remedy"),
     [
-        (".venv", "/usr", "source {root}/.venv/bin/activate"),
-        (".venv", "{root}/.venv", "python -m pip install -e {root}"),
-        ("other", "/usr", "python -m pip install -e {root}"),
+        ([".venv"], "/usr", "source {root}/.venv/bin/activate"),
+        ([".venv"], "{root}/.venv", "python -m pip install -e {root}"),
+        (["other"], "/usr", "python -m pip install -e {root}"),
+        ([".venv", ".venv-3.13"], "/usr", "source {root}/.venv-3.13/bin/activate"),
+        ([".venv-3.13", ".venv"], "/usr", "source {root}/.venv/bin/activate"),
+        ([".venv", ".venv-3.13"], "{root}/.venv", "python -m pip install -e {root}"),
     ],
 )
-def test_remedy_activates_or_installs(monkeypatch, tmp_path, folder, prefix, remedy):
-    """An environment that is there is activated; into an active one the package is installed."""
+def test_remedy_activates_or_installs(monkeypatch, tmp_path, folders, prefix, remedy):
+    """The newest environment is activated; into an active one the package is installed."""
     monkeypatch.syspath_prepend(SCRIPTS[0].parent)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     import _environment
 
-    (tmp_path / folder).mkdir()
+    for age, folder in enumerate([*folders, ".venv-empty"]):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        if folder in folders:
+            (tmp_path / folder / "bin" / "python").touch()
+        os.utime(tmp_path / folder, (age, age))
     monkeypatch.setattr(_environment, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", prefix.format(root=tmp_path))
     assert _environment.remedy() == "Run: " + remedy.format(root=tmp_path)
