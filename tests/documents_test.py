@@ -191,13 +191,20 @@ def test_unreadable_file_is_named_with_its_line(tmp_path, name, content, message
         read(tmp_path)
 
 
-@pytest.mark.parametrize("sources", [("a.txt", "./a.txt"), (".", "a.txt"), ("*.txt", "?.txt")])
+@pytest.mark.parametrize(
+    "sources",
+    [("a.txt", "./a.txt"), (".", "a.txt"), ("*.txt", "?.txt"), ("a.txt", "link")],
+)
 def test_file_in_two_sources_is_refused(tmp_path, monkeypatch, sources):
     """It would be trained on twice. One file may be in both splits: copies are left out."""
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
+    if "link" in sources:
+        (tmp_path / "link").symlink_to("a.txt")
     for options in ({"train": sources}, {"train": ("a.txt",), "held_out": sources}):
-        with pytest.raises(InputError, match=r": expected each file in one source, found .*a\.txt"):
+        with pytest.raises(
+            InputError, match=r": expected each file in one source, found .*(a\.txt|link)"
+        ):
             documents.listing(Sources(**options))
     documents.listing(Sources(("a.txt",), ("a.txt",)))
 

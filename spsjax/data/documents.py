@@ -160,7 +160,7 @@ def listing(sources: Sources) -> str:
         source_of = {}
         for index, source in enumerate(getattr(sources, split)):
             for name, path in _files(source, sources.exclude):
-                first = source_of.setdefault(os.path.abspath(path), index)
+                first = source_of.setdefault(os.path.realpath(path), index)
                 if first != index:
                     others = short_repr(getattr(sources, split)[first])
                     raise InputError(
