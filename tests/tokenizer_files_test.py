@@ -147,6 +147,19 @@ def test_sentencepiece_follows_add_bos_token(sp, tmp_path):
     assert tokenization.load(tmp_path).encode("def") == sp.encode("def")[1:]
 
 
+@pytest.mark.parametrize("name", ["add_bos_token", "add_prefix_space"])
+def test_flag_of_settings_that_is_a_text_is_refused(bpe, sp, tmp_path, name):
+    """A text such as "no" would count as true. A null is a missing flag."""
+    for folder, original in ((tmp_path / "bpe", bpe), (tmp_path / "sp", sp)):
+        folder.mkdir()
+        original.save(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({name: "no"}))
+        with one_line(f"tokenizer_config.json: {name}: expected true or false, found 'no'"):
+            tokenization.load(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({name: None}))
+        assert tokenization.load(folder) == original
+
+
 def test_eos_that_file_adds_is_cut_off(bpe, tmp_path):
     """The model continues the text."""
     save_with(bpe, tmp_path)

@@ -170,6 +170,14 @@ class Tokenizer(abc.ABC):
                 raise InputError(f"ids: expected token ids in [0, {self.vocab_size}), found {id}")
         return ids
 
+    def _flag(self, name: str) -> bool | None:
+        """Returns a setting that is true, false or null; None if it is missing."""
+        value = self._settings.get(name)
+        if value is not None and not isinstance(value, bool):
+            path = self.path.with_name(_SETTINGS)
+            raise InputError(f"{path}: {name}: expected true or false, found {short_repr(value)}")
+        return value
+
     def _special(self, name: str) -> str | None:
         """Returns the text of a special token such as `bos_token`, if the settings have it."""
         token = self._settings.get(name)

@@ -39,9 +39,9 @@ class HuggingFace(base.Tokenizer):
         model.no_padding()
         self._model = model
         # The settings take precedence over the tokenizer file.
-        spaced = self._settings.get("add_prefix_space")
+        spaced = self._flag("add_prefix_space")
         bytewise = isinstance(model.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel)
-        if bytewise and isinstance(spaced, bool):
+        if bytewise and spaced is not None:
             model.pre_tokenizer.add_prefix_space = spaced
         self.vocab_size = max(model.get_vocab().values(), default=-1) + 1
         if model.token_to_id(_END) is not None:
@@ -55,7 +55,7 @@ class HuggingFace(base.Tokenizer):
         # continues the text.
         added = model.encode("x").special_tokens_mask
         self._suffix = 0 if all(added) else added[::-1].index(0)
-        adds_bos = self._settings.get("add_bos_token") and self.bos_id is not None
+        adds_bos = self._flag("add_bos_token") and self.bos_id is not None
         self._bytes = {
             id: int(piece[3:5], 16)
             for piece, id in model.get_vocab().items()

@@ -35,13 +35,11 @@ class SentencePiece(base.Tokenizer):
         self._names = ("tokenizer.model",)
         self.bos_id = model.bos_id() if model.bos_id() >= 0 else None
         self.eos_id = model.eos_id() if model.eos_id() >= 0 else None
-        self._adds_bos = (
-            self.bos_id is not None and self._settings.get("add_bos_token") is not False
-        )
+        self._adds_bos = self._flag("add_bos_token") is not False and self.bos_id is not None
         self._check_complete()
-        spaced = self._settings.get("add_prefix_space")
+        spaced = self._flag("add_prefix_space")
         first = model.encode("a", out_type=str)[:1]
-        if isinstance(spaced, bool) and first and spaced != first[0].startswith(_SPACE):
+        if spaced is not None and first and spaced != first[0].startswith(_SPACE):
             raise InputError(
                 f"{self.path.with_name('tokenizer_config.json')}: add_prefix_space: "
                 f"expected {json.dumps(not spaced)} as in {self.path.name}, "
