@@ -1,5 +1,6 @@
 """Errors that a user can cause, each with one line that names the thing, and input checks."""
 
+import os
 import pathlib
 import reprlib
 
@@ -38,9 +39,18 @@ def check_flag(name: str, value) -> None:
 
 
 def check_path(name: str, value) -> None:
-    """Raises InputError unless `value` is a text or a path."""
+    """Raises InputError unless `value` is a path that a file can have.
+
+    An empty text is refused, because it would be the current folder.
+    """
     if not isinstance(value, (str, pathlib.Path)):
         raise InputError(f"{name}: expected a text or a path, found {type(value).__name__}")
+    try:
+        raw = os.fsencode(value)  # takes surrogates that stand for bytes of a file's name
+    except UnicodeEncodeError:
+        raw = b""
+    if not raw or b"\0" in raw:
+        raise InputError(f"{name}: expected a path, found {short_repr(str(value))}")
 
 
 def check_number(name: str, value, least: float, most: float, above: bool = False) -> None:

@@ -205,7 +205,7 @@ def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
         if pathlib.Path(name).is_dir():
             return pathlib.Path(name)
         found = "a file" if pathlib.Path(name).exists() else "neither"
-    except (OSError, ValueError) as error:  # too long, not to be read, or not a name at all
+    except OSError as error:  # too long, or not to be read
         found = one_line(error)
     if pathlib.Path(name).as_posix() in names:
         return _SHIPPED / name

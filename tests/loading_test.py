@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import pathlib
 import sys
 import types
 
@@ -23,7 +24,7 @@ def test_load_of_sound_folder_succeeds(model_folder):
 # Names.
 
 
-@pytest.mark.parametrize("name", ["no/such/model", "", "../..", "/", "a\0b", "x" * 5000, "a/.."])
+@pytest.mark.parametrize("name", ["no/such/model", "../..", "/", "x" * 5000, "a/.."])
 def test_load_of_unknown_name_is_refused(name, monkeypatch, tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
@@ -35,6 +36,28 @@ def test_load_of_unknown_name_is_refused(name, monkeypatch, tmp_path):
 def test_load_of_name_of_another_type_is_refused(name):
     with one_line("name", type(name).__name__):
         spsjax.load(name)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "a\ud800", pathlib.Path("a\0b")])
+def test_path_that_no_file_can_have_is_refused(model_folder, monkeypatch, path):
+    """An empty path would be the current folder, which here holds a model."""
+    model = loading.load(model_folder)
+    monkeypatch.chdir(model_folder)
+    before = {file: file.read_bytes() for file in model_folder.iterdir()}
+    for name, call in (
+        ("name", lambda: loading.load(path)),
+        ("name", lambda: loading.load_drafter(path, model)),
+        ("folder", lambda: loading.save(path, model)),
+    ):
+        with one_line(f"{name}: expected a path, found {str(path)!r}"):
+            call()
+    assert {file: file.read_bytes() for file in model_folder.iterdir()} == before
+
+
+def test_path_with_a_byte_that_is_no_text_is_accepted(model_folder, tmp_path):
+    """Python writes the byte as a surrogate."""
+    loading.save(tmp_path / "a\udcff", loading.load(model_folder))
+    assert loading.load(tmp_path / "a\udcff").config.num_layers == 2
 
 
 def test_load_of_empty_folder_or_file_is_refused(tmp_path):
