@@ -152,6 +152,11 @@ def speed_prompts(
             f"speed.max_new_tokens: expected at most {context - options.prompt_tokens} after "
             f"{options.prompt_tokens} in a context of {context}, found {options.max_new_tokens}"
         )
+    if options.num_speculative_tokens >= context:
+        raise InputError(
+            f"speed.num_speculative_tokens: expected less than the context, {context}, "
+            f"found {options.num_speculative_tokens}"
+        )
     if not options.prompts:
         return {}
     sources = from_config.build("data", Sources, base.data)

@@ -80,6 +80,7 @@ def test_compare_drafts_writes_table_and_resumes(pair, tmp_path):
         ({"base": "pystdlib_target"}, "found"),
         ({"speed": {"repetitions": 0}}, "speed.repetitions: expected an integer >= 1, found 0"),
         ({"speed": {"max_new_tokens": 9999}}, "speed.max_new_tokens: expected at most "),
+        ({"speed": {"num_speculative_tokens": 9999}}, "less than the context, 256, found 9999"),
     ],
 )
 def test_compare_drafts_with_a_mistake_trains_nothing(pair, tmp_path, changes, message):

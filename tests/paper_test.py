@@ -248,6 +248,8 @@ def test_reproduce_with_prompt_lookup_has_equal_greedy_texts(pair, tmp_path):
         ("--config.tasks.stdlib.max_new_tokens=0", "max_new_tokens"),
         ("--config.tasks.human_eval.path=nosuch", "nosuch"),
         ("--config.table1.num_speculative_tokens=()", "num_speculative_tokens"),
+        ("--config.table1.num_speculative_tokens=(2,2)", "table1.num_speculative_tokens: expected"),
+        ("--config.table1.num_speculative_tokens=(1,256)", "expected an integer in [0, 256)"),
     ],
 )
 def test_reproduce_answers_a_mistake_with_one_line(pair, tmp_path, flag, named):

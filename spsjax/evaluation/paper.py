@@ -134,13 +134,13 @@ def run(
         InputError: the config, a file or a journal is not usable.
     """
     section = config[experiment]
-    counts = section.num_speculative_tokens
+    counts, field = section.num_speculative_tokens, f"{experiment}.num_speculative_tokens"
     if not counts:
-        raise InputError(f"{experiment}.num_speculative_tokens: expected at least one, found none")
+        raise InputError(f"{field}: expected at least one, found none")
     plan = from_config.build(f"{experiment}.plan", Plan, section.plan)
     systems = [
         samplers.spsjax_system("ArS", target),
-        *(samplers.spsjax_system("SpS", target, drafter, K) for K in counts),
+        *samplers.speculative_systems(target, drafter, counts, field),
         *others,
     ]
     # Select the examples of all tasks first, so that a mistake is found before anything is written.

@@ -5,8 +5,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from spsjax import decode, generation
+from spsjax import decode, generation, request
 from spsjax.drafters import base
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import Model
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
@@ -86,8 +87,15 @@ def spsjax_system(
         drafter: draft model or drafter, as for `generate`.
         num_speculative_tokens: K.
         role: role in the comparison. None: the baseline without a drafter, else speculative.
+
+    Raises:
+        InputError: `generate` would refuse the drafter or K.
     """
     K = num_speculative_tokens
+    try:
+        request.speculation(target, drafter, K)  # a call would find a mistake after others have run
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
     if role is None:
         role = Role.BASELINE if drafter is None else Role.SPECULATIVE
     timers = {}  # one compiled probe per sampling parameters and cache size
@@ -117,3 +125,24 @@ def spsjax_system(
     # The microbenchmarks can time the rounds of a draft model and of the target alone.
     known = drafter is None or isinstance(drafter, Model)
     return System(name, role, K, context, call, time_round if known else None)
+
+
+def speculative_systems(
+    target: Model, drafter: Model | base.Drafter, counts: Sequence[int], field: str
+) -> list[System]:
+    """Returns speculative sampling as a system per K.
+
+    Args:
+        target: target model.
+        drafter: draft model or drafter, as for `generate`.
+        counts: values of K.
+        field: name of the config's field with the values, for messages.
+
+    Raises:
+        InputError: a K is not usable, or occurs twice, so that one system would run twice.
+    """
+    for count in counts:
+        check_integer(field, count, 1)
+    if len(set(counts)) < len(counts):
+        raise InputError(f"{field}: expected different integers, found {short_repr(counts)}")
+    return [spsjax_system("SpS", target, drafter, K) for K in counts]

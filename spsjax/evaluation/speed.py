@@ -199,11 +199,8 @@ def compare_speed(
 def _systems(config, target: Model, draft: Model | None) -> list[System]:
     """Returns the systems that a config names."""
     counts = config.num_speculative_tokens if draft else ()
-    for count in counts:
-        if not isinstance(count, int) or count < 1:
-            raise InputError(f"num_speculative_tokens: expected integers >= 1, found {count!r}")
     systems = [samplers.spsjax_system("ArS", target)]
-    systems += [samplers.spsjax_system("SpS", target, draft, count) for count in counts]
+    systems += samplers.speculative_systems(target, draft, counts, "num_speculative_tokens")
     if draft and config.ngram.num_speculative_tokens:
         lookup = from_config.build("ngram", ngram.Drafter, config.ngram)
         K = lookup.num_speculative_tokens
