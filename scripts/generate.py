@@ -54,7 +54,7 @@ def run():
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
     drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
-    count = None if drafter is None else config.num_speculative_tokens
+    count = config.num_speculative_tokens
     inputs = prompts
     if _CHAT.value:
         inputs = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]

@@ -27,6 +27,7 @@ def pair(tmp_path_factory) -> list[str]:
 
 
 SHORT = ("--config.max_new_tokens=12", "--config.num_speculative_tokens=3")
+NO_DRAFTER = ("--config.drafter=none", "--config.num_speculative_tokens=-1")
 GPT2_XL = ROOT / "configs" / "experiments" / "gpt2_xl.py"
 QUICK = (
     "--config.num_speculative_tokens=1,2",
@@ -204,6 +205,7 @@ CONFIGS = {
         (["--prompt=x", "--config.seed=abc"], "--config.seed=abc"),
         (["--prompt=x", "--config.sampling.temperature=-1"], "temperature: expected"),
         (["--prompt=x", "--config.drafter=nosuch"], "drafter: expected"),
+        (["--prompt=x", *NO_DRAFTER], "num_speculative_tokens: expected"),
         (["--prompt=x", "--config.max_new_tokens=1000"], "context of 256"),
         (["--prompt=x", "--target=nosuch"], "nosuch"),
         (["--file=nosuch.txt"], "nosuch.txt"),
