@@ -28,7 +28,6 @@ main.require("workdir")
 
 def run():
     config = _CONFIG.value
-    print(configs.to_yaml(config))
     train_draft.distill_draft(config, _WORKDIR.value, configs.mesh(config.mesh), _EXPORT.value)
 
 

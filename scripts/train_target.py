@@ -30,7 +30,6 @@ main.require("workdir")
 
 def run():
     config = _CONFIG.value
-    print(configs.to_yaml(config))
     train_target.train_target(config, _WORKDIR.value, configs.mesh(config.mesh), _EXPORT.value)
 
 

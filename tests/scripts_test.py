@@ -279,7 +279,9 @@ def test_training_answers_a_mistake_with_one_line(tmp_path):
         fails_with_one_line(run(script, *flags, path=tmp_path), "--workdir=: ")
     assert not list(tmp_path.iterdir())
     flags = ("--workdir=run", "--config.objective.name=nosuch")
-    fails_with_one_line(run("train_drafter.py", *flags, path=tmp_path), "nosuch", "lk_hybrid")
+    result = run("train_drafter.py", *flags, path=tmp_path)
+    fails_with_one_line(result, "nosuch", "lk_hybrid")
+    assert not result.stdout
     assert not (tmp_path / "run").exists()
 
 

@@ -122,6 +122,13 @@ def test_finished_run_only_writes_its_model(target, texts):
     assert (log.read_text(), model.read_bytes()) == before
 
 
+def test_run_prints_its_model_and_the_path_of_its_config(target, texts, capsys):
+    train_target(config("target", texts), target)
+    model, stored = capsys.readouterr().out.splitlines()[1:3]
+    assert model.startswith("Target: ") and model.endswith(f" parameters, trained on {texts}")
+    assert stored == f"The whole config is written to {target / 'config.json'}"
+
+
 def test_export_turns_any_checkpoint_into_the_model(target, texts, tmp_path, capsys):
     folder = tmp_path / "target"
     shutil.copytree(target, folder)

@@ -77,6 +77,7 @@ class Folder:
         lines = [json.dumps(record) for record in read_log(self.path) if record["step"] <= step]
         atomic_files.write(self.path / "log.jsonl", "".join(f"{line}\n" for line in lines))
         self._events = _EventFile(self.path, step + 1)
+        print(f"The whole config is written to {self.path / 'config.json'}", flush=True)
 
     def log(self, step: int, group: str, **record: Any) -> None:
         """Appends a record to the log and its numbers, or means, to the TensorBoard curves.

@@ -88,6 +88,7 @@ def distill_draft(
     runs_target = setup.target_cache.store == "nothing"
     frozen_params = transformer.num_params(target.params) if runs_target else 0
     params = trainer.run(
+        f"Draft of {config.target}",
         shapes,
         lambda: trainer.init_model(model, shapes),
         distillation.distillation_metrics(model, target.config, setup.objective, trainer.precision),

@@ -65,6 +65,7 @@ def train_target(
     )
     shapes = train_step.model_shapes(model, mesh)
     params = trainer.run(
+        "Target",
         shapes,
         lambda: trainer.init_model(model, shapes),
         metrics_of,

@@ -180,6 +180,7 @@ class Trainer:
 
     def run(
         self,
+        title: str,
         shapes: PyTree,
         init_params: Callable[[], PyTree],
         metrics_of: train_step.PerTokenMetrics,
@@ -192,6 +193,7 @@ class Trainer:
         """Trains, or reads the checkpoint to export, and returns the parameters.
 
         Args:
+            title: description of the model, for the output.
             shapes: shapes of the parameters, with shardings.
             init_params: creates the initial parameters.
             metrics_of: metrics function whose "loss" is minimised.
@@ -200,7 +202,8 @@ class Trainer:
             flops_per_token: floating-point operations per training token.
         """
         state_shapes = train_step.state_shapes(shapes, self.optimizer)
-        print(f"{transformer.num_params(shapes):,} parameters")
+        sources = ", ".join(self.sources.train)
+        print(f"{title}: {transformer.num_params(shapes):,} parameters, trained on {sources}")
         path = self.folder.path / "checkpoints"
         with (
             sharding.use_mesh(self.mesh),
