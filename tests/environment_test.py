@@ -1,4 +1,4 @@
-"""What surrounds a script: its packages, its output, and the devices that JAX looks for."""
+"""What surrounds a script: its packages, flags and output, and the devices that JAX looks for."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from command_line import ROOT, fails_with_one_line
+from command_line import ROOT, fails_with_one_line, run
 
 from spsjax.cli import main
 
@@ -49,6 +49,21 @@ def test_remedy_activates_or_installs(monkeypatch, tmp_path, folders, prefix, re
     monkeypatch.setattr(_environment, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", prefix.format(root=tmp_path))
     assert _environment.remedy() == "Run: " + remedy.format(root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        *(("generate.py --prompt=x --config.dtype=", flag) for flag in ("target", "coordinator")),
+        *(("benchmark.py --config.dtype=", flag) for flag in ("draft", "size", "json", "plot")),
+        ("predict.py", "report"),
+        ("train_target.py --workdir=x --config.tokenizer=", "export"),
+    ],
+)
+def test_empty_flag_is_one_line(tmp_path, command, flag):
+    """A flag of an unset shell variable is not ignored. A key of a config may be empty."""
+    result = run(*command.split(), f"--{flag}=", path=tmp_path)
+    fails_with_one_line(result, f"error: --{flag}: expected a value, found none")
 
 
 def test_closed_stdout_is_one_line():

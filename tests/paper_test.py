@@ -259,6 +259,11 @@ def test_reproduce_answers_a_mistake_with_one_line(pair, tmp_path, flag, named):
     assert not (tmp_path / "out").exists()
 
 
+def test_predict_without_rates_is_one_line():
+    result = run("predict.py", "--acceptance=", "--draft_ms=1", "--target_ms=10")
+    fails_with_one_line(result, "--acceptance: expected numbers, found ''")
+
+
 def test_predict_prints_the_best_k(tmp_path):
     """predict.py prints the best K and draws a plot; a mistake is one line."""
     times = "--draft_ms=1.8", "--target_ms=14.1"

@@ -171,13 +171,19 @@ def _parse(argv: list[str]) -> list[str]:
                 configs.check_file(name if equals else following)
             except InputError as error:
                 fail(error)
+    own = list(flags.FLAGS)  # keys of a config become flags when they are parsed
     try:
-        return flags.FLAGS(argv)
+        rest = flags.FLAGS(argv)
     except flags.Error as error:
         fail(error)
     except (AttributeError, KeyError) as error:  # ml_collections raises these for an unknown key
         text = one_line(error).strip("\"'")
         fail(InputError(f"--config: expected a key that the config has, found {text}"))
+    for name in own:
+        # An unset shell variable gives an empty value, and the default would run something else.
+        if flags.FLAGS[name].present and flags.FLAGS[name].value == "":
+            fail(InputError(f"--{name}: expected a value, found none"))
+    return rest
 
 
 def require(*names: str) -> None:
