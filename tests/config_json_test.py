@@ -8,6 +8,7 @@ from bad_input import one_line
 from conftest import spread_params, tiny_config
 from golden_folders import GOLDEN, edit_config, golden_config
 
+from spsjax import InputError
 from spsjax.models.hf import config_json
 from spsjax.models.hf import weights as hf_weights
 
@@ -38,6 +39,16 @@ def test_missing_fields_have_defaults_of_family(tmp_path):
     )  # fmt: skip
     edit_config(tmp_path, remove=absent)
     assert hf_weights.read_config(tmp_path) == config
+
+
+def test_eos_ids_beyond_the_vocabulary_are_left_out_but_not_all(tmp_path):
+    config_json.write(tmp_path, tiny_config(24), "float32")
+    edit_config(tmp_path, eos_token_id=[2, 99_999])
+    assert hf_weights.read_config(tmp_path).eos_ids == (2,)
+    for eos in (99_999, [99_999]):
+        edit_config(tmp_path, eos_token_id=eos)
+        with pytest.raises(InputError, match="eos_token_id: expected an id in the vocabulary"):
+            hf_weights.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(None, ()), (2, (2,)), ([2, 5], (2, 5)), (0, (0,))])
