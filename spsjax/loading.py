@@ -18,10 +18,13 @@ from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
+from spsjax.utils import bfloat16
 
 # Drafting methods that need no weights, by the names of their modules.
 WEIGHTLESS = "none", "ngram"
 _SHIPPED = pathlib.Path(__file__).parent / "pretrained"
+# Weights of so many bytes stay in a CPU's caches between two passes.
+_CACHED_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,12 +82,21 @@ class LoadedDrafter:
     tokenizer: Tokenizer | None = None
 
 
-def default_dtype() -> jnp.dtype:
-    """Returns the compute type: float32 on the CPU, bfloat16 elsewhere.
+def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
+    """Returns the compute type that is fastest: bfloat16, except on some CPUs.
 
-    On a CPU, bfloat16 products of few rows are emulated and take up to ten times as long.
+    There it is float32 if XLA would convert bfloat16 to it, and for a model (`config`) so small
+    that caches hold its weights: fewer bytes then save less than the conversions cost.
     """
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    if jax.default_backend() != "cpu":
+        return jnp.dtype(jnp.bfloat16)
+    small = config is not None and 4 * _size(config) <= _CACHED_BYTES
+    direct = not small and bfloat16.is_multiplied_directly()
+    return jnp.dtype(jnp.bfloat16 if direct else jnp.float32)
+
+
+def _size(config: transformer.Config) -> int:
+    return transformer.num_params(transformer.param_shapes(config))
 
 
 def load(
@@ -101,14 +113,15 @@ def load(
             or, with the extra `hub`, a repository: "hf://openai-community/gpt2-xl",
             "hf://...@revision".
         mesh: mesh over which the weights are split (`sharding.mesh`); None: the default device.
-        dtype: compute type; None: float32 on the CPU, bfloat16 on an accelerator.
+        dtype: compute type; None: what is fastest (`default_dtype`).
         replicate: with a mesh, whether to keep all weights on every device. This suits a draft so
             small that collectives would cost more than they save.
 
     Raises:
         InputError: no model of that name, or files that cannot be used.
     """
-    folder, dtype = _folder(name, weights=True), compute_type(dtype)
+    compute_type(dtype)
+    folder = _folder(name, weights=True)
     _check_mesh(mesh)
     check_flag("replicate", replicate)
     config = hf_weights.read_config(folder)
@@ -116,7 +129,7 @@ def load(
     if pieces is not None:
         config = _unpadded(config, pieces)
     where = sharding.param_shardings(mesh, config, replicate)
-    params = hf_weights.read_params(folder, config, dtype, where)
+    params = hf_weights.read_params(folder, config, compute_type(dtype, config), where)
     return Model(str(name), config, params, pieces, mesh)
 
 
@@ -126,7 +139,8 @@ def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = Fals
     Args:
         name: name of a drafting method that needs no weights ("ngram"), or whatever `load` takes: a
             smaller model with the target's tokenizer.
-        target: model to draft for; its mesh and compute type are taken over.
+        target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
+            is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device.
 
     Raises:
@@ -141,6 +155,7 @@ def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = Fals
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
+    dtype = None if dtype == default_dtype(target.config) else dtype
     return as_drafter(load(name, target.mesh, dtype, replicate), target)
 
 
@@ -188,7 +203,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
 def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
     """Returns a model with random weights and without a tokenizer, for timing and for tests."""
     _check_mesh(mesh)
-    params = transformer.init(config, jax.random.key(seed), compute_type(dtype))
+    params = transformer.init(config, jax.random.key(seed), compute_type(dtype, config))
     params = sharding.place_params(params, sharding.param_shardings(mesh, config))
     return Model("random", config, params, mesh=mesh)
 
@@ -215,10 +230,10 @@ def _folder(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     )
 
 
-def compute_type(dtype) -> jnp.dtype:
+def compute_type(dtype, config: transformer.Config | None = None) -> jnp.dtype:
     """Returns the compute type of that name, the default for None; raises InputError otherwise."""
     if dtype is None:
-        return default_dtype()
+        return default_dtype(config)
     expected = "dtype: expected a floating-point type of 16 bits or more"
     try:
         dtype = jnp.dtype(dtype)

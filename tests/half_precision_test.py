@@ -3,15 +3,19 @@
 Expected values are computed from the rounded inputs, so that only the arithmetic can differ.
 """
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from conftest import tiny_config
 
 import spsjax
 from spsjax import SamplingParams, sampling
 from spsjax.cache import Segment
-from spsjax.models import attention
+from spsjax.models import attention, transformer
 from spsjax.verifiers import inputs
 
 HALF_ULP = 2.0**-8  # of bfloat16, relative, with room for float32 arithmetic
@@ -114,3 +118,20 @@ def test_distributions_of_half_precision_are_widened(dtype):
     expected = 0.5 * np.abs(emitted - exact[1]).sum()
     bias = spsjax.lenience_bias(draft, target, 0.6)
     assert bias.dtype == jnp.float32 and float(bias) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_one_row_is_multiplied_as_two(num_experts):
+    """No product with weights has one row, and the row's values are those of a row among two."""
+    config = tiny_config(48, num_experts=num_experts, experts_per_token=min(num_experts, 2))
+    params = transformer.init(config, jax.random.key(0), jnp.bfloat16)
+
+    def hidden(tokens):
+        return transformer.apply(config, params, tokens).hidden
+
+    one, two = jnp.asarray([[5]]), jnp.asarray([[5], [5]])
+    program = jax.jit(hidden).lower(one).as_text()
+    operands = re.findall(r"dot_general.*: \((tensor<[^>]*>), (tensor<[^>]*>)\)", program)
+    weights = [rows for rows, matrix in operands if "32x" in matrix]
+    assert weights and all(rows.startswith("tensor<1x2x") for rows in weights)
+    np.testing.assert_array_equal(jax.jit(hidden)(one), jax.jit(hidden)(two)[:1])

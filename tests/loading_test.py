@@ -15,6 +15,7 @@ from conftest import spread_params
 import spsjax
 from spsjax import loading
 from spsjax.parallel import sharding
+from spsjax.utils import bfloat16
 
 
 def test_load_of_sound_folder_succeeds(model_folder):
@@ -120,6 +121,25 @@ def test_load_from_hub_without_its_library_is_refused(monkeypatch):
 def test_load_as_unusable_dtype_is_refused(model_folder, dtype):
     with one_line("dtype", "floating-point"):
         loading.load(model_folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_default_dtype_is_what_is_fastest_on_the_cpu(model_folder, monkeypatch, direct):
+    """bfloat16 pays for weights beyond the caches, if it is not converted to float32."""
+    monkeypatch.setattr(bfloat16, "is_multiplied_directly", lambda: direct)
+
+    def dtype_of(params) -> str:
+        return str(params["norm"]["scale"].dtype)
+
+    assert dtype_of(loading.load(model_folder).params) == "float32"
+    monkeypatch.setattr(loading, "_CACHED_BYTES", 4096)
+    best = "bfloat16" if direct else "float32"
+    target = loading.load(model_folder)
+    assert dtype_of(target.params) == best
+    # Beside a target in its default type a draft has its own default, and else the target's type.
+    assert dtype_of(loading.load_drafter(model_folder, target).params) == best
+    half = loading.load(model_folder, dtype="float16")
+    assert dtype_of(loading.load_drafter(model_folder, half).params) == "float16"
 
 
 def test_load_on_mesh_not_dividing_heads_is_refused(model_folder):

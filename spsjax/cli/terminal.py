@@ -214,7 +214,8 @@ def speed_summary(report: SpeedReport, mark: str = "") -> None:
     machine, mark = report.machine, f"{mark}: " if mark else ""
     compile_seconds = sum(system.compile_seconds for system in report.systems)
     print(
-        f"{mark}{machine['device']}, {machine['cores']} cores, {machine['dtype']}, "
+        f"{mark}{machine['device']}, {machine['cores']} cores, {machine['dtype']} "
+        f"(bfloat16 is {machine['bfloat16']}), "
         f"Python {machine['python']}, jax {machine['jax']}; compilation took "
         f"{compile_seconds:.0f} s and is not included in any figure"
     )

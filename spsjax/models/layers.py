@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,28 @@ class Norm(nnx.Module):
         if config.norm == "layer":
             x = x + self.bias[...].astype(jnp.float32)
         return x.astype(self.dtype)
+
+
+def two_rows(function: Callable[[Array], Array], x: Array) -> Array:
+    """Returns `function(x)`, computed for two equal rows where `x` is one row of bfloat16.
+
+    One row is the slow case of several compilers. XLA for CPUs converts the weights to float32
+    (seen with JAX 0.12), and a TPU multiplies on its vector unit (docs/pods.md).
+
+    Args:
+        function: maps rows independently of each other.
+        x: [..., T, D].
+    """
+    if x.size > x.shape[-1] or x.dtype != jnp.bfloat16:
+        return function(x)
+    return function(jnp.repeat(x, 2, axis=-2))[..., :1, :]
+
+
+class Linear(nnx.Linear):
+    """A linear layer that is never given one row alone."""
+
+    def __call__(self, x):
+        return two_rows(super().__call__, x)
 
 
 KeysValues = tuple[Array, Array]  # [B, G, P, C] each
@@ -94,7 +117,7 @@ def _finite_values(key: Array, value: Array) -> KeysValues:
     A masked slot weighs zero, and zero times NaN is NaN. In the key only those who see the slot
     meet the NaN.
     """
-    finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+    finite = jnp.isfinite(value)
     return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
 
 
@@ -242,7 +265,7 @@ class DecoderBlock(nnx.Module):
         if self.config.post_norms:
             attended = self.attention_post_norm(attended)
         x_BTD = x_BTD + attended
-        fed = self.ffn(self.ffn_norm(x_BTD))
+        fed = two_rows(self.ffn, self.ffn_norm(x_BTD))
         return x_BTD + (self.ffn_post_norm(fed) if self.config.post_norms else fed), block
 
 
@@ -250,7 +273,7 @@ _ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
 def _linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
-    return nnx.Linear(
+    return Linear(
         features_in,
         features_out,
         use_bias=bias,

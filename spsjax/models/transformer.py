@@ -17,7 +17,7 @@ from spsjax import cache as kv
 from spsjax.errors import InputError
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
-from spsjax.models.layers import INIT, Context, DecoderBlock, Norm
+from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, two_rows
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
 
@@ -88,9 +88,8 @@ class Transformer(nnx.Module):
             else (self.head.kernel[...], "btd,dv->btv")
         )
         # Float32 whatever the compute type: the sampler's ratios need the bits.
-        logits = jnp.einsum(
-            spec, hidden_BTD, kernel.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32
-        )
+        product = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
+        logits = two_rows(lambda x: product(x, kernel.astype(x.dtype)), hidden_BTD)
         logits = sharding.split_rows(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 

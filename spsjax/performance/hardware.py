@@ -17,6 +17,7 @@ from jax.experimental import topologies
 
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.loading import Model
+from spsjax.utils import bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +121,16 @@ def _describe(name: str, options: dict[str, str]) -> list:
 
 
 def machine(model: Model) -> dict[str, object]:
-    """Returns what measured times depend on: device, cores, versions and the compute type."""
+    """Returns what measured times depend on: device, cores, versions and compute types."""
     kind = jax.devices()[0].device_kind
+    direct = bfloat16.is_multiplied_directly()
     return {
         "device": _processor() if kind == "cpu" else kind,
         "cores": num_cores(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "dtype": str(model.params["norm"]["scale"].dtype),
+        "bfloat16": "multiplied directly" if direct else "converted to float32",
     }
 
 

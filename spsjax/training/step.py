@@ -30,7 +30,7 @@ class Precision:
     """Numerical options of a forward pass.
 
     Attributes:
-        dtype: compute type; None or "" chooses the machine's default.
+        dtype: compute type; None or "": float32 on CPUs, bfloat16 on accelerators.
         remat: whether activations are recomputed for the gradient, which saves memory.
     """
 
@@ -38,7 +38,9 @@ class Precision:
     remat: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "dtype", loading.compute_type(self.dtype or None))
+        # Not the default of decoding: a resumed run must not depend on the version of XLA.
+        default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        object.__setattr__(self, "dtype", loading.compute_type(self.dtype or default))
         if type(self.remat) is not bool:
             raise InputError(f"remat: expected True or False, found {self.remat!r}")
 
