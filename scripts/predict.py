@@ -8,16 +8,16 @@ Acceptance is one rate for all positions, or one rate per position. --report tak
 from a report of reproduce.py. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
 """
 
-import json
-
 import _environment  # noqa: F401 (must be first: names a package that is missing)
 import numpy as np
 from absl import flags
 
 from spsjax.cli import main, terminal
 from spsjax.errors import InputError, short_repr
-from spsjax.evaluation import theory_check
+from spsjax.evaluation import report_file
 from spsjax.performance import theory
+
+_MOST_K = 1000  # the table has a row per K, and a row's time grows with K
 
 _RATES = flags.DEFINE_list(
     "acceptance", None, "Acceptance rate, or rates by position: 0.8 or 0.9,0.85,0.8."
@@ -25,7 +25,9 @@ _RATES = flags.DEFINE_list(
 _DRAFT = flags.DEFINE_float("draft_ms", None, "Time per draft token.", lower_bound=0)
 _TARGET = flags.DEFINE_float("target_ms", None, "Time per pass of the target.", lower_bound=1e-9)
 _REPORT = flags.DEFINE_string("report", None, "Path of a report.json that reproduce.py wrote.")
-_MAX_K = flags.DEFINE_integer("max_k", 16, "Largest K, if there is one rate.", lower_bound=1)
+_MAX_K = flags.DEFINE_integer(
+    "max_k", 16, "Largest K, if there is one rate.", lower_bound=1, upper_bound=_MOST_K
+)
 _PLOT = flags.DEFINE_string("plot", None, "Write a PNG of the curves to this file.")
 
 
@@ -85,30 +87,21 @@ def cases() -> dict[str, tuple]:
     except ValueError:
         text = short_repr(",".join(_RATES.value))
         raise InputError(f"--acceptance: expected numbers, found {text}") from None
+    check_count("--acceptance", rates)
     cost = _DRAFT.value / _TARGET.value
     return {"": (rates if len(rates) > 1 else rates[0], lambda K: cost, lambda K: 1.0)}
 
 
 def cases_of_report(path: str) -> dict[str, tuple]:
     """Returns the cases of a report: rates by position, and one rate for all positions."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            tasks = json.load(file)["tasks"]
-        cases = {}
-        for task, report in tasks.items():
-            draft = report["draft"]
-            for setting, costs in draft["costs"].items():
-                drafting = between(costs["draft_step"])
-                scoring = between({"0": 1.0} | costs["scoring"])
-                rates = theory_check.fill_unreached(draft["acceptance_by_position"][setting])
-                mean = theory.rate_of(theory.block_efficiency(rates, len(rates)), len(rates))
-                name = f"{task}, {setting}"
-                cases[name] = rates, drafting, scoring
-                same = [mean] * len(rates)
-                cases[f"{name}, all positions at {mean:.3f}"] = same, drafting, scoring
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        kind = type(error).__name__
-        raise InputError(f"{path}: expected a report.json of reproduce.py, found {kind}") from None
+    cases = {}
+    for name, measured in report_file.read(path).items():
+        rates, count = measured.rates, len(measured.rates)
+        check_count(f"{path}: {name}", rates)
+        drafting, scoring = between(measured.draft_step), between({0: 1.0} | measured.scoring)
+        cases[name] = rates, drafting, scoring
+        mean = theory.rate_of(theory.block_efficiency(rates, count), count)
+        cases[f"{name}, all positions at {mean:.3f}"] = [mean] * count, drafting, scoring
     if not cases:
         raise InputError(
             f"{path}: expected costs of a draft model's rounds, found none. "
@@ -117,10 +110,16 @@ def cases_of_report(path: str) -> dict[str, tuple]:
     return cases
 
 
-def between(costs: dict[str, float]):
+def between(costs: dict[int, float]):
     """Returns the cost as a function of K, linear between the values of K that were measured."""
-    counts = sorted(costs, key=int)
-    return lambda K: float(np.interp(K, list(map(int, counts)), [costs[count] for count in counts]))
+    counts = sorted(costs)
+    return lambda K: float(np.interp(K, counts, [costs[count] for count in counts]))
+
+
+def check_count(name: str, rates: list[float]) -> None:
+    """Raises InputError if there are more rates than values of K that are tried."""
+    if len(rates) > _MOST_K:
+        raise InputError(f"{name}: expected at most {_MOST_K} rates, found {len(rates)}")
 
 
 if __name__ == "__main__":
