@@ -20,7 +20,7 @@ from ml_collections import config_flags
 
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
-from spsjax.errors import InputError
+from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import peers, speed
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
@@ -106,10 +106,10 @@ def rounded(tree):
 
 def parse_size(text: str) -> int:
     """Returns the number that a size such as 90M or 0.5B stands for."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", text, re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([MB])", text, re.IGNORECASE)
     size = int(float(match[1]) * {"M": 10**6, "B": 10**9}[match[2].upper()]) if match else 0
     if not size:
-        raise InputError(f"--size: expected a size such as 90M or 0.5B, found {text!r}")
+        raise InputError(f"--size: expected a size such as 90M or 0.5B, found {short_repr(text)}")
     return size
 
 

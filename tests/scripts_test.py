@@ -243,6 +243,8 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
         (["--json=."], "found a folder"),
         (["--size=90"], "--size: expected"),
         (["--size=0M"], "--size: expected"),
+        (["--size=9999999999999B"], "size: expected at most 39,229,734,912 parameters, found"),
+        ([f"--size={'9' * 400}B"], "--size: expected"),
         (["--target=gpt2:xl"], "--random"),
         (["--size=1M", "--random"], "--size, --random: expected"),
         (["--random", "--target=lama"], "'lama'"),

@@ -1,10 +1,10 @@
 """Speed of a pair: systems, prompts, and the lower bound that the memory's bandwidth sets."""
 
+import bisect
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from spsjax import request
@@ -62,9 +62,10 @@ def random_prompts(vocab_size: int, count: int, length: int) -> dict[str, list[i
 
 def config_of_size(num_params: int, max_positions: int = 1024) -> transformer.Config:
     """Returns the narrowest config of 12 layers with at least `num_params` parameters."""
-    for heads in range(1, _MOST_HEADS + 1):
+
+    def config(heads: int) -> transformer.Config:
         width = _HEAD_DIM * heads
-        config = transformer.Config(
+        return transformer.Config(
             vocab_size=32_000,
             d_model=width,
             # Llama's ratio of 8 / 3 for a gated feed-forward layer, rounded up to 128.
@@ -75,10 +76,16 @@ def config_of_size(num_params: int, max_positions: int = 1024) -> transformer.Co
             head_dim=_HEAD_DIM,
             max_positions=max_positions,
         )
-        shapes = transformer.param_shapes(config)
-        if sum(leaf.size for leaf in jax.tree.leaves(shapes)) >= num_params:
-            return config
-    raise InputError(f"size: expected at most some billions of parameters, found {num_params:,}")
+
+    def count(heads: int) -> int:
+        return transformer.num_params(transformer.param_shapes(config(heads)))
+
+    most = count(_MOST_HEADS)
+    if num_params > most:
+        raise InputError(f"size: expected at most {most:,} parameters, found {num_params:,}")
+    # Shapes take long to compute, and the count grows with the heads.
+    heads = range(1, _MOST_HEADS + 1)
+    return config(heads[bisect.bisect_left(heads, num_params, key=count)])
 
 
 @dataclasses.dataclass(frozen=True)
