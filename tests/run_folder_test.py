@@ -67,7 +67,20 @@ def test_log_resumes_after_a_torn_line(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("log", [None, b"", b"\xff", b'{"step": 1, "group": []}', b"3"])
+NO_RECORDS = [
+    *(b"", b"\xff", b"3", b"[" * 100_000, b'{"step": 1, "group": []}'),
+    *(
+        b'{"step": 1, "group": "a", "loss": %s}' % loss
+        for loss in (b"null", b'"x"', b"NaN", b"1e308")
+    ),
+    b'{"step": 1, "group": "a", "loss": {"mean": 1}}',
+    b'{"step": 1, "group": "a", "loss": {"mean": "a", "interval": null}}',
+    b'{"step": 1, "group": "a", "loss": {"mean": 1, "interval": -1}}',
+    b'{"step": 1%s, "group": "a", "loss": 1}' % (b"0" * 400),
+]
+
+
+@pytest.mark.parametrize("log", [None, *NO_RECORDS])
 def test_curves_of_a_damaged_log_are_not_drawn(tmp_path, log):
     """The run has ended well, so that its results are shown without curves."""
     pytest.importorskip("matplotlib")
@@ -75,6 +88,20 @@ def test_curves_of_a_damaged_log_are_not_drawn(tmp_path, log):
         (tmp_path / "log.jsonl").write_bytes(log)
     assert plots.plot_curves(tmp_path) == f"{tmp_path / 'log.jsonl'} has no measurements"
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_curves_leave_out_damaged_lines(tmp_path):
+    """Sound lines are drawn, of whatever size, and numbers beside metric summaries."""
+    pytest.importorskip("matplotlib")
+    folder = run_folder.Folder(tmp_path, config())
+    folder.begin(0)
+    logged(folder, (1, 2), 1.6e38)
+    folder.log(3, "train", loss={"mean": -3.3e38, "interval": 0.5, "by_position": [2.0]})
+    with open(tmp_path / "log.jsonl", "ab") as file:
+        file.write(b"\n".join(NO_RECORDS))
+    assert [record["step"] for record in run_folder.read_log(tmp_path)] == [1, 2, 3]
+    assert plots.plot_curves(tmp_path) == ""
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tensorboard_hides_points_after_the_resumed_step(tmp_path):

@@ -49,9 +49,9 @@ def plot_curves(folder: pathlib.Path) -> str:
 def _draw_curve(axis, points: list[tuple], label: str) -> None:
     """Draws (step, value) pairs; a value is a number or a metric summary with its interval."""
     steps, values = zip(*points)
-    if isinstance(values[0], dict):
-        means = [value["mean"] for value in values]
-        intervals = [value["interval"] or 0.0 for value in values]
+    means = [value["mean"] if isinstance(value, dict) else value for value in values]
+    intervals = [value["interval"] or 0.0 if isinstance(value, dict) else 0.0 for value in values]
+    if any(isinstance(value, dict) for value in values):
         axis.errorbar(steps, means, intervals, label=label, capsize=2)
     else:
-        axis.plot(steps, values, label=label, linewidth=1)
+        axis.plot(steps, means, label=label, linewidth=1)

@@ -16,11 +16,19 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from spsjax.errors import InputError, NonFiniteError, one_line, short_repr
+from spsjax.errors import (
+    InputError,
+    NonFiniteError,
+    check_integer,
+    check_number,
+    one_line,
+    short_repr,
+)
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
 _PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
+_LARGEST = 3.4e38  # of float32, in which metrics are computed
 
 
 class Folder:
@@ -82,7 +90,8 @@ class Folder:
     def log(self, step: int, group: str, **record: Any) -> None:
         """Appends a record to the log and its numbers, or means, to the TensorBoard curves.
 
-        Raises NonFiniteError if a number is not finite.
+        Every value is a number, or a `metrics.MetricSummary` as a dict. Raises NonFiniteError if a
+        number is not finite.
         """
         if not multihost.is_main_process():
             return
@@ -161,11 +170,25 @@ def read_log(folder: str | pathlib.Path) -> list[dict]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-                if type(record["step"]) is int and isinstance(record["group"], str):
-                    records.append(record)
-            except (ValueError, KeyError, TypeError):
+                _check_record(record)
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
+            records.append(record)
     return records
+
+
+def _check_record(record: dict) -> None:
+    """Raises ValueError, KeyError or TypeError unless a record is as `Folder.log` writes it."""
+    check_integer("step", record["step"], 0)
+    check_number("step", record["step"], 0, _LARGEST)
+    if not isinstance(record["group"], str):
+        raise ValueError("group")
+    for name in record.keys() - {"step", "group"}:
+        value = record[name]
+        summary = value if isinstance(value, dict) else {"mean": value, "interval": None}
+        check_number(name, summary["mean"], -_LARGEST, _LARGEST)
+        if summary["interval"] is not None:
+            check_number(name, summary["interval"], 0, _LARGEST)
 
 
 def _write_json(path: pathlib.Path, value) -> None:
