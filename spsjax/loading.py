@@ -22,6 +22,8 @@ from spsjax.utils import bfloat16
 
 # Drafting methods that need no weights, by the names of their modules.
 WEIGHTLESS = "none", "ngram"
+# Files of a model folder that `save` writes or removes.
+FILES = "config.json", "generation_config.json", hf_weights.SINGLE, *tokenization.NAMES
 _SHIPPED = pathlib.Path(__file__).parent / "pretrained"
 # Weights of so many bytes stay in a CPU's caches between two passes.
 _CACHED_BYTES = 16 * 2**20

@@ -4,6 +4,7 @@ import json
 import pathlib
 import runpy
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import spsjax
 from spsjax import InputError, NonFiniteError, loading, tokenization
 from spsjax.parallel import sharding
+from spsjax.training import plots
 from spsjax.training.checkpoints import Checkpoints
 from spsjax.training.train_draft import distill_draft
 from spsjax.training.train_target import train_target
@@ -114,11 +116,14 @@ def test_run_folder_describes_its_run(target, texts):
     assert (target / "model" / "config.json").exists()
 
 
-def test_finished_run_only_writes_its_model(target, texts):
+def test_finished_run_only_writes_its_model(target, texts, monkeypatch):
+    """The model is written before the curves, which may fail."""
     log, model = target / "log.jsonl", target / "model" / "model.safetensors"
     before = log.read_text(), model.read_bytes()
     model.unlink()
-    train_target(config("target", texts), target)
+    monkeypatch.setattr(plots, "plot_curves", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        train_target(config("target", texts), target)
     assert (log.read_text(), model.read_bytes()) == before
 
 
@@ -284,6 +289,14 @@ def test_file_where_a_run_needs_a_folder_is_refused(texts, tmp_path, name):
     with pytest.raises(InputError, match=f"{name}: expected a folder or nothing, found a file$"):
         train_target(config("target", texts), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["curves.png", "log.jsonl", "config.json", "model/config.json"])
+def test_folder_where_a_run_needs_a_file_is_refused(texts, tmp_path, name):
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(InputError, match=f"{name}: expected a file or nothing, found a folder$"):
+        train_target(config("target", texts), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name.partition("/")[0]]
 
 
 def test_folder_can_be_used_after_a_mistake(target, texts, tmp_path):

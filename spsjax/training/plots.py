@@ -7,6 +7,7 @@ from spsjax.parallel import multihost
 from spsjax.training import run_folder
 from spsjax.utils import atomic_files
 
+FILE = "curves.png"
 _METRICS = "loss", "acceptance", "block_efficiency"
 
 
@@ -41,7 +42,7 @@ def plot_curves(folder: pathlib.Path) -> str:
                 _draw_curve(axis, points, group)
         axis.set(xlabel="step", title=name.replace("_", " "))
         axis.legend()
-    with atomic_files.atomic_write(folder / "curves.png") as partial:
+    with atomic_files.atomic_write(folder / FILE) as partial:
         figure.savefig(partial, format="png", dpi=120)
     return ""
 

@@ -28,6 +28,7 @@ from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
 _PACKAGES = "spsjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"
+_FILES = "config.json", "environment.json", "log.jsonl"
 _LARGEST = 3.4e38  # of float32, in which metrics are computed
 
 
@@ -50,6 +51,7 @@ class Folder:
 
     def __init__(self, path: str | pathlib.Path, config: ConfigDict, free_keys: Sequence[str] = ()):
         self.path = pathlib.Path(path).absolute()
+        atomic_files.check_outputs(map(self.path.joinpath, _FILES), [self.path])
         self._free_keys = free_keys
         self._events: _EventFile | None = None
         self._config = json.loads(config.to_json())

@@ -24,7 +24,7 @@ from spsjax.training import step as train_step
 from spsjax.training.checkpoints import Checkpoints
 from spsjax.training.optimizer import OptimizerConfig
 from spsjax.types import PyTree
-from spsjax.utils import from_config
+from spsjax.utils import atomic_files, from_config
 
 # Config keys that may change when a run is resumed: they do not affect results beyond rounding.
 _FREE_KEYS = "mesh", "cache", "keep", "keep_best", "log_every"
@@ -93,9 +93,9 @@ class Trainer:
         self.folder = run_folder.Folder(workdir, config, _FREE_KEYS)
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
         self._last_reports: dict[str, str] = {}
-        for path in (self.cache, *map(self.folder.path.joinpath, _FOLDERS)):
-            if path.exists() and not path.is_dir():
-                raise InputError(f"{path}: expected a folder or nothing, found a file")
+        folders = (self.cache, *map(self.folder.path.joinpath, _FOLDERS))
+        files = (plots.FILE, *(f"model/{name}" for name in loading.FILES))
+        atomic_files.check_outputs(map(self.folder.path.joinpath, files), folders)
         if export is not None and not self.folder.resumable:
             raise InputError(f"{self.folder.path}: expected a run to export from, found none")
 
@@ -233,7 +233,10 @@ class Trainer:
         return state["params"]
 
     def save(self, model: transformer.Config, params: PyTree, tokenizer: Tokenizer) -> Model:
-        """Writes the model folder in the Hugging Face layout and returns the model."""
+        """Writes the model folder in the Hugging Face layout, then the curves of a training.
+
+        Returns the model.
+        """
         trained = Model("trained", model, params, tokenizer, self.mesh)
         # Cast on the devices: half as many bytes travel to the host.
         rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -242,6 +245,10 @@ class Trainer:
             loading.save(self.folder.path / "model", on_host)
         multihost.barrier("model saved")
         print(f"model in {self.workdir / 'model'}")
+        if self.export is None:
+            obstacle = plots.plot_curves(self.folder.path)
+            curves = f"curves in {self.workdir / plots.FILE}"
+            print(f"no curves: {obstacle}" if obstacle else curves)
         return trained
 
     def report(self, step: int, group: str, record: dict) -> None:
@@ -268,14 +275,11 @@ class Trainer:
         return checkpoints.read(int(step), shapes)
 
     def _print_results(self, best_step: int | None) -> None:
-        """Prints the last measurements, and where to find the curves."""
+        """Prints the last measurements, and which checkpoint is the best."""
         for line in self._last_reports.values():
             print(line)
         if best_step not in (None, self.intervals.steps):
             print(f"best checkpoint: step {best_step}. --export={best_step} makes it the model")
-        obstacle = plots.plot_curves(self.folder.path)
-        curves = f"curves in {self.workdir / 'curves.png'}"
-        print(f"no curves: {obstacle}" if obstacle else curves)
 
 
 def flops_per_token(

@@ -1,4 +1,4 @@
-"""Atomic file writes, file locks and file hashes."""
+"""Atomic file writes, checks of output names, file locks and file hashes."""
 
 import contextlib
 import errno
@@ -7,9 +7,11 @@ import hashlib
 import os
 import pathlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import filelock
+
+from spsjax.errors import InputError
 
 # Error codes of a file system that cannot lock files, as some network file systems cannot.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -95,6 +97,19 @@ def sha256(path: pathlib.Path) -> str:
     """Returns the SHA-256 hash of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_outputs(files: Iterable[pathlib.Path], folders: Iterable[pathlib.Path]) -> None:
+    """Raises InputError if an output file is a folder, or an output folder something else.
+
+    A long run calls it first, because it could write its last files only after all its work.
+    """
+    for path in files:
+        if path.is_dir():
+            raise InputError(f"{path}: expected a file or nothing, found a folder")
+    for path in folders:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path}: expected a folder or nothing, found a file")
 
 
 def write(path: str | pathlib.Path, data: str | bytes) -> None:
