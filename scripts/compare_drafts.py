@@ -42,12 +42,14 @@ LABELS = {
     "ms_per_draft_step": "ms per draft step",
     "speedup": "speed-up",
 }
+OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
 INTERVALS = {"acceptance_rate": "acceptance_rate_interval"}
 PLOTTED = "acceptance_rate", "block_efficiency", "speedup"
 
 
 def run():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+    atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
     main.check_installed("the plot", "matplotlib")
     base, drafts = draft_configs(config, workdir)
     start = str(workdir / "start" / "model") if "start" in drafts else None
@@ -59,11 +61,8 @@ def run():
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     prompts = speed_prompts(config.speed, base, target)
-    if multihost.is_main_process():
-        workdir.mkdir(parents=True, exist_ok=True)
-        atomic_files.write(workdir / "experiment.json", config.to_json(indent=2) + "\n")
-    print(f"Drafts of {base.target}, as changes of {config.base}: {', '.join(drafts)}")
-    print(f"The whole config is in {workdir / 'experiment.json'}", flush=True)
+    title = f"Drafts of {base.target}, as changes of {config.base}: {', '.join(drafts)}"
+    configs.begin(title, config, workdir)
     if start:
         train("start", drafts.pop("start"), workdir)
     for name, draft in drafts.items():

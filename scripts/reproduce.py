@@ -41,6 +41,7 @@ main.require("experiment", "workdir")
 
 Table = tuple[str, list[str], list[list]]  # title, header and rows
 
+OUTPUTS = "experiment.json", "report.json", "report.html", "figure1.png", "acceptance.png"
 TITLES = {
     "table1": "Time, quality and parity: table 1 of Chen et al. 2023",
     "figure1": "Over the length of a draft: figure 1 of Chen et al. 2023",
@@ -51,9 +52,7 @@ TITLES = {
 def run():
     config, experiment, workdir = _CONFIG.value, _EXPERIMENT.value, pathlib.Path(_WORKDIR.value)
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
-    drafter = config.draft if config.drafter == "model" else config.drafter
-    print(f"{TITLES[experiment]}. Target: {config.target}. Drafter: {drafter}")
-    print(f"The whole config is written to {workdir / 'experiment.json'}", flush=True)
+    atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
     main.check_installed("the report", "matplotlib")
     for name in _PEER.value:
         main.check_installed(f"--peer={name}", *peers.modules(name))
@@ -62,7 +61,12 @@ def run():
     drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
     draft = drafter if isinstance(drafter, loading.Model) else None
     others = peers.systems(_PEER.value, config.peer, target, draft)
-    reports = paper.run(experiment, config, target, drafter, others, workdir, terminal.progress)
+    prepared = paper.prepare(experiment, config, target, drafter, others, workdir)
+    name = config.draft if draft else config.drafter
+    configs.begin(
+        f"{TITLES[experiment]}. Target: {config.target}. Drafter: {name}", config, workdir
+    )
+    reports = paper.run(prepared, terminal.progress)
     tables = [table for name, report in reports.items() for table in all_tables(name, report)]
     for title, header, rows in tables:
         terminal.heading(title)

@@ -89,3 +89,11 @@ def test_compare_drafts_with_a_mistake_trains_nothing(pair, tmp_path, changes, m
     result = run("compare_drafts.py", *comparison(pair, tmp_path, **changes), path=tmp_path)
     fails_with_one_line(result, message)
     assert not (tmp_path / "runs").exists()
+
+
+def test_compare_drafts_checks_its_outputs_first(tmp_path):
+    """An output that cannot be written is found before anything is loaded or trained."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "runs" / "table.png").mkdir(parents=True)
+    result = run("compare_drafts.py", *comparison(["--target=nosuch"], tmp_path), path=tmp_path)
+    fails_with_one_line(result, "table.png: expected a file or nothing, found a folder")

@@ -145,6 +145,7 @@ def test_reproduce_after_a_kill_resumes(pair, tmp_path):
     assert predicted.count("best:") == 2 and "stdlib, nucleus" in predicted
     config = json.loads((tmp_path / "experiment.json").read_text("utf-8"))
     assert config["figure1"]["num_speculative_tokens"] == [2] and "seed:" not in result.stdout
+    assert f"The whole config is in {tmp_path / 'experiment.json'}\n" in result.stdout
     assert "stdlib: sampling: 4/4 in " in result.stderr
     another = "experiment 'table1', found a journal with 'figure1'. Restore the value or"
     fails_with_one_line(run(*flags("table1", pair, tmp_path)), "stdlib.jsonl", another)
@@ -256,7 +257,17 @@ def test_reproduce_answers_a_mistake_with_one_line(pair, tmp_path, flag, named):
     """A mistake is one line on stderr, and no folder is created."""
     result = run(*flags("table1", pair, tmp_path / "out", flag), path=tmp_path)
     fails_with_one_line(result, named)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not result.stdout
+
+
+def test_reproduce_checks_its_outputs_first(tmp_path):
+    """An output that cannot be written is found before a model is loaded; nothing is promised."""
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "report.json").mkdir(parents=True)
+    for folder, piece in (("run", "report.json: expected a file"), ("file", "expected a folder")):
+        result = run(*flags("table1", ["--target=nosuch"], tmp_path / folder), path=tmp_path)
+        fails_with_one_line(result, f"{piece} or nothing, found")
+        assert not result.stdout
 
 
 def test_predict_without_rates_is_one_line():

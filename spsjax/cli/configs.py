@@ -17,8 +17,8 @@ from spsjax.drafters import base
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
-from spsjax.parallel import sharding
-from spsjax.utils import from_config
+from spsjax.parallel import multihost, sharding
+from spsjax.utils import atomic_files, from_config
 
 
 def check_file(name: str) -> None:
@@ -69,6 +69,15 @@ def check_keys(
 def to_yaml(config: ConfigDict) -> str:
     """Returns a config as YAML, without the names of Python's types."""
     return yaml.safe_dump(json.loads(config.to_json()), default_flow_style=None)
+
+
+def begin(title: str, config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Writes the config of an experiment to its folder; prints a title and the config's path."""
+    path = workdir / "experiment.json"
+    if multihost.is_main_process():
+        workdir.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(path, config.to_json(indent=2) + "\n")
+    print(f"{title}\nThe whole config is in {path}", flush=True)
 
 
 def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:

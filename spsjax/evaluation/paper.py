@@ -18,7 +18,7 @@ from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
-from spsjax.utils import atomic_files, from_config, hashing
+from spsjax.utils import from_config, hashing
 
 EXPERIMENTS = "table1", "figure1", "specbench"
 
@@ -90,6 +90,27 @@ class _Job:
     journal: Journal
 
 
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A checked experiment, with open journals in a folder that is locked.
+
+    Attributes:
+        target: target model.
+        drafter: drafter, as for `generate`.
+        systems: systems under test, of which the first is the baseline.
+        plan: amount of sampling per task.
+        analysed_texts: number of texts per setting whose tokens are analysed one by one.
+        jobs: work by task.
+    """
+
+    target: Model
+    drafter: object
+    systems: Sequence[System]
+    plan: Plan
+    analysed_texts: int
+    jobs: Mapping[str, _Job]
+
+
 def load_tasks(config, names: Sequence[str]) -> dict[str, Task]:
     """Returns the tasks whose files the config names. Raises InputError if there is none."""
     tasks = {}
@@ -110,16 +131,15 @@ def load_tasks(config, names: Sequence[str]) -> dict[str, Task]:
     return tasks
 
 
-def run(
+def prepare(
     experiment: str,
     config,
     target: Model,
     drafter,
     others: Sequence[System],
     workdir: pathlib.Path,
-    progress: Progress,
-) -> dict[str, TaskReport]:
-    """Runs an experiment and returns a report per task. An interrupted experiment resumes.
+) -> Experiment:
+    """Checks an experiment, then locks its folder and opens its journals.
 
     Args:
         experiment: one of `EXPERIMENTS`, which is a section of the config.
@@ -127,8 +147,7 @@ def run(
         target: target model.
         drafter: drafter, as for `generate`.
         others: further systems.
-        workdir: folder of the journals, and of the config in `experiment.json`.
-        progress: function from a title to a wrapper of a list of jobs.
+        workdir: folder of the journals.
 
     Raises:
         InputError: the config, a file or a journal is not usable.
@@ -157,14 +176,23 @@ def run(
         jobs[name] = _Job(
             task, examples, _open_journal(workdir / f"{name}.jsonl", depends_on | more)
         )
-    if multihost.is_main_process():
-        atomic_files.write(workdir / "experiment.json", config.to_json(indent=2) + "\n")
-    for name, job in jobs.items():
+    return Experiment(target, drafter, systems, plan, config.analysed_texts, jobs)
+
+
+def run(experiment: Experiment, progress: Progress) -> dict[str, TaskReport]:
+    """Runs an experiment and returns a report per task. An interrupted experiment resumes.
+
+    Args:
+        experiment: experiment that `prepare` returned.
+        progress: function from a title to a wrapper of a list of jobs.
+    """
+    target, plan = experiment.target, experiment.plan
+    for name, job in experiment.jobs.items():
         workload = runner.task_workload(job.task, target, job.selected.examples, plan)
-        runner.run_all(systems, workload, job.journal, progress(f"{name}: sampling"))
+        runner.run_all(experiment.systems, workload, job.journal, progress(f"{name}: sampling"))
     return {
-        name: _report(job, target, drafter, plan, config.analysed_texts, progress)
-        for name, job in jobs.items()
+        name: _report(job, target, experiment.drafter, plan, experiment.analysed_texts, progress)
+        for name, job in experiment.jobs.items()
     }
 
 
