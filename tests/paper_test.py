@@ -149,6 +149,16 @@ def test_reproduce_after_a_kill_resumes(pair, tmp_path):
     assert "stdlib: sampling: 4/4 in " in result.stderr
     another = "experiment 'table1', found a journal with 'figure1'. Restore the value or"
     fails_with_one_line(run(*flags("table1", pair, tmp_path)), "stdlib.jsonl", another)
+    drafter = "expected drafter 'ngram', found a journal with 'model'. Restore"
+    fails_with_one_line(run(*arguments, "--config.drafter=ngram"), drafter)
+    name = pair[0].removeprefix("--target=")
+    fails_with_one_line(run(*arguments, f"--draft={name}"), f"expected draft '{name}', found a")
+
+
+def test_identity_of_other_weights_differs_in_one_field(target, draft):
+    """A model may get other weights under its name: the journal's message then names them alone."""
+    one, other = map(paper._identity, (target, draft))
+    assert [name for name in one if one[name] != other[name]] == ["weights"]
 
 
 REQUESTS = (
@@ -238,6 +248,9 @@ def test_reproduce_with_prompt_lookup_has_equal_greedy_texts(pair, tmp_path):
     systems = report["systems"]
     assert [system["setting"] for system in systems] == ["nucleus"] * 2 + ["greedy"] * 2
     assert systems[3]["p_values"]["next line"] == 1 and systems[3]["same_tokens"] is True
+    lookup = "--config.drafter=ngram", "--config.ngram.max_ngram=2"
+    options = "expected drafter ngram {'max_ngram': 2}, found a journal with {'max_ngram': 3}."
+    fails_with_one_line(run(*flags("table1", pair, tmp_path, *lookup)), options)
 
 
 @pytest.mark.parametrize(

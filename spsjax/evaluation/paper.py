@@ -168,7 +168,7 @@ def prepare(
         for name, task in load_tasks(config, section.tasks).items()
     }
     multihost.lock_folder(workdir)
-    depends_on = {"experiment": experiment, **_dependencies(target, drafter, systems, plan)}
+    depends_on = {"experiment": experiment, **_dependencies(config, target, drafter, systems, plan)}
     jobs = {}
     for name, (task, examples) in selected.items():
         fingerprint = runner.examples_fingerprint(task, target, examples.examples)
@@ -196,12 +196,20 @@ def run(experiment: Experiment, progress: Progress) -> dict[str, TaskReport]:
     }
 
 
-def _dependencies(target: Model, drafter, systems: Sequence[System], plan: Plan) -> dict:
-    """Returns what the records of every task depend on."""
+def _dependencies(config, target: Model, drafter, systems: Sequence[System], plan: Plan) -> dict:
+    """Returns what the records of every task depend on.
+
+    What the user wrote comes first: a journal names the first field that differs. The weights
+    follow, which may change under a name.
+    """
+    options = {f"drafter {config.drafter}": config.to_dict().get(config.drafter, {})}
     return {
+        "target": config.target,
+        "drafter": config.drafter,
+        **({"draft": config.draft} if isinstance(drafter, Model) else options),
         "plan": dataclasses.asdict(plan),
-        "target": _identity(target),
-        "drafter": _identity(drafter),
+        "target model": _identity(target),
+        "draft model": _identity(drafter),
         "mesh": dict(target.mesh.shape) if target.mesh else {},
         "systems": [[system.name, system.num_speculative_tokens] for system in systems],
         "machine": hardware.machine(target),
@@ -218,11 +226,12 @@ def _open_journal(path: pathlib.Path, depends_on: dict) -> Journal:
     return journal
 
 
-def _identity(drafter) -> str:
-    """Returns a text that identifies a model by its weights, or a drafter by its fields."""
+def _identity(drafter) -> dict:
+    """Returns fields that identify a model by weights and shape, or a drafter by its fields."""
     if not isinstance(drafter, Model):
-        return repr(drafter)
-    return f"{hashing.params_fingerprint(drafter.params)} {drafter.config}"
+        return {"fields": repr(drafter)}
+    weights = hashing.params_fingerprint(drafter.params)
+    return {"weights": weights, **dataclasses.asdict(drafter.config)}
 
 
 def _report(
