@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from bad_input import one_line
-from command_line import Script, fails_with_one_line, run, succeeds, tiny_pair
+from command_line import ROOT, Script, fails_with_one_line, run, succeeds, tiny_pair
 from ml_collections import ConfigDict
 
 from spsjax import InputError
@@ -168,7 +168,10 @@ REQUESTS = (
 
 
 def test_reproduce_spec_bench_reports_each_category(pair, tmp_path):
-    """Spec-Bench has figures per category, escapes texts, and refuses a journal of another run."""
+    """Its report has figures per category, all explained columns, and escaped texts.
+
+    A journal of another run is refused.
+    """
     path = tmp_path / "question.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
     more = f"--config.tasks.spec_bench.path={path}", "--config.tasks.spec_bench.max_new_tokens=5"
@@ -180,6 +183,10 @@ def test_reproduce_spec_bench_reports_each_category(pair, tmp_path):
     conversation = report["groups"]["multi-turn conversation"]
     assert [system["num_texts"] for system in conversation] == [2, 2]
     page = (workdir / "report.html").read_text("utf-8")
+    document = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
+    section = re.search(r"(?s)## How to read a report\n(.*?)\n## ", document)[1]
+    explained = re.findall(r"(?m)^\| (.+?) \|", section)[1:]
+    assert {*explained} <= {*re.findall("<th>(.*?)</th>", page)} and len(explained) == 9
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
     # With another mesh or other prompts it is another run.
     meshed = run(*flags("specbench", pair, workdir, *more, "--config.mesh.model=2"), path=tmp_path)
