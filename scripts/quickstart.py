@@ -1,4 +1,4 @@
-"""Shows one text by autoregressive and by speculative sampling, then measures their speed.
+"""Finds the fastest K, shows a text of both algorithms, and measures their speed.
 
 bash scripts/quickstart.sh    # creates an environment and runs this file
 
@@ -33,14 +33,19 @@ def run():
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
 
+    fastest = terminal.fastest(speed.trial(config, target, draft, terminal.progress("trying K")))
+    counts = {name: system.num_speculative_tokens for name, system in fastest.items()}
+    found = ", ".join(f"K = {count} ({name})" for name, count in counts.items())
+    print(f"Fastest of K = {config.num_speculative_tokens} in a short trial here: {found}")
+    config.num_speculative_tokens = tuple(sorted(set(counts.values())))
+
+    settings = speed.sampling_settings(config, [config.preview])
+    K = counts.get(config.preview, config.num_speculative_tokens[0])
     options = {
-        "sampling": speed.sampling_settings(config, [config.preview.setting])[
-            config.preview.setting
-        ],
+        "sampling": settings[config.preview],
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
     }
-    K = config.preview.num_speculative_tokens
     terminal.heading("Autoregressive sampling (ArS)")
     print(
         terminal.stream(target, config.prompt, config.prompt, None, None, colour=False, **options)

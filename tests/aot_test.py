@@ -73,6 +73,13 @@ def test_programs_update_caches_in_place(chinchilla, name):
 
 
 @needs_libtpu
+def test_one_token_is_not_scored_more_slowly_than_five(chinchilla):
+    """One row alone would be multiplied on the vector unit, which takes twice as long."""
+    cycles = {name: chinchilla.programs[name].cycles["score"] for name in ("ArS", "SpS")}
+    assert cycles["ArS"] < 1.2 * cycles["SpS"]
+
+
+@needs_libtpu
 def test_pass_has_the_fewest_collectives(chinchilla):
     """A pass reduces twice per layer and once for the embedding, and gathers the logits once."""
     # The compiler gathers one row of logits by an all-reduce, and several by an all-gather.

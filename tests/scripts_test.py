@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 
 import numpy as np
@@ -142,12 +143,15 @@ def test_benchmark_texts_predicts_the_speedup(pair, tmp_path):
 
 
 def test_quickstart_shows_texts_and_speedup(pair):
-    """The quickstart shows a text of both algorithms, and the best speed-up."""
+    """The quickstart finds a K, and shows a text of both algorithms and the best speed-up."""
     result = succeeds(
         "quickstart.py", *pair, *QUICK, "--config.run_settings=sampled", "--config.repetitions=2"
     )
-    for piece in ("Autoregressive", "residual token", "SpS", "at its best K", "scripts/test.sh"):
+    for piece in ("Autoregressive", "residual token", "at its best K", "scripts/test.sh"):
         assert piece in result.stdout
+    K = re.search(r"in a short trial here: K = ([12]) \(sampled\)\n", result.stdout)[1]
+    assert f"(SpS), K = {K}" in result.stdout
+    assert re.findall(r"SpS +│ +(\d)", result.stdout) == [K], "only this K is in the table"
 
 
 HF = ["HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"]

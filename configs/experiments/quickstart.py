@@ -13,23 +13,21 @@ from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns a small `benchmark.py`, and a prompt."""
+    """Returns a small `benchmark.py`, a trial and a prompt."""
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "prompt": 'class Stack:\n    """Last in, first out."""\n\n    def __init__(self',
-            "preview": {
-                "setting": "sampled",
-                "num_speculative_tokens": 5,
-            },  # of the text that is shown
+            "preview": "sampled",  # setting of the text that is shown
             "run_settings": ("sampled", "greedy"),
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
-            "num_speculative_tokens": (2, 4, 5, 6, 8),
+            "num_speculative_tokens": (2, 3, 4, 5, 6, 8, 10),  # of which a trial finds the fastest
+            "trial_prompts": 2,
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "time_rounds": False,
             "data": {

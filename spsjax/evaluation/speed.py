@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -159,6 +160,25 @@ def speed_benchmark(
         },
         prompts=list(prompts),
         systems=summaries,
+    )
+
+
+def trial(
+    config, target: Model, draft: Model, progress: Callable[[Sequence], Iterable] = iter
+) -> list[SystemSummary]:
+    """Measures what `speed_benchmark` does once, on the first `config.trial_prompts` prompts.
+
+    It shows which K is fastest here, where a benchmark of every K would take long.
+    """
+    prompts = itertools.islice(_prompts(config, target).items(), config.trial_prompts)
+    return compare_speed(
+        _systems(config, target, draft),
+        dict(prompts),
+        sampling_settings(config),
+        config.max_new_tokens,
+        repetitions=1,
+        seed=config.seed,
+        progress=progress,
     )
 
 
