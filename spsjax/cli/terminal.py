@@ -216,8 +216,8 @@ def speed_summary(report: SpeedReport, mark: str = "") -> None:
     print(
         f"{mark}{machine['device']}, {machine['cores']} cores, {machine['dtype']} "
         f"(bfloat16 is {machine['bfloat16']}), "
-        f"Python {machine['python']}, jax {machine['jax']}; compilation took "
-        f"{compile_seconds:.0f} s and is not included in any figure"
+        f"Python {machine['python']}, jax {machine['jax']}; no figure includes compilation "
+        f"({compile_seconds:.0f} s here)"
     )
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s ({name})" for name, rate in report.bandwidth.items())
     print(
