@@ -92,13 +92,9 @@ def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
     """
     if jax.default_backend() != "cpu":
         return jnp.dtype(jnp.bfloat16)
-    small = config is not None and 4 * _size(config) <= _CACHED_BYTES
+    small = config is not None and 4 * config.num_weights <= _CACHED_BYTES
     direct = not small and bfloat16.is_multiplied_directly()
     return jnp.dtype(jnp.bfloat16 if direct else jnp.float32)
-
-
-def _size(config: transformer.Config) -> int:
-    return transformer.num_params(transformer.param_shapes(config))
 
 
 def load(

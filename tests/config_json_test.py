@@ -3,12 +3,14 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 from bad_input import one_line
 from conftest import spread_params, tiny_config
 from golden_folders import GOLDEN, edit_config, golden_config
 
 from spsjax import InputError
+from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.hf import weights as hf_weights
 
@@ -141,3 +143,18 @@ def test_save_removes_generation_config_of_another_model(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     hf_weights.save(tmp_path, config, spread_params(config, 0))
     assert config_json.read(tmp_path).eos_ids == config.eos_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["llama2", "gpt2", "mixtral", "gemma2"])
+def test_number_of_weights_is_that_of_the_matrices(name, tmp_path):
+    config = golden_config(name, tmp_path)
+    shapes = jax.tree_util.tree_leaves_with_path(transformer.param_shapes(config))
+    names = ("kernel", "experts_", "embedding")
+    counted = sum(
+        leaf.size
+        for path, leaf in shapes
+        if path[-1].key.startswith(names)
+        and path[0].key != "position_embed"
+        and "router" not in [entry.key for entry in path]
+    )
+    assert config.num_weights == counted

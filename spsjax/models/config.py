@@ -128,6 +128,14 @@ class Config:
         """Number of rows of embedding and head."""
         return self.padded_vocab_size or self.vocab_size
 
+    @property
+    def num_weights(self) -> int:
+        """Number of parameters in matrices: all but norms, biases and position tables."""
+        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        ffn = (2 if self.ffn == "gelu" else 3) * self.d_ff * max(self.num_experts, 1)
+        tables = 1 if self.tie_embeddings else 2
+        return self.d_model * (self.num_layers * (attention + ffn) + tables * self.vocab_rows)
+
     def window(self, layer: int) -> int:
         """Returns how many tokens a token sees in that layer; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0

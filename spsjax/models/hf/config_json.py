@@ -69,7 +69,12 @@ def _parse(path: pathlib.Path, raw: dict) -> Config:
     scalar = fields.get("query_pre_attn_scalar", POSITIVE, values["head_dim"])
     values["query_scale"] = 0.0 if scalar == values["head_dim"] else float(scalar) ** -0.5
     values["tie_embeddings"] = fields.get("tie_word_embeddings", FLAG, False)
-    values |= _tokens(fields, family, values["vocab_size"])
+    values |= _tokens(fields, values["vocab_size"])
+    eos = fields.raw.get("eos_token_id")
+    if not values["eos_ids"] and eos not in (None, [], family.defaults.get("eos_token_id")):
+        raise fields.error(
+            "eos_token_id", f"an id in the vocabulary of {values['vocab_size']}", eos
+        )
     try:
         return Config(**family.flags | values)
     except ValueError as error:
@@ -217,22 +222,18 @@ def _windows(fields: Fields, num_layers: int, full_attention_every: int) -> tupl
     return tuple(windows[:period])
 
 
-def _tokens(fields: Fields, family: Family, vocab_size: int) -> dict[str, object]:
+def _tokens(fields: Fields, vocab_size: int) -> dict[str, object]:
     """Returns the ids that begin and end a sequence, without ids beyond the vocabulary.
 
     The defaults of some families are beyond the vocabulary of small models, and lists of real
-    models name tokens that their vocabulary lacks. These ids can never be sampled. If no other is
-    left, the folder is damaged: texts would never end.
+    models name tokens that their vocabulary lacks. These ids can never be sampled.
     """
     eos = fields.get("eos_token_id", TOKENS, [])
     bos = fields.get("bos_token_id", TOKEN, None)
-    found = eos if isinstance(eos, list) else [eos]
-    eos_ids = tuple(id for id in found if id < vocab_size)
-    if found and not eos_ids and eos != family.defaults.get("eos_token_id"):
-        raise fields.error("eos_token_id", f"an id in the vocabulary of {vocab_size}", eos)
+    eos_ids = eos if isinstance(eos, list) else [eos]
     return {
         "bos_id": bos if bos is not None and bos < vocab_size else None,
-        "eos_ids": eos_ids,
+        "eos_ids": tuple(id for id in eos_ids if id < vocab_size),
     }
 
 
