@@ -111,16 +111,12 @@ def propose(
     proposal, drafter_state = check_proposal(
         drafter, result, len(state.tokens), program.target.vocab_size
     )
+    program.verifier.check(proposal)
     if proposal.parents is None:
         if proposal.eligible is not None:
             tokens = jnp.where(proposal.eligible, proposal.tokens, -1)
             proposal = dataclasses.replace(proposal, tokens=tokens, eligible=None)
         return proposal, drafter_state
-    if not program.verifier.trees:
-        raise InputError(
-            "verifier: this one verifies chains, and the drafter proposes a tree. "
-            "Use spsjax.verifiers.match.Verifier()."
-        )
     # A round cannot commit more than K draft tokens, so deeper nodes are not eligible.
     eligible = tree.depths(proposal.parents)[:, 1:] <= drafter.num_speculative_tokens
     if proposal.eligible is not None:
@@ -309,11 +305,12 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     def cut(array, nodes):
         return None if array is None else array[:, :nodes]
 
-    return Proposal(
-        proposal.tokens[:, :count],
-        cut(proposal.probs, count if proposal.parents is None else count + 1),
-        cut(proposal.parents, count),
-        cut(proposal.eligible, count),
+    return dataclasses.replace(
+        proposal,
+        tokens=proposal.tokens[:, :count],
+        probs=cut(proposal.probs, count if proposal.parents is None else count + 1),
+        parents=cut(proposal.parents, count),
+        eligible=cut(proposal.eligible, count),
     )
 
 

@@ -86,7 +86,7 @@ def generate(
     max_new_tokens: int | Sequence[int] = 128,
     seed: int = 0,
     *,
-    verifier: Verifier | None = None,
+    verifier: str | Verifier | None = None,
     stop_at_eos: bool = True,
 ) -> Generation:
     """Continues each prompt with samples of the target, by speculative sampling.
@@ -101,8 +101,9 @@ def generate(
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
         seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.
-        verifier: rule that decides which draft tokens are accepted; None: modified rejection
-            sampling, which is lossless.
+        verifier: rule that decides which draft tokens are accepted: a name of
+            `spsjax.verifiers.NAMES`, or a `spsjax.verifiers.*.Verifier`. None: "rejection",
+            modified rejection sampling, which is lossless.
         stop_at_eos: whether a row ends at the model's end-of-sequence ids.
 
     Raises:
@@ -152,7 +153,7 @@ def rounds(
     max_new_tokens: int = 128,
     seed: int = 0,
     *,
-    verifier: Verifier | None = None,
+    verifier: str | Verifier | None = None,
     stop_at_eos: bool = True,
 ) -> tuple[list[int], Iterator[Round]]:
     """Returns the prompt's token ids, and the rounds of one continuation as they happen."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, loading, sampling
+from spsjax import decode, loading, sampling, verifiers
 from spsjax.drafters import base, draft_model, none
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
@@ -18,7 +18,6 @@ from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers import base as base_verifier
-from spsjax.verifiers import rejection
 
 _NO_DRAFTER = LoadedDrafter("none", none.Drafter(), {})
 
@@ -239,14 +238,12 @@ def _devices(params) -> set:
 
 
 def check_verifier(verifier) -> base_verifier.Verifier:
-    """Returns the verifier, rejection sampling for None; raises InputError if it is not one."""
-    if verifier is None:
-        return rejection.Verifier()
+    """Returns a verifier or that of a name, of None: "rejection"; raises InputError for others."""
+    if verifier is None or isinstance(verifier, str):
+        return verifiers.by_name("rejection" if verifier is None else verifier)
     if not isinstance(verifier, base_verifier.Verifier):
-        raise InputError(
-            "verifier: expected None or a verifier such as spsjax.verifiers.rejection.Verifier(), "
-            f"found {_kind(verifier)}"
-        )
+        names = ", ".join(verifiers.NAMES)
+        raise InputError(f"verifier: expected {names} or a Verifier, found {_kind(verifier)}")
     _check_frozen("verifier", verifier)
     return verifier
 

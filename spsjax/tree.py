@@ -43,3 +43,27 @@ def along(path_BP: Array, array: Array, axis: int = 1) -> Array:
         index.shape[0], *[1] * (axis - 1), index.shape[1], *[1] * (array.ndim - axis - 1)
     )
     return jnp.take_along_axis(array, index, axis=axis)
+
+
+def path_to(parents_BN: Array, node_B: Array) -> Array:
+    """Returns the path [B, M] from the root to a node: the nodes in order, then -1."""
+    above = ancestors(parents_BN)
+    on_path = jnp.take_along_axis(above, node_B[:, None, None], axis=1)[:, 0]
+    column = jnp.arange(above.shape[1], dtype=jnp.int32)
+    depth = jnp.sum(above, axis=2) - 1  # each node of the path has its own
+    here = on_path[:, :, None] & (depth[:, :, None] == column)
+    return jnp.max(jnp.where(here, column[:, None], -1), axis=1)
+
+
+def turns(parents_BN: Array) -> Array:
+    """Returns [B, M] int32: when a depth-first walk leaves each node, for the last time, in 0..N.
+
+    The walk takes the children of a node in their order. It leaves the root last.
+    """
+    above = ancestors(parents_BN)
+    size = jnp.sum(above, axis=1, dtype=jnp.int32)  # nodes of the subtree
+    siblings = parents_BN[:, :, None] == parents_BN[:, None]
+    earlier = jnp.tril(siblings, -1)
+    before = jnp.sum(jnp.where(earlier, size[:, None, 1:], 0), axis=2)  # in elder siblings' trees
+    before = jnp.pad(before, ((0, 0), (1, 0)))
+    return jnp.sum(jnp.where(above, before[:, None], 0), axis=2) + size - 1

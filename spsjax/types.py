@@ -24,7 +24,7 @@ PyTree = Any
 
 
 def pytree_dataclass(cls):
-    """Makes a frozen dataclass whose every field is a pytree of arrays."""
+    """Makes a frozen dataclass whose fields are pytrees of arrays, unless they are static."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
@@ -64,6 +64,8 @@ class Proposal:
     #   for a chain P = N. None: every token is a point mass
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
     eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
+    distinct: bool = dataclasses.field(default=False, metadata={"static": True})  # whether siblings
+    #   were drawn without replacement: each from what the elder ones left of probs
 
 
 @pytree_dataclass

@@ -13,7 +13,7 @@ FLOORS = (
     {"utils", "tree"},
     {"parallel"},
     {"sampling", "cache"},
-    {"models", "verifiers", "tokenization"},
+    {"models", "verifiers", "tokenization", "growth"},
     {"drafters"},
     {"decode", "loading"},
     {"request"},

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import sampling
+from spsjax import growth, sampling, tree
 from spsjax.drafters import base
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, Proposal, pytree_dataclass
@@ -18,27 +19,45 @@ class Drafted:
     """State between `propose` and `commit`."""
 
     cache: kv.KVCache
-    block: Block  # the last two committed tokens, then all draft tokens but the last
+    block: Block  # the last but one committed token in row 0, then the nodes that were fed
+    rows: Array  # [B, M] int32: the row of the block that holds each node
     first: Array  # [B] int32, 0: the block begins with the last but one token; 1: it has none
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Drafter):
-    """Samples K tokens from a draft model, one after another. Lossless.
+    """Proposes what a draft model finds probable: a chain, or a tree. Lossless.
 
-    `params["drafter"]` are the draft's parameters; the state is its cache.
+    A chain is sampled token by token. `params["drafter"]` are the draft's parameters; the state is
+    its cache.
 
     Attributes:
         config: shape of the draft model.
-        num_speculative_tokens: K.
+        num_speculative_tokens: K. None: 4, or the depth of the tree.
         vocab_size: size of the target's vocabulary, which may be padded differently. Tokens that
             only the draft has are never proposed, and those that only the target has get
             probability 0. None: both vocabularies have the same size.
+        tree: shape of the tree; None: a chain.
     """
 
     config: transformer.Config
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int | None = None
     vocab_size: int | None = None
+    tree: growth.Tree | growth.DynamicTree | None = None
+
+    def __post_init__(self):
+        depth = self.tree.depth if self.tree else 4
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", depth)
+        elif self.tree and self.num_speculative_tokens != depth:
+            raise InputError(
+                f"num_speculative_tokens: expected the depth of the tree, {depth}, "
+                f"found {self.num_speculative_tokens}"
+            )
+
+    @property
+    def num_nodes(self):
+        return self.tree.num_nodes if self.tree else self.num_speculative_tokens
 
     def init(self, params, batch, slots):
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
@@ -48,61 +67,82 @@ class Drafter(base.Drafter):
         return cache.extend(transformer.apply(self.config, params["drafter"], tokens_BT, cache))
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
-        K, weights = self.num_speculative_tokens, params["drafter"]
-        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * K)
-        uniforms = jnp.stack(jnp.split(uniforms, K, axis=1))  # [K, B, 2]
-        # The first pass takes the last two tokens, because the cache may lack the last but one: if
-        # all K draft tokens were accepted, the last of them was never fed. A prompt of one token
-        # has no last but one; its place is then filled with a token that nothing sees.
+        N, weights = self.num_nodes, params["drafter"]
+        num_fed = self.tree.num_fed if self.tree else N
+        # The first pass takes the last two tokens, because the cache may lack the last but one: the
+        # last accepted draft token may never have been fed. A prompt of one token has no last but
+        # one; its place is then filled with a token that nothing sees.
         first = (lengths_B < 2).astype(jnp.int32)
         cache = state.at(jnp.maximum(lengths_B - 2, 0))
-        positions = jnp.maximum(lengths_B[:, None] - 2 + jnp.arange(2), 0)
-        pair = jnp.take_along_axis(tokens_BS, positions, axis=1)
-        node = jnp.arange(K + 1)
+        before = jnp.maximum(lengths_B[:, None] - 2, 0)
+        row = jnp.arange(1 + num_fed)
+        before_last = jnp.take_along_axis(tokens_BS, before, axis=1)
+        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)
 
-        def ancestors(nodes_T):
-            """[B, T, P] each sees itself and all before, but not the filling."""
-            before = (node < nodes_T[:, None]) & (node >= first[:, None, None])
-            return before | (node == nodes_T[:, None])
-
-        def feed(tokens_BT, positions_BT, block, nodes_T):
-            return transformer.apply(
+        def feed(block, tokens_BT, depth, above):
+            """Runs the draft over one level of nodes (`growth.Feed`)."""
+            T = tokens_BT.shape[1]
+            positions = jnp.broadcast_to(lengths_B[:, None] - 1 + depth, tokens_BT.shape)
+            seen = jnp.pad(above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            seen &= row >= first[:, None, None]
+            if block is start:
+                tokens_BT = jnp.concatenate([before_last, tokens_BT], axis=1)
+                positions = jnp.concatenate([before, positions], axis=1)
+                itself = jnp.broadcast_to(row == 0, (len(seen), 1, len(row)))
+                seen = jnp.concatenate([itself, seen], axis=1)
+            output = transformer.apply(
                 self.config,
                 weights,
                 tokens_BT,
                 cache,
                 block=block,
-                positions_BT=positions_BT,
-                ancestors=ancestors(nodes_T),
+                positions_BT=positions,
+                ancestors=seen,
             )
+            logits = sharding.gather_vocab(output.logits[:, -T:])
+            return logits[..., : self.vocab_size], output.block
 
-        block = transformer.empty_block(self.config, weights, len(pair), K + 1)
-        output = feed(pair, positions, block, jnp.arange(2))
-        token, probs = self._draw(output.logits[:, 1], rows, uniforms[0])
-
-        def draft(carry, inputs):
-            (last, block), (k, uniforms_B2) = carry, inputs
-            output = feed(last[:, None], lengths_B[:, None] + k, block, k[None] + 2)
-            token, probs = self._draw(output.logits[:, 0], rows, uniforms_B2)
-            return (token, output.block), (token, probs)
-
-        steps = jnp.arange(K - 1, dtype=jnp.int32), uniforms[1:]
-        (_, block), (tokens, more) = lax.scan(draft, (token, output.block), steps)
-        tokens = jnp.concatenate([token[:, None], tokens.T], axis=1)
-        probs = jnp.concatenate([probs[:, None], jnp.moveaxis(more, 0, 1)], axis=1)
-        return Proposal(tokens, probs), Drafted(cache, block, first)
+        start = transformer.empty_block(self.config, weights, len(root), 1 + num_fed)
+        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
+        if self.tree is None:
+            proposal, block = _draw_chain(feed, start, root[:, 0], rows, uniforms)
+            fed_as = jnp.broadcast_to(jnp.arange(N + 1, dtype=jnp.int32), (len(root), N + 1))
+        elif isinstance(self.tree, growth.Tree):
+            proposal, fed_as, block = growth.draw_tree(
+                self.tree, feed, start, root[:, 0], rows, uniforms
+            )
+        else:
+            proposal, fed_as, block = growth.choose_tree(self.tree, feed, start, root[:, 0])
+        if proposal.probs is not None:
+            missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
+            probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])
+            proposal = dataclasses.replace(proposal, probs=probs)
+        return proposal, Drafted(cache, block, 1 + fed_as, first)
 
     def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
-        # Node n of the path is row n + 1 of the block, whose row 0 is the last but one token.
-        path = jnp.pad(verdict.path[:, :-1] + 1, ((0, 0), (1, 0)))
+        # The last node of the path need not have been fed, but it is not kept either.
+        path = tree.along(verdict.path[:, :-1], state.rows)
+        path = jnp.pad(path, ((0, 0), (1, 0)))
         index = jnp.minimum(jnp.arange(path.shape[1]) + state.first[:, None], path.shape[1] - 1)
         path = jnp.take_along_axis(path, index, axis=1)
         lengths = jnp.maximum(lengths_B - 2, 0)
         return state.cache.write(state.block, path, lengths, output.hidden)
 
-    def _draw(self, logits_BV, rows, uniforms_B2):
-        """Draws one token; returns it and its distribution over the target's vocabulary."""
-        logits_BV = sharding.gather_vocab(logits_BV)[:, : self.vocab_size]
-        probs = sampling.to_probs(logits_BV, rows)
-        missing = max((self.vocab_size or 0) - probs.shape[1], 0)
-        return sampling.draw(probs, uniforms_B2), jnp.pad(probs, [(0, 0), (0, missing)])
+
+def _draw_chain(feed: growth.Feed, block: Block, root_B: Array, rows, uniforms_BK2: Array):
+    """Returns a chain of K tokens, each sampled after the one before, and the block of the fed."""
+    K = uniforms_BK2.shape[1]
+    node = jnp.arange(K)[None, None]
+
+    def draft(carry, inputs):
+        (last, block), (k, uniforms_B2) = carry, inputs
+        logits, block = feed(block, last[:, None], k, node <= k)
+        probs = sampling.to_probs(logits[:, 0], rows)
+        token = sampling.draw(probs, uniforms_B2)
+        return (token, block), (token, probs)
+
+    uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
+    carry, first = draft((root_B, block), (0, uniforms[0]))
+    (_, block), rest = lax.scan(draft, carry, (jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]))
+    tokens, probs = (jnp.concatenate([one[None], more]) for one, more in zip(first, rest))
+    return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), block

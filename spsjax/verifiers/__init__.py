@@ -1,5 +1,15 @@
 """Verifiers, one module per rule, each with a `Verifier`."""
 
-from spsjax.verifiers import match, rejection
+from spsjax.errors import InputError, short_repr
+from spsjax.verifiers import block, kseq, match, recursive, rejection, traversal, typical
+from spsjax.verifiers.base import Verifier
 
-__all__ = ["match", "rejection"]
+__all__ = ["block", "kseq", "match", "recursive", "rejection", "traversal", "typical"]
+NAMES = tuple(__all__)
+
+
+def by_name(name: str) -> Verifier:
+    """Returns the verifier of a module, with its defaults; raises InputError for another name."""
+    if name not in NAMES:
+        raise InputError(f"verifier: expected {', '.join(NAMES)}, found {short_repr(name)}")
+    return globals()[name].Verifier()

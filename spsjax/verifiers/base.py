@@ -2,6 +2,8 @@
 
 import abc
 
+from spsjax import sampling
+from spsjax.errors import InputError
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, Verdict
 
@@ -21,7 +23,6 @@ class Verifier(abc.ABC):
     lossless: bool
     trees: bool = False
 
-    @abc.abstractmethod
     def __call__(
         self, keys_B: Array, proposal: Proposal, logits_BMV: Array, rows: RowParams
     ) -> Verdict:
@@ -34,3 +35,16 @@ class Verifier(abc.ABC):
             logits_BMV: the target's logits at every node: what follows the root, and each token.
             rows: sampling parameters per row.
         """
+        return self.verify(keys_B, proposal, sampling.to_probs(logits_BMV, rows))
+
+    @abc.abstractmethod
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
+        """Returns the verdict, given the distributions [B, M, V] that should have been sampled."""
+
+    def check(self, proposal: Proposal) -> None:
+        """Raises InputError for a kind of proposal that the rule does not fit, when traced."""
+        if proposal.parents is not None and not self.trees:
+            raise InputError(
+                "verifier: expected a rule for trees, as the drafter proposes one, found a rule "
+                'for chains. Use "recursive" or "match"'
+            )

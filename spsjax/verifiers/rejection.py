@@ -14,7 +14,7 @@ import numpy as np
 from spsjax import sampling
 from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, Proposal, Verdict
-from spsjax.verifiers import base
+from spsjax.verifiers import base, verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Verifier(base.Verifier):
             target_probs = relax_greedy(
                 target_probs, logits_BMV, proposal.tokens, greedy, self.lenience
             )
+        return self.verify(keys_B, proposal, target_probs)
+
+    def verify(self, keys_B, proposal, target_probs):
         return rejection(keys_B, proposal, target_probs, self.lenience)
 
 
@@ -88,31 +91,31 @@ def rejection(
         target_probs: [B, K+1, V], the distribution that should have been sampled at each node.
         lenience: number in (0, 1].
     """
-    tokens, (M, V) = proposal.tokens, target_probs.shape[1:]
-    K = M - 1
-    numerator, denominator = ratio(tokens, proposal.probs, target_probs[:, :K], lenience)
+    K = proposal.tokens.shape[1]
+    numerator, denominator = ratio(proposal.tokens, proposal.probs, target_probs[:, :K], lenience)
     accepted = sampling.uniforms(keys_B, sampling.ACCEPT, K) * denominator < numerator
     count = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1, dtype=jnp.int32)
+    return accept_first(keys_B, proposal, target_probs, count, lenience)
+
+
+def accept_first(
+    keys_B: Array, proposal: Proposal, target_probs: Array, count: Array, lenience: float = 1.0
+) -> Verdict:
+    """Returns the verdict that accepts the first `count` [B] tokens of a chain, and no more."""
+    tokens, (M, V) = proposal.tokens, target_probs.shape[1:]
     # The token that was rejected, and the distribution that it was drawn from. After the last draft
     # token, and where no token was proposed, that is a draft of zeros: the bonus is a residual.
     padded = jnp.pad(tokens, [(0, 0), (0, 1)], constant_values=-1)
     rejected = jnp.take_along_axis(padded, count[:, None], axis=1)
-    if proposal.probs is None or not K:
+    if proposal.probs is None or M == 1:
         draft_at = (jnp.arange(V) == rejected).astype(target_probs.dtype)
     else:
-        node = jnp.minimum(count, K - 1)[:, None, None]
+        node = jnp.minimum(count, M - 2)[:, None, None]
         draft_at = jnp.take_along_axis(proposal.probs, node, axis=1)[:, 0]
         draft_at = jnp.where(rejected >= 0, draft_at, 0)
     target_at = jnp.take_along_axis(target_probs, count[:, None, None], axis=1)[:, 0]
     left = residual(draft_at, target_at, lenience)
-    following = sampling.draw(left, sampling.uniforms(keys_B, sampling.NEXT, 2))
-    total = jnp.sum(left, axis=-1)
-    valid = jnp.isfinite(total) & (total > 0)
-    index = jnp.arange(M, dtype=jnp.int32)
-    emitted = jnp.where(index < count[:, None], padded, -1)
-    emitted = jnp.where((index == count[:, None]) & valid[:, None], following[:, None], emitted)
-    path = jnp.where(index <= count[:, None], index, -1)  # draft token k is node k + 1
-    return Verdict(tokens=emitted, num_tokens=count + valid, path=path, valid=valid)
+    return verdicts.conclude(keys_B, tokens, verdicts.chain_path(count, M - 1), left)
 
 
 def relax_greedy(

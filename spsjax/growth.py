@@ -1,0 +1,262 @@
+"""How trees of draft tokens grow from a drafter's distributions, level by level.
+
+A drafter gives `feed`, which runs it over the nodes of one level and returns what follows each of
+them. Two shapes grow here: `Tree`, whose parents are fixed before, and `DynamicTree`, which goes
+where the draft is most confident.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spsjax import sampling
+from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.sampling import RowParams
+from spsjax.types import Array, Proposal, PyTree
+
+# Runs a drafter over T nodes of one level. Takes its state, their tokens [B, T], the level's depth,
+# and which of the F fed nodes each node sees [B or 1, T, F], itself included; fed nodes are counted
+# in the order in which they are fed. Returns logits [B, T, V] of what follows, and the new state.
+Feed = Callable[[PyTree, Array, int, Array], tuple[Array, PyTree]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Tree of a fixed shape, whose tokens are drawn from the draft's distributions. Lossless.
+
+    In greedy rows the children of a node are its most probable tokens.
+
+    Attributes:
+        parents: parent of each draft token. Node 0 is the last committed token, and node 1 + n is
+            draft token n. Nodes come level by level.
+        replacement: whether the children of a node are drawn independently of each other, so that
+            some may be equal; else without replacement.
+    """
+
+    parents: tuple[int, ...]
+    replacement: bool = False
+
+    def __post_init__(self):
+        parents = self.parents
+        integers = isinstance(parents, tuple) and all(type(parent) is int for parent in parents)
+        if not integers or not parents or parents[0] != 0:
+            raise InputError(
+                f"parents: expected a tuple of integers that begins with 0, "
+                f"found {short_repr(parents)}"
+            )
+        depths = [0]
+        for node, parent in enumerate(parents, start=1):
+            if not 0 <= parent < node or depths[parent] + 1 < depths[-1]:
+                raise InputError(
+                    f"parents: expected nodes level by level, each after its parent, "
+                    f"found parent {parent} of node {node}"
+                )
+            depths.append(depths[parent] + 1)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        return len(self.levels) - 1
+
+    @functools.cached_property
+    def levels(self) -> list[list[int]]:
+        """The nodes of each depth."""
+        depths, levels = [0], [[0]]
+        for node, parent in enumerate(self.parents, start=1):
+            depths.append(depths[parent] + 1)
+            if depths[node] == len(levels):
+                levels.append([])
+            levels[depths[node]].append(node)
+        return levels
+
+    @functools.cached_property
+    def children(self) -> list[list[int]]:
+        """The children of each node."""
+        children = [[] for _ in range(self.num_nodes + 1)]
+        for node, parent in enumerate(self.parents, start=1):
+            children[parent].append(node)
+        return children
+
+    @functools.cached_property
+    def inner(self) -> list[int]:
+        """The nodes that have children: those that are fed to the draft, in this order."""
+        return [node for node, children in enumerate(self.children) if children]
+
+    @property
+    def num_fed(self) -> int:
+        return len(self.inner)
+
+    def above(self, node: int) -> list[bool]:
+        """Returns which of the fed nodes a node sees, itself included."""
+        path = {node}
+        while node:
+            node = self.parents[node - 1]
+            path.add(node)
+        return [fed in path for fed in self.inner]
+
+
+def branching(*counts: int, replacement: bool = False) -> Tree:
+    """Returns the tree whose every node at depth d has `counts[d]` children.
+
+    `branching(2, 2)` has six nodes. Raises InputError for a count below 1.
+    """
+    parents, level = [], [0]
+    for count in counts:
+        check_integer("counts", count, 1)
+        start = len(parents) + 1
+        parents += [node for node in level for _ in range(count)]
+        level = list(range(start, len(parents) + 1))
+    return Tree(tuple(parents), replacement)
+
+
+def draw_tree(
+    tree: Tree, feed: Feed, state: PyTree, root_B: Array, rows: RowParams, uniforms_BN2: Array
+) -> tuple[Proposal, Array, PyTree]:
+    """Returns a proposal of a fixed tree's shape.
+
+    Args:
+        tree: the shape.
+        feed: see `Feed`.
+        state: first state of `feed`.
+        root_B: last committed token.
+        rows: sampling parameters per row.
+        uniforms_BN2: two random numbers per draft token.
+
+    Returns:
+        The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
+        and the last state of `feed`.
+    """
+    tokens, probs = {0: root_B}, {}
+    for depth, level in enumerate(tree.levels):
+        inner = [node for node in level if tree.children[node]]
+        if not inner:
+            break
+        fed = jnp.stack([tokens[node] for node in inner], axis=1)
+        above = jnp.asarray([[tree.above(node) for node in inner]])
+        logits, state = feed(state, fed, depth, above)
+        whole = sampling.to_probs(logits, _spread_greedy(rows))
+        probs |= {node: whole[:, i] for i, node in enumerate(inner)}
+        tokens |= _draw_children(tree, inner, whole, rows, uniforms_BN2)
+    B, N = uniforms_BN2.shape[:2]
+    nothing = jnp.zeros_like(probs[0])
+    proposal = Proposal(
+        tokens=jnp.stack([tokens[node] for node in range(1, N + 1)], axis=1),
+        probs=jnp.stack([probs.get(node, nothing) for node in range(N + 1)], axis=1),
+        parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, N)),
+        distinct=not tree.replacement,
+    )
+    fed_as = [tree.inner.index(node) if node in tree.inner else 0 for node in range(N + 1)]
+    return proposal, jnp.broadcast_to(jnp.asarray(fed_as, jnp.int32), (B, N + 1)), state
+
+
+def _spread_greedy(rows: RowParams) -> RowParams:
+    """Returns the parameters by which trees are drafted: greedy rows get the whole softmax.
+
+    A greedy draft has one token per node. The target's rule makes every draft lossless in greedy
+    rows, so that other children may follow.
+    """
+    greedy = rows.temperature == 0
+    return RowParams(
+        temperature=jnp.where(greedy, 1, rows.temperature),
+        top_k=jnp.where(greedy, 0, rows.top_k),
+        top_p=jnp.where(greedy, 1, rows.top_p),
+        min_p=jnp.where(greedy, 0, rows.min_p),
+    )
+
+
+def _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2) -> dict[int, Array]:
+    """Draws the children of some nodes, one after another: node -> [B] tokens."""
+    greedy = rows.temperature[:, None] == 0
+    vocab = jnp.arange(probs_BTV.shape[2])
+    tokens, left = {}, probs_BTV
+    for rank in range(max(len(tree.children[node]) for node in inner)):
+        index = [i for i, node in enumerate(inner) if len(tree.children[node]) > rank]
+        children = [tree.children[inner[i]][rank] for i in index]
+        index = np.asarray(index)
+        now = left[:, index]
+        drawn = sampling.draw(now, uniforms_BN2[:, np.asarray(children) - 1])
+        drawn = jnp.where(greedy, jnp.argmax(now, axis=-1).astype(jnp.int32), drawn)
+        drawn = jnp.where(jnp.max(now, axis=-1) == 0, -1, drawn)  # nothing is left to draw
+        tokens |= {child: drawn[:, i] for i, child in enumerate(children)}
+        taken = vocab == drawn[..., None]
+        if tree.replacement:
+            taken &= greedy[..., None]
+        left = left.at[:, index].set(jnp.where(taken, 0, now))
+    return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """Tree that grows where the draft is most confident (EAGLE-2, arXiv 2406.16858, 4.1). Lossless.
+
+    At each level the `width` nodes of the most probable paths get children: their most probable
+    tokens. Of all nodes the `num_nodes` with the most probable paths are kept. Tokens are not drawn
+    but chosen, so that they count as point masses.
+
+    Attributes:
+        num_nodes: N, draft tokens of a proposal.
+        depth: K, levels below the root.
+        width: nodes that get children per level, and children of each.
+    """
+
+    num_nodes: int = 16
+    depth: int = 4
+    width: int = 4
+
+    def __post_init__(self):
+        for field in ("num_nodes", "depth", "width"):
+            check_integer(field, getattr(self, field), 1)
+        most = self.width + (self.depth - 1) * self.width**2
+        if self.num_nodes > most:
+            raise InputError(
+                f"num_nodes: expected at most {most} for depth {self.depth} and width "
+                f"{self.width}, found {self.num_nodes}"
+            )
+
+    @property
+    def num_fed(self) -> int:
+        return 1 + (self.depth - 1) * self.width
+
+
+def choose_tree(
+    tree: DynamicTree, feed: Feed, state: PyTree, root_B: Array
+) -> tuple[Proposal, Array, PyTree]:
+    """Returns a proposal of a dynamic tree, and what else `draw_tree` returns."""
+    (B,), k, F = root_B.shape, tree.width, tree.num_fed
+    above = jnp.broadcast_to(jnp.arange(F) == 0, (B, 1, F))
+    logits, state = feed(state, root_B[:, None], 0, above)
+    scores, tokens = lax.top_k(jax.nn.log_softmax(logits[:, 0]), k)
+    # The pool holds all nodes of all levels. A node's parent is 0 for the root, else 1 + its index.
+    pool = [(scores, tokens, jnp.zeros((B, k), jnp.int32))]
+    chosen = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))  # among the last level's
+    parents_above, offset, fed = above, 0, []
+    for depth in range(1, tree.depth):
+        scores, tokens = (jnp.take_along_axis(array, chosen, axis=1) for array in pool[-1][:2])
+        fed.append(offset + chosen)
+        own = jnp.arange(F) == (1 + (depth - 1) * k + jnp.arange(k))[:, None]
+        parent = chosen // k if depth > 1 else jnp.zeros_like(chosen)
+        above = jnp.take_along_axis(parents_above, parent[..., None], axis=1) | own
+        logits, state = feed(state, tokens, depth, above)
+        more, tokens = lax.top_k(jax.nn.log_softmax(logits), k)  # [B, k, k]
+        scores = (scores[..., None] + more).reshape(B, k * k)
+        parents = jnp.repeat(1 + fed[-1], k, axis=1)
+        offset += pool[-1][0].shape[1]
+        pool.append((scores, tokens.reshape(B, k * k), parents))
+        chosen, parents_above = lax.top_k(scores, k)[1], above
+    scores, tokens, parents = (jnp.concatenate(arrays, axis=1) for arrays in zip(*pool))
+    # A node is at most as probable as its parent, which comes first among equals: it is kept, too.
+    kept = jnp.sort(lax.top_k(scores, tree.num_nodes)[1], axis=1)
+    tokens, parents = (jnp.take_along_axis(array, kept, axis=1) for array in (tokens, parents))
+    parents = jnp.sum(1 + kept[:, None] <= parents[..., None], axis=2, dtype=jnp.int32)
+    numbers = jnp.arange(1, F, dtype=jnp.int32)
+    fed = jnp.concatenate([jnp.zeros((B, 0), jnp.int32), *fed], axis=1)
+    fed_as = jnp.sum(jnp.where(kept[..., None] == fed[:, None], numbers, 0), axis=2)
+    return Proposal(tokens, None, parents), jnp.pad(fed_as, ((0, 0), (1, 0))), state

@@ -1,0 +1,70 @@
+"""Block verification of a chain (Sun et al. 2024, arXiv 2403.10444).
+
+**Lossless.** The rule looks at a draft as a whole: of the prefixes that pass their tests, the
+longest one is accepted. In expectation it accepts at least as many tokens as any lossless rule
+that decides token by token (Theorem 2), and as many for point masses, hence for greedy rows.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from spsjax import sampling
+from spsjax.types import Array, Proposal, Verdict
+from spsjax.verifiers import base, rejection, verdicts
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier(base.Verifier):
+    """Accepts the longest prefix of a draft whose test passes. Lossless."""
+
+    lossless = True
+
+    def verify(self, keys_B, proposal, target_probs):
+        return block(keys_B, proposal, target_probs)
+
+
+def block(keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
+    """Returns the verdict of block verification on a chain (Algorithm 2). Lossless.
+
+    Args:
+        keys_B: one key per row and round.
+        proposal: K draft tokens per row.
+        target_probs: [B, K+1, V], the distribution that should have been sampled at each node.
+    """
+    tokens, (_, M, V) = proposal.tokens, target_probs.shape
+    K = M - 1
+    # What follows the last draft token was drawn from nothing, as if from a draft of zeros.
+    if proposal.probs is None:
+        draft_probs = (tokens[..., None] == jnp.arange(V)).astype(target_probs.dtype)
+    else:
+        draft_probs = jnp.where(tokens[..., None] >= 0, proposal.probs, 0)
+    draft_probs = jnp.pad(draft_probs, [(0, 0), (0, 1), (0, 0)])
+    weights = prefix_weights(*rejection.ratio(tokens, proposal.probs, target_probs[:, :K]))
+    left = jnp.maximum(weights[..., None] * target_probs - draft_probs, 0)
+    passed, needed = acceptance(weights, jnp.sum(left, axis=-1))
+    accepted = sampling.uniforms(keys_B, sampling.ACCEPT, K) * needed[:, 1:] < passed[:, 1:]
+    count = jnp.max(jnp.where(accepted, jnp.arange(1, M), 0), axis=1, initial=0)
+    left = jnp.take_along_axis(left, count[:, None, None], axis=1)[:, 0]
+    # A prefix that cannot be tested might have been the longest.
+    testable = jnp.all(jnp.isfinite(passed) | (weights == 0), axis=1)
+    left = jnp.where(testable[:, None], left, jnp.nan)
+    return verdicts.conclude(keys_B, tokens, verdicts.chain_path(count, K), left)
+
+
+def prefix_weights(numerator: Array, denominator: Array) -> Array:
+    """Returns [B, K+1]: w_0 = 1 and w_i = min(1, w_{i-1} target / draft), of [B, K] each."""
+    weights = [jnp.ones(numerator.shape[0], numerator.dtype)]
+    for target_at, draft_at in zip(numerator.T, denominator.T):
+        scaled = weights[-1] * target_at
+        below = scaled < draft_at
+        weights.append(jnp.where(below, scaled / draft_at, (scaled > 0).astype(scaled.dtype)))
+    return jnp.stack(weights, axis=1)
+
+
+def acceptance(weights: Array, mass: Array) -> tuple[Array, Array]:
+    """Returns numerator and denominator of the probability that a prefix passes its test.
+
+    `mass` is the sum of max(w target - draft, 0) after the prefix: [B, K+1], [B, K+1] -> the same.
+    """
+    return mass, mass + (1 - weights)

@@ -1,0 +1,91 @@
+"""K-sequential selection on a tree: all children of a node are tried at one lower acceptance.
+
+**Lossless** for children that were drawn from the draft's distribution independently of each other
+(Sun et al. 2023, arXiv 2310.15141, Algorithm 1). With one child it is modified rejection sampling.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax import sampling
+from spsjax.errors import InputError
+from spsjax.types import Array, Proposal
+from spsjax.verifiers import base, match, verdicts
+
+_BISECTIONS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier(base.Verifier):
+    """Accepts a child of k with probability min(1, target / (rho draft)). Lossless.
+
+    If all are rejected, what is left of the target is drawn, which may be a child after all. rho is
+    the least divisor for which that is a distribution.
+    """
+
+    lossless = True
+    trees = True
+
+    def check(self, proposal):
+        if proposal.probs is None or proposal.distinct:
+            found = "point masses" if proposal.probs is None else "children without replacement"
+            raise InputError(
+                "verifier: expected a drafter of independent children for k-sequential selection, "
+                f'found one of {found}. Use "recursive"'
+            )
+
+    def verify(self, keys_B, proposal, target_probs):
+        (B, M, _), N = target_probs.shape, proposal.tokens.shape[1]
+        accept, left = selection(proposal, target_probs)
+        accepted = sampling.uniforms(keys_B, sampling.ACCEPT, N) < accept
+        uniforms = sampling.uniforms(keys_B, sampling.NEXT, 2 * M).reshape(B, M, 2)
+        drawn = sampling.draw(left, uniforms)
+        return match.walk(proposal, drawn, jnp.sum(left, axis=-1), accepted)
+
+
+def selection(proposal: Proposal, target_probs: Array) -> tuple[Array, Array]:
+    """Returns the probability to accept each child, and what is left: [B, N], [B, M, V]."""
+    parents, tokens = verdicts.parents_of(proposal), proposal.tokens
+    M = target_probs.shape[1]
+    missing = M - proposal.probs.shape[1]
+    draft_probs = jnp.pad(proposal.probs, ((0, 0), (0, missing), (0, 0)))
+    at_child = (parents[..., None], jnp.maximum(tokens, 0)[..., None])
+
+    def of_children(probs_BMV):
+        rows = jnp.take_along_axis(probs_BMV, at_child[0], axis=1)
+        return jnp.take_along_axis(rows, at_child[1], axis=2)[..., 0]
+
+    target_at, draft_at = of_children(target_probs), of_children(draft_probs)
+    # A token of draft probability 0 was not drawn: it counts as not proposed.
+    alive = verdicts.offered(proposal) & ~(draft_at <= 0)
+    mine = (parents[:, None] == jnp.arange(M)[:, None]) & alive[:, None]
+    children = jnp.sum(mine, axis=2).astype(target_probs.dtype)  # [B, M]
+    rho = divisor(draft_probs, target_probs, children)
+    common = jnp.minimum(draft_probs, target_probs / rho[..., None])
+    share = jnp.sum(common, axis=-1)
+    some = 1 - jnp.maximum(1 - share, 0) ** children  # the probability that some child is accepted
+    scale = jnp.where(share == 0, 0, some / jnp.where(share == 0, 1, share))
+    left = jnp.maximum(target_probs - common * scale[..., None], 0)
+    rho_at = jnp.take_along_axis(rho, parents, axis=1)
+    accept = jnp.where(alive, target_at / (rho_at * jnp.where(alive, draft_at, 1)), 0)
+    return accept, left
+
+
+def divisor(draft_probs: Array, target_probs: Array, children: Array) -> Array:
+    """Returns rho for k children each: the root of 1 - (1 - share)**k = rho share in [1, k].
+
+    `share` is the sum of min(draft, target / rho). The root is rounded up: a divisor that is too
+    small would be biased. [..., V], [..., V], [...] -> [...].
+    """
+
+    def narrow(_, interval):
+        low, high = interval
+        middle = (low + high) / 2
+        share = jnp.sum(jnp.minimum(draft_probs, target_probs / middle[..., None]), axis=-1)
+        above = 1 - jnp.maximum(1 - share, 0) ** children > middle * share
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    ones = jnp.ones_like(children)
+    return lax.fori_loop(0, _BISECTIONS, narrow, (ones, jnp.maximum(children, 1)))[1]

@@ -1,0 +1,74 @@
+"""From decisions about draft tokens to a verdict."""
+
+import jax.numpy as jnp
+
+from spsjax import sampling, tree
+from spsjax.types import Array, Proposal, Verdict
+
+
+def conclude(keys_B: Array, tokens_BN: Array, path_BP: Array, left_BV: Array) -> Verdict:
+    """Returns the verdict that accepts the nodes of a path and draws the token that follows.
+
+    Args:
+        keys_B: one key per row and round.
+        tokens_BN: draft tokens.
+        path_BP: the root, the accepted nodes, then -1.
+        left_BV: distribution of the token that follows, not normalised.
+    """
+    drawn = sampling.draw(left_BV, sampling.uniforms(keys_B, sampling.NEXT, 2))
+    return emit(tokens_BN, path_BP, drawn, jnp.sum(left_BV, axis=-1))
+
+
+def emit(tokens_BN: Array, path_BP: Array, drawn_B: Array, mass_B: Array) -> Verdict:
+    """Returns the verdict of a path and of the token that was drawn after it.
+
+    `mass_B` is the sum of the distribution that it was drawn from. If that is not finite or 0,
+    nothing could be drawn.
+    """
+    count = jnp.sum(path_BP >= 0, axis=1, dtype=jnp.int32) - 1
+    valid = jnp.isfinite(mass_B) & (mass_B > 0)
+    column = jnp.arange(path_BP.shape[1], dtype=jnp.int32)
+    # Column i holds the token of the path's node i + 1, which is draft token path[i + 1] - 1.
+    following = jnp.pad(path_BP[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    padded = jnp.pad(tokens_BN, ((0, 0), (1, 0)), constant_values=-1)
+    emitted = jnp.where(following >= 0, tree.along(following, padded), -1)
+    last = (column == count[:, None]) & valid[:, None]
+    emitted = jnp.where(last, drawn_B[:, None], emitted)
+    return Verdict(tokens=emitted, num_tokens=count + valid, path=path_BP, valid=valid)
+
+
+def chain_path(count_B: Array, num_tokens: int) -> Array:
+    """Returns the path [B, N+1] of the first `count` tokens of a chain of N."""
+    node = jnp.arange(num_tokens + 1, dtype=jnp.int32)
+    return jnp.where(node <= count_B[:, None], node, -1)
+
+
+def parents_of(proposal: Proposal) -> Array:
+    """Returns the parents [B, N] of a proposal, which may be a chain."""
+    return tree.chain(*proposal.tokens.shape) if proposal.parents is None else proposal.parents
+
+
+def offered(proposal: Proposal) -> Array:
+    """Returns [B, N] bool: the draft tokens that may be accepted."""
+    there = proposal.tokens >= 0
+    return there if proposal.eligible is None else there & proposal.eligible
+
+
+def first_siblings(parents_BN: Array, chosen_BN: Array) -> Array:
+    """Returns [B, N] bool: of the chosen children of each node, the first one."""
+    N = parents_BN.shape[1]
+    siblings = parents_BN[:, :, None] == parents_BN[:, None]
+    earlier = siblings & jnp.tril(jnp.ones((N, N), bool), -1)
+    return chosen_BN & ~jnp.any(earlier & chosen_BN[:, None], axis=2)
+
+
+def reached(parents_BN: Array, accepted_BN: Array) -> Array:
+    """Returns [B, M] bool: the root, and the nodes that are accepted as are all above them."""
+    accepted = jnp.pad(accepted_BN, ((0, 0), (1, 0)), constant_values=True)
+    return jnp.all(accepted[:, None] | ~tree.ancestors(parents_BN), axis=2)
+
+
+def last_reached(parents_BN: Array, accepted_BN: Array) -> Array:
+    """Returns the last node [B] of a walk from the root, if no two siblings are accepted."""
+    node = jnp.arange(parents_BN.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(reached(parents_BN, accepted_BN), node, 0), axis=1)
