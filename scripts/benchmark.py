@@ -53,6 +53,13 @@ def run():
     progress = terminal.progress("measuring")
     report = speed.speed_benchmark(config, target, draft, others, progress)
     mark = "random weights" if _SIZE.value or _RANDOM.value else ""
+    if config.forced_acceptance is not None:
+        if not mark:
+            raise InputError(
+                "forced_acceptance: expected --random beside it, because it makes texts "
+                "meaningless, found a pair with weights"
+            )
+        mark += f", acceptance forced to {config.forced_acceptance:g}"
     terminal.speed_table(report.systems, mark)
     terminal.position_table(report.systems, mark)
     terminal.speed_summary(report, mark)

@@ -127,6 +127,19 @@ def test_benchmark_random_marks_every_line(pair, tmp_path):
     assert "predicted" in result.stdout and "the text is that of plain decoding" in result.stdout
 
 
+def test_benchmark_forces_acceptance_of_random_weights_only(pair, tmp_path):
+    """Every line says so, and every draft token is accepted; a pair with weights is refused."""
+    flags = ("--config.forced_acceptance=1.0", f"--json={tmp_path / 'figures.json'}")
+    gpt2 = (f"--config={GPT2_XL}", *pair, *QUICK, "--random")
+    result = succeeds("benchmark.py", *gpt2, *flags)
+    assert "random weights, acceptance forced to 1" in result.stdout
+    report = json.loads((tmp_path / "figures.json").read_text())
+    speculative = [system for system in report["systems"] if system["role"] == "speculative"]
+    assert all(system["acceptance_rate"] == 1 for system in speculative)
+    result = run("benchmark.py", *QUICK, *flags)
+    fails_with_one_line(result, "forced_acceptance: expected --random")
+
+
 def test_benchmark_texts_predicts_the_speedup(pair, tmp_path):
     """The report of configs/experiments/gpt2_xl.py predicts the speed-up, here of a tiny pair."""
     flags = (f"--config={GPT2_XL}", "--config.max_new_tokens=12", "--config.repetitions=1")

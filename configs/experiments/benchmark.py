@@ -30,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8),
             "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
+            "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
             "time_rounds": True,  # time a draft step and a scoring pass alone, too
             # Prompts are the beginnings of held-out documents of these sources.
             "data": {

@@ -33,6 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
             },
             "num_speculative_tokens": (4,),
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
+            "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
             "time_rounds": True,
             "data": {
                 "train": ("stdlib",),

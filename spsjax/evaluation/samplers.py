@@ -11,6 +11,7 @@ from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import Model
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
+from spsjax.verifiers.base import Verifier
 
 
 class Role(enum.StrEnum):
@@ -78,6 +79,7 @@ def spsjax_system(
     drafter: Model | base.Drafter | None = None,
     num_speculative_tokens: int = 0,
     role: Role | None = None,
+    verifier: Verifier | None = None,
 ) -> System:
     """Returns `generate` as a system under test.
 
@@ -87,6 +89,7 @@ def spsjax_system(
         drafter: draft model or drafter, as for `generate`.
         num_speculative_tokens: K.
         role: role in the comparison. None: the baseline without a drafter, else speculative.
+        verifier: rule of acceptance, as for `generate`.
 
     Raises:
         InputError: `generate` would refuse the drafter or K.
@@ -110,6 +113,7 @@ def spsjax_system(
             max_new_tokens,
             seed,
             stop_at_eos=stop_at_eos,
+            verifier=verifier,
         )
         return Sample(out.stats.seconds, out.tokens[0].tolist(), out.stats)
 
@@ -128,7 +132,11 @@ def spsjax_system(
 
 
 def speculative_systems(
-    target: Model, drafter: Model | base.Drafter, counts: Sequence[int], field: str
+    target: Model,
+    drafter: Model | base.Drafter,
+    counts: Sequence[int],
+    field: str,
+    verifier: Verifier | None = None,
 ) -> list[System]:
     """Returns speculative sampling as a system per K.
 
@@ -137,6 +145,7 @@ def speculative_systems(
         drafter: draft model or drafter, as for `generate`.
         counts: values of K.
         field: name of the config's field with the values, for messages.
+        verifier: rule of acceptance, as for `generate`.
 
     Raises:
         InputError: a K is not usable, or occurs twice, so that one system would run twice.
@@ -145,4 +154,4 @@ def speculative_systems(
         check_integer(field, count, 1)
     if len(set(counts)) < len(counts):
         raise InputError(f"{field}: expected different integers, found {short_repr(counts)}")
-    return [spsjax_system("SpS", target, drafter, K) for K in counts]
+    return [spsjax_system("SpS", target, drafter, K, verifier=verifier) for K in counts]

@@ -19,10 +19,11 @@ from spsjax.evaluation.samplers import Role, System
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.performance import hardware
+from spsjax.performance import forced_acceptance, hardware
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import from_config
+from spsjax.verifiers.base import Verifier
 
 _HEAD_DIM, _MOST_HEADS = 64, 256  # of the random models
 
@@ -132,7 +133,10 @@ def speed_benchmark(
         if config[field] < 1:
             raise InputError(f"{field}: expected at least 1, found {config[field]}")
     prompts = _prompts(config, target)
-    systems = [*_systems(config, target, draft), *others]
+    verifier = None
+    if config.forced_acceptance is not None:
+        verifier = forced_acceptance.Verifier(config.forced_acceptance)
+    systems = [*_systems(config, target, draft, verifier), *others]
     before = hardware.memory_bandwidth()
     summaries = compare_speed(
         systems,
@@ -223,11 +227,14 @@ def compare_speed(
     return summary.summarize(records.records)
 
 
-def _systems(config, target: Model, draft: Model | None) -> list[System]:
-    """Returns the systems that a config names."""
+def _systems(
+    config, target: Model, draft: Model | None, verifier: Verifier | None = None
+) -> list[System]:
+    """Returns the systems that a config names; the verifier is that of the draft model."""
     counts = config.num_speculative_tokens if draft else ()
     systems = [samplers.spsjax_system("ArS", target)]
-    systems += samplers.speculative_systems(target, draft, counts, "num_speculative_tokens")
+    field = "num_speculative_tokens"
+    systems += samplers.speculative_systems(target, draft, counts, field, verifier)
     if draft and config.ngram.num_speculative_tokens:
         lookup = from_config.build("ngram", ngram.Drafter, config.ngram)
         K = lookup.num_speculative_tokens
