@@ -23,6 +23,7 @@ from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import peers, speed
 from spsjax.parallel import multihost
+from spsjax.performance import forced_acceptance
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -48,18 +49,19 @@ def run():
         main.check_installed(f"--peer={name}", *peers.modules(name))
     if _PLOT.value:
         main.check_installed("--plot", "matplotlib")
-    target, draft = load_models(config, configs.mesh(config.mesh))
-    others = peers.systems(_PEER.value, config.peer, target, draft)
-    progress = terminal.progress("measuring")
-    report = speed.speed_benchmark(config, target, draft, others, progress)
-    mark = "random weights" if _SIZE.value or _RANDOM.value else ""
+    mark, verifier = "random weights" if _SIZE.value or _RANDOM.value else "", None
     if config.forced_acceptance is not None:
+        verifier = forced_acceptance.Verifier(config.forced_acceptance)
         if not mark:
             raise InputError(
                 "forced_acceptance: expected --random beside it, because it makes texts "
                 "meaningless, found a pair with weights"
             )
         mark += f", acceptance forced to {config.forced_acceptance:g}"
+    target, draft = load_models(config, configs.mesh(config.mesh))
+    others = peers.systems(_PEER.value, config.peer, target, draft)
+    progress = terminal.progress("measuring")
+    report = speed.speed_benchmark(config, target, draft, others, progress, verifier)
     terminal.speed_table(report.systems, mark)
     terminal.position_table(report.systems, mark)
     terminal.speed_summary(report, mark)

@@ -19,7 +19,7 @@ from spsjax.evaluation.samplers import Role, System
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.performance import forced_acceptance, hardware
+from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import from_config
@@ -119,6 +119,7 @@ def speed_benchmark(
     draft: Model | None,
     others: Sequence[System] = (),
     progress: Callable[[Sequence], Iterable] = iter,
+    verifier: Verifier | None = None,
 ) -> SpeedReport:
     """Measures ArS, SpS over K, prompt lookup and other systems on the same prompts.
 
@@ -128,14 +129,12 @@ def speed_benchmark(
         draft: draft model; None measures the target alone.
         others: further systems.
         progress: wrapper of the list of jobs, for a progress bar.
+        verifier: rule of acceptance for the draft model, as for `generate`.
     """
     for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
         if config[field] < 1:
             raise InputError(f"{field}: expected at least 1, found {config[field]}")
     prompts = _prompts(config, target)
-    verifier = None
-    if config.forced_acceptance is not None:
-        verifier = forced_acceptance.Verifier(config.forced_acceptance)
     systems = [*_systems(config, target, draft, verifier), *others]
     before = hardware.memory_bandwidth()
     summaries = compare_speed(
