@@ -1,0 +1,122 @@
+"""Verifiers by name, what they refuse, and trees of the draft model in the loop."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import nearby_model, spread_model
+
+import spsjax
+from spsjax import growth, loading, verifiers
+from spsjax.drafters import draft_model, ngram
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+
+PROMPTS = [[1, 2, 3], [4]]
+TREES = (
+    growth.branching(2, 2),
+    growth.Tree((0, 0, 0, 1, 1, 4), replacement=True),
+    growth.DynamicTree(num_nodes=6, depth=3, width=2),
+)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = spread_model(16)
+    return target, nearby_model(target)
+
+
+def trees_of(draft: loading.Model, tree) -> LoadedDrafter:
+    return LoadedDrafter("tree", draft_model.Drafter(draft.config, tree=tree), draft.params)
+
+
+def generate(target, drafter, verifier, temperature=0.0):
+    params = spsjax.SamplingParams(temperature)
+    options = {"sampling": params, "max_new_tokens": 12, "stop_at_eos": False}
+    return spsjax.generate(target, PROMPTS, drafter, verifier=verifier, **options)
+
+
+@pytest.mark.parametrize("name", verifiers.NAMES)
+def test_greedy_texts_of_every_rule_are_those_of_plain_decoding(pair, name):
+    """Every rule, typical acceptance included, takes the target's choices in greedy rows."""
+    target, draft = pair
+    plain = generate(target, None, None)
+    out = generate(target, draft, name)
+    assert np.array_equal(out.tokens, plain.tokens)
+    assert out.stats.block_efficiency > 1.2
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_greedy_texts_of_trees_are_those_of_plain_decoding(pair, tree):
+    """A tree never accepts less than the chain of its first children, for greedy rows."""
+    target, draft = pair
+    plain = generate(target, None, None)
+    chain = spsjax.generate(
+        target, PROMPTS, draft, 2, spsjax.SamplingParams(0.0), 12, stop_at_eos=False
+    )
+    for name in ("match", "recursive"):
+        out = generate(target, trees_of(draft, tree), name)
+        assert np.array_equal(out.tokens, plain.tokens), name
+        assert out.stats.block_efficiency >= chain.stats.block_efficiency
+
+
+@pytest.mark.parametrize("name", ("recursive", "traversal", "match", "typical"))
+def test_sampled_trees_emit_whole_rounds(pair, name):
+    target, draft = pair
+    out = generate(target, trees_of(draft, TREES[0]), name, temperature=1.0)
+    assert [len(tokens) for tokens in out.tokens] == [12, 12]
+    assert 1 < out.stats.block_efficiency <= 3
+
+
+def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
+    target, draft = pair
+    point_masses = ngram.Drafter(2)
+    cases = (
+        (draft, "blocks", "verifier: expected block, kseq, match"),
+        (draft, 3, "verifier: expected block, kseq, match"),
+        (trees_of(draft, TREES[0]), "block", "verifier: expected a rule for trees"),
+        (trees_of(draft, TREES[0]), "kseq", "children without replacement"),
+        (trees_of(draft, TREES[2]), "traversal", "found one of point masses"),
+        (point_masses, "kseq", "found one of point masses"),
+    )
+    for drafter, name, message in cases:
+        with pytest.raises(spsjax.InputError, match=message) as caught:
+            generate(target, drafter, name)
+        assert "\n" not in str(caught.value)
+
+
+def test_trees_that_cannot_be_are_refused(pair):
+    _, draft = pair
+    for parents in ((), (1,), (0, 2), (0, 1, 0), [0], (0, True)):
+        with pytest.raises(spsjax.InputError, match="^parents: expected"):
+            growth.Tree(parents)
+    with pytest.raises(spsjax.InputError, match="^num_nodes: expected at most 6"):
+        growth.DynamicTree(7, 2, 2)
+    with pytest.raises(spsjax.InputError, match="^num_speculative_tokens: expected the depth"):
+        draft_model.Drafter(draft.config, 3, tree=TREES[0])
+    for field in ({"epsilon": 0.0}, {"epsilon": 2}, {"delta": -1}, {"delta": True}):
+        with pytest.raises(spsjax.InputError, match="^(epsilon|delta): expected a number"):
+            verifiers.typical.Verifier(**field)
+
+
+def test_dynamic_tree_keeps_the_most_probable_paths(pair):
+    """Compared with all paths of the draft, by brute force."""
+    target, draft = pair
+    tree = growth.DynamicTree(num_nodes=5, depth=2, width=4)
+    proposal = spsjax.propose(target, [1, 2, 3], trees_of(draft, tree))
+    tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
+    paths = [()]
+    for token, parent in zip(tokens, parents):
+        paths.append((*paths[parent], token))
+
+    def log_probs(context):
+        ids = np.asarray([[1, 2, 3, *context]])
+        logits = transformer.apply(draft.config, draft.params, ids).logits[0, -1]
+        return np.asarray(jax.nn.log_softmax(logits))
+
+    first = log_probs(())
+    scores = {(token,): first[token] for token in np.argsort(-first)[:4].tolist()}
+    for (token,), score in list(scores.items()):
+        second = log_probs((token,))
+        scores |= {(token, other): score + second[other] for other in np.argsort(-second)[:4]}
+    best = sorted(scores, key=scores.get, reverse=True)[:5]
+    assert {*paths[1:]} == {tuple(map(int, path)) for path in best}
