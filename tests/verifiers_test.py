@@ -87,14 +87,14 @@ def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
 def test_trees_that_cannot_be_are_refused(pair):
     _, draft = pair
     for parents in ((), (1,), (0, 2), (0, 1, 0), [0], (0, True)):
-        with pytest.raises(spsjax.InputError, match="^parents: expected"):
+        with pytest.raises(spsjax.InputError, match=r"^parents: expected"):
             growth.Tree(parents)
-    with pytest.raises(spsjax.InputError, match="^num_nodes: expected at most 6"):
+    with pytest.raises(spsjax.InputError, match=r"^num_nodes: expected at most 6"):
         growth.DynamicTree(7, 2, 2)
-    with pytest.raises(spsjax.InputError, match="^num_speculative_tokens: expected the depth"):
+    with pytest.raises(spsjax.InputError, match=r"^num_speculative_tokens: expected the depth"):
         draft_model.Drafter(draft.config, 3, tree=TREES[0])
     for field in ({"epsilon": 0.0}, {"epsilon": 2}, {"delta": -1}, {"delta": True}):
-        with pytest.raises(spsjax.InputError, match="^(epsilon|delta): expected a number"):
+        with pytest.raises(spsjax.InputError, match=r"^(epsilon|delta): expected a number"):
             verifiers.typical.Verifier(**field)
 
 
