@@ -144,14 +144,18 @@ def test_lenience_out_of_range_is_refused(model, lenience):
         spsjax.lenience_bias(jnp.ones((1, 2)) / 2, jnp.ones((1, 2)) / 2, lenience)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", 1.0, rejection])
+@pytest.mark.parametrize("verifier", [1.0, rejection])
 def test_verifier_of_another_type_is_refused(model, verifier):
     refused(model, "verifier", type(verifier).__name__, verifier=verifier)
 
 
+def test_verifier_of_another_name_is_refused(model):
+    refused(model, "verifier", "block, kseq", "'blocks'", verifier="blocks")
+
+
 def test_rejection_sampling_of_a_tree_is_refused(model):
     drafter = drafting.build("random_tree", model, 2)
-    refused(model, "verifier", "a tree", "match", drafter=drafter)
+    refused(model, "verifier", "a rule for trees", "match", drafter=drafter)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])])

@@ -131,7 +131,7 @@ MUTANTS = [
     *of(
         "drafters/draft_model.py",
         "core -k one_token",
-        (" & (node >= first[:, None, None])", ""),
+        ("seen &= row >= first[:, None, None]", "pass"),
         ("(lengths_B < 2).astype", "(lengths_B < 1).astype"),
     ),
     *of(
@@ -240,7 +240,7 @@ MUTANTS = [
         ("return jnp.where(empty, target_probs, left)", "return target_probs"),
         ("target_probs - lenience * draft_probs, 0)", "target_probs - draft_probs, 0)"),
         ("lenience * draft_at", "draft_at"),
-        ("sampling.draw(left, ", "sampling.draw(target_at, "),
+        ("left = residual(draft_at, target_at, lenience)", "left = target_at"),
         ("jnp.cumprod(accepted, axis=1)", "accepted"),
     ),
     *of(
@@ -250,21 +250,22 @@ MUTANTS = [
         ("return jnp.where(empty, target_probs, left)", "return left"),
     ),
     *of(
-        "verifiers/rejection.py",
+        "verifiers/verdicts.py",
         "core -k rejection_path",
-        (
-            "jnp.where(index <= count[:, None], index, -1)",
-            "jnp.where(index < count[:, None], index, -1)",
-        ),
+        ("node <= count_B[:, None], node", "node < count_B[:, None], node"),
     ),
     *of(
         "verifiers/match.py",
         "match",
-        ("matches &= proposal.eligible", "pass"),
-        ("matches &= jnp.take_along_axis(drawable, parents, axis=1)", "pass"),
-        ("matches &= ~jnp.any(twins & matches[:, None] & earlier, axis=2)", "pass"),
-        ("twins & matches[:, None] & earlier", "twins & earlier"),
-        ("reached, axis=1, dtype=jnp.int32) - 1", "reached, axis=1, dtype=jnp.int32)"),
+        (" & verdicts.offered(proposal)", ""),
+        ("equal &= jnp.take_along_axis(drawable, parents, axis=1)", "pass"),
+    ),
+    *of(
+        "verifiers/verdicts.py",
+        "match",
+        ("chosen_BN & ~jnp.any(earlier & chosen_BN[:, None], axis=2)", "chosen_BN"),
+        ("earlier & chosen_BN[:, None]", "earlier"),
+        ("dtype=jnp.int32) - 1\n", "dtype=jnp.int32)\n"),
     ),
     *of(
         "tree.py",
@@ -313,10 +314,17 @@ MUTANTS = [
     *of(
         "drafters/draft_model.py",
         "decode -k oracle",
-        ("k[None] + 2)", "k[None] + 1)"),
-        ("lengths_B[:, None] + k,", "lengths_B[:, None] + k + 1,"),
-        ("verdict.path[:, :-1] + 1", "verdict.path[:, :-1]"),
-        ("return before | (node == nodes_T[:, None])", "return before"),
+        ("k, node <= k)", "k, node < k)"),
+        ("- 1 + depth", "+ depth"),
+        ("block, 1 + fed_as", "block, fed_as"),
+        ("jnp.broadcast_to(row == 0", "jnp.broadcast_to(row < 0"),
+    ),
+    *of(
+        "growth.py",
+        "verifiers",
+        ("1 + kept[:, None] <= parents", "1 + kept[:, None] < parents"),
+        ("scores[..., None] + more", "more"),
+        ("parent = chosen // k if depth > 1 else jnp.zeros_like(chosen)", "parent = chosen * 0"),
     ),
     *of(
         "evaluation/tasks/sandbox.py",

@@ -15,14 +15,14 @@ def reject_in_turn(
 ) -> tuple[Array, Array, Array]:
     """Rejects every child of every node, in the order in which they were drawn.
 
-    A node has a target p and a weight w, at first 1. A child with token x is accepted with
-    probability min(1, w p(x) / q(x)), q being what it was drawn from. When it is rejected, p
-    becomes max(w p - q, 0), normalised. What the children of one node do changes no other node,
-    but for the weights if `joint`.
+    A node has a target distribution, a draft distribution and a weight, at first 1. A child is
+    accepted with probability min(1, weight target / draft), taken at its token. When it is
+    rejected, the node's target becomes max(weight target - draft, 0), normalised. The children of
+    one node change no other node, except for the weights if `joint`.
 
     Args:
-        proposal: N draft tokens per row. If its siblings are distinct, the next child was drawn
-            from q without x.
+        proposal: N draft tokens per row. If its siblings are distinct, each was drawn from
+            the draft without the elder ones' tokens.
         target_probs: [B, M, V], the distribution that should have been sampled at each node.
         joint: whether the acceptance of a node is its weight, so that a path is judged as a whole
             (see `traversal`); else all weights stay 1.
@@ -54,7 +54,7 @@ def _reject_in_row(distinct, joint, tokens_N, parents_N, alive_N, probs_PV, targ
         accept = jnp.where(alive, accept, 0)
         left = jnp.maximum(weight * target - draft, 0)
         mass = jnp.sum(left)
-        # Nothing is left where p and q agree to rounding. Then the child is as good as accepted.
+        # Nothing is left where target and draft agree to rounding: such a child is accepted.
         left = jnp.where(mass == 0, target, left / jnp.where(mass == 0, 1, mass))
         targets = targets.at[parent].set(jnp.where(alive, left, target))
         if joint:
