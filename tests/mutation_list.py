@@ -317,8 +317,8 @@ MUTANTS = [
         ("k, node <= k)", "k, node < k)"),
         ("- 1 + depth", "+ depth"),
         ("block, 1 + fed_as", "block, fed_as"),
-        ("jnp.broadcast_to(row == 0", "jnp.broadcast_to(row < 0"),
     ),
+    *of("drafters/draft_model.py", "verifiers -k two_layers", ("(row == 0", "(row < 0")),
     *of(
         "growth.py",
         "verifiers",

@@ -98,25 +98,39 @@ def test_trees_that_cannot_be_are_refused(pair):
             verifiers.typical.Verifier(**field)
 
 
-def test_dynamic_tree_keeps_the_most_probable_paths(pair):
-    """Compared with all paths of the draft, by brute force."""
+@pytest.mark.parametrize(("depth", "nodes"), [(2, 8), (3, 18)])
+def test_dynamic_tree_keeps_the_most_probable_paths(pair, depth, nodes):
+    """Compared with the same search over whole contexts, without a cache."""
     target, draft = pair
-    tree = growth.DynamicTree(num_nodes=5, depth=2, width=4)
+    tree = growth.DynamicTree(num_nodes=nodes, depth=depth, width=3)
     proposal = spsjax.propose(target, [1, 2, 3], trees_of(draft, tree))
     tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
     paths = [()]
     for token, parent in zip(tokens, parents):
         paths.append((*paths[parent], token))
 
-    def log_probs(context):
-        ids = np.asarray([[1, 2, 3, *context]])
+    def children(path, score):
+        ids = np.asarray([[1, 2, 3, *path]])
         logits = transformer.apply(draft.config, draft.params, ids).logits[0, -1]
-        return np.asarray(jax.nn.log_softmax(logits))
+        logs = np.asarray(jax.nn.log_softmax(logits))
+        return {(*path, int(token)): score + logs[token] for token in np.argsort(-logs)[:3]}
 
-    first = log_probs(())
-    scores = {(token,): first[token] for token in np.argsort(-first)[:4].tolist()}
-    for (token,), score in list(scores.items()):
-        second = log_probs((token,))
-        scores |= {(token, other): score + second[other] for other in np.argsort(-second)[:4]}
-    best = sorted(scores, key=scores.get, reverse=True)[:5]
-    assert {*paths[1:]} == {tuple(map(int, path)) for path in best}
+    level, scores = {(): 0.0}, {}
+    for _ in range(depth):
+        found = {}
+        for path in sorted(level, key=level.get, reverse=True)[:3]:
+            found |= children(path, level[path])
+        level, scores = found, scores | found
+    assert {*paths[1:]} == {*sorted(scores, key=scores.get, reverse=True)[:nodes]}
+
+
+def test_draft_of_two_layers_continues_as_it_would_alone():
+    """The second layer of the last but one token depends on what that token sees."""
+    target = spread_model(16)
+    draft = spread_model(16, seed=3, num_layers=2)
+    greedy = spsjax.SamplingParams(0.0)
+    alone = spsjax.generate(draft, [[1, 2, 3]], None, 0, greedy, 6, stop_at_eos=False)
+    for prompt in ([1, 2, 3], [1, 2, 3, *alone.tokens[0].tolist()[:3]]):
+        drafted = np.asarray(spsjax.propose(target, prompt, draft, 3, greedy).tokens)[0]
+        expected = [1, 2, 3, *alone.tokens[0].tolist()][len(prompt) :][:3]
+        assert drafted.tolist() == expected
