@@ -52,10 +52,10 @@ def run():
     mark, verifier = "random weights" if _SIZE.value or _RANDOM.value else "", None
     if config.forced_acceptance is not None:
         verifier = forced_acceptance.Verifier(config.forced_acceptance)
-        if not mark:
+        if not _RANDOM.value:
             raise InputError(
                 "forced_acceptance: expected --random beside it, because it makes texts "
-                "meaningless, found a pair with weights"
+                "meaningless, found none"
             )
         mark += f", acceptance forced to {config.forced_acceptance:g}"
     target, draft = load_models(config, configs.mesh(config.mesh))

@@ -1,7 +1,7 @@
-"""How trees of draft tokens grow from a drafter's distributions, level by level.
+"""Trees of draft tokens, grown level by level from a drafter's distributions.
 
 A drafter gives `feed`, which runs it over the nodes of one level and returns what follows each of
-them. Two shapes grow here: `Tree`, whose parents are fixed before, and `DynamicTree`, which goes
+them. Two shapes grow here: `Tree`, whose parents are given, and `DynamicTree`, which goes
 where the draft is most confident.
 """
 
@@ -160,8 +160,8 @@ def draw_tree(
 def _spread_greedy(rows: RowParams) -> RowParams:
     """Returns the parameters by which trees are drafted: greedy rows get the whole softmax.
 
-    A greedy draft has one token per node. The target's rule makes every draft lossless in greedy
-    rows, so that other children may follow.
+    A greedy distribution has one token, but a node may have several children. Any draft is lossless
+    in greedy rows, because only the target's own choice is accepted there.
     """
     greedy = rows.temperature == 0
     return RowParams(

@@ -45,6 +45,11 @@ def along(path_BP: Array, array: Array, axis: int = 1) -> Array:
     return jnp.take_along_axis(array, index, axis=axis)
 
 
+def siblings(parents_BN: Array) -> Array:
+    """Returns [B, N, N] bool: whether two draft tokens have the same parent."""
+    return parents_BN[:, :, None] == parents_BN[:, None]
+
+
 def path_to(parents_BN: Array, node_B: Array) -> Array:
     """Returns the path [B, M] from the root to a node: the nodes in order, then -1."""
     above = ancestors(parents_BN)
@@ -62,8 +67,7 @@ def turns(parents_BN: Array) -> Array:
     """
     above = ancestors(parents_BN)
     size = jnp.sum(above, axis=1, dtype=jnp.int32)  # nodes of the subtree
-    siblings = parents_BN[:, :, None] == parents_BN[:, None]
-    earlier = jnp.tril(siblings, -1)
-    before = jnp.sum(jnp.where(earlier, size[:, None, 1:], 0), axis=2)  # in elder siblings' trees
+    earlier = jnp.tril(siblings(parents_BN), -1)
+    before = jnp.sum(jnp.where(earlier, size[:, None, 1:], 0), axis=2)  # in earlier siblings' trees
     before = jnp.pad(before, ((0, 0), (1, 0)))
     return jnp.sum(jnp.where(above, before[:, None], 0), axis=2) + size - 1

@@ -65,7 +65,7 @@ class Proposal:
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
     eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
     distinct: bool = dataclasses.field(default=False, metadata={"static": True})  # whether siblings
-    #   were drawn without replacement: each from what the elder ones left of probs
+    #   were drawn without replacement: each from what the earlier ones left of probs
 
 
 @pytree_dataclass

@@ -119,6 +119,15 @@ def test_chosen_tokens_are_verified_losslessly(rule):
         assert error < TOLERANCE, tokens
 
 
+@pytest.mark.parametrize("rule", ("recursive", "traversal"))
+def test_siblings_after_one_that_is_not_eligible_are_verified_losslessly(rule):
+    """Without replacement they were drawn without its token, although it is not verified."""
+    for tree, eligible in ((branching(3), (0, 1, 1)), (branching(2, 1), (0, 1, 1, 1))):
+        options = {"distinct": True, "eligible": np.asarray(eligible, bool)}
+        error, _ = study(rule, tree, seed=3, **options)
+        assert error < TOLERANCE
+
+
 def test_block_verification_emits_most_of_all_rules_for_chains():
     """It emits at least as much as rejection on every pair, and matching the least."""
     for seed in range(10):

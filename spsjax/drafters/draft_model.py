@@ -85,7 +85,7 @@ class Drafter(base.Drafter):
             positions = jnp.broadcast_to(lengths_B[:, None] - 1 + depth, tokens_BT.shape)
             seen = jnp.pad(above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             seen &= row >= first[:, None, None]
-            if block is start:
+            if block is start:  # the first pass
                 tokens_BT = jnp.concatenate([before_last, tokens_BT], axis=1)
                 positions = jnp.concatenate([before, positions], axis=1)
                 itself = jnp.broadcast_to(row == 0, (len(seen), 1, len(row)))

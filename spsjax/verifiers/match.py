@@ -50,8 +50,7 @@ def walk(
     drawable = jnp.isfinite(mass_BM) & (mass_BM > 0)
     equal = proposal.tokens == jnp.take_along_axis(drawn_BM, parents, axis=1)
     equal &= jnp.take_along_axis(drawable, parents, axis=1)
-    siblings = parents[:, :, None] == parents[:, None]
-    equal &= ~jnp.any(siblings & accepted[:, None], axis=2)
+    equal &= ~jnp.any(tree.siblings(parents) & accepted[:, None], axis=2)
     chosen = verdicts.first_siblings(parents, (accepted | equal) & verdicts.offered(proposal))
     last = verdicts.last_reached(parents, chosen)[:, None]
     drawn, mass = (jnp.take_along_axis(array, last, axis=1)[:, 0] for array in (drawn_BM, mass_BM))

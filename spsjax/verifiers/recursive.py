@@ -17,7 +17,7 @@ from spsjax.verifiers import base, siblings, verdicts
 class Verifier(base.Verifier):
     """Walks from the root to the first child that is accepted, until there is none. Lossless.
 
-    A rejected child leaves less of the target's distribution to its younger siblings, and to the
+    A rejected child leaves less of the target's distribution to its later siblings, and to the
     token that is drawn when all are rejected.
     """
 

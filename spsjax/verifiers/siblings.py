@@ -1,4 +1,4 @@
-"""What is left of the target at a node when its children are rejected one after another."""
+"""The rest of the target's distribution at a node whose children were rejected."""
 
 import functools
 
@@ -22,13 +22,13 @@ def reject_in_turn(
 
     Args:
         proposal: N draft tokens per row. If its siblings are distinct, each was drawn from
-            the draft without the elder ones' tokens.
+            the draft without the earlier ones' tokens.
         target_probs: [B, M, V], the distribution that should have been sampled at each node.
         joint: whether the acceptance of a node is its weight, so that a path is judged as a whole
             (see `traversal`); else all weights stay 1.
 
     Returns:
-        [B, N] probabilities to accept each child when its elder siblings were rejected, [B, M]
+        [B, N] probabilities to accept each child when its earlier siblings were rejected, [B, M]
         weights and [B, M, V] targets when all children are rejected.
     """
     parents, alive = verdicts.parents_of(proposal), verdicts.offered(proposal)
@@ -54,7 +54,8 @@ def _reject_in_row(distinct, joint, tokens_N, parents_N, alive_N, probs_PV, targ
         accept = jnp.where(alive, accept, 0)
         left = jnp.maximum(weight * target - draft, 0)
         mass = jnp.sum(left)
-        # Nothing is left where target and draft agree to rounding: such a child is accepted.
+        # Nothing is left where the two agree to rounding. Then the target stays as it is; a
+        # rejection there has a probability of the order of the rounding.
         left = jnp.where(mass == 0, target, left / jnp.where(mass == 0, 1, mass))
         targets = targets.at[parent].set(jnp.where(alive, left, target))
         if joint:
@@ -66,7 +67,8 @@ def _reject_in_row(distinct, joint, tokens_N, parents_N, alive_N, probs_PV, targ
             rest = jnp.where(is_token, 0, draft)
             total = jnp.sum(rest)
             rest = rest / jnp.where(total == 0, 1, total)
-            drafts = drafts.at[parent].set(jnp.where(alive, rest, draft))
+            # Also without a token that is not eligible: the later siblings were drawn without it.
+            drafts = drafts.at[parent].set(rest)
         return (targets, weights, drafts), accept
 
     carry = target_MV, jnp.ones(M, target_MV.dtype), probs_PV

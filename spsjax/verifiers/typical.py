@@ -33,11 +33,13 @@ class Verifier(base.Verifier):
     trees = True
 
     def __post_init__(self):
-        for name, most in (("epsilon", 1), ("delta", float("inf"))):
+        for name, most, interval in (
+            ("epsilon", 1, "(0, 1]"),
+            ("delta", float("inf"), "(0, infinity]"),
+        ):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0 < value <= most:
-                interval = "(0, 1]" if most == 1 else "(0, infinity)"
                 raise InputError(
                     f"{name}: expected a number in {interval}, found {short_repr(value)}"
                 )

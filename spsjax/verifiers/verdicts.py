@@ -56,9 +56,7 @@ def offered(proposal: Proposal) -> Array:
 
 def first_siblings(parents_BN: Array, chosen_BN: Array) -> Array:
     """Returns [B, N] bool: of the chosen children of each node, the first one."""
-    N = parents_BN.shape[1]
-    siblings = parents_BN[:, :, None] == parents_BN[:, None]
-    earlier = siblings & jnp.tril(jnp.ones((N, N), bool), -1)
+    earlier = jnp.tril(tree.siblings(parents_BN), -1)
     return chosen_BN & ~jnp.any(earlier & chosen_BN[:, None], axis=2)
 
 
