@@ -11,7 +11,7 @@ from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal, Verdict
 from spsjax.verifiers.lenience import lenience_bias
-from spsjax.verifiers.standalone import rejection_sample
+from spsjax.verifiers.standalone import block_verify, rejection_sample, tree_verify
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "Verdict",
+    "block_verify",
     "drafters",
     "generate",
     "lenience_bias",
@@ -34,5 +35,6 @@ __all__ = [
     "rejection_sample",
     "sharding",
     "stream",
+    "tree_verify",
     "verifiers",
 ]

@@ -87,9 +87,9 @@ MUTANTS = [
     *of(
         "verifiers/standalone.py",
         "known_bugs_numerics -k nan_row",
-        ("draft_probs, axis=-1)) | ~offered", "draft_probs, axis=-1))"),
-        ("target_probs, axis=-1)) | ~used", "target_probs, axis=-1))"),
-        ("jnp.cumprod(proposal.tokens >= 0, axis=1)", "(proposal.tokens >= 0)"),
+        ("jnp.isfinite(draft) | ~drawn_from", "jnp.isfinite(draft)"),
+        ("jnp.isfinite(target) | ~used", "jnp.isfinite(target)"),
+        ("reached(parents, proposal.tokens >= 0)", "reached(parents, parents >= 0)"),
     ),
     *of(
         "verifiers/inputs.py",

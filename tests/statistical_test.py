@@ -178,3 +178,44 @@ def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
     first = collections.Counter((int(token),) for token in tokens[:, 0])
     expected = lenient_distribution(draft_probs[0], target_probs[0], lenience)
     assert g_test(first, {(z,): float(expected[z]) for z in range(V)}) > SUSPICIOUS
+
+
+@pytest.mark.parametrize("method", ("match", "recursive", "traversal", "kseq"))
+def test_tree_verify_has_the_exact_distribution(method):
+    """Trees are drawn by NumPy; emitted tokens follow the target's joint distribution."""
+    rng = np.random.default_rng(4)
+    rows, V, replacement = 200_000, 3, method == "kseq"
+    # What follows a node depends on its token; two children of the root, one below each.
+    draft, target = (rng.dirichlet(np.ones(V), V + 1).astype(np.float32) for _ in range(2))
+
+    def drawn(probs):
+        return np.argmax(np.log(probs) + rng.gumbel(size=probs.shape), axis=-1)
+
+    first = drawn(np.broadcast_to(draft[V], (rows, V)))
+    left = draft[V] * (replacement | (np.arange(V) != first[:, None])) + 1e-30
+    tokens = np.stack([first, drawn(left)], axis=1)
+    tokens = np.concatenate([tokens, drawn(draft[tokens])], axis=1)
+    context = np.concatenate([np.full((rows, 1), V), tokens], axis=1)
+    parents = np.broadcast_to([0, 0, 1, 2], tokens.shape)
+    emitted, number, _ = spsjax.tree_verify(
+        jax.random.key(1),
+        tokens,
+        parents,
+        draft[context[:, :3]],
+        target[context],
+        method,
+        replacement,
+    )
+    emitted, number = np.array(emitted), np.asarray(number)
+    assert emitted.shape == (rows, 3) and set(number.tolist()) == {1, 2, 3}
+    for k in (1, 2):  # texts of three tokens: what is missing is drawn from the target
+        emitted[:, k] = np.where(number > k, emitted[:, k], drawn(target[emitted[:, k - 1]]))
+    counts = collections.Counter(map(tuple, emitted.tolist()))
+    distribution = {
+        (x, y, z): float(target[V, x] * target[x, y] * target[y, z])
+        for x in range(V)
+        for y in range(V)
+        for z in range(V)
+    }
+    assert g_test(counts, distribution) > SUSPICIOUS
+    assert g_test(counts, perturbed(distribution)) < SUSPICIOUS

@@ -85,17 +85,32 @@ def trees(tree, draft, distinct):
             yield tokens, mass
 
 
+def proposal_of(parents, distinct, deterministic, tokens, draft, eligible):
+    """Returns a proposal as a drafter makes it: chains have no parents."""
+    N = len(parents)
+    is_chain = parents == tuple(range(N))
+    draft = None if deterministic else draft[:, :N] if is_chain else draft
+    parents_BN = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape)
+    return Proposal(tokens, draft, None if is_chain else parents_BN, eligible, distinct)
+
+
+@functools.lru_cache
+def mean_function(verifier, *shape):
+    """Returns a jitted function of tokens and distributions to accepted tokens, in the mean."""
+
+    def mean(tokens, draft, target, eligible):
+        proposal = proposal_of(*shape, tokens, draft, eligible)
+        return jnp.sum(verifier.accept_probs(proposal, target), axis=1)
+
+    return jax.jit(mean)
+
+
 @functools.lru_cache
 def verify_function(verifier, parents, distinct, deterministic):
     """Returns a jitted function of tokens, distributions and numbers to verdicts."""
-    N = len(parents)
-    is_chain = parents == tuple(range(N))
 
     def verify(tokens, draft, target, eligible, accept, following):
-        draft = None if deterministic else draft[:, :N] if is_chain else draft
-        broadcast = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape)
-        parents_BN = None if is_chain else broadcast
-        proposal = Proposal(tokens, draft, parents_BN, eligible, distinct)
+        proposal = proposal_of(parents, distinct, deterministic, tokens, draft, eligible)
         verifier.check(proposal)
         numbers = {sampling.ACCEPT: accept, sampling.NEXT: following}
         chosen = mock.Mock(side_effect=lambda keys, role, count: numbers[role][:, :count])
@@ -128,13 +143,19 @@ class Verification:
                     self._target[row, node] = target(context)
         self._eligible = np.ones(self._tokens.shape, bool) if eligible is None else eligible
         self._eligible = np.broadcast_to(self._eligible, self._tokens.shape)
-        self._verify = verify_function(verifier, tree.parents, distinct, tokens is not None)
+        rule = verifier, tree.parents, distinct, tokens is not None
+        self._verify, self._mean = verify_function(*rule), mean_function(*rule)
 
     def __call__(self, rows, accept, draws):
         """Returns the verdicts on some trees: [R] rows, [R, N] and [R, M] numbers."""
         arrays = self._tokens, self._draft, self._target, self._eligible
         arrays = [array[rows] for array in arrays] + [accept, doubled(draws)]
         return in_few_sizes(self._verify, arrays)
+
+    def mean_length(self):
+        """Returns the mean number of emitted tokens that the rule's own formula gives."""
+        arrays = self._tokens, self._draft, self._target, self._eligible
+        return float(self.masses @ (1 + in_few_sizes(self._mean, arrays)))
 
 
 def doubled(numbers):

@@ -31,6 +31,10 @@ class Verifier(base.Verifier):
                 f"acceptance: expected a number in [0, 1], found {short_repr(self.acceptance)}"
             )
 
+    def accept_probs(self, proposal, target_probs):
+        accept = jnp.where(proposal.tokens >= 0, self.acceptance, 0.0)
+        return jnp.cumprod(accept, axis=1)
+
     def verify(self, keys_B, proposal, target_probs):
         uniforms = sampling.uniforms(keys_B, sampling.ACCEPT, proposal.tokens.shape[1])
         accepted = (uniforms < self.acceptance) & (proposal.tokens >= 0)

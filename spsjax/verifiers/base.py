@@ -41,6 +41,14 @@ class Verifier(abc.ABC):
     def verify(self, keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
         """Returns the verdict, given the distributions [B, M, V] that should have been sampled."""
 
+    @abc.abstractmethod
+    def accept_probs(self, proposal: Proposal, target_probs: Array) -> Array:
+        """Returns [B, N]: how probable it is that each draft token is accepted.
+
+        Only the rule's own draws are random. The sum over a proposal's tokens is the mean number
+        that is accepted of it.
+        """
+
     def check(self, proposal: Proposal) -> None:
         """Raises InputError for a kind of proposal that the rule does not fit, when traced."""
         if proposal.parents is not None and not self.trees:

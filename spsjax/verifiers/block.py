@@ -23,6 +23,11 @@ class Verifier(base.Verifier):
     def verify(self, keys_B, proposal, target_probs):
         return block(keys_B, proposal, target_probs)
 
+    def accept_probs(self, proposal, target_probs):
+        passed, needed, _ = tests(proposal, target_probs)
+        fails = 1 - passed[:, 1:] / jnp.where(needed == 0, 1, needed)[:, 1:]
+        return 1 - jnp.cumprod(fails[:, ::-1], axis=1)[:, ::-1]  # a longer prefix will do
+
 
 def block(keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
     """Returns the verdict of block verification on a chain (Algorithm 2). Lossless.
@@ -31,6 +36,23 @@ def block(keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
         keys_B: one key per row and round.
         proposal: K draft tokens per row.
         target_probs: [B, K+1, V], the distribution that should have been sampled at each node.
+    """
+    passed, needed, left = tests(proposal, target_probs)
+    M = target_probs.shape[1]
+    accepted = sampling.uniforms(keys_B, sampling.ACCEPT, M - 1) * needed[:, 1:] < passed[:, 1:]
+    count = jnp.max(jnp.where(accepted, jnp.arange(1, M), 0), axis=1, initial=0)
+    left = jnp.take_along_axis(left, count[:, None, None], axis=1)[:, 0]
+    # A prefix that cannot be tested might have been the longest.
+    testable = jnp.all(jnp.isfinite(passed), axis=1)
+    left = jnp.where(testable[:, None], left, jnp.nan)
+    return verdicts.conclude(keys_B, proposal.tokens, verdicts.chain_path(count, M - 1), left)
+
+
+def tests(proposal: Proposal, target_probs: Array) -> tuple[Array, Array, Array]:
+    """Returns numerator and denominator of each prefix's chance to pass, and what is left after it.
+
+    What is left is max(w target - draft, 0) for the prefix's weight w, not normalised:
+    [B, K+1], [B, K+1], [B, K+1, V].
     """
     tokens, (_, M, V) = proposal.tokens, target_probs.shape
     K = M - 1
@@ -43,13 +65,9 @@ def block(keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
     weights = prefix_weights(*rejection.ratio(tokens, proposal.probs, target_probs[:, :K]))
     left = jnp.maximum(weights[..., None] * target_probs - draft_probs, 0)
     passed, needed = acceptance(weights, jnp.sum(left, axis=-1))
-    accepted = sampling.uniforms(keys_B, sampling.ACCEPT, K) * needed[:, 1:] < passed[:, 1:]
-    count = jnp.max(jnp.where(accepted, jnp.arange(1, M), 0), axis=1, initial=0)
-    left = jnp.take_along_axis(left, count[:, None, None], axis=1)[:, 0]
-    # A prefix that cannot be tested might have been the longest.
-    testable = jnp.all(jnp.isfinite(passed) | (weights == 0), axis=1)
-    left = jnp.where(testable[:, None], left, jnp.nan)
-    return verdicts.conclude(keys_B, tokens, verdicts.chain_path(count, K), left)
+    # A prefix of weight 0 is never accepted, whatever follows it.
+    passed = jnp.where(weights == 0, 0, passed)
+    return passed, jnp.where(weights == 0, 1, needed), left
 
 
 def prefix_weights(numerator: Array, denominator: Array) -> Array:

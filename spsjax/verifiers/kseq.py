@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import sampling
+from spsjax import sampling, tree
 from spsjax.errors import InputError
 from spsjax.types import Array, Proposal
 from spsjax.verifiers import base, match, verdicts
@@ -44,20 +44,25 @@ class Verifier(base.Verifier):
         drawn = sampling.draw(left, uniforms)
         return match.walk(proposal, drawn, jnp.sum(left, axis=-1), accepted)
 
+    def accept_probs(self, proposal, target_probs):
+        parents = verdicts.parents_of(proposal)
+        accept, left = selection(proposal, target_probs)
+        mass = jnp.sum(left, axis=-1, keepdims=True)
+        left = left / jnp.where(mass == 0, 1, mass)
+        same = tree.siblings(parents)
+        none = jnp.prod(jnp.where(same, 1 - accept[:, None], 1), axis=2)
+        drawn = none * match.drawn_probs(proposal, left)
+        return verdicts.with_ancestors(parents, verdicts.first_accepted(parents, accept) + drawn)
+
 
 def selection(proposal: Proposal, target_probs: Array) -> tuple[Array, Array]:
     """Returns the probability to accept each child, and what is left: [B, N], [B, M, V]."""
-    parents, tokens = verdicts.parents_of(proposal), proposal.tokens
-    M = target_probs.shape[1]
+    parents, M = verdicts.parents_of(proposal), target_probs.shape[1]
     missing = M - proposal.probs.shape[1]
     draft_probs = jnp.pad(proposal.probs, ((0, 0), (0, missing), (0, 0)))
-    at_child = (parents[..., None], jnp.maximum(tokens, 0)[..., None])
-
-    def of_children(probs_BMV):
-        rows = jnp.take_along_axis(probs_BMV, at_child[0], axis=1)
-        return jnp.take_along_axis(rows, at_child[1], axis=2)[..., 0]
-
-    target_at, draft_at = of_children(target_probs), of_children(draft_probs)
+    target_at, draft_at = (
+        verdicts.at_tokens(proposal, probs) for probs in (target_probs, draft_probs)
+    )
     # A token of draft probability 0 was not drawn: it counts as not proposed.
     alive = verdicts.offered(proposal) & ~(draft_at <= 0)
     mine = (parents[:, None] == jnp.arange(M)[:, None]) & alive[:, None]
@@ -70,7 +75,7 @@ def selection(proposal: Proposal, target_probs: Array) -> tuple[Array, Array]:
     left = jnp.maximum(target_probs - common * scale[..., None], 0)
     rho_at = jnp.take_along_axis(rho, parents, axis=1)
     accept = jnp.where(alive, target_at / (rho_at * jnp.where(alive, draft_at, 1)), 0)
-    return accept, left
+    return jnp.minimum(accept, 1), left
 
 
 def divisor(draft_probs: Array, target_probs: Array, children: Array) -> Array:

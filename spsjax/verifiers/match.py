@@ -30,6 +30,22 @@ class Verifier(base.Verifier):
         uniforms = sampling.uniforms(keys_B, sampling.NEXT, 2 * M).reshape(B, M, 2)
         return walk(proposal, sampling.draw(target_probs, uniforms), jnp.sum(target_probs, axis=-1))
 
+    def accept_probs(self, proposal, target_probs):
+        parents = verdicts.parents_of(proposal)
+        return verdicts.with_ancestors(parents, drawn_probs(proposal, target_probs))
+
+
+def drawn_probs(proposal: Proposal, probs_BMV: Array) -> Array:
+    """Returns [B, N]: how probable each draft token is as its parent's draw.
+
+    Of siblings with the same token, only the first one that is offered can be it.
+    """
+    parents, tokens = verdicts.parents_of(proposal), proposal.tokens
+    offered = verdicts.offered(proposal)
+    twins = jnp.tril(tree.siblings(parents), -1) & (tokens[:, :, None] == tokens[:, None])
+    first = offered & ~jnp.any(twins & offered[:, None], axis=2)
+    return jnp.where(first, verdicts.at_tokens(proposal, probs_BMV), 0)
+
 
 def walk(
     proposal: Proposal, drawn_BM: Array, mass_BM: Array, accepted_BN: Array | None = None

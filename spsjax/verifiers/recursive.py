@@ -31,3 +31,8 @@ class Verifier(base.Verifier):
         last = verdicts.last_reached(parents, verdicts.first_siblings(parents, accepted))
         left = jnp.take_along_axis(left, last[:, None, None], axis=1)[:, 0]
         return verdicts.conclude(keys_B, proposal.tokens, tree.path_to(parents, last), left)
+
+    def accept_probs(self, proposal, target_probs):
+        parents = verdicts.parents_of(proposal)
+        accept, _, _ = siblings.reject_in_turn(proposal, target_probs, joint=False)
+        return verdicts.with_ancestors(parents, verdicts.first_accepted(parents, accept))

@@ -48,6 +48,14 @@ class Verifier(base.Verifier):
     def verify(self, keys_B, proposal, target_probs):
         return rejection(keys_B, proposal, target_probs, self.lenience)
 
+    def accept_probs(self, proposal, target_probs):
+        numerator, denominator = ratio(
+            proposal.tokens, proposal.probs, target_probs[:, :-1], self.lenience
+        )
+        below = numerator < denominator
+        accept = jnp.where(below, numerator / jnp.where(below, denominator, 1), numerator > 0)
+        return jnp.cumprod(accept, axis=1)
+
 
 def ratio(
     draft_tokens: Array, draft_probs: Array | None, target_probs: Array, lenience: float = 1.0

@@ -1,14 +1,17 @@
 """Verification of other people's distributions, with checked inputs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spsjax import sampling
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.types import Array, Proposal
-from spsjax.verifiers import inputs
-from spsjax.verifiers.rejection import check_lenience, rejection
+from spsjax.verifiers import block, by_name, inputs, rejection, verdicts
+from spsjax.verifiers.base import Verifier
+
+TREE_RULES = "match", "recursive", "traversal", "kseq"
 
 
 def rejection_sample(
@@ -35,27 +38,119 @@ def rejection_sample(
             traced by `jit`, also if ids are outside the vocabulary or if distributions do not sum
             to 1.
     """
-    check_lenience(lenience)
+    rule = rejection.Verifier(lenience)
+    return _verify(rule, key, *_chain(key, draft_tokens, draft_probs, target_probs))[:2]
+
+
+def block_verify(
+    key: Array, draft_tokens: Array, draft_probs: Array, target_probs: Array
+) -> tuple[Array, Array]:
+    """Verifies a chain as a whole (Sun et al. 2024, arXiv 2403.10444, Algorithm 2). Lossless.
+
+    Emits at least as many tokens as `rejection_sample` in expectation. Arguments, results and
+    errors are the same.
+    """
+    rule = block.Verifier()
+    return _verify(rule, key, *_chain(key, draft_tokens, draft_probs, target_probs))[:2]
+
+
+def tree_verify(
+    key: Array,
+    tokens: Array,
+    parents: Array,
+    draft_probs: Array | None,
+    target_probs: Array,
+    method: str = "match",
+    replacement: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Verifies a tree of draft tokens. Lossless, if the tokens were drawn as said below.
+
+    Node 0 is the last committed token, and node 1 + n is `tokens[:, n]`. The children of a node
+    come in the order in which they were drawn.
+
+    Args:
+        key: as in `rejection_sample`.
+        tokens: [B, N] int; -1: no token is here, and nothing below it can be accepted.
+        parents: [B, N] int, the parent of each token: a node with a smaller number.
+        draft_probs: [B, P, V] float: the children of node p were drawn from `draft_probs[:, p]`.
+            Nodes from P on have no children. None: tokens were not drawn but chosen.
+        target_probs: [B, N+1, V] float: what follows each node.
+        method: "match" and "recursive" fit all trees, "traversal" those with `draft_probs`, "kseq"
+            those that were also drawn with replacement.
+        replacement: whether the children of a node were drawn independently of each other; else
+            each was drawn without the tokens of the ones before.
+
+    Returns:
+        [B, K+1] int32 tokens padded with -1, [B] int32 their number, as in `rejection_sample`, and
+        [B, K+1] int32 the root and the accepted nodes, padded with -1. K is the greatest depth of a
+        node, or N under `jit`, where the depth is not known.
+
+    Raises:
+        InputError: as in `rejection_sample`; also if parents are no tree, if the method does not
+            fit the draft, or if siblings are equal that were drawn without replacement.
+    """
+    rule = _rule_for_trees(method, draft_probs, replacement)
     inputs.check_key(key)
-    tokens = inputs.as_array("draft_tokens", draft_tokens)
-    if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
+    tokens, V = inputs.draft_tokens("tokens", tokens, target_probs, "N")
+    (B, N), P = tokens.shape, inputs.num_nodes(draft_probs)
+    parents = inputs.parents(parents, tokens, N + 1 if draft_probs is None else P)
+    there = tokens >= 0
+    scored = jnp.pad(there, ((0, 0), (1, 0)), constant_values=True)
+    target_probs = inputs.distributions("target_probs", target_probs, (B, N + 1, V), scored)
+    if draft_probs is not None:
+        has_children = (parents[..., None] == jnp.arange(P)) & there[..., None]
+        has_children = jnp.any(has_children, axis=1)
+        draft_probs = inputs.distributions("draft_probs", draft_probs, (B, P, V), has_children)
+        if not replacement and method != "match":
+            inputs.check_distinct(tokens, parents)
+    columns = inputs.depth(parents) + 1
+    parents, tokens = (jnp.asarray(array, jnp.int32) for array in (parents, tokens))
+    proposal = Proposal(tokens, draft_probs, parents, distinct=not replacement)
+    tokens, number, path = _verify(rule, key, proposal, target_probs)
+    return tokens[:, :columns], number, path[:, :columns]
+
+
+def _rule_for_trees(method: str, draft_probs, replacement: bool) -> Verifier:
+    """Returns the verifier of that name; raises InputError if it does not fit."""
+    if method not in TREE_RULES:
+        raise InputError(f"method: expected {', '.join(TREE_RULES)}, found {short_repr(method)}")
+    check_flag("replacement", replacement)
+    if method in ("traversal", "kseq") and draft_probs is None:
         raise InputError(
-            f"draft_tokens: expected integers [B, K], B >= 1, found {inputs.describe(tokens)}"
+            f'draft_probs: expected distributions for {method}, found None. Use method="match"'
         )
-    (B, K), V = tokens.shape, (0, *inputs.as_array("target_probs", target_probs).shape)[-1]
+    if method == "kseq" and not replacement:
+        raise InputError("replacement: expected True for kseq, found False")
+    return by_name(method)
+
+
+def _chain(key, tokens, draft_probs, target_probs) -> tuple[Proposal, Array]:
+    """Returns proposal and target probabilities of a chain after all checks."""
+    inputs.check_key(key)
+    tokens, V = inputs.draft_tokens("draft_tokens", tokens, target_probs, "K")
+    B, K = tokens.shape
     target_probs = inputs.distributions("target_probs", target_probs, (B, K + 1, V))
     draft_probs = inputs.distributions("draft_probs", draft_probs, (B, K, V), tokens >= 0)
-    if not isinstance(tokens, jax.core.Tracer):  # under jit the values are not known
-        wrong = np.asarray(tokens)
-        wrong = wrong[(wrong < -1) | (wrong >= V)]
-        if wrong.size:
-            raise InputError(f"draft_tokens: expected ids in [-1, {V}), found {wrong[0]}")
-    proposal = Proposal(jnp.asarray(tokens, jnp.int32), draft_probs)
-    verdict = rejection(sampling.row_keys(key, B), proposal, target_probs, lenience)
-    # The distributions of positions that are not proposed may be anything.
-    offered = jnp.cumprod(proposal.tokens >= 0, axis=1).astype(bool)
-    used = jnp.concatenate([jnp.ones((B, 1), bool), offered], axis=1)
-    finite = jnp.all(jnp.isfinite(jnp.sum(draft_probs, axis=-1)) | ~offered, axis=1)
-    finite &= jnp.all(jnp.isfinite(jnp.sum(target_probs, axis=-1)) | ~used, axis=1)
-    valid = verdict.valid & finite
-    return jnp.where(valid[:, None], verdict.tokens, -1), jnp.where(valid, verdict.num_tokens, 0)
+    return Proposal(jnp.asarray(tokens, jnp.int32), draft_probs), target_probs
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _verify(
+    rule: Verifier, key: Array, proposal: Proposal, target_probs: Array
+) -> tuple[Array, Array, Array]:
+    """Returns tokens, their number and the path; none for rows that are not finite.
+
+    The distributions of nodes that are not proposed may be anything.
+    """
+    verdict = rule.verify(sampling.row_keys(key, len(target_probs)), proposal, target_probs)
+    parents, target = verdicts.parents_of(proposal), jnp.sum(target_probs, axis=-1)
+    used = verdicts.reached(parents, proposal.tokens >= 0)  # the nodes that could be accepted
+    finite = jnp.all(jnp.isfinite(target) | ~used, axis=1)
+    if proposal.probs is not None:
+        draft = jnp.sum(proposal.probs, axis=-1)
+        drawn_from = parents[..., None] == jnp.arange(draft.shape[1])
+        drawn_from = jnp.any(drawn_from & used[:, 1:, None], axis=1)
+        finite &= jnp.all(jnp.isfinite(draft) | ~drawn_from, axis=1)
+    valid = (verdict.valid & finite)[:, None]
+    tokens, path = (jnp.where(valid, array, -1) for array in (verdict.tokens, verdict.path))
+    return tokens, jnp.where(valid[:, 0], verdict.num_tokens, 0), path

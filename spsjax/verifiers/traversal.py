@@ -46,3 +46,12 @@ class Verifier(base.Verifier):
         untested = jnp.any(~jnp.isfinite(weights) & (turn <= first[:, None]), axis=1)
         left = jnp.where(untested[:, None], jnp.nan, left)
         return verdicts.conclude(keys_B, proposal.tokens, tree.path_to(parents, last), left)
+
+    def accept_probs(self, proposal, target_probs):
+        parents = verdicts.parents_of(proposal)
+        _, weights, _ = siblings.reject_in_turn(proposal, target_probs, joint=True)
+        turn = tree.turns(parents)
+        before = turn[:, None] < turn[:, :, None]
+        last = weights * jnp.prod(jnp.where(before, 1 - weights[:, None], 1), axis=2)
+        above = tree.ancestors(parents)  # a path is accepted up to its last node
+        return jnp.sum(jnp.where(above, last[..., None], 0), axis=1)[:, 1:]

@@ -45,9 +45,20 @@ class Verifier(base.Verifier):
                 )
 
     def verify(self, keys_B, proposal, target_probs):
-        parents, tokens = verdicts.parents_of(proposal), proposal.tokens
-        rows = jnp.take_along_axis(target_probs, parents[..., None], axis=1)
-        probs = jnp.take_along_axis(rows, jnp.maximum(tokens, 0)[..., None], axis=2)[..., 0]
+        last = self._last(proposal, target_probs)
+        path = tree.path_to(verdicts.parents_of(proposal), last)
+        left = jnp.take_along_axis(target_probs, last[:, None, None], axis=1)[:, 0]
+        return verdicts.conclude(keys_B, proposal.tokens, path, left)
+
+    def accept_probs(self, proposal, target_probs):
+        above = tree.ancestors(verdicts.parents_of(proposal))
+        last = self._last(proposal, target_probs)[:, None, None]
+        return jnp.take_along_axis(above, last, axis=1)[:, 0, 1:].astype(target_probs.dtype)
+
+    def _last(self, proposal, target_probs):
+        """Returns the last node [B] of the path."""
+        parents = verdicts.parents_of(proposal)
+        probs = verdicts.at_tokens(proposal, target_probs)
         least = threshold(target_probs, self.epsilon, self.delta)
         accepted = probs > jnp.take_along_axis(least, parents, axis=1)
         reached = verdicts.reached(parents, accepted & verdicts.offered(proposal))
@@ -55,9 +66,7 @@ class Verifier(base.Verifier):
         log_probs = jnp.pad(jnp.log(jnp.where(accepted, probs, 1)), ((0, 0), (1, 0)))
         of_path = jnp.sum(jnp.where(above, log_probs[:, None], 0), axis=2)
         longest = reached & (depth == jnp.max(jnp.where(reached, depth, 0), axis=1, keepdims=True))
-        last = jnp.argmax(jnp.where(longest, of_path, -jnp.inf), axis=1).astype(jnp.int32)
-        left = jnp.take_along_axis(target_probs, last[:, None, None], axis=1)[:, 0]
-        return verdicts.conclude(keys_B, tokens, tree.path_to(parents, last), left)
+        return jnp.argmax(jnp.where(longest, of_path, -jnp.inf), axis=1).astype(jnp.int32)
 
 
 def threshold(target_probs: Array, epsilon: float, delta: float) -> Array:

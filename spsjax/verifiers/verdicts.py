@@ -54,10 +54,32 @@ def offered(proposal: Proposal) -> Array:
     return there if proposal.eligible is None else there & proposal.eligible
 
 
+def at_tokens(proposal: Proposal, probs_BMV: Array) -> Array:
+    """Returns [B, N]: what the distribution at its parent gives each draft token."""
+    rows = jnp.take_along_axis(probs_BMV, parents_of(proposal)[..., None], axis=1)
+    index = jnp.maximum(proposal.tokens, 0)[..., None]
+    return jnp.take_along_axis(rows, index, axis=2)[..., 0]
+
+
 def first_siblings(parents_BN: Array, chosen_BN: Array) -> Array:
     """Returns [B, N] bool: of the chosen children of each node, the first one."""
     earlier = jnp.tril(tree.siblings(parents_BN), -1)
     return chosen_BN & ~jnp.any(earlier & chosen_BN[:, None], axis=2)
+
+
+def first_accepted(parents_BN: Array, accept_BN: Array) -> Array:
+    """Returns [B, N]: the probability that a child is accepted, and none of its siblings before.
+
+    `accept_BN` are the probabilities of the single tests.
+    """
+    earlier = jnp.tril(tree.siblings(parents_BN), -1)
+    return accept_BN * jnp.prod(jnp.where(earlier, 1 - accept_BN[:, None], 1), axis=2)
+
+
+def with_ancestors(parents_BN: Array, probs_BN: Array) -> Array:
+    """Returns [B, N]: the product of a draft token's number and of those above it."""
+    above = tree.ancestors(parents_BN)[:, 1:, 1:]
+    return jnp.prod(jnp.where(above, probs_BN[:, None], 1), axis=2)
 
 
 def reached(parents_BN: Array, accepted_BN: Array) -> Array:
