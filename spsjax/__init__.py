@@ -6,6 +6,7 @@ Everything exported here is public; all else is internal and may change.
 from spsjax import drafters, verifiers
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream
+from spsjax.growth import DynamicTree, Tree
 from spsjax.loading import LoadedDrafter, Model, load, load_drafter
 from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
@@ -16,6 +17,7 @@ from spsjax.verifiers.standalone import block_verify, rejection_sample, tree_ver
 __version__ = "0.1.0"
 
 __all__ = [
+    "DynamicTree",
     "Generation",
     "InputError",
     "LoadedDrafter",
@@ -24,6 +26,7 @@ __all__ = [
     "Proposal",
     "SamplingParams",
     "Stats",
+    "Tree",
     "Verdict",
     "block_verify",
     "drafters",

@@ -102,8 +102,8 @@ def generate(
         max_new_tokens: one budget, or one per row.
         seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.
         verifier: rule that decides which draft tokens are accepted: a name of
-            `spsjax.verifiers.NAMES`, or a `spsjax.verifiers.*.Verifier`. None: "rejection",
-            modified rejection sampling, which is lossless.
+            `spsjax.verifiers.NAMES`, or a `spsjax.verifiers.*.Verifier`. None: modified
+            rejection sampling, which is lossless: "rejection", or "recursive" for trees.
         stop_at_eos: whether a row ends at the model's end-of-sequence ids.
 
     Raises:

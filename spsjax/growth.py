@@ -58,6 +58,20 @@ class Tree:
                 )
             depths.append(depths[parent] + 1)
 
+    @classmethod
+    def branching(cls, *counts: int, replacement: bool = False) -> "Tree":
+        """Returns the tree whose every node at depth d has `counts[d]` children.
+
+        `Tree.branching(2, 2)` has six nodes. Raises InputError for a count below 1.
+        """
+        parents, level = [], [0]
+        for count in counts:
+            check_integer("counts", count, 1)
+            start = len(parents) + 1
+            parents += [node for node in level for _ in range(count)]
+            level = list(range(start, len(parents) + 1))
+        return cls(tuple(parents), replacement)
+
     @property
     def num_nodes(self) -> int:
         return len(self.parents)
@@ -101,20 +115,6 @@ class Tree:
             node = self.parents[node - 1]
             path.add(node)
         return [fed in path for fed in self.inner]
-
-
-def branching(*counts: int, replacement: bool = False) -> Tree:
-    """Returns the tree whose every node at depth d has `counts[d]` children.
-
-    `branching(2, 2)` has six nodes. Raises InputError for a count below 1.
-    """
-    parents, level = [], [0]
-    for count in counts:
-        check_integer("counts", count, 1)
-        start = len(parents) + 1
-        parents += [node for node in level for _ in range(count)]
-        level = list(range(start, len(parents) + 1))
-    return Tree(tuple(parents), replacement)
 
 
 def draw_tree(

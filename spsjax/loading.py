@@ -8,7 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from spsjax import drafters, tokenization
+from spsjax import drafters, growth, tokenization
 from spsjax.drafters import draft_model
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
@@ -131,7 +131,12 @@ def load(
     return Model(str(name), config, params, pieces, mesh)
 
 
-def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = False) -> LoadedDrafter:
+def load_drafter(
+    name: str | pathlib.Path,
+    target: Model,
+    replicate: bool = False,
+    tree: growth.Tree | growth.DynamicTree | None = None,
+) -> LoadedDrafter:
     """Loads a drafter for a target.
 
     Args:
@@ -140,27 +145,32 @@ def load_drafter(name: str | pathlib.Path, target: Model, replicate: bool = Fals
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device.
+        tree: shape of the trees that a model drafts (`Tree`, `DynamicTree`); None: a chain.
 
     Raises:
-        InputError: no drafter of that name, or one that does not fit the target.
+        InputError: no drafter of that name, or one that does not fit the target or the tree.
     """
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
     check_flag("replicate", replicate)
+    if not isinstance(tree, growth.Tree | growth.DynamicTree | None):
+        raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     if isinstance(name, str) and name in WEIGHTLESS:
+        if tree is not None:
+            raise InputError(f"tree: expected none for {name}, which drafts chains, found a tree")
         return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
     near = isinstance(name, str) and difflib.get_close_matches(name.lower(), WEIGHTLESS, 1, 0.8)
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
     dtype = None if dtype == default_dtype(target.config) else dtype
-    return as_drafter(load(name, target.mesh, dtype, replicate), target)
+    return as_drafter(load(name, target.mesh, dtype, replicate), target, tree)
 
 
-def as_drafter(draft: Model, target: Model) -> LoadedDrafter:
+def as_drafter(draft: Model, target: Model, tree=None) -> LoadedDrafter:
     """Returns a loaded model as a drafter for a target; raises InputError if they do not fit."""
     _check_pair(target, draft)
-    drafter = draft_model.Drafter(draft.config, vocab_size=target.config.vocab_size)
+    drafter = draft_model.Drafter(draft.config, vocab_size=target.config.vocab_size, tree=tree)
     context = draft.config.max_positions
     return LoadedDrafter(draft.name, drafter, draft.params, context, draft.tokenizer)
 

@@ -52,8 +52,10 @@ class Request:
         check_sampling(params)
         check_seed(seed)
         check_flag("stop_at_eos", stop_at_eos)
-        verifier = check_verifier(verifier)
         loaded = speculation(model, drafter, num_speculative_tokens)
+        if verifier is None:
+            verifier = "recursive" if loaded.drafter.trees else "rejection"
+        verifier = check_verifier(verifier)
         self.model = model
         name = "prompts[{}]" if caller == "generate" else "prompt"
         self.prompts = token_ids(model, prompts, name)
@@ -238,9 +240,9 @@ def _devices(params) -> set:
 
 
 def check_verifier(verifier) -> base_verifier.Verifier:
-    """Returns a verifier or that of a name, of None: "rejection"; raises InputError for others."""
-    if verifier is None or isinstance(verifier, str):
-        return verifiers.by_name("rejection" if verifier is None else verifier)
+    """Returns a verifier, or that of a name; raises InputError for others."""
+    if isinstance(verifier, str):
+        return verifiers.by_name(verifier)
     if not isinstance(verifier, base_verifier.Verifier):
         names = ", ".join(verifiers.NAMES)
         raise InputError(f"verifier: expected {names} or a Verifier, found {_kind(verifier)}")

@@ -13,7 +13,7 @@ from spsjax.models import transformer
 
 PROMPTS = [[1, 2, 3], [4]]
 TREES = (
-    growth.branching(2, 2),
+    growth.Tree.branching(2, 2),
     growth.Tree((0, 0, 0, 1, 1, 4), replacement=True),
     growth.DynamicTree(num_nodes=6, depth=3, width=2),
 )
@@ -74,6 +74,7 @@ def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
         (draft, "blocks", "verifier: expected block, kseq, match"),
         (draft, 3, "verifier: expected block, kseq, match"),
         (trees_of(draft, TREES[0]), "block", "verifier: expected a rule for trees"),
+        (trees_of(draft, TREES[0]), "rejection", "verifier: expected a rule for trees"),
         (trees_of(draft, TREES[0]), "kseq", "children without replacement"),
         (trees_of(draft, TREES[2]), "traversal", "found one of point masses"),
         (point_masses, "kseq", "found one of point masses"),
@@ -82,6 +83,21 @@ def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
         with pytest.raises(spsjax.InputError, match=message) as caught:
             generate(target, drafter, name)
         assert "\n" not in str(caught.value)
+
+
+def test_trees_are_loaded_with_a_draft_and_verified_by_default():
+    target = spsjax.load("pystdlib/target")
+    drafter = spsjax.load_drafter("pystdlib/draft", target, tree=TREES[0])
+    greedy = spsjax.SamplingParams(0.0)
+    plain, default, recursive = (
+        spsjax.generate(target, ["import os\n"], drafter, None, greedy, 8, verifier=verifier)
+        for drafter, verifier in ((None, None), (drafter, None), (drafter, "recursive"))
+    )
+    assert default.texts == recursive.texts == plain.texts
+    assert default.stats.target_calls == recursive.stats.target_calls < plain.stats.target_calls
+    for name, tree in (("pystdlib/draft", (0, 0)), ("ngram", TREES[0]), ("pystdlib/draft", 3)):
+        with pytest.raises(spsjax.InputError, match=r"^tree: expected"):
+            spsjax.load_drafter(name, target, tree=tree)
 
 
 def test_trees_that_cannot_be_are_refused(pair):

@@ -27,12 +27,14 @@ class Drafter(abc.ABC):
     Attributes:
         num_speculative_tokens: K, the most tokens that a round can accept.
         num_nodes: N, draft tokens of a proposal; K for a chain.
+        trees: whether proposals are trees, which not every verifier takes.
         tap_layers: layers of the target whose input `prefill` and `commit` want to see.
         score_sizes: numbers of draft tokens, beside N, for which a smaller scoring pass is
             compiled; for drafters that often propose fewer than N.
     """
 
     num_speculative_tokens: int
+    trees: bool = False
     tap_layers: tuple[int, ...] = ()
     score_sizes: tuple[int, ...] = ()
 

@@ -56,6 +56,10 @@ class Drafter(base.Drafter):
             )
 
     @property
+    def trees(self):
+        return self.tree is not None
+
+    @property
     def num_nodes(self):
         return self.tree.num_nodes if self.tree else self.num_speculative_tokens
 
