@@ -1,0 +1,223 @@
+"""What trees of draft tokens are worth: tokens per call, the best shape, and when a tree pays.
+
+Costs are in passes of the target over one token, as in `theory`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.growth import Tree
+from spsjax.types import Proposal
+from spsjax.verifiers.base import Verifier
+
+# From a context, the draft tokens so far, to the distribution [V] of what follows.
+Law = Callable[[tuple[int, ...]], np.ndarray]
+
+_MOST_DRAFTS = 10**6  # that are enumerated
+
+
+def expected_tokens(verifier: Verifier, tree: Tree, draft: Law, target: Law) -> float:
+    """Returns the tokens per target call of a rule, exactly: over all drafts that can be drawn.
+
+    Args:
+        verifier: the rule, for drafts that are drawn from the draft's distributions.
+        tree: shape of the draft. One that is a chain also fits the rules for chains.
+        draft: distribution of the draft after each context.
+        target: distribution of the target after each context.
+
+    Raises:
+        InputError: there are too many drafts to enumerate, or the rule does not fit them.
+    """
+    vocab, N = len(target(())), tree.num_nodes
+    if vocab**N > _MOST_DRAFTS:
+        raise InputError(
+            f"tree: expected at most {_MOST_DRAFTS} drafts, found {vocab} tokens at {N} nodes"
+        )
+    drafts = list(_drafts(tree, draft))
+    shape = len(drafts), N + 1, vocab
+    draft_probs, target_probs = np.zeros(shape), np.full(shape, 1 / vocab)
+    for row, (tokens, _) in enumerate(drafts):
+        for node, context in enumerate(_contexts(tree, tokens)):
+            if -1 not in context:
+                draft_probs[row, node], target_probs[row, node] = draft(context), target(context)
+    tokens, masses = map(np.asarray, zip(*drafts))
+    tokens, parents = (
+        jnp.asarray(array, jnp.int32) for array in (tokens, np.tile(tree.parents, (len(drafts), 1)))
+    )
+    if tree.depth == N:
+        proposal = Proposal(tokens, jnp.asarray(draft_probs[:, :N]))
+    else:
+        probs = jnp.asarray(draft_probs)
+        proposal = Proposal(tokens, probs, parents, distinct=not tree.replacement)
+    verifier.check(proposal)
+    accepted = verifier.accept_probs(proposal, jnp.asarray(target_probs)).sum(axis=1)
+    return float(1 + masses @ np.asarray(accepted))
+
+
+def _drafts(tree: Tree, draft: Law):
+    """Yields the tokens of every draft and its probability; -1 where nothing is left to draw."""
+    unfinished = [((), 1.0)]
+    while unfinished:
+        tokens, mass = unfinished.pop()
+        if len(tokens) == tree.num_nodes:
+            yield tokens, mass
+            continue
+        parent = tree.parents[len(tokens)]
+        context = _contexts(tree, tokens)[parent]
+        probs = np.zeros(1) if -1 in context else np.array(draft(context), float)
+        if not tree.replacement:
+            probs[[token for token, of in zip(tokens, tree.parents) if of == parent]] = 0
+        total = probs.sum()
+        if total == 0:
+            unfinished.append(((*tokens, -1), mass))
+        for token in np.flatnonzero(probs):
+            unfinished.append(((*tokens, int(token)), mass * probs[token] / total))
+
+
+def _contexts(tree: Tree, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the draft tokens from the root to each node."""
+    contexts = [()]
+    for token, parent in zip(tokens, tree.parents):
+        contexts.append((*contexts[parent], token))
+    return contexts
+
+
+def tokens_per_call(rates: Sequence[float], tree: Tree) -> float:
+    """Returns the tokens per target call of a tree, if every node behaves like every other.
+
+    Args:
+        rates: the probability that the b-th child of a node is accepted, if the node is.
+        tree: a shape with at most that many children per node.
+    """
+    reached = np.ones(tree.num_nodes + 1)
+    for children in tree.children:
+        for rank, child in enumerate(children):
+            reached[child] = reached[tree.parents[child - 1]] * rates[rank]
+    return float(reached.sum())
+
+
+def plan_tree(rates: Sequence[float], num_nodes: int, depth: int) -> Tree:
+    """Returns the shape with most tokens per call (Sequoia, Chen et al. 2024, arXiv 2402.12374).
+
+    It is found by the dynamic programme of section 3.1, over nodes, levels and children.
+
+    Args:
+        rates: the probability that the b-th child of a node is accepted, if the node is.
+        num_nodes: N, draft tokens.
+        depth: most levels below the root.
+
+    Raises:
+        InputError: rates are no probabilities, or no tree of that depth has so many nodes.
+    """
+    table = _Table(rates, num_nodes, depth)
+    if not table.has(num_nodes, depth):
+        raise InputError(
+            f"num_nodes: expected a tree of at most {depth} levels and {len(rates)} children per "
+            f"node, found {num_nodes} nodes"
+        )
+    return table.tree(num_nodes, depth)
+
+
+class _Table:
+    """The best trees of all sizes up to a number of draft tokens and of levels."""
+
+    def __init__(self, rates, num_nodes: int, depth: int):
+        check_integer("num_nodes", num_nodes, 1)
+        check_integer("depth", depth, 1)
+        rates = np.asarray(rates, float)
+        if rates.ndim != 1 or not len(rates) or not np.all((rates >= 0) & (rates <= 1)):
+            found = short_repr(rates.tolist())
+            raise InputError(f"rates: expected probabilities, one per child, found {found}")
+        sizes = num_nodes + 2
+        # tokens[levels][m]: of the best tree of m nodes, its root included, of at most so many
+        # levels below the root; counts: its root's children. splits[levels][b][m]: nodes below the
+        # root's last child, if it has b + 1 of them.
+        self._tokens = [np.where(np.arange(sizes) == 1, 1.0, -np.inf)]
+        self._counts, self._splits = [np.zeros(sizes, int)], [np.zeros((0, sizes), int)]
+        for _ in range(depth):
+            by_children, split = [self._tokens[0]], np.zeros((len(rates), sizes), int)
+            for rank, rate in enumerate(rates):
+                best = np.full(sizes, -np.inf)
+                for size in range(2, sizes):
+                    below = np.arange(1, size)
+                    tokens = by_children[-1][size - below] + rate * self._tokens[-1][below]
+                    split[rank, size], best[size] = below[np.argmax(tokens)], tokens.max()
+                by_children.append(best)
+            self._tokens.append(np.max(by_children, axis=0))
+            self._counts.append(np.argmax(by_children, axis=0))
+            self._splits.append(split)
+
+    def has(self, num_nodes: int, depth: int) -> bool:
+        """Returns whether there is a tree of so many draft tokens and at most so many levels."""
+        return bool(self._tokens[depth][num_nodes + 1] > -np.inf)
+
+    def tree(self, num_nodes: int, depth: int) -> Tree:
+        """Returns the best tree of so many draft tokens and at most so many levels."""
+        parents, level = [], [(0, num_nodes + 1)]
+        for levels in range(depth, 0, -1):
+            following = []
+            for node, size in level:
+                shares = []  # the sizes of the children's trees, the last child's first
+                for rank in reversed(range(self._counts[levels][size])):
+                    shares.append(self._splits[levels][rank, size])
+                    size -= shares[-1]
+                for share in reversed(shares):
+                    parents.append(node)
+                    following.append((len(parents), share))
+            level = following
+        return Tree(tuple(parents))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A tree and what it is worth.
+
+    Attributes:
+        tree: the shape.
+        tokens_per_call: tokens per target call.
+        speedup: speed-up over autoregressive sampling in wall time.
+    """
+
+    tree: Tree
+    tokens_per_call: float
+    speedup: float
+
+
+def best_plan(
+    rates: Sequence[float],
+    num_nodes: int,
+    draft_cost: Callable[[int], float],
+    scoring_cost: Callable[[int], float],
+    most_levels: int = 16,
+) -> Plan:
+    """Returns the fastest tree of at most `num_nodes` draft tokens (Sequoia, section 3.3).
+
+    Args:
+        rates: the probability that the b-th child of a node is accepted, if the node is.
+        num_nodes: most draft tokens.
+        draft_cost: cost of one pass of the draft over so many tokens.
+        scoring_cost: cost of one pass of the target over so many tokens.
+        most_levels: most levels below the root.
+    """
+    table, plans = _Table(rates, num_nodes, most_levels), []
+    for nodes in range(1, num_nodes + 1):
+        for depth in range(1, min(nodes, most_levels) + 1):
+            if table.has(nodes, depth):
+                tree = table.tree(nodes, depth)
+                plans.append(planned(tree, rates, draft_cost, scoring_cost))
+    return max(plans, key=lambda plan: plan.speedup)
+
+
+def planned(tree: Tree, rates, draft_cost, scoring_cost) -> Plan:
+    """Returns what a tree is worth; arguments as in `best_plan`.
+
+    A round takes a pass of the draft per level that has children, and one of the target.
+    """
+    tokens = tokens_per_call(rates, tree)
+    fed = [sum(bool(tree.children[node]) for node in level) for level in tree.levels]
+    drafting = sum(draft_cost(count) for count in fed if count)
+    return Plan(tree, tokens, tokens / (drafting + scoring_cost(tree.num_nodes + 1)))
