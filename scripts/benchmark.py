@@ -18,10 +18,10 @@ import _environment  # noqa: F401 (must be first: names a package that is missin
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import loading
+from spsjax import loading, verifiers
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, short_repr
-from spsjax.evaluation import peers, speed
+from spsjax.evaluation import peers, samplers, speed
 from spsjax.parallel import multihost
 from spsjax.performance import forced_acceptance
 from spsjax.utils import atomic_files
@@ -49,7 +49,8 @@ def run():
         main.check_installed(f"--peer={name}", *peers.modules(name))
     if _PLOT.value:
         main.check_installed("--plot", "matplotlib")
-    mark, verifier = "random weights" if _SIZE.value or _RANDOM.value else "", None
+    mark = "random weights" if _SIZE.value or _RANDOM.value else ""
+    verifier = config.verifier or None
     if config.forced_acceptance is not None:
         verifier = forced_acceptance.Verifier(config.forced_acceptance)
         if not _RANDOM.value:
@@ -60,6 +61,8 @@ def run():
         mark += f", acceptance forced to {config.forced_acceptance:g}"
     target, draft = load_models(config, configs.mesh(config.mesh))
     others = peers.systems(_PEER.value, config.peer, target, draft)
+    if config.tree:
+        others = [tree_system(config, target, draft, verifier), *others]
     progress = terminal.progress("measuring")
     report = speed.speed_benchmark(config, target, draft, others, progress, verifier)
     terminal.speed_table(report.systems, mark)
@@ -75,6 +78,23 @@ def run():
         from spsjax.cli import plots
 
         plots.speed(report.systems, _PLOT.value, mark)
+
+
+def tree_system(config, target, draft, verifier) -> samplers.System:
+    """Returns speculative sampling with the trees that a config names."""
+    rule = verifiers.by_name(verifier) if isinstance(verifier, str) else verifier
+    if rule is not None and not rule.trees:
+        raise InputError("tree: expected a verifier for trees beside it, found one for chains")
+    drafter = configs.with_tree(draft, target, config.tree)
+    tree = drafter.drafter.tree
+    return samplers.spsjax_system(
+        f"SpS, tree of {tree.num_nodes}",
+        target,
+        drafter,
+        tree.depth,
+        samplers.Role.ALTERNATIVE,
+        verifier,
+    )
 
 
 def load_models(config, mesh) -> tuple[loading.Model, loading.Model | None]:

@@ -39,6 +39,7 @@ def run():
         configs.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
     )
     config["compiler_options"] = _options(config["compiler_options"])
+    config["tree"] = configs.read_tree(config["tree"]) if config["tree"] else None
     report = aot.compile_pair(
         target, draft, _TOPOLOGY.value, progress=terminal.progress("compiling"), **config
     )

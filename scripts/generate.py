@@ -46,7 +46,7 @@ def run():
         "sampling": from_config.build("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
-        "verifier": spsjax.verifiers.rejection.Verifier(config.lenience),
+        "verifier": verifier(config),
         "stop_at_eos": config.stop_at_eos,
     }
     mesh = configs.mesh(config.mesh)
@@ -54,6 +54,7 @@ def run():
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
     drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
+    drafter = configs.with_tree(drafter, target, config.tree)
     count = config.num_speculative_tokens
     inputs = prompts
     if _CHAT.value:
@@ -79,6 +80,17 @@ def run():
         results[0] |= {"stats": dataclasses.asdict(out.stats), "config": config.to_dict()}
     for result in results:
         print(json.dumps(result))
+
+
+def verifier(config) -> spsjax.verifiers.Verifier | str | None:
+    """Returns the rule of acceptance that a config names."""
+    if config.lenience == 1:
+        return config.verifier or None
+    if config.verifier not in ("", "rejection"):
+        raise spsjax.InputError(
+            f"lenience: expected 1 with another rule than rejection, found {config.lenience}"
+        )
+    return spsjax.verifiers.rejection.Verifier(config.lenience)
 
 
 def read_prompts() -> list[str]:

@@ -3,9 +3,11 @@ r"""Prints the speed-up that theory predicts over K, and the best K.
 python scripts/predict.py --acceptance=0.8 --draft_ms=1.8 --target_ms=14.1
 python scripts/predict.py --acceptance=0.9,0.85,0.8,0.8 --draft_ms=1.8 --target_ms=14.1
 python scripts/predict.py --report=runs/figure1/report.json --plot=predicted.png
+python scripts/predict.py --children=0.84,0.07,0.02 --draft_ms=0.4 --target_ms=3.6 --row_ms=0.2
 
 Acceptance is one rate for all positions, or one rate per position. --report takes rates and costs
-from a report of reproduce.py. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192).
+from a report of reproduce.py. Theorem 3.8 of Leviathan et al. 2022 (arXiv 2211.17192). --children
+takes the rates at which plan_tree.py found the children of a node accepted, and predicts trees.
 """
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
@@ -15,7 +17,7 @@ from absl import flags
 from spsjax.cli import main, terminal
 from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import report_file
-from spsjax.performance import theory
+from spsjax.performance import theory, tree_theory
 
 _MOST_K = 1000  # the table has a row per K, and a row's time grows with K
 
@@ -28,6 +30,13 @@ _REPORT = flags.DEFINE_string("report", None, "Path of a report.json that reprod
 _MAX_K = flags.DEFINE_integer(
     "max_k", 16, "Largest K, if there is one rate.", lower_bound=1, upper_bound=_MOST_K
 )
+_CHILDREN = flags.DEFINE_list("children", None, "Acceptance by child of a tree: 0.84,0.07,0.02.")
+_ROW = flags.DEFINE_float(
+    "row_ms", 0.0, "Time per further token of the target's pass, for trees.", lower_bound=0
+)
+_NODES = flags.DEFINE_multi_integer(
+    "num_nodes", [2, 4, 8, 16, 32, 64], "Draft tokens of the trees.", lower_bound=1, upper_bound=256
+)
 _PLOT = flags.DEFINE_string("plot", None, "Write a PNG of the curves to this file.")
 
 
@@ -35,6 +44,8 @@ def run():
     if _PLOT.value:
         main.check_installed("--plot", "matplotlib")
         main.check_writable(_PLOT.value)
+    if _CHILDREN.value is not None:
+        return predict_trees()
     curves = {}
     for name, (rates, *costs) in cases().items():
         curves[name] = curve = predict(rates, *costs)
@@ -52,6 +63,26 @@ def run():
         from spsjax.cli import plots
 
         plots.predicted(curves, _PLOT.value)
+
+
+def predict_trees() -> None:
+    """Prints the best tree of each size."""
+    for name, flag in {"acceptance": _RATES, "report": _REPORT, "plot": _PLOT}.items():
+        if flag.value is not None:
+            found = short_repr(flag.value)
+            raise InputError(f"--{name}: expected none beside --children, found {found}")
+    rates = parse_rates("children", _CHILDREN.value)
+    one, drafting = cost("target_ms", _TARGET.value), cost("draft_ms", _DRAFT.value)
+    row = cost("row_ms", _ROW.value)
+    plans = tree_theory.plans(
+        rates,
+        _NODES.value,
+        lambda _: drafting / one,
+        lambda tokens: 1 + row * (tokens - 1) / one,
+    )
+    terminal.plan_table(plans, one)
+    best = max(plans, key=lambda name: plans[name].speedup)
+    print(f"best: {best}, {plans[best].speedup:.2f} x plain sampling")
 
 
 def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
@@ -77,19 +108,30 @@ def cases() -> dict[str, tuple]:
                     f"--{name}: expected none beside --report, found {short_repr(value)}"
                 )
         return cases_of_report(_REPORT.value)
-    for name, value in values.items():
-        if value is None:
-            raise InputError(f"--{name}: expected a value, or --report, found none")
-        if isinstance(value, float) and not np.isfinite(value):
-            raise InputError(f"--{name}: expected milliseconds, found {value}")
-    try:
-        rates = [float(rate) for rate in _RATES.value or [""]]
-    except ValueError:
-        text = short_repr(",".join(_RATES.value))
-        raise InputError(f"--acceptance: expected numbers, found {text}") from None
+    if _RATES.value is None:
+        raise InputError("--acceptance: expected a value, or --report, found none")
+    drafting = cost("draft_ms", _DRAFT.value) / cost("target_ms", _TARGET.value)
+    rates = parse_rates("acceptance", _RATES.value)
     check_count("--acceptance", rates)
-    cost = _DRAFT.value / _TARGET.value
-    return {"": (rates if len(rates) > 1 else rates[0], lambda K: cost, lambda K: 1.0)}
+    return {"": (rates if len(rates) > 1 else rates[0], lambda K: drafting, lambda K: 1.0)}
+
+
+def cost(name: str, value: float | None) -> float:
+    """Returns the milliseconds of a flag; raises InputError if there are none."""
+    if value is None:
+        raise InputError(f"--{name}: expected a value, or --report, found none")
+    if not np.isfinite(value):
+        raise InputError(f"--{name}: expected milliseconds, found {value}")
+    return value
+
+
+def parse_rates(name: str, texts: list[str]) -> list[float]:
+    """Returns the numbers of a flag; raises InputError if they are none."""
+    try:
+        return [float(rate) for rate in texts or [""]]
+    except ValueError:
+        text = short_repr(",".join(texts))
+        raise InputError(f"--{name}: expected numbers, found {text}") from None
 
 
 def cases_of_report(path: str) -> dict[str, tuple]:

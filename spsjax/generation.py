@@ -199,7 +199,7 @@ def propose(
         match.Verifier(),  # verifies nothing here, but allows chains and trees
         False,
     )
-    state, _ = _prefill(request)
+    state, _ = prefill(request)
     with model.in_mesh():
         proposal, _ = compiled(_propose, request.program)(request.params, state)
     return jax.tree.map(lambda leaf: leaf[:1], multihost.to_host(proposal))
@@ -209,17 +209,17 @@ def _propose(program: decode.Program, params, state: decode.DecodeState) -> Prop
     return decode.propose(program, params, state, decode.round_keys(state))[0]
 
 
-def _prefill(request: Request) -> tuple[decode.DecodeState, float]:
+def prefill(request: Request) -> tuple[decode.DecodeState, float]:
     """Returns the state after the prompts, and the seconds it took to compile."""
-    prefill = compiled(decode.prefill, request.program, request.slots)
+    start = compiled(decode.prefill, request.program, request.slots)
     with request.model.in_mesh():
-        return prefill(request.params, *request.inputs)
+        return start(request.params, *request.inputs)
 
 
 def _run(request: Request) -> Generation:
     """Runs the whole request in one jitted loop."""
     start = time.perf_counter()
-    state, first = _prefill(request)
+    state, first = prefill(request)
     jax.block_until_ready(state)
     prompt_seconds = time.perf_counter() - start - first
     with request.model.in_mesh():
@@ -253,7 +253,7 @@ def _run(request: Request) -> Generation:
 
 def _rounds(request: Request) -> Iterator[Round]:
     """Yields the rounds of a request of one row: the same step, called from here."""
-    state, _ = _prefill(request)
+    state, _ = prefill(request)
     before = multihost.to_host(_small(state))
     step = compiled(decode.step, request.program, donate=1)
     while not before["done"].all():

@@ -14,7 +14,7 @@ import notebooks_test
 import pytest
 from conftest import tiny_config
 
-from spsjax import InputError
+from spsjax import InputError, Tree
 from spsjax.cli import configs
 from spsjax.parallel import sharding
 from spsjax.performance import aot, compiled_program, hardware, theory
@@ -139,6 +139,30 @@ def test_llama_pair_fits_on_eight_v5e_chips():
     assert counts(sps, "/score/")["all-reduce"] in (2 * LAYERS + 1, 2 * LAYERS + 2)
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
     assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
+
+
+@needs_libtpu
+def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights(chinchilla):
+    """Trees have the collectives of chains, and move only logits; the path is put together once."""
+    tree = Tree((0, 0, 0, 1, 1, 1, 2, 4, 4, 5, 7, 8, 8, 9, 10, 11))
+    target, draft = (
+        dataclasses.replace(configs.model_config(name, MODELS), num_layers=LAYERS)
+        for name in ("chinchilla_70b", "chinchilla_draft_4b")
+    )
+    report = aot.compile_pair(
+        target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=128,
+        max_new_tokens=512, tree=tree,
+    )  # fmt: skip
+    sps, chain = report.programs["SpS"], chinchilla.programs["SpS"]
+    assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
+    assert counts(sps, "/score/")["all-reduce"] == 2 * LAYERS + 1
+    assert sum(counts(sps, "/score/").values()) == sum(counts(chain, "/score/").values())
+    for op in sps.collectives:
+        assert op.num_bytes <= 17 * 32_000 * 4, op
+    assert sps.aliased >= chinchilla.programs["SpS"].aliased
+    assert sps.temporary < chain.temporary + 0.05e9
+    # Keys and values of the path, not of all nodes, go to the caches.
+    assert sps.cycles["commit"] < 1.5 * chain.cycles["commit"]
 
 
 @needs_libtpu

@@ -55,8 +55,8 @@ def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
     drafter = drafting.build(name, draft, 3)
     whole = request_of(target, drafter)
     chunks = request_of(target, drafter, prefill_tokens=size)
-    tokens, lengths = finish(whole, generation._prefill(whole)[0])
-    others, other_lengths = finish(chunks, generation._prefill(chunks)[0])
+    tokens, lengths = finish(whole, generation.prefill(whole)[0])
+    others, other_lengths = finish(chunks, generation.prefill(chunks)[0])
     np.testing.assert_array_equal(lengths, other_lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_array_equal(tokens[row, :length], others[row, :length])
@@ -67,13 +67,13 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
     """A new row that replaces an unfinished one gets its own tokens; the other rows keep theirs."""
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
-    state, _ = generation._prefill(request)
+    state, _ = generation.prefill(request)
     step = compiled(decode.step, request.program)
     undisturbed = finish(request, state)
     for _ in range(2):
         state, _ = step(request.params, state)
     single = request_of(target, drafter, [[11, 12, 11]], verifier=verifier)
-    fresh, _ = generation._prefill(single)
+    fresh, _ = generation.prefill(single)
     inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
     tokens, lengths = finish(request, inserted)
     alone, (length,) = finish(single, fresh)
@@ -88,8 +88,8 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
 def test_insert_takes_the_first_row_of_a_padded_state(target):
     """On a mesh a single prompt gets rows that fill it up; they must not reach other rows."""
     request = request_of(target, None)
-    state, _ = generation._prefill(request)
-    fresh, _ = generation._prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
+    state, _ = generation.prefill(request)
+    fresh, _ = generation.prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
     inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
     assert inserted.lengths.tolist() == [state.lengths[0], 3, state.lengths[2]]
     more = state.tokens.shape[1] + 1 - fresh.tokens.shape[1]
@@ -106,9 +106,9 @@ def test_inserted_row_works_with_relative_positions():
     config = tiny_config(32, positions="relative", ffn="gelu")
     target = build_model(config, spread_params(config, 0), None)
     request = request_of(target, nearby_model(target))
-    state, _ = generation._prefill(request)
+    state, _ = generation.prefill(request)
     single = request_of(target, nearby_model(target), [[11, 12, 11]])
-    fresh, _ = generation._prefill(single)
+    fresh, _ = generation.prefill(single)
     inserted, _ = compiled(decode.insert)(state, jnp.int32(2), fresh)
     tokens, lengths = finish(request, inserted)
     alone, (length,) = finish(single, fresh)
@@ -220,7 +220,7 @@ def test_run_copies_no_cache(draft, name):
     target = spread_model(48, num_layers=2, num_kv_heads=8)
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
-    state, _ = generation._prefill(request)
+    state, _ = generation.prefill(request)
     caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
     run = jax.jit(functools.partial(decode.run, request.program), donate_argnums=1)
     text = run.lower(request.params, state).compile(compiler_options=FAST).as_text()
@@ -284,8 +284,8 @@ def test_last_chunk_stays_within_the_cache(target, draft):
     whole = request_of(target, drafter, prompt, new=1)
     chunks = request_of(target, drafter, prompt, new=1, prefill_tokens=12)
     assert whole.slots == 32 == whole.inputs[1].shape[1]
-    expected, _ = generation._prefill(whole)
-    state, _ = generation._prefill(chunks)
+    expected, _ = generation.prefill(whole)
+    state, _ = generation.prefill(chunks)
     for caches in ("cache", "drafter"):
         keys = zip(getattr(state, caches).keys, getattr(expected, caches).keys)
         for written, right in keys:

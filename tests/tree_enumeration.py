@@ -20,6 +20,7 @@ from spsjax import sampling
 from spsjax.types import Proposal
 
 BISECTIONS = 41
+ROWS = 128  # of a compiled program
 IMPOSSIBLE = 1e-14
 
 
@@ -150,12 +151,12 @@ class Verification:
         """Returns the verdicts on some trees: [R] rows, [R, N] and [R, M] numbers."""
         arrays = self._tokens, self._draft, self._target, self._eligible
         arrays = [array[rows] for array in arrays] + [accept, doubled(draws)]
-        return in_few_sizes(self._verify, arrays)
+        return in_one_size(self._verify, arrays)
 
     def mean_length(self):
         """Returns the mean number of emitted tokens that the rule's own formula gives."""
         arrays = self._tokens, self._draft, self._target, self._eligible
-        return float(self.masses @ (1 + in_few_sizes(self._mean, arrays)))
+        return float(self.masses @ (1 + in_one_size(self._mean, arrays)))
 
 
 def doubled(numbers):
@@ -163,13 +164,17 @@ def doubled(numbers):
     return np.stack([np.full_like(numbers, 0.5), numbers], axis=-1).reshape(len(numbers), -1)
 
 
-def in_few_sizes(function, arrays):
-    """Calls a function on arrays [R, ...] padded to a power of two, so that few are compiled."""
-    if not (R := len(arrays[0])):
-        arrays = [np.ones((1, *array.shape[1:]), array.dtype) for array in arrays]
-    size = 1 << max(R - 1, 1).bit_length()
-    padded = [np.resize(array, (size, *array.shape[1:])) for array in arrays]
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:R], function(*padded))
+def in_one_size(function, arrays):
+    """Calls a function on arrays [R, ...] in parts of one size, so that one program is compiled."""
+    parts = []
+    for start in range(0, max(len(arrays[0]), 1), ROWS):
+        part = [array[start : start + ROWS] for array in arrays]
+        padded = [np.resize(array, (ROWS, *array.shape[1:])) for array in part]
+        rows = slice(len(part[0]))
+        parts.append(
+            jax.tree.map(lambda leaf, rows=rows: np.asarray(leaf)[rows], function(*padded))
+        )
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def bisect(below, count):

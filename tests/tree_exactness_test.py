@@ -17,7 +17,7 @@ import tree_enumeration
 from tree_enumeration import Tree, Verification, branching
 
 from spsjax import verifiers
-from spsjax.verifiers import block, kseq, match, recursive, siblings, traversal
+from spsjax.verifiers import block, kseq, match, multipath, recursive, siblings, traversal
 
 VOCAB = 3
 TOLERANCE = 1e-12
@@ -32,6 +32,7 @@ SAMPLED = (
     ("traversal", False),
     ("traversal", True),
     ("kseq", False),
+    ("multipath", False),
     ("match", False),
 )
 
@@ -58,7 +59,11 @@ def cases_of(rule, verification):
     nodes = range(1, len(tree.parents) + 1)
     if rule in ("match", "kseq"):
         return tree_enumeration.decided_by_walk(verification)
-    order = {"block": reversed(nodes), "traversal": tree.leaves_first()}
+    order = {
+        "block": reversed(nodes),
+        "multipath": reversed(nodes),
+        "traversal": tree.leaves_first(),
+    }
     return tree_enumeration.decided(verification, order.get(rule, nodes))
 
 
@@ -96,7 +101,7 @@ def test_rules_for_trees_are_lossless(rule, distinct, tree):
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:5])
+@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:-1])
 def test_rules_for_trees_are_lossless_on_many_pairs(rule, distinct):
     for seed in range(10):
         error, _ = study(rule, branching(2, 1), seed, distinct=distinct)
@@ -104,7 +109,7 @@ def test_rules_for_trees_are_lossless_on_many_pairs(rule, distinct):
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:5])
+@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:-1])
 def test_filtered_distributions_are_verified_losslessly(rule, distinct, params):
     """Filters give tokens of probability zero, and without replacement nothing may be left."""
     error, _ = study(rule, branching(2, 1), seed=2, distinct=distinct, params=params)
@@ -152,6 +157,16 @@ def test_published_example_of_block_verification():
     for rule, accepted in (("recursive", 10 / 9), ("block", 11 / 9)):
         error, length = study(rule, branching(1, 1), pair=pair)
         assert error < TOLERANCE and length - 1 == pytest.approx(accepted, abs=TOLERANCE)
+
+
+def test_paths_are_cut_off_where_the_shortest_ends():
+    """Paths of two tokens, of which one has no second; and tokens that may not be accepted."""
+    paths = Tree((0, 0, 1, 2))
+    for eligible in ((1, 1, 0, 1), (0, 1, 1, 1), (0, 0, 1, 1)):
+        options = {"eligible": np.asarray(eligible, bool)}
+        error, length = study("multipath", paths, seed=3, **options)
+        assert error < TOLERANCE and (length > 1.1) == any(eligible[:2])
+    assert study("multipath", CHAIN, 2)[1] == pytest.approx(study("block", CHAIN, 2)[1])
 
 
 @pytest.mark.parametrize("distinct", (False, True))
@@ -232,6 +247,30 @@ BROKEN = {
         "common * scale[..., None], 0)",
         "draft_probs, 0)",
         ("kseq", branching(2), False),
+    ),
+    "match: a draw that is thrown away, and drawn again": (
+        match,
+        "for array in (drawn_BM, mass_BM))",
+        "for array in (jnp.roll(drawn_BM, 1, axis=1), mass_BM))",
+        ("match", branching(2), False),
+    ),
+    "multipath: distribution of a single path": (
+        multipath,
+        "        nodes = paths[:, :, depth]",
+        "        probs = draft\n        nodes = paths[:, :, depth]",
+        ("multipath", branching(2), False),
+    ),
+    "multipath: worst path": (
+        multipath,
+        "best = jnp.argmin(jnp.where(alive, place, V), axis=1)",
+        "best = jnp.argmax(jnp.where(alive, place, -1), axis=1)",
+        ("multipath", branching(2), False),
+    ),
+    "multipath: better beginnings of this token alone": (
+        multipath,
+        "better[:, None] + own[:, None] * before",
+        "0 * better[:, None] + own[:, None] * before",
+        ("multipath", Tree((0, 0, 1, 2)), False),
     ),
     "match: a draw per child": (
         match,

@@ -50,7 +50,9 @@ def tokens(rates, parents):
     return total
 
 
-@pytest.mark.parametrize("rates", (RATES, (0.3, 0.3, 0.1), (0.2, 0.5, 0.4)), ids=str)
+@pytest.mark.parametrize(
+    "rates", (RATES, (0.3, 0.3, 0.1), (0.2, 0.5, 0.4), (0.9, 0.0, 0.0)), ids=str
+)
 @pytest.mark.parametrize("depth", (1, 2, 3, 5))
 def test_planned_trees_are_the_best_of_all(rates, depth):
     """Compared with all trees of up to six nodes; rates need not fall from child to child."""

@@ -1,12 +1,13 @@
 """Verifiers by name, what they refuse, and trees of the draft model in the loop."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import nearby_model, spread_model
 
 import spsjax
-from spsjax import growth, loading, verifiers
+from spsjax import growth, loading, sampling, verifiers
 from spsjax.drafters import draft_model, ngram
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
@@ -67,6 +68,18 @@ def test_sampled_trees_emit_whole_rounds(pair, name):
     assert 1 < out.stats.block_efficiency <= 3
 
 
+@pytest.mark.parametrize("name", verifiers.NAMES)
+def test_rules_report_a_root_that_is_not_finite(name):
+    """Nothing can be drawn there, and the row is not valid."""
+    probs = np.full((2, 3, 4), 0.25, np.float32)
+    target = probs.copy()
+    target[0, 0, 1] = np.nan
+    proposal = spsjax.Proposal(jnp.asarray([[1, 2], [1, 2]]), jnp.asarray(probs[:, :2]))
+    keys = sampling.row_keys(jax.random.key(0), 2)
+    verdict = verifiers.by_name(name).verify(keys, proposal, jnp.asarray(target))
+    assert verdict.valid.tolist() == [False, True]
+
+
 def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
     target, draft = pair
     point_masses = ngram.Drafter(2)
@@ -78,6 +91,8 @@ def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
         (trees_of(draft, TREES[0]), "kseq", "children without replacement"),
         (trees_of(draft, TREES[2]), "traversal", "found one of point masses"),
         (point_masses, "kseq", "found one of point masses"),
+        (point_masses, "multipath", "found one of point masses"),
+        (trees_of(draft, TREES[0]), "multipath", "children without replacement"),
     )
     for drafter, name, message in cases:
         with pytest.raises(spsjax.InputError, match=message) as caught:

@@ -29,6 +29,8 @@ def get_config() -> ml_collections.ConfigDict:
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
             "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8),
+            "tree": "",  # file that plan_tree.py wrote: trees beside the chains
+            "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
             "time_rounds": True,  # time a draft step and a scoring pass alone, too

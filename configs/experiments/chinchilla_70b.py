@@ -23,6 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
             "prompt_tokens": 1024,
             "max_new_tokens": 512,
             "num_speculative_tokens": 4,
+            "tree": "",  # file that plan_tree.py wrote, with so many levels; empty: a chain
             "acceptance": 0.8,  # of a draft token, for the predicted speed-up
             "compiler_options": "",  # of the TPU's compiler: name=value,name=value
             "collective_us": 0.0,  # assumed of each collective, beside bytes over bandwidth

@@ -24,6 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "drafter": "model",  # none, model, or a module of spsjax.drafters
             "num_speculative_tokens": config_dict.placeholder(int),  # None: the drafter's own
+            "tree": "",  # file that plan_tree.py wrote: the draft model drafts trees
+            "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,

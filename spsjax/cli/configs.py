@@ -12,9 +12,9 @@ import jax
 import yaml
 from ml_collections import ConfigDict
 
-from spsjax import drafters, loading
+from spsjax import drafters, growth, loading
 from spsjax.drafters import base
-from spsjax.errors import InputError, one_line, short_repr
+from spsjax.errors import InputError, check_flag, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
@@ -126,6 +126,28 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=No
             f"drafter: expected {methods} or another module of spsjax.drafters, found {name!r}"
         )
     return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
+
+
+def read_tree(path: str) -> growth.Tree:
+    """Returns the tree of a file that plan_tree.py wrote; raises InputError for another file."""
+    try:
+        tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        parents, replacement = tree["parents"], tree["replacement"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"tree: {path}: expected a file that plan_tree.py wrote, found {one_line(error)}"
+        ) from None
+    check_flag("replacement", replacement)
+    return growth.Tree(tuple(parents) if isinstance(parents, list) else parents, replacement)
+
+
+def with_tree(drafter, target: loading.Model, path: str):
+    """Returns a draft model as a drafter of trees, if a path is given; others draft chains."""
+    if not path:
+        return drafter
+    if not isinstance(drafter, loading.Model):
+        raise InputError("tree: expected none without a draft model, found one")
+    return loading.as_drafter(drafter, target, read_tree(path))
 
 
 def model_config(name: str, folder: pathlib.Path) -> transformer.Config:

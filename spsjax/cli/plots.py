@@ -205,3 +205,40 @@ def predicted(curves: Mapping[str, Mapping[int, tuple]], path) -> None:
         axes[0, 1].axhline(1, color="grey", lw=0.8)
         if any(curves):
             axes[0, 0].legend(fontsize="small")
+
+
+def verifiers(rows: Sequence[Mapping], path) -> None:
+    """Draws tokens per call over the draft tokens of a round, one panel per sampling setting.
+
+    Args:
+        rows: rows of compare_verifiers.py.
+        path: path of the PNG.
+    """
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    kinds = list(dict.fromkeys((row["draft"], row["rule"]) for row in rows))
+    styles = dict(
+        zip(dict.fromkeys(draft for draft, _ in kinds), ("--", "-", ":", "-.", (0, (1, 5))))
+    )
+    colours = {rule: f"C{i}" for i, rule in enumerate(dict.fromkeys(rule for _, rule in kinds))}
+    with panels(path, 1, len(settings), figsize=(4.2 * len(settings), 4.2), sharey=True) as axes:
+        for axis, setting in zip(axes[0], settings):
+            for draft, rule in kinds:
+                line = sorted(
+                    (row["num_nodes"], row["expected"])
+                    for row in rows
+                    if (row["setting"], row["draft"], row["rule"]) == (setting, draft, rule)
+                )
+                label = f"{rule}, {draft}"
+                axis.plot(
+                    *zip(*line),
+                    ls=styles[draft],
+                    marker="o",
+                    ms=3,
+                    color=colours[rule],
+                    label=label,
+                )
+            axis.set(title=setting, xlabel="draft tokens per round")
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:.0f}")
+        axes[0][0].set(ylabel="tokens per call", ylim=(1, None))
+        axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

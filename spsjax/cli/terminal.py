@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
@@ -16,6 +16,7 @@ from spsjax.evaluation.samplers import Role
 from spsjax.evaluation.speed import SpeedReport
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.parallel import multihost
+from spsjax.performance.tree_theory import Plan
 from spsjax.tokenization.base import incremental_text
 from spsjax.utils.progress import Bar
 
@@ -191,6 +192,23 @@ def print_table(
         table.add_row(*line)
     Console().print(table, crop=False)  # a narrow terminal breaks lines, but shows all figures
     print()
+
+
+def plan_table(plans: Mapping[str, Plan], target_ms: float) -> None:
+    """Prints what trees of draft tokens are worth, by name; `target_ms` is a pass of the target."""
+    rows = [
+        (
+            name,
+            plan.tree.num_nodes,
+            plan.tree.depth,
+            f"{plan.tokens_per_call:.2f}",
+            f"{target_ms * plan.tokens_per_call / plan.speedup:.2f}",
+            f"{plan.speedup:.2f}",
+        )
+        for name, plan in plans.items()
+    ]
+    header = ["shape", "draft tokens", "levels", "tokens per call", "ms per round", "speed-up"]
+    print_table(header, rows)
 
 
 def position_table(systems: Sequence[SystemSummary], mark: str = "") -> None:

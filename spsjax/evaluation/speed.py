@@ -134,7 +134,7 @@ def speed_benchmark(
     for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
         if config[field] < 1:
             raise InputError(f"{field}: expected at least 1, found {config[field]}")
-    prompts = _prompts(config, target)
+    prompts = prompts_of(config, target)
     systems = [*_systems(config, target, draft, verifier), *others]
     before = hardware.memory_bandwidth()
     summaries = compare_speed(
@@ -173,7 +173,7 @@ def trial(
 
     It shows which K is fastest here, where a benchmark of every K would take long.
     """
-    prompts = itertools.islice(_prompts(config, target).items(), config.trial_prompts)
+    prompts = itertools.islice(prompts_of(config, target).items(), config.trial_prompts)
     return compare_speed(
         _systems(config, target, draft),
         dict(prompts),
@@ -241,7 +241,7 @@ def _systems(
     return systems
 
 
-def _prompts(config, target: Model) -> dict[str, list[int]]:
+def prompts_of(config, target: Model) -> dict[str, list[int]]:
     """Returns the prompts of a config by name: its texts, held-out documents, or random tokens."""
     size = config.prompts, config.prompt_tokens
     if target.tokenizer and config.texts:

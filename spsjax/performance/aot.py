@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from spsjax import decode, loading, sampling
 from spsjax.drafters import draft_model, none
 from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.growth import Tree
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hardware, roofline, theory
 from spsjax.performance.compiled_program import CompiledProgram, compile_program
 from spsjax.types import PyTree
-from spsjax.verifiers import rejection
+from spsjax.verifiers import recursive, rejection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,7 @@ def compile_pair(
     dtype=jnp.bfloat16,
     acceptance: float = 0.8,
     collective_us: float = 0.0,
+    tree: Tree | None = None,
     compiler_options: Mapping[str, str | bool | int] | None = None,
     progress: Callable = lambda names: names,
 ) -> CompileReport:
@@ -80,14 +82,16 @@ def compile_pair(
     Args:
         target, draft: shapes of the models; both are split over all chips of a row.
         name: topology, as `hardware.topology` takes it.
-        num_speculative_tokens: K.
+        num_speculative_tokens: K; with a tree its depth.
         batch: number of rows, a multiple of `data`.
         prompt_tokens, max_new_tokens: lengths that size the caches, in buckets as for `generate`.
         data: size of the mesh's data axis; the other chips split the weights.
         dtype: type of weights and caches.
-        acceptance: assumed acceptance rate of a draft token, the same at every position.
+        acceptance: assumed acceptance rate of a draft token, the same at every position; in a tree
+            that of first children, beside which the others are left out of the prediction.
         collective_us: microseconds per collective, assumed, beside its bytes over the bandwidth. No
             published figure states it; 0 gives a lower bound.
+        tree: shape of trees that SpS drafts, and verifies recursively; None: chains.
         compiler_options: options of the TPU compiler, as {"xla_tpu_...": False}.
         progress: wrapper of the list of programs, for a progress bar.
 
@@ -103,7 +107,7 @@ def compile_pair(
         "data": data,
     }
     _validate(target, draft, sizes, acceptance, collective_us)
-    plan = _plan(target, draft, name, sizes, loading.compute_type(dtype))
+    plan = _plan(target, draft, name, sizes, loading.compute_type(dtype), tree)
     programs = plan.compile(compiler_options, progress)
     return plan.report(programs, acceptance, collective_us)
 
@@ -146,6 +150,7 @@ class _Plan:
     mesh: jax.sharding.Mesh
     dtype: jnp.dtype
     K: int
+    tree: Tree | None
     batch: int
     width: int  # tokens of the prompts
     slots: int  # slots of the caches
@@ -169,7 +174,9 @@ class _Plan:
         """Compiles prefill, ArS, SpS, and ArS of the draft alone."""
         verifier = rejection.Verifier()
         plain = decode.Program(self.target, none.Drafter(), verifier, (0,))
-        fast = decode.Program(self.target, draft_model.Drafter(self.draft, self.K), verifier, (0,))
+        drafter = draft_model.Drafter(self.draft, self.K, tree=self.tree)
+        rule = recursive.Verifier() if self.tree else verifier
+        fast = decode.Program(self.target, drafter, rule, (0,))
         alone = decode.Program(self.draft, none.Drafter(), verifier, (0,))
         no_draft = self.params | {"drafter": {}}
         counts = jax.ShapeDtypeStruct(
@@ -219,12 +226,12 @@ class _Plan:
             )
             for label, config, program, tokens in (
                 ("target", self.target, "ArS", 1),
-                ("scoring", self.target, "ArS", self.K + 1),
+                ("scoring", self.target, "ArS", 1 + (self.tree.num_nodes if self.tree else self.K)),
                 ("draft", self.draft, "draft", 1),
             )
         }
         weights = roofline.num_bytes(self.params)
-        tokens = theory.block_efficiency(acceptance, self.K)
+        tokens = theory.block_efficiency(acceptance, self.K)  # along first children, in a tree
         temporary = {name: program.temporary for name, program in programs.items()}
         largest = max(temporary, key=temporary.get)
         _check_fits(
@@ -252,7 +259,7 @@ class _Plan:
         )
 
 
-def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype) -> _Plan:
+def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype, tree: Tree | None) -> _Plan:
     """Puts a pair on the chips of a topology; raises InputError if they cannot hold it."""
     chip, devices = hardware.topology(name)
     data, batch, K = (sizes[field] for field in ("data", "batch", "num_speculative_tokens"))
@@ -274,7 +281,9 @@ def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype) -> _Plan:
         roofline.cache_bytes(config, mesh, batch, slots, dtype) for config in (target, draft)
     )
     _check_fits(name, chip.memory, {"weights": roofline.num_bytes(params), "caches": caches})
-    return _Plan(name, target, draft, chip, mesh, dtype, K, batch, width, slots, params, caches)
+    return _Plan(
+        name, target, draft, chip, mesh, dtype, K, tree, batch, width, slots, params, caches
+    )
 
 
 def _check_fits(name: str, memory: float, parts: dict[str, int]) -> None:

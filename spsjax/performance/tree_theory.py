@@ -70,7 +70,7 @@ def _drafts(tree: Tree, draft: Law):
         context = _contexts(tree, tokens)[parent]
         probs = np.zeros(1) if -1 in context else np.array(draft(context), float)
         if not tree.replacement:
-            probs[[token for token, of in zip(tokens, tree.parents) if of == parent]] = 0
+            probs[[token for token, above in zip(tokens, tree.parents) if above == parent]] = 0
         total = probs.sum()
         if total == 0:
             unfinished.append(((*tokens, -1), mass))
@@ -141,10 +141,12 @@ class _Table:
         for _ in range(depth):
             by_children, split = [self._tokens[0]], np.zeros((len(rates), sizes), int)
             for rank, rate in enumerate(rates):
+                exists = self._tokens[-1] > 0
+                child = np.where(exists, rate * np.where(exists, self._tokens[-1], 0), -np.inf)
                 best = np.full(sizes, -np.inf)
                 for size in range(2, sizes):
                     below = np.arange(1, size)
-                    tokens = by_children[-1][size - below] + rate * self._tokens[-1][below]
+                    tokens = by_children[-1][size - below] + child[below]
                     split[rank, size], best[size] = below[np.argmax(tokens)], tokens.max()
                 by_children.append(best)
             self._tokens.append(np.max(by_children, axis=0))
@@ -193,8 +195,11 @@ def best_plan(
     draft_cost: Callable[[int], float],
     scoring_cost: Callable[[int], float],
     most_levels: int = 16,
-) -> Plan:
+    exactly: bool = False,
+) -> Plan | None:
     """Returns the fastest tree of at most `num_nodes` draft tokens (Sequoia, section 3.3).
+
+    None if there is no tree.
 
     Args:
         rates: the probability that the b-th child of a node is accepted, if the node is.
@@ -202,14 +207,33 @@ def best_plan(
         draft_cost: cost of one pass of the draft over so many tokens.
         scoring_cost: cost of one pass of the target over so many tokens.
         most_levels: most levels below the root.
+        exactly: whether trees of fewer draft tokens are left out.
     """
-    table, plans = _Table(rates, num_nodes, most_levels), []
-    for nodes in range(1, num_nodes + 1):
+    table, found = _Table(rates, num_nodes, most_levels), []
+    for nodes in range(num_nodes if exactly else 1, num_nodes + 1):
         for depth in range(1, min(nodes, most_levels) + 1):
             if table.has(nodes, depth):
                 tree = table.tree(nodes, depth)
-                plans.append(planned(tree, rates, draft_cost, scoring_cost))
-    return max(plans, key=lambda plan: plan.speedup)
+                found.append(planned(tree, rates, draft_cost, scoring_cost))
+    return max(found, key=lambda plan: plan.speedup, default=None)
+
+
+def plans(
+    rates: Sequence[float],
+    sizes: Sequence[int],
+    draft_cost: Callable[[int], float],
+    scoring_cost: Callable[[int], float],
+    most_levels: int = 16,
+) -> dict[str, Plan]:
+    """Returns the fastest chain, and the fastest tree of each size, by name."""
+    costs = draft_cost, scoring_cost
+    longest = min(max(sizes), most_levels)
+    chosen = {"chain": best_plan(rates[:1], longest, *costs, most_levels)}
+    for size in sorted(set(sizes)):
+        plan = best_plan(rates, size, *costs, most_levels, exactly=True)
+        if plan is not None:
+            chosen[f"tree of {size}"] = plan
+    return chosen
 
 
 def planned(tree: Tree, rates, draft_cost, scoring_cost) -> Plan:

@@ -1,10 +1,19 @@
 """Verifiers, one module per rule, each with a `Verifier`."""
 
 from spsjax.errors import InputError, short_repr
-from spsjax.verifiers import block, kseq, match, recursive, rejection, traversal, typical
+from spsjax.verifiers import (
+    block,
+    kseq,
+    match,
+    multipath,
+    recursive,
+    rejection,
+    traversal,
+    typical,
+)
 from spsjax.verifiers.base import Verifier
 
-__all__ = ["block", "kseq", "match", "recursive", "rejection", "traversal", "typical"]
+__all__ = ["block", "kseq", "match", "multipath", "recursive", "rejection", "traversal", "typical"]
 NAMES = tuple(__all__)
 
 

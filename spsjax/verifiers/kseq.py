@@ -48,7 +48,8 @@ class Verifier(base.Verifier):
         parents = verdicts.parents_of(proposal)
         accept, left = selection(proposal, target_probs)
         mass = jnp.sum(left, axis=-1, keepdims=True)
-        left = left / jnp.where(mass == 0, 1, mass)
+        # Where only rounding is left, a compiled sum may be far below what it was taken of.
+        left = jnp.minimum(left / jnp.where(mass == 0, 1, mass), 1)
         same = tree.siblings(parents)
         none = jnp.prod(jnp.where(same, 1 - accept[:, None], 1), axis=2)
         drawn = none * match.drawn_probs(proposal, left)

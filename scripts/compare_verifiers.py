@@ -1,0 +1,239 @@
+"""Compares all rules of verification on the same pair, prompts and numbers of draft tokens.
+
+python scripts/compare_verifiers.py --workdir=runs/verifiers
+
+Every kind of draft (a chain, a tree without and with replacement, a dynamic tree) is judged by
+every rule that fits it. The same command resumes an interrupted comparison. The table is in
+`table.md`, its figures in `table.json`, a plot in `table.png`.
+Every key of the config is a flag; configs/experiments/compare_verifiers.py lists them.
+"""
+
+import json
+import pathlib
+
+import _environment  # noqa: F401 (must be first: names a package that is missing)
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from spsjax import generation, loading
+from spsjax.cli import configs, main, terminal
+from spsjax.errors import InputError, check_flag, check_integer, one_line
+from spsjax.evaluation import runner, samplers, significance, speed, summary, tree_planning
+from spsjax.evaluation import verifier_comparison as comparison
+from spsjax.evaluation.journal import Journal
+from spsjax.parallel import multihost
+from spsjax.utils import atomic_files, compilation
+
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
+_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
+main.require("workdir")
+
+RESUMED = "rates.json", "expected.jsonl"  # and the folder `runs`
+OUTPUTS = "experiment.json", *RESUMED, "table.json", "table.md", "table.png"
+EXPECTED_KEY = "setting", "draft", "num_nodes", "example"
+
+
+def run():
+    config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
+    main.check_installed("the plot", "matplotlib")
+    settings = check(config)
+    mesh = configs.mesh(config.mesh)
+    target = loading.load(config.target, mesh, config.dtype)
+    draft = loading.load(config.draft, mesh, config.dtype)
+    loading.as_drafter(draft, target)
+    prompts = speed.prompts_of(config, target)
+    stored = json.loads(config.to_json())
+    expected = Journal(workdir / "expected.jsonl", stored, EXPECTED_KEY)
+    configs.begin(f"Rules of verification for {target.name} and {draft.name}", config, workdir)
+    rates = child_rates(config, target, draft, prompts, settings[config.planned_for], workdir)
+    limits = config.levels, config.longest_chain
+    kinds = [
+        kind
+        for size in sorted(set(config.num_nodes))
+        for kind in comparison.drafts(target, draft, rates, size, *limits)
+    ]
+    chosen = {name: settings[name] for name in config.run_settings}
+    rows = []
+    for kind in kinds:
+        expect(config, target, kind, prompts, chosen, expected)
+        records = []
+        if config.timed:
+            path = workdir / "runs" / f"{kind.name} of {kind.num_nodes}.jsonl".replace(" ", "_")
+            journal = Journal(path, stored, runner.RECORD_KEY)
+            time_loops(config, target, kind, prompts, chosen, journal)
+            records = journal.records
+        rows += table_rows(target, kind, prompts, chosen, expected.records, records)
+        compilation.clear()  # one process cannot hold the programs of all kinds
+    rows.sort(key=lambda row: config.run_settings.index(row["setting"]))
+    if multihost.is_main_process():
+        write(rows, rates, workdir)
+
+
+def check(config) -> dict:
+    """Returns the sampling settings by name; raises InputError for values that cannot be used."""
+    least = {"levels": 1, "longest_chain": 0, "most_children": 2, "prompts": 1}
+    for field, value in (least | {"max_new_tokens": 1}).items():
+        check_integer(field, config[field], value)
+    if not config.num_nodes:
+        raise InputError("num_nodes: expected at least one size, found none")
+    for size in config.num_nodes:
+        check_integer("num_nodes", size, 1)
+    check_flag("timed", config.timed)
+    return speed.sampling_settings(config, [*config.run_settings, config.planned_for])
+
+
+def child_rates(config, target, draft, prompts, params, workdir) -> list[float]:
+    """Returns the rate at which each child of a node is accepted, for the shapes of trees.
+
+    A resumed comparison takes the stored ones, so that its trees are the same.
+    """
+    path = workdir / "rates.json"
+    if path.exists():
+        try:
+            return [float(rate) for rate in json.loads(path.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}: expected the rates that this script stored, found {one_line(error)}"
+            ) from None
+    options = {"max_new_tokens": config.max_new_tokens, "seed": config.seed, "stop_at_eos": False}
+    ids = list(prompts.values())
+    out = generation.generate(target, ids, draft, None, params, **options)
+    texts = [(prompt, tokens.tolist()) for prompt, tokens in zip(ids, out.tokens)]
+    width = min(config.most_children, target.config.vocab_size)
+    progress = terminal.progress("acceptance by child")
+    rates = tree_planning.child_rates(target, draft, texts, params, width, progress=progress)
+    rates = rates.mean(axis=0).tolist()
+    atomic_files.write(path, json.dumps(rates) + "\n")
+    return rates
+
+
+def expect(config, target, kind, prompts, settings, journal) -> None:
+    """Adds the tokens per call that every rule is expected to emit on the same drafts."""
+    jobs = [(setting, name) for setting in settings for name in prompts]
+    progress = terminal.progress(f"{kind.name} of {kind.num_nodes}, expected")
+    for setting, name in progress(jobs):
+        key = setting, kind.name, kind.num_nodes, name
+        if key not in journal:
+            tokens = comparison.expected_tokens(
+                target, kind, prompts[name], settings[setting], config.max_new_tokens, config.seed
+            )
+            rules = dict(zip(kind.rules, tokens.mean(axis=0).tolist()))
+            journal.add(dict(zip(EXPECTED_KEY, key)) | {"tokens": rules})
+
+
+def time_loops(config, target, kind, prompts, settings, journal) -> None:
+    """Adds the records of the loop by every rule, in turn with plain sampling."""
+    systems = [samplers.spsjax_system("ArS", target), *kind.systems(target)]
+    workload = runner.Workload(
+        prompts=[runner.Prompt(name, lambda _, ids=ids: ids) for name, ids in prompts.items()],
+        settings=settings,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+        stop_at_eos=False,
+    )
+    progress = terminal.progress(f"{kind.name} of {kind.num_nodes}, running")
+    runner.run_all(systems, workload, journal, progress)
+
+
+def table_rows(target, kind, prompts, settings, expected, records) -> list[dict]:
+    """Returns the rows of the table for a kind of draft: one per setting and rule."""
+    summaries = {
+        (row.setting, row.system, row.num_speculative_tokens): row
+        for row in summary.summarize(records)
+    }
+    texts = {}
+    for record in records:
+        texts.setdefault(runner.system_key(record), []).append(record)
+    rows = []
+    for setting in settings:
+        found = [
+            record["tokens"]
+            for record in expected
+            if (record["setting"], record["draft"], record["num_nodes"])
+            == (setting, kind.name, kind.num_nodes)
+        ]
+        base = [tokens[kind.rules[0]] for tokens in found]
+        for rule, system in zip(kind.rules, kind.systems(target)):
+            values = [tokens[rule] for tokens in found]
+            gain = significance.bootstrap_interval(ratio, values, base)
+            row = {
+                "setting": setting,
+                "draft": kind.name,
+                "num_nodes": kind.num_nodes,
+                "levels": kind.depth,
+                "rule": rule,
+                "expected": float(np.mean(values)),
+                "expected_interval": significance.mean_interval(values),
+                "gain": float(ratio(values, base)),
+                "gain_interval": gain if rule != kind.rules[0] else None,
+            }
+            key = setting, system.name, kind.depth
+            if key in summaries:
+                row |= of_loop(target, summaries[key], texts[key], prompts, settings[setting])
+            rows.append(row)
+    return rows
+
+
+def ratio(values, base, axis=-1):
+    """Returns the ratio of two means."""
+    return np.mean(values, axis=axis) / np.mean(base, axis=axis)
+
+
+def of_loop(target, summarized, records, prompts, params) -> dict:
+    """Returns the figures of a rule's runs."""
+    total = comparison.Surprise(0.0, 0.0, 0, 0)
+    for record in records:
+        total += comparison.surprise(target, prompts[record["example"]], record["tokens"], params)
+    return {
+        "tokens_per_call": summarized.block_efficiency,
+        "ms_per_token": summarized.ms_per_token,
+        "speedup": summarized.speedup,
+        "same_tokens": summarized.same_tokens,
+        "surprise": total.score,
+        "impossible": total.impossible,
+        "tokens": total.tokens,
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Returns a Markdown table."""
+    header = ["sampling", "draft", "draft tokens", "rule", "tokens per call", "gain", "measured"]
+    header += ["ms per token", "speed-up", "surprise"]
+    lines = [header, ["---"] * len(header)]
+    for row in rows:
+        cells = [row["setting"], row["draft"], row["num_nodes"], row["rule"]]
+        cells += [f"{row['expected']:.2f}", gain(row)]
+        for field in ("tokens_per_call", "ms_per_token", "speedup", "surprise"):
+            value = row.get(field)
+            cells.append("-" if value is None else f"{value:.2f}")
+        lines.append(cells)
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def gain(row: dict) -> str:
+    """Returns the gain over the first rule on the same drafts, in percent, with its interval."""
+    if row["gain_interval"] is None:
+        return "-" if row["gain"] == 1 else f"{100 * (row['gain'] - 1):+.1f}%"
+    low, high = (100 * (end - 1) for end in row["gain_interval"])
+    return f"{100 * (row['gain'] - 1):+.1f}% ({low:+.1f} to {high:+.1f})"
+
+
+def write(rows: list[dict], rates: list[float], workdir: pathlib.Path) -> None:
+    """Writes the figures, the table and the plot."""
+    from spsjax.cli import plots
+
+    figures = {"rates": rates, "rows": rows}
+    atomic_files.write(workdir / "table.json", json.dumps(figures, indent=2) + "\n")
+    atomic_files.write(workdir / "table.md", table(rows))
+    plots.verifiers(rows, workdir / "table.png")
+    print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
+
+
+if __name__ == "__main__":
+    main.run(run, _CONFIGS / "compare_verifiers.py", saves=True)

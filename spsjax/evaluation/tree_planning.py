@@ -1,0 +1,119 @@
+"""Measures what the choice of a tree depends on: acceptance by child, and costs by tokens."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax import decode, growth, sampling
+from spsjax.loading import Model
+from spsjax.models import transformer
+from spsjax.parallel import multihost, sharding
+from spsjax.performance import microbenchmarks
+from spsjax.sampling import SamplingParams
+from spsjax.verifiers import recursive
+
+_POSITIONS = 16  # at a time, which bounds the memory
+
+
+def child_rates(
+    target: Model,
+    draft: Model,
+    texts: Sequence[tuple[list[int], list[int]]],
+    params: SamplingParams,
+    width: int,
+    seed: int = 0,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> np.ndarray:
+    """Returns [texts, width]: how often each child of a node is the one that is accepted.
+
+    At every position of a text so many children are drawn as trees of a draft model draw them,
+    without replacement, and verified recursively. What they would have been accepted with is
+    averaged, so that only the children are random.
+
+    Args:
+        target: target model.
+        draft: draft model.
+        texts: pairs of a prompt and what the target wrote after it, as token ids.
+        params: sampling parameters, of which the rates depend much.
+        width: number of children.
+        seed: random seed of the children.
+        progress: wrapper of the list of texts, for a progress bar.
+    """
+    means = []
+    for row, (prompt, tokens) in enumerate(progress(texts)):
+        text = [*prompt, *tokens]
+        batch = 1 if target.mesh is None else target.mesh.shape["data"]
+        padded = np.zeros((batch, decode.num_slots(len(text))), np.int32)
+        padded[:, : len(text)] = text
+        with target.in_mesh():
+            padded = jax.device_put(padded, sharding.batch_sharding(target.mesh))
+            key = jax.random.fold_in(jax.random.key(seed, impl=sampling.GENERATOR), row)
+            rates = _rates(
+                target.config,
+                draft.config,
+                width,
+                target.params,
+                draft.params,
+                padded,
+                params.rows(1),
+                key,
+            )
+        # The logits at one position give the distribution of the token at the next.
+        means.append(multihost.to_host(rates)[len(prompt) - 1 : len(text) - 1].mean(axis=0))
+    return np.stack(means)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _rates(target_config, draft_config, width, target_params, draft_params, tokens_BT, rows, key):
+    """Returns [T, width] of the first row."""
+
+    def logits(config, params):
+        output = transformer.apply(config, params, tokens_BT)
+        return sharding.gather_vocab(output.logits)[0]
+
+    logits_TV = logits(target_config, target_params)
+    vocab = logits_TV.shape[-1]
+    drafted_TV = logits(draft_config, draft_params)[:, :vocab]
+    missing = vocab - drafted_TV.shape[-1]
+    drafted_TV = jnp.pad(drafted_TV, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    tree = growth.Tree.branching(width)
+
+    def at_position(inputs):
+        target_V, drafted_V, key = inputs
+
+        def feed(state, *_):
+            return drafted_V[None, None], state
+
+        uniforms = sampling.uniforms(key[None], sampling.DRAFT, 2 * width).reshape(1, width, 2)
+        proposal, *_ = growth.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)
+        probs = sampling.to_probs(target_V[None, None], rows)
+        probs = jnp.broadcast_to(probs, (1, width + 1, vocab))  # only the root's is looked at
+        return recursive.Verifier().accept_probs(proposal, probs)[0]
+
+    keys = sampling.row_keys(key, len(logits_TV))
+    return jax.lax.map(at_position, (logits_TV, drafted_TV, keys), batch_size=_POSITIONS)
+
+
+def pass_costs(
+    model: Model,
+    counts: Sequence[int],
+    params: SamplingParams,
+    length: int,
+    repetitions: int,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> dict[int, float]:
+    """Returns the seconds of a pass over so many tokens, sampling parameters applied: medians.
+
+    Caches are as for `length` tokens. The counts take turns, because the speed of machines drifts.
+    """
+    timers = {
+        count: microbenchmarks.round_cost_timer(model, None, count - 1, params, length)
+        for count in counts
+    }
+    times = {count: [] for count in counts}
+    for count in progress([count for _ in range(repetitions) for count in counts]):
+        times[count].append(timers[count]().scoring)
+    return {count: float(np.median(seconds)) for count, seconds in times.items()}
