@@ -8,22 +8,24 @@ every rule that fits it. The same command resumes an interrupted comparison. The
 Every key of the config is a flag; configs/experiments/compare_verifiers.py lists them.
 """
 
+import hashlib
 import json
 import pathlib
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
+import jax
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import generation, loading
+from spsjax import generation, loading, verifiers
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, check_flag, check_integer, one_line
 from spsjax.evaluation import runner, samplers, significance, speed, summary, tree_planning
 from spsjax.evaluation import verifier_comparison as comparison
 from spsjax.evaluation.journal import Journal
-from spsjax.parallel import multihost
-from spsjax.utils import atomic_files, compilation
+from spsjax.performance import hardware
+from spsjax.utils import atomic_files, compilation, hashing
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
@@ -39,6 +41,8 @@ EXPECTED_KEY = "setting", "draft", "num_nodes", "example"
 
 def run():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+    if jax.process_count() > 1:
+        raise InputError(f"expected one process, found {jax.process_count()}")
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
     main.check_installed("the plot", "matplotlib")
@@ -48,16 +52,17 @@ def run():
     draft = loading.load(config.draft, mesh, config.dtype)
     loading.as_drafter(draft, target)
     prompts = speed.prompts_of(config, target)
-    stored = json.loads(config.to_json())
+    kinds_of(config, target, draft, [1.0])  # finds sizes without a draft before any work
+    stored = depends_on(config, target, draft, prompts)
     expected = Journal(workdir / "expected.jsonl", stored, EXPECTED_KEY)
     configs.begin(f"Rules of verification for {target.name} and {draft.name}", config, workdir)
-    rates = child_rates(config, target, draft, prompts, settings[config.planned_for], workdir)
-    limits = config.levels, config.longest_chain
-    kinds = [
-        kind
-        for size in sorted(set(config.num_nodes))
-        for kind in comparison.drafts(target, draft, rates, size, *limits)
-    ]
+    params = settings[config.planned_for]
+    rates = stored_rates(workdir / "rates.json", stored)
+    if rates is None:
+        rates = child_rates(config, target, draft, prompts, params)
+        text = json.dumps({"rates": rates, "depends_on": stored}, indent=2)
+        atomic_files.write(workdir / "rates.json", text + "\n")
+    kinds = kinds_of(config, target, draft, rates)
     chosen = {name: settings[name] for name in config.run_settings}
     rows = []
     for kind in kinds:
@@ -71,36 +76,69 @@ def run():
         rows += table_rows(target, kind, prompts, chosen, expected.records, records)
         compilation.clear()  # one process cannot hold the programs of all kinds
     rows.sort(key=lambda row: config.run_settings.index(row["setting"]))
-    if multihost.is_main_process():
-        write(rows, rates, workdir)
+    write(rows, rates, workdir)
+
+
+def kinds_of(config, target, draft, rates: list[float]) -> list[comparison.Draft]:
+    """Returns the kinds of drafts of every size; raises InputError if a size has none."""
+    width = min(config.most_children, target.config.vocab_size)
+    rates = [*rates, *[0.0] * (width - len(rates))]
+    kinds = []
+    for size in sorted(set(config.num_nodes)):
+        found = comparison.drafts(target, draft, rates, size, config.levels, config.longest_chain)
+        if not found:
+            raise InputError(
+                f"num_nodes: expected above levels = {config.levels}, or at most longest_chain = "
+                f"{config.longest_chain}, found {size}"
+            )
+        kinds += found
+    return kinds
 
 
 def check(config) -> dict:
     """Returns the sampling settings by name; raises InputError for values that cannot be used."""
     least = {"levels": 1, "longest_chain": 0, "most_children": 2, "prompts": 1}
-    for field, value in (least | {"max_new_tokens": 1}).items():
+    for field, value in (least | {"prompt_tokens": 1, "max_new_tokens": 1}).items():
         check_integer(field, config[field], value)
-    if not config.num_nodes:
-        raise InputError("num_nodes: expected at least one size, found none")
+    for field in ("num_nodes", "run_settings"):
+        if not config[field]:
+            raise InputError(f"{field}: expected at least one, found none")
     for size in config.num_nodes:
         check_integer("num_nodes", size, 1)
     check_flag("timed", config.timed)
     return speed.sampling_settings(config, [*config.run_settings, config.planned_for])
 
 
-def child_rates(config, target, draft, prompts, params, workdir) -> list[float]:
-    """Returns the rate at which each child of a node is accepted, for the shapes of trees.
+def depends_on(config, target, draft, prompts) -> dict:
+    """Returns what all records depend on, as JSON gives it back."""
+    ids = json.dumps(prompts).encode()
+    fields = json.loads(config.to_json()) | {
+        "weights": [hashing.params_fingerprint(model.params) for model in (target, draft)],
+        "prompt ids": hashlib.sha256(ids).hexdigest()[:16],
+        "rules": verifiers.NAMES,
+        "machine": hardware.machine(target),
+    }
+    return json.loads(json.dumps(fields))
 
-    A resumed comparison takes the stored ones, so that its trees are the same.
-    """
-    path = workdir / "rates.json"
-    if path.exists():
-        try:
-            return [float(rate) for rate in json.loads(path.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError) as error:
-            raise InputError(
-                f"{path}: expected the rates that this script stored, found {one_line(error)}"
-            ) from None
+
+def stored_rates(path: pathlib.Path, stored: dict) -> list[float] | None:
+    """Returns the rates of an interrupted comparison, so that its trees are the same; or None."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rates, same = [float(rate) for rate in found["rates"]], found["depends_on"] == stored
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path}: expected the rates that this script stored, found {one_line(error)}"
+        ) from None
+    if not same:
+        raise InputError(f"{path}: expected rates of this comparison, found others. Remove it")
+    return rates
+
+
+def child_rates(config, target, draft, prompts, params) -> list[float]:
+    """Returns the rate at which each child of a node is accepted, for the shapes of trees."""
     options = {"max_new_tokens": config.max_new_tokens, "seed": config.seed, "stop_at_eos": False}
     ids = list(prompts.values())
     out = generation.generate(target, ids, draft, None, params, **options)
@@ -108,9 +146,7 @@ def child_rates(config, target, draft, prompts, params, workdir) -> list[float]:
     width = min(config.most_children, target.config.vocab_size)
     progress = terminal.progress("acceptance by child")
     rates = tree_planning.child_rates(target, draft, texts, params, width, progress=progress)
-    rates = rates.mean(axis=0).tolist()
-    atomic_files.write(path, json.dumps(rates) + "\n")
-    return rates
+    return rates.mean(axis=0).tolist()
 
 
 def expect(config, target, kind, prompts, settings, journal) -> None:
@@ -123,8 +159,9 @@ def expect(config, target, kind, prompts, settings, journal) -> None:
             tokens = comparison.expected_tokens(
                 target, kind, prompts[name], settings[setting], config.max_new_tokens, config.seed
             )
-            rules = dict(zip(kind.rules, tokens.mean(axis=0).tolist()))
-            journal.add(dict(zip(EXPECTED_KEY, key)) | {"tokens": rules})
+            rules = dict(zip(kind.rules, tokens.sum(axis=0).tolist()))
+            record = {"rounds": len(tokens), "tokens": rules}
+            journal.add(dict(zip(EXPECTED_KEY, key)) | record)
 
 
 def time_loops(config, target, kind, prompts, settings, journal) -> None:
@@ -153,14 +190,15 @@ def table_rows(target, kind, prompts, settings, expected, records) -> list[dict]
     rows = []
     for setting in settings:
         found = [
-            record["tokens"]
+            record
             for record in expected
             if (record["setting"], record["draft"], record["num_nodes"])
             == (setting, kind.name, kind.num_nodes)
         ]
-        base = [tokens[kind.rules[0]] for tokens in found]
+        rounds = [record["rounds"] for record in found]
+        base = [record["tokens"][kind.rules[0]] for record in found]
         for rule, system in zip(kind.rules, kind.systems(target)):
-            values = [tokens[rule] for tokens in found]
+            values = [record["tokens"][rule] for record in found]
             gain = significance.bootstrap_interval(ratio, values, base)
             row = {
                 "setting": setting,
@@ -168,8 +206,8 @@ def table_rows(target, kind, prompts, settings, expected, records) -> list[dict]
                 "num_nodes": kind.num_nodes,
                 "levels": kind.depth,
                 "rule": rule,
-                "expected": float(np.mean(values)),
-                "expected_interval": significance.mean_interval(values),
+                "expected": float(ratio(values, rounds)),
+                "expected_interval": significance.bootstrap_interval(ratio, values, rounds),
                 "gain": float(ratio(values, base)),
                 "gain_interval": gain if rule != kind.rules[0] else None,
             }
@@ -181,8 +219,8 @@ def table_rows(target, kind, prompts, settings, expected, records) -> list[dict]
 
 
 def ratio(values, base, axis=-1):
-    """Returns the ratio of two means."""
-    return np.mean(values, axis=axis) / np.mean(base, axis=axis)
+    """Returns the ratio of two sums over texts."""
+    return np.sum(values, axis=axis) / np.sum(base, axis=axis)
 
 
 def of_loop(target, summarized, records, prompts, params) -> dict:

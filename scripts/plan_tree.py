@@ -5,8 +5,9 @@ python scripts/generate.py --config.tree=runs/tree.json --prompt="import os" --s
 python scripts/benchmark.py --config.tree=runs/tree.json
 
 The target writes texts. At every position of them, draft tokens are drawn and verified, which gives
-the rate at which each child of a node is accepted. Passes of both models are timed. Among all
-shapes the fastest is found by the dynamic programme of Sequoia (arXiv 2402.12374).
+the rate at which each child of a node is accepted. Passes of both models are timed. The dynamic
+programme of Sequoia (arXiv 2402.12374) finds the shape with most tokens per call for every number
+of draft tokens and of levels; the fastest of these is taken.
 Every key of the config is a flag; configs/experiments/plan_tree.py lists them.
 """
 
@@ -41,10 +42,11 @@ def run():
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     main.check_writable(_OUTPUT.value)
     params = from_config.build("sampling", SamplingParams, config.sampling)
-    for field in ("most_children", "most_levels", "prompts", "max_new_tokens", "repetitions"):
+    sizes = "most_children", "most_levels", "prompts", "prompt_tokens", "max_new_tokens"
+    for field in (*sizes, "repetitions"):
         check_integer(field, config[field], 1)
     if not config.num_nodes:
-        raise InputError("num_nodes: expected at least one size, found none")
+        raise InputError("num_nodes: expected at least one, found none")
     for size in config.num_nodes:
         check_integer("num_nodes", size, 1)
     mesh = configs.mesh(config.mesh)
@@ -92,7 +94,8 @@ def run():
 
 def costs(model, config, params, length, progress) -> dict[int, float]:
     """Returns the seconds of a pass of a model, by the tokens that it runs over."""
-    counts = sorted({1, *(2**power + 1 for power in range(max(config.num_nodes).bit_length()))})
+    powers = (2**power + 1 for power in range(max(config.num_nodes).bit_length()))
+    counts = sorted({1, *powers, *(size + 1 for size in config.num_nodes)})
     return tree_planning.pass_costs(model, counts, params, length, config.repetitions, progress)
 
 
@@ -100,7 +103,7 @@ def show_rates(rates) -> None:
     """Prints the acceptance of each child, with its interval over texts."""
     rows = []
     for rank, values in enumerate(rates.T, start=1):
-        low, high = significance.mean_interval(values) or (None, None)
+        low, high = significance.bootstrap_interval(np.mean, values) or (None, None)
         interval = "-" if low is None else f"{low:.3f} to {high:.3f}"
         rows.append((rank, f"{values.mean():.3f}", interval))
     terminal.print_table(["child", "accepted", "95% interval"], rows)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from spsjax import sampling
-from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, PyTree
 
@@ -42,6 +42,7 @@ class Tree:
     replacement: bool = False
 
     def __post_init__(self):
+        check_flag("replacement", self.replacement)
         parents = self.parents
         integers = isinstance(parents, tuple) and all(type(parent) is int for parent in parents)
         if not integers or not parents or parents[0] != 0:

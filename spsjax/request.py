@@ -56,6 +56,8 @@ class Request:
         if verifier is None:
             verifier = "recursive" if loaded.drafter.trees else "rejection"
         verifier = check_verifier(verifier)
+        if isinstance(loaded.drafter, none.Drafter):  # there is nothing to verify
+            verifier = verifiers.by_name("rejection")
         self.model = model
         name = "prompts[{}]" if caller == "generate" else "prompt"
         self.prompts = token_ids(model, prompts, name)

@@ -135,7 +135,8 @@ def distribution(loop, rule, **params):
     if rule in ("kseq", "match"):
         cases = tree_enumeration.decided_by_walk(rounds)
     else:
-        order = rounds.tree.leaves_first() if rule == "traversal" else nodes
+        order = {"traversal": rounds.tree.leaves_first(), "multipath": nodes[::-1]}
+        order = order.get(rule, nodes)
         cases = tree_enumeration.decided(rounds, order)
     output, *_ = rounds.outcome(cases.row, cases.accept, cases.draws)
     prefix_of = [rounds.prefixes[row] for row in cases.row]
@@ -166,6 +167,7 @@ def error(loop, rule, **params):
         ("traversal", Tree((0, 0, 1))),
         ("kseq", Tree((0, 0, 2), replacement=True)),
         ("match", Tree((0, 0, 1))),
+        ("multipath", Tree((0, 0, 1, 2), replacement=True)),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.parents)),
 )

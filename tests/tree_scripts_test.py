@@ -121,10 +121,15 @@ def test_compare_verifiers_judges_every_draft_by_every_rule(pair, tmp_path):
         ("plan_tree.py", "--config.num_nodes=0", "num_nodes: expected an integer >= 1"),
         ("plan_tree.py", "--config.num_nodes=()", "num_nodes: expected at least one"),
         ("plan_tree.py", "--config.most_levels=0", "most_levels"),
+        ("plan_tree.py", "--config.prompt_tokens=-3", "prompt_tokens"),
         ("plan_tree.py", "--config.sampling.top_p=2.0", "top_p"),
         ("compare_verifiers.py", "--config.most_children=1", "most_children"),
         ("compare_verifiers.py", "--config.run_settings=hot", "hot"),
         ("compare_verifiers.py", "--config.levels=0", "levels"),
+        ("compare_verifiers.py", "--config.prompt_tokens=0", "prompt_tokens"),
+        ("compare_verifiers.py", "--config.run_settings=()", "run_settings: expected at least one"),
+        ("compare_verifiers.py", "--config.longest_chain=2", "found 4"),
+        ("compare_verifiers.py", "--config.levels=1", "at most 1 levels and 8 children"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused(pair, tmp_path, script, flag, part):

@@ -3,6 +3,7 @@
 import itertools
 
 import enumeration
+import jax
 import numpy as np
 import pytest
 import reference
@@ -101,20 +102,18 @@ def test_fastest_tree_depends_on_the_costs():
 def test_expected_tokens_are_those_of_the_enumeration(rule, tree):
     draft, target = laws(3)
     expected = tree_theory.expected_tokens(verifiers.by_name(rule), tree, draft, target)
-    shape = tree_enumeration.Tree(tree.parents)
-    verification = tree_enumeration.Verification(
-        verifiers.by_name(rule), shape, draft, target, not tree.replacement
-    )
-    nodes = range(1, tree.num_nodes + 1)
-    order = {"block": [*nodes][::-1], "traversal": shape.leaves_first()}.get(rule, [*nodes])
-    walks = rule in ("match", "kseq")
-    cases = (
-        tree_enumeration.decided_by_walk(verification)
-        if walks
-        else tree_enumeration.decided(verification, order)
-    )
-    distribution = tree_enumeration.emitted(verification, cases)
-    assert expected == pytest.approx(tree_enumeration.expected_length(distribution), abs=1e-5)
+    shape, nodes = tree_enumeration.Tree(tree.parents), [*range(1, tree.num_nodes + 1)]
+    order = {"block": nodes[::-1], "traversal": shape.leaves_first()}.get(rule, nodes)
+    with jax.enable_x64(True):
+        verification = tree_enumeration.Verification(
+            verifiers.by_name(rule), shape, draft, target, not tree.replacement
+        )
+        if rule in ("match", "kseq"):
+            cases = tree_enumeration.decided_by_walk(verification)
+        else:
+            cases = tree_enumeration.decided(verification, order)
+        distribution = tree_enumeration.emitted(verification, cases)
+    assert expected == pytest.approx(tree_enumeration.expected_length(distribution), abs=1e-12)
 
 
 def test_expected_tokens_of_token_rules_have_closed_forms():
@@ -126,7 +125,7 @@ def test_expected_tokens_of_token_rules_have_closed_forms():
         ("match", theory.match_rate(target, draft)),
     ):
         expected = tree_theory.expected_tokens(verifiers.by_name(rule), chain, *pair)
-        assert expected == pytest.approx(theory.block_efficiency(float(rate), 2), abs=1e-6)
+        assert expected == pytest.approx(theory.block_efficiency(float(rate), 2), abs=1e-12)
 
 
 def test_wrong_plans_are_refused_in_one_line():

@@ -66,13 +66,35 @@ def test_distributions_of_absent_tokens_may_be_anything(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_with_nan_emit_nothing(method):
     tokens, parents, draft, target = arrays(3, rows=3)
-    target[0, 4, 2] = np.nan
-    if method != "match":  # it does not look at the draft
-        draft[1, 1, 0] = np.nan
+    target[0, 4, 2] = draft[1, 1, 0] = np.nan  # matching does not look at the draft
     emitted, number, path = verify(method, tokens, parents, draft, target)
     bad = [True, method != "match", False]
     assert (number == 0).tolist() == bad
     assert (emitted[bad] == -1).all() and (path[bad] == -1).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_below_an_absent_one_are_absent(method):
+    """The second token's distributions are those of a context that does not exist."""
+    tokens, parents, draft, target = arrays(2)
+    tokens[:, 0], tokens[:, 1] = -1, 3
+    expected = verify(method, tokens, parents, draft, target)
+    assert expected[2].max() == 2
+    target[:, 3:], draft[:, 1] = np.nan, 0.0
+    for known, other in zip(expected, verify(method, tokens, parents, draft, target)):
+        np.testing.assert_array_equal(known, other)
+
+
+def test_rounded_distributions_emit_a_token():
+    """Where draft and target agree to rounding, nothing may be left of the target."""
+    thirds = np.full((3000, 3), 1 / 3)
+    tokens = np.arange(9000).reshape(3000, 3) % 3
+    draft = jnp.asarray(np.stack([thirds] * 3, axis=1), jnp.bfloat16)  # sums to 1.002
+    target = np.stack([thirds] * 4, axis=1)
+    assert spsjax.block_verify(KEY, tokens, draft, target)[1].min() >= 1
+    chain = np.broadcast_to([0, 1, 2], tokens.shape)
+    for method in METHODS:
+        assert verify(method, tokens, chain, draft, target)[1].min() >= 1
 
 
 def test_tree_without_tokens_emits_a_token_of_the_target():
@@ -124,7 +146,8 @@ def test_arguments_that_do_not_fit_are_refused():
         (("tokens", "replacement=True"), (twins, parents, draft, target)),
         (("target_probs", "[2, 5, 5]"), (tokens, parents, draft, target[:, :4])),
         (("target_probs",), (tokens, parents, draft, None)),
-        (("draft_probs", "[2, 1, 5]"), (tokens, parents * 0, draft[0], target)),
+        (("draft_probs", "[B, P, V]"), (tokens, parents * 0, draft[0], target)),
+        (("draft_probs",), (tokens, parents, [[[1.0], [0.5, 0.5]]], target)),
         (("draft_probs", "sum to 1", "at [0, 0]"), (tokens, parents, draft * 2, target)),
     ):
         with one_line(*fragments):

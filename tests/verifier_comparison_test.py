@@ -86,6 +86,15 @@ def test_rates_of_all_children_add_up_to_one(pair, texts):
     assert np.mean(rates[:, 0]) == pytest.approx(np.mean(overlap), abs=0.03)
 
 
+def test_draft_of_a_smaller_vocabulary_has_rates(pair):
+    """Tokens that only the target has are never drafted."""
+    small = spread_model(12, seed=3)
+    rates = tree_planning.child_rates(
+        pair[0], small, [(PROMPT, [5, 0, 9])], SamplingParams(1.0), 16
+    )
+    assert 0 < rates.sum() < 1 + 1e-3 and np.all(rates[0, 12:] == 0)
+
+
 def test_costs_are_measured_for_every_number_of_tokens(pair):
     costs = tree_planning.pass_costs(pair[0], [1, 3], NUCLEUS, 20, 2)
     assert set(costs) == {1, 3} and all(seconds > 0 for seconds in costs.values())

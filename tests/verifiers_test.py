@@ -40,7 +40,7 @@ def generate(target, drafter, verifier, temperature=0.0):
 def test_greedy_texts_of_every_rule_are_those_of_plain_decoding(pair, name):
     """Every rule, typical acceptance included, takes the target's choices in greedy rows."""
     target, draft = pair
-    plain = generate(target, None, None)
+    plain = generate(target, None, name)  # without drafts every rule fits
     out = generate(target, draft, name)
     assert np.array_equal(out.tokens, plain.tokens)
     assert out.stats.block_efficiency > 1.2
@@ -78,6 +78,24 @@ def test_rules_report_a_root_that_is_not_finite(name):
     keys = sampling.row_keys(jax.random.key(0), 2)
     verdict = verifiers.by_name(name).verify(keys, proposal, jnp.asarray(target))
     assert verdict.valid.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", ("kseq", "multipath"))
+@pytest.mark.parametrize("children", (24, 64))
+def test_one_right_child_of_many_is_accepted(name, children):
+    """A greedy target and a draft that is nearly sure of it; in float32 all shares round to 1."""
+    rng = np.random.default_rng(0)
+    tokens = np.stack([rng.permutation(100)[:children] for _ in range(300)])
+    right = tokens[np.arange(300), np.arange(300) % 20]
+    target = np.zeros((300, children + 1, 100), np.float32)
+    target[:, 1:, 0] = target[np.arange(300), 0, right] = 1
+    draft = 0.1 * rng.dirichlet(np.full(100, 0.3), 300) + 0.9 * target[:, 0]
+    draft, parents = jnp.asarray(draft[:, None], jnp.float32), jnp.zeros(tokens.shape, jnp.int32)
+    proposal = spsjax.Proposal(jnp.asarray(tokens), draft, parents)
+    keys = sampling.row_keys(jax.random.key(0), 300)
+    verdict = verifiers.by_name(name).verify(keys, proposal, jnp.asarray(target))
+    assert verdict.valid.all()
+    np.testing.assert_array_equal(verdict.tokens[:, 0], right)
 
 
 def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
@@ -120,6 +138,10 @@ def test_trees_that_cannot_be_are_refused(pair):
     for parents in ((), (1,), (0, 2), (0, 1, 0), [0], (0, True)):
         with pytest.raises(spsjax.InputError, match=r"^parents: expected"):
             growth.Tree(parents)
+    with pytest.raises(spsjax.InputError, match=r"^replacement: expected True or False"):
+        growth.Tree((0, 0), "no")
+    with pytest.raises(spsjax.InputError, match=r"^width: expected at most the vocabulary of 16"):
+        draft_model.Drafter(draft.config, tree=growth.DynamicTree(width=20))
     with pytest.raises(spsjax.InputError, match=r"^num_nodes: expected at most 6"):
         growth.DynamicTree(7, 2, 2)
     with pytest.raises(spsjax.InputError, match=r"^num_speculative_tokens: expected the depth"):

@@ -54,6 +54,11 @@ class Drafter(base.Drafter):
                 f"num_speculative_tokens: expected the depth of the tree, {depth}, "
                 f"found {self.num_speculative_tokens}"
             )
+        vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
+        if isinstance(self.tree, growth.DynamicTree) and self.tree.width > vocab:
+            raise InputError(
+                f"width: expected at most the vocabulary of {vocab}, found {self.tree.width}"
+            )
 
     @property
     def trees(self):

@@ -1,5 +1,6 @@
 """Measures what the choice of a tree depends on: acceptance by child, and costs by tokens."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -76,9 +77,9 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
 
     logits_TV = logits(target_config, target_params)
     vocab = logits_TV.shape[-1]
+    # The draft's vocabulary may be padded or smaller; an id that it lacks has probability 0.
     drafted_TV = logits(draft_config, draft_params)[:, :vocab]
     missing = vocab - drafted_TV.shape[-1]
-    drafted_TV = jnp.pad(drafted_TV, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     tree = growth.Tree.branching(width)
 
     def at_position(inputs):
@@ -89,6 +90,8 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
 
         uniforms = sampling.uniforms(key[None], sampling.DRAFT, 2 * width).reshape(1, width, 2)
         proposal, *_ = growth.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)
+        draft_probs = jnp.pad(proposal.probs, ((0, 0), (0, 0), (0, missing)))
+        proposal = dataclasses.replace(proposal, probs=draft_probs)
         probs = sampling.to_probs(target_V[None, None], rows)
         probs = jnp.broadcast_to(probs, (1, width + 1, vocab))  # only the root's is looked at
         return recursive.Verifier().accept_probs(proposal, probs)[0]

@@ -6,6 +6,7 @@ Costs are in passes of the target over one token, as in `theory`.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,8 +46,16 @@ def expected_tokens(verifier: Verifier, tree: Tree, draft: Law, target: Law) -> 
             if -1 not in context:
                 draft_probs[row, node], target_probs[row, node] = draft(context), target(context)
     tokens, masses = map(np.asarray, zip(*drafts))
+    with jax.enable_x64(True):
+        accepted = _accepted(verifier, tree, tokens, draft_probs, target_probs)
+    return float(1 + masses @ accepted)
+
+
+def _accepted(verifier: Verifier, tree: Tree, tokens, draft_probs, target_probs) -> np.ndarray:
+    """Returns [R]: how many tokens of each draft are accepted, in the mean."""
+    R, N = tokens.shape
     tokens, parents = (
-        jnp.asarray(array, jnp.int32) for array in (tokens, np.tile(tree.parents, (len(drafts), 1)))
+        jnp.asarray(array, jnp.int32) for array in (tokens, np.tile(tree.parents, (R, 1)))
     )
     if tree.depth == N:
         proposal = Proposal(tokens, jnp.asarray(draft_probs[:, :N]))
@@ -54,8 +63,7 @@ def expected_tokens(verifier: Verifier, tree: Tree, draft: Law, target: Law) -> 
         probs = jnp.asarray(draft_probs)
         proposal = Proposal(tokens, probs, parents, distinct=not tree.replacement)
     verifier.check(proposal)
-    accepted = verifier.accept_probs(proposal, jnp.asarray(target_probs)).sum(axis=1)
-    return float(1 + masses @ np.asarray(accepted))
+    return np.asarray(verifier.accept_probs(proposal, jnp.asarray(target_probs)).sum(axis=1))
 
 
 def _drafts(tree: Tree, draft: Law):
@@ -199,7 +207,8 @@ def best_plan(
 ) -> Plan | None:
     """Returns the fastest tree of at most `num_nodes` draft tokens (Sequoia, section 3.3).
 
-    None if there is no tree.
+    For every number of draft tokens and of levels, only the shape with most tokens per call is
+    tried. None if there is no tree.
 
     Args:
         rates: the probability that the b-th child of a node is accepted, if the node is.

@@ -64,7 +64,10 @@ def tests(proposal: Proposal, target_probs: Array) -> tuple[Array, Array, Array]
     draft_probs = jnp.pad(draft_probs, [(0, 0), (0, 1), (0, 0)])
     weights = prefix_weights(*rejection.ratio(tokens, proposal.probs, target_probs[:, :K]))
     left = jnp.maximum(weights[..., None] * target_probs - draft_probs, 0)
-    passed, needed = acceptance(weights, jnp.sum(left, axis=-1))
+    mass = jnp.sum(left, axis=-1)
+    passed, needed = acceptance(weights, mass)
+    # Nothing is left where the two agree to rounding, as in `rejection.residual`.
+    left = jnp.where(mass[..., None] == 0, target_probs, left)
     # A prefix of weight 0 is never accepted, whatever follows it.
     passed = jnp.where(weights == 0, 0, passed)
     return passed, jnp.where(weights == 0, 1, needed), left

@@ -68,9 +68,14 @@ def parents(value, tokens: Array, num_nodes: int) -> Array:
     return parents
 
 
-def num_nodes(draft_probs) -> int:
-    """Returns P of draft probabilities [B, P, V]; 1 if they have another number of axes."""
-    return 1 if draft_probs is None or np.ndim(draft_probs) != 3 else np.shape(draft_probs)[1]
+def num_nodes(draft_probs) -> int | None:
+    """Returns P of draft probabilities [B, P, V], or None; raises InputError for other axes."""
+    if draft_probs is None:
+        return None
+    probs = as_array("draft_probs", draft_probs)
+    if probs.ndim != 3:
+        raise InputError(f"draft_probs: expected floats [B, P, V], found {describe(probs)}")
+    return probs.shape[1]
 
 
 def check_distinct(tokens: Array, parents: Array) -> None:

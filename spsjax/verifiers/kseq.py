@@ -74,6 +74,8 @@ def selection(proposal: Proposal, target_probs: Array) -> tuple[Array, Array]:
     some = 1 - jnp.maximum(1 - share, 0) ** children  # the probability that some child is accepted
     scale = jnp.where(share == 0, 0, some / jnp.where(share == 0, 1, share))
     left = jnp.maximum(target_probs - common * scale[..., None], 0)
+    # Nothing is left where some child is accepted for sure, to rounding.
+    left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) == 0, target_probs, left)
     rho_at = jnp.take_along_axis(rho, parents, axis=1)
     accept = jnp.where(alive, target_at / (rho_at * jnp.where(alive, draft_at, 1)), 0)
     return jnp.minimum(accept, 1), left
@@ -90,8 +92,10 @@ def divisor(draft_probs: Array, target_probs: Array, children: Array) -> Array:
         low, high = interval
         middle = (low + high) / 2
         share = jnp.sum(jnp.minimum(draft_probs, target_probs / middle[..., None]), axis=-1)
-        above = 1 - jnp.maximum(1 - share, 0) ** children > middle * share
+        # Equal to rounding counts as below: both sides are 1 in a whole interval.
+        above = 1 - jnp.maximum(1 - share, 0) ** children > middle * share * (1 + slack)
         return jnp.where(above, middle, low), jnp.where(above, high, middle)
 
+    slack = 8 * jnp.finfo(target_probs.dtype).eps
     ones = jnp.ones_like(children)
     return lax.fori_loop(0, _BISECTIONS, narrow, (ones, jnp.maximum(children, 1)))[1]

@@ -70,10 +70,13 @@ def tree_verify(
 
     Args:
         key: as in `rejection_sample`.
-        tokens: [B, N] int; -1: no token is here, and nothing below it can be accepted.
+        tokens: [B, N] int; -1: no token is here, and nothing below it can be accepted. Which tokens
+            are absent must not depend on what was drawn for them, and of siblings without
+            replacement only the last ones may be absent.
         parents: [B, N] int, the parent of each token: a node with a smaller number.
         draft_probs: [B, P, V] float: the children of node p were drawn from `draft_probs[:, p]`.
-            Nodes from P on have no children. None: tokens were not drawn but chosen.
+            Nodes from P on have no children. None: tokens were not drawn but chosen. "match" does
+            not look at them.
         target_probs: [B, N+1, V] float: what follows each node.
         method: "match" and "recursive" fit all trees, "traversal" those with `draft_probs`, "kseq"
             those that were also drawn with replacement.
@@ -92,16 +95,18 @@ def tree_verify(
     rule = _rule_for_trees(method, draft_probs, replacement)
     inputs.check_key(key)
     tokens, V = inputs.draft_tokens("tokens", tokens, target_probs, "N")
+    if method == "match":
+        draft_probs = None
     (B, N), P = tokens.shape, inputs.num_nodes(draft_probs)
-    parents = inputs.parents(parents, tokens, N + 1 if draft_probs is None else P)
-    there = tokens >= 0
-    scored = jnp.pad(there, ((0, 0), (1, 0)), constant_values=True)
+    parents = inputs.parents(parents, tokens, N + 1 if P is None else P)
+    scored = verdicts.reached(jnp.asarray(parents), jnp.asarray(tokens) >= 0)
     target_probs = inputs.distributions("target_probs", target_probs, (B, N + 1, V), scored)
+    tokens = jnp.where(scored[:, 1:], tokens, -1)  # none below an absent one
     if draft_probs is not None:
-        has_children = (parents[..., None] == jnp.arange(P)) & there[..., None]
+        has_children = (parents[..., None] == jnp.arange(P)) & scored[:, 1:, None]
         has_children = jnp.any(has_children, axis=1)
         draft_probs = inputs.distributions("draft_probs", draft_probs, (B, P, V), has_children)
-        if not replacement and method != "match":
+        if not replacement:
             inputs.check_distinct(tokens, parents)
     columns = inputs.depth(parents) + 1
     parents, tokens = (jnp.asarray(array, jnp.int32) for array in (parents, tokens))
