@@ -167,13 +167,7 @@ def expect(config, target, kind, prompts, settings, journal) -> None:
 def time_loops(config, target, kind, prompts, settings, journal) -> None:
     """Adds the records of the loop by every rule, in turn with plain sampling."""
     systems = [samplers.spsjax_system("ArS", target), *kind.systems(target)]
-    workload = runner.Workload(
-        prompts=[runner.Prompt(name, lambda _, ids=ids: ids) for name, ids in prompts.items()],
-        settings=settings,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        stop_at_eos=False,
-    )
+    workload = speed.workload(prompts, settings, config.max_new_tokens, seed=config.seed)
     progress = terminal.progress(f"{kind.name} of {kind.num_nodes}, running")
     runner.run_all(systems, workload, journal, progress)
 
@@ -242,15 +236,16 @@ def of_loop(target, summarized, records, prompts, params) -> dict:
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
     header = ["sampling", "draft", "draft tokens", "rule", "tokens per call", "gain", "measured"]
-    header += ["ms per token", "speed-up", "surprise"]
+    header += ["ms per token", "speed-up", "law"]
     lines = [header, ["---"] * len(header)]
     for row in rows:
         cells = [row["setting"], row["draft"], row["num_nodes"], row["rule"]]
-        cells += [f"{row['expected']:.2f}", gain(row)]
-        for field in ("tokens_per_call", "ms_per_token", "speedup", "surprise"):
+        ends = "{:.2f} to {:.2f}".format(*row["expected_interval"] or 2 * [row["expected"]])
+        cells += [f"{row['expected']:.2f} ({ends})", gain(row)]
+        for field in ("tokens_per_call", "ms_per_token", "speedup"):
             value = row.get(field)
             cells.append("-" if value is None else f"{value:.2f}")
-        lines.append(cells)
+        lines.append([*cells, law(row)])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
@@ -260,6 +255,17 @@ def gain(row: dict) -> str:
         return "-" if row["gain"] == 1 else f"{100 * (row['gain'] - 1):+.1f}%"
     low, high = (100 * (end - 1) for end in row["gain_interval"])
     return f"{100 * (row['gain'] - 1):+.1f}% ({low:+.1f} to {high:+.1f})"
+
+
+def law(row: dict) -> str:
+    """Returns what the runs say of the texts' law: a standard score; of greedy ones, whether equal.
+
+    Tokens that the target cannot emit are counted.
+    """
+    if row.get("same_tokens") is not None:
+        return "same texts" if row["same_tokens"] else "other texts"
+    score = "-" if row.get("surprise") is None else f"{row['surprise']:+.2f}"
+    return f"{score}, {row['impossible']} impossible" if row.get("impossible") else score
 
 
 def write(rows: list[dict], rates: list[float], workdir: pathlib.Path) -> None:

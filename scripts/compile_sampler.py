@@ -63,7 +63,7 @@ def _compile(gathering: Callable, change: dict) -> tuple[str, ...]:
         mock.patch.object(sharding, "gather_vocab", gathering),
         mock.patch.multiple(sampling, **change),
     ):
-        report = aot.compile_pair(
+        plan = aot.plan_pair(
             target,
             draft,
             _TOPOLOGY.value,
@@ -72,7 +72,7 @@ def _compile(gathering: Callable, change: dict) -> tuple[str, ...]:
             prompt_tokens=32,
             max_new_tokens=32,
         )
-    loop = report.programs["SpS"]
+        loop = plan.compile(["SpS"])["SpS"]
     return (
         f"{loop.cycles['propose, sampling']:,}",
         f"{loop.cycles['verify']:,}",

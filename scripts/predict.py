@@ -45,7 +45,9 @@ def run():
         main.check_installed("--plot", "matplotlib")
         main.check_writable(_PLOT.value)
     if _CHILDREN.value is not None:
+        refuse([_RATES, _REPORT, _PLOT, _MAX_K], "expected none beside --children")
         return predict_trees()
+    refuse([_ROW, _NODES], "expected it only with --children")
     curves = {}
     for name, (rates, *costs) in cases().items():
         curves[name] = curve = predict(rates, *costs)
@@ -67,10 +69,6 @@ def run():
 
 def predict_trees() -> None:
     """Prints the best tree of each size."""
-    for name, flag in {"acceptance": _RATES, "report": _REPORT, "plot": _PLOT}.items():
-        if flag.value is not None:
-            found = short_repr(flag.value)
-            raise InputError(f"--{name}: expected none beside --children, found {found}")
     rates = parse_rates("children", _CHILDREN.value)
     one, drafting = cost("target_ms", _TARGET.value), cost("draft_ms", _DRAFT.value)
     row = cost("row_ms", _ROW.value)
@@ -83,6 +81,13 @@ def predict_trees() -> None:
     terminal.plan_table(plans, one)
     best = max(plans, key=lambda name: plans[name].speedup)
     print(f"best: {best}, {plans[best].speedup:.2f} x plain sampling")
+
+
+def refuse(unused: list[flags.FlagHolder], expected: str) -> None:
+    """Raises InputError for a flag that was given, but would have no effect."""
+    for flag in unused:
+        if flags.FLAGS[flag.name].present:
+            raise InputError(f"--{flag.name}: {expected}, found {short_repr(flag.value)}")
 
 
 def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
@@ -100,13 +105,8 @@ def predict(rates, drafting, scoring) -> dict[int, tuple[float, float, float]]:
 
 def cases() -> dict[str, tuple]:
     """Returns by name: rates, and the costs of a draft token and of scoring as functions of K."""
-    values = {"acceptance": _RATES.value, "draft_ms": _DRAFT.value, "target_ms": _TARGET.value}
     if _REPORT.value:
-        for name, value in values.items():
-            if value is not None:
-                raise InputError(
-                    f"--{name}: expected none beside --report, found {short_repr(value)}"
-                )
+        refuse([_RATES, _DRAFT, _TARGET], "expected none beside --report")
         return cases_of_report(_REPORT.value)
     if _RATES.value is None:
         raise InputError("--acceptance: expected a value, or --report, found none")
@@ -119,7 +119,7 @@ def cases() -> dict[str, tuple]:
 def cost(name: str, value: float | None) -> float:
     """Returns the milliseconds of a flag; raises InputError if there are none."""
     if value is None:
-        raise InputError(f"--{name}: expected a value, or --report, found none")
+        raise InputError(f"--{name}: expected a value, found none")
     if not np.isfinite(value):
         raise InputError(f"--{name}: expected milliseconds, found {value}")
     return value

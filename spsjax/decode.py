@@ -119,8 +119,10 @@ def propose(
         return proposal, drafter_state
     # A round cannot commit more than K draft tokens, so deeper nodes are not eligible.
     eligible = tree.depths(proposal.parents)[:, 1:] <= drafter.num_speculative_tokens
+    eligible &= proposal.tokens >= 0
     if proposal.eligible is not None:
         eligible &= proposal.eligible
+    eligible = tree.reached(proposal.parents, eligible)[:, 1:]  # as all nodes above are
     return dataclasses.replace(proposal, eligible=eligible), drafter_state
 
 

@@ -70,11 +70,13 @@ class Round:
         tokens: new tokens, cut off at an end of sequence or at the limit.
         accepted: draft tokens accepted, before the cut.
         proposed: draft tokens proposed.
+        longest: most of them that could be accepted: all, or K, the depth of a tree.
     """
 
     tokens: np.ndarray
     accepted: int
     proposed: int
+    longest: int
 
 
 def generate(
@@ -261,10 +263,12 @@ def _rounds(request: Request) -> Iterator[Round]:
             state, _ = step(request.params, state)
         after = multihost.to_host(_small(state))
         _check_finite(after)
+        proposed = int(after["proposed"][0] - before["proposed"][0])
         yield Round(
             tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],
             accepted=int(np.argmax(after["accepted"][0] - before["accepted"][0])),
-            proposed=int(after["proposed"][0] - before["proposed"][0]),
+            proposed=proposed,
+            longest=min(proposed, request.program.drafter.num_speculative_tokens),
         )
         before = after
 

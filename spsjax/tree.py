@@ -33,6 +33,12 @@ def depths(parents_BN: Array) -> Array:
     return jnp.sum(ancestors(parents_BN), axis=-1, dtype=jnp.int32) - 1
 
 
+def reached(parents_BN: Array, accepted_BN: Array) -> Array:
+    """Returns [B, M] bool: the root, and the nodes that are accepted as are all above them."""
+    accepted = jnp.pad(accepted_BN, ((0, 0), (1, 0)), constant_values=True)
+    return jnp.all(accepted[:, None] | ~ancestors(parents_BN), axis=2)
+
+
 def along(path_BP: Array, array: Array, axis: int = 1) -> Array:
     """Returns the entries of `array` [B, ..., M, ...] at the path's nodes: [B, ..., P, ...].
 

@@ -149,11 +149,11 @@ def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights(chinchilla):
         dataclasses.replace(configs.model_config(name, MODELS), num_layers=LAYERS)
         for name in ("chinchilla_70b", "chinchilla_draft_4b")
     )
-    report = aot.compile_pair(
+    plan = aot.plan_pair(
         target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=128,
         max_new_tokens=512, tree=tree,
     )  # fmt: skip
-    sps, chain = report.programs["SpS"], chinchilla.programs["SpS"]
+    sps, chain = plan.compile(["SpS"])["SpS"], chinchilla.programs["SpS"]
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
     assert counts(sps, "/score/")["all-reduce"] == 2 * LAYERS + 1
     assert sum(counts(sps, "/score/").values()) == sum(counts(chain, "/score/").values())
@@ -168,12 +168,12 @@ def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights(chinchilla):
 @needs_libtpu
 def test_logits_and_no_weights_are_gathered_where_rows_are_split():
     config = tiny_config(1024, d_model=256, num_kv_heads=8)
-    report = aot.compile_pair(
+    plan = aot.plan_pair(
         config, config, "v5e:2x4", num_speculative_tokens=K, batch=4, data=2,
         prompt_tokens=32, max_new_tokens=32,
     )  # fmt: skip
-    for name in ("ArS", "SpS"):
-        for op in report.programs[name].collectives:
+    for program in plan.compile(["ArS", "SpS"]).values():
+        for op in program.collectives:
             assert op.num_bytes <= 2 * (K + 1) * config.vocab_size * 4, op
 
 

@@ -321,16 +321,19 @@ def test_styled_text_separates_kinds_of_tokens():
         def decode(self, ids):
             return "".join(chr(index) for index in ids)
 
-    def a_round(text, accepted, proposed):
-        return generation.Round(np.array([ord(letter) for letter in text]), accepted, proposed)
+    def a_round(text, accepted, proposed, longest=None):
+        tokens = np.array([ord(letter) for letter in text])
+        return generation.Round(tokens, accepted, proposed, longest or proposed)
 
     rounds = [
         a_round("abR", 2, 3),  # rejected after two
         a_round("cdeB", 3, 3),  # all accepted
         a_round("B", 0, 0),  # nothing proposed
-        a_round("f", 3, 3),  # cut off inside the drafts
+        a_round("fgB", 2, 6, 2),  # the whole depth of a tree
+        a_round("h", 3, 3),  # cut off inside the drafts
     ]
     draft, residual, bonus = terminal._STYLES.values()
     assert list(terminal.styled_text(Letters(), [ord(">")], rounds)) == [
-        ("ab", draft), ("R", residual), ("cde", draft), ("B", bonus), ("B", bonus), ("f", draft)
+        ("ab", draft), ("R", residual), ("cde", draft), ("B", bonus), ("B", bonus),
+        ("fg", draft), ("B", bonus), ("h", draft)
     ]  # fmt: skip

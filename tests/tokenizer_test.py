@@ -130,7 +130,7 @@ def test_stream_sends_whole_characters(tokenizer):
     for prompt in range(1, len(ids)):
         for size in (1, 2, 3):
             blocks = [ids[start : start + size] for start in range(prompt, len(ids), size)]
-            rounds = (generation.Round(np.asarray(block), 0, 0) for block in blocks)
+            rounds = (generation.Round(np.asarray(block), 0, 0, 0) for block in blocks)
             sent = list(generation._texts(model, ids[:prompt], rounds))
             joined = incremental_text(tokenizer, ids[:prompt], ids[prompt:])
             assert "".join(sent) == joined and joined and text.endswith(joined)
@@ -148,6 +148,6 @@ def test_byte_fallback_keeps_characters_before_incomplete_one(tmp_path):
     rng = random.Random(0)
     for _ in range(100):
         tokens = [ids[0], *rng.choices(ids[1:], k=12)]
-        rounds = (generation.Round(np.asarray([token]), 0, 0) for token in tokens[1:])
+        rounds = (generation.Round(np.asarray([token]), 0, 0, 0) for token in tokens[1:])
         sent = "".join(generation._texts(model, tokens[:1], rounds))
         assert sent == incremental_text(fallback, tokens[:1], tokens[1:])

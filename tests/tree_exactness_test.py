@@ -118,6 +118,15 @@ def test_filtered_distributions_are_verified_losslessly(rule, distinct, params):
     assert error < TOLERANCE
 
 
+def test_typical_acceptance_has_the_draft_s_law():
+    """Where no token is improbable, all drafts are accepted: the first token is the draft's."""
+    draft, target = ([0.2, 0.5, 0.3], [0.5, 0.3, 0.2])
+    pair = (lambda _: np.asarray(draft)), (lambda _: np.asarray(target))
+    error, tokens = study("typical", branching(1), pair=pair)
+    assert tokens == pytest.approx(2)
+    assert error == pytest.approx(max(abs(a - b) for a, b in zip(draft, target)) * max(target))
+
+
 @pytest.mark.parametrize("rule", ("recursive", "match"))
 def test_chosen_tokens_are_verified_losslessly(rule):
     """Tokens that were not drawn are point masses; some are missing, twins or not eligible."""

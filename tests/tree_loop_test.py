@@ -189,9 +189,8 @@ def test_filtered_trees_are_lossless_in_the_loop():
 def test_trees_scored_with_a_wrong_mask_are_rejected(monkeypatch):
     """Siblings that see each other, as the tokens of a chain do."""
     causal = np.tril(np.ones((4, 4), bool))
-    faulty = types.SimpleNamespace(ancestors=lambda parents: causal[None], depths=tree.depths)
+    faulty = types.SimpleNamespace(**vars(tree) | {"ancestors": lambda parents: causal[None]})
     monkeypatch.setattr(decode, "tree", faulty)
     round_function.cache_clear()
-    with pytest.raises(AssertionError):
-        assert error(loop_of("recursive", Tree((0, 0, 1)), 2, (END,)), "recursive") < TOLERANCE
+    assert error(loop_of("recursive", Tree((0, 0, 1)), 2, (END,)), "recursive") > 0.01
     round_function.cache_clear()

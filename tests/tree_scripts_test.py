@@ -48,11 +48,14 @@ def test_predict_shows_when_a_tree_pays():
     assert "best: chain" in succeeds("predict.py", *flags, "--row_ms=20").stdout
     for flag, part in (
         ("--acceptance=0.5", "--acceptance: expected none beside --children"),
+        ("--max_k=3", "--max_k: expected none beside --children, found 3"),
         ("--children=2", "rates: expected probabilities"),
         ("--children=x", "--children: expected numbers"),
         ("--row_ms=nan", "--row_ms: expected milliseconds"),
     ):
         fails_with_one_line(run("predict.py", *flags, flag), part)
+    chain = "--acceptance=0.5", *flags[1:]
+    fails_with_one_line(run("predict.py", *chain), "--num_nodes: expected it only with --children")
 
 
 def test_generate_takes_a_tree_and_a_verifier(pair, planned, tmp_path):
@@ -96,19 +99,26 @@ def test_file_that_holds_no_tree_is_refused(pair, tmp_path, text, part):
 
 
 def test_compare_verifiers_judges_every_draft_by_every_rule(pair, tmp_path):
-    """The same command prints the same table again, from what it has stored."""
-    flags = (*pair, *SMALL, "--config.num_nodes=2,4", "--config.levels=2")
-    flags += ("--config.run_settings=('sampled','greedy')", "--config.longest_chain=2")
-    flags += (f"--workdir={tmp_path}",)
-    first = succeeds("compare_verifiers.py", *flags).stdout
+    flags = (*pair, *SMALL, "--config.num_nodes=4", "--config.levels=2", "--config.timed=False")
+    flags += ("--config.run_settings=('sampled',)", f"--workdir={tmp_path}")
+    succeeds("compare_verifiers.py", *flags)
     rows = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))["rows"]
-    assert {row["setting"] for row in rows} == {"sampled", "greedy"}
     rules = {(row["draft"], row["rule"]) for row in rows}
     assert {("chain", "block"), ("tree", "traversal"), ("independent tree", "kseq")} <= rules
     assert ("paths", "multipath") in rules
     assert all(1 <= row["expected"] <= row["levels"] + 1.001 for row in rows)
+
+
+def test_compare_verifiers_times_the_loop_by_every_rule(pair, tmp_path):
+    """The same command prints the same table again, from what it has stored."""
+    flags = (*pair, *SMALL, "--config.num_nodes=2", "--config.levels=2")
+    flags += ("--config.run_settings=('sampled','greedy')", f"--workdir={tmp_path}")
+    first = succeeds("compare_verifiers.py", *flags).stdout
+    rows = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["setting"] for row in rows} == {"sampled", "greedy"}
     assert all(row["ms_per_token"] > 0 and row["tokens"] == 12 for row in rows)
     assert {row["same_tokens"] for row in rows if row["setting"] == "greedy"} == {True}
+    assert "same texts" in first and "other texts" not in first
     assert (tmp_path / "table.png").stat().st_size > 10_000
     assert succeeds("compare_verifiers.py", *flags).stdout == first
     other = run("compare_verifiers.py", *flags, "--config.seed=1")

@@ -98,6 +98,27 @@ def test_one_right_child_of_many_is_accepted(name, children):
     np.testing.assert_array_equal(verdict.tokens[:, 0], right)
 
 
+def test_typical_acceptance_takes_the_most_probable_of_the_longest_paths():
+    """exp(-entropy) is 0.5 at the root and 1 below it; the last child is of no typical node."""
+    target = np.full((1, 7, 4), [0, 1, 0, 0], np.float32)
+    target[0, 0] = [0.5, 0.5, 0, 0]
+    target[0, 1] = [0.05, 0.95, 0, 0]
+    target[0, 2] = [0.15, 0.85, 0, 0]
+    #        root: 0, 1, 2; below 0: 0; below 1: 0; below 2: 1
+    tokens, parents = [[0, 1, 2, 0, 0, 1]], [[0, 0, 0, 1, 2, 3]]
+    proposal = spsjax.Proposal(jnp.asarray(tokens), None, jnp.asarray(parents))
+    keys = sampling.row_keys(jax.random.key(0), 1)
+
+    def path(**fields):
+        rule = verifiers.typical.Verifier(**fields)
+        return rule.verify(keys, proposal, jnp.asarray(target)).path[0].tolist()
+
+    assert path() == [0, 2, 5, -1, -1, -1, -1]  # 0.15 is above 0.09, 0.05 is not
+    assert path(epsilon=0.01) == [0, 2, 5, -1, -1, -1, -1]  # both are: 0.5 x 0.15 is more
+    assert path(epsilon=0.2) == [0, 1, -1, -1, -1, -1, -1]  # neither is: the first child
+    assert path(epsilon=0.2, delta=0.1) == [0, 2, 5, -1, -1, -1, -1]  # 0.1 exp(-0.42) = 0.065
+
+
 def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
     target, draft = pair
     point_masses = ngram.Drafter(2)

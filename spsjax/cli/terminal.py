@@ -49,7 +49,7 @@ def styled_text(
     for decoded in rounds:
         # An end of sequence or the budget may have cut the block off before its last token.
         drafted = min(decoded.accepted, len(decoded.tokens))
-        last = _BONUS if decoded.accepted == decoded.proposed else _RESIDUAL
+        last = _BONUS if decoded.accepted == decoded.longest else _RESIDUAL
         for kind, new in ((_DRAFT, decoded.tokens[:drafted]), (last, decoded.tokens[drafted:])):
             tokens += new.tolist()
             style = _STYLES[kind]

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import decode, sampling
+from spsjax import sampling
+from spsjax.evaluation import text_pass
 from spsjax.loading import Model
-from spsjax.models import transformer
-from spsjax.parallel import multihost, sharding
+from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
 from spsjax.tokenization.base import incremental_text
@@ -59,33 +59,19 @@ def positions(
     Without a draft, the target is its own draft and the acceptance rate is 1.
     """
     draft = draft or target
-    text = np.asarray([*prompt, *tokens], np.int32)
-    rows = 1 if target.mesh is None else target.mesh.shape["data"]
-    padded = np.zeros((rows, decode.num_slots(len(text))), np.int32)
-    padded[:, : len(text)] = text
+    padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
     with target.in_mesh():
-        padded, columns = jax.device_put(
-            (padded, params.rows(rows)), sharding.batch_sharding(target.mesh)
-        )
-        arrays = _columns(target.config, draft.config, target.params, draft.params, padded, columns)
-    # The logits at one position give the distribution of the token at the next.
-    span = slice(len(prompt) - 1, len(text) - 1)
+        arrays = _columns(target.config, draft.config, target.params, draft.params, padded, rows)
     return Positions(*(array[0, span] for array in multihost.to_host(arrays)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _columns(target_config, draft_config, target_params, draft_params, tokens_BT, rows):
-    def logits(config, params):
-        output = transformer.apply(config, params, tokens_BT)
-        return sharding.gather_vocab(output.logits)
-
-    logits_BTV = logits(target_config, target_params)
-    target_BTV = sampling.to_probs(logits_BTV, rows)
-    # The draft's vocabulary may be padded or smaller; an id that it lacks has probability 0.
-    size = target_BTV.shape[-1]
-    draft_BTV = sampling.to_probs(logits(draft_config, draft_params)[..., :size], rows)
-    draft_BTV = jnp.pad(draft_BTV, [(0, 0), (0, 0), (0, size - draft_BTV.shape[-1])])
-    acceptance_BT = jnp.minimum(target_BTV, draft_BTV).sum(-1)
+    logits_BTV = text_pass.logits(target_config, target_params, tokens_BT)
+    vocab = logits_BTV.shape[-1]  # the draft's may be padded or smaller
+    drafted_BTV = text_pass.logits(draft_config, draft_params, tokens_BT, vocab)
+    probs = (sampling.to_probs(logits, rows) for logits in (logits_BTV, drafted_BTV))
+    acceptance_BT = jnp.minimum(*probs).sum(-1)
     logs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
     entropy_BT = -(jnp.exp(logs_BTV) * logs_BTV).sum(-1)
     best_BT2 = jax.lax.top_k(logs_BTV, 2)[0]

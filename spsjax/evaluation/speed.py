@@ -212,18 +212,29 @@ def compare_speed(
             "prompts, repetitions: expected at least one each, "
             f"found {len(prompts)} and {repetitions}"
         )
-    workload = runner.Workload(
+    records = Records(runner.RECORD_KEY)
+    timed = frozenset(prompts if time_rounds else ())
+    jobs = workload(prompts, settings, max_new_tokens, seed, repetitions=repetitions, timed=timed)
+    runner.run_all(systems, jobs, records, progress)
+    return summary.summarize(records.records)
+
+
+def workload(
+    prompts: Mapping[str, list[int]],
+    settings: Mapping[str, SamplingParams],
+    max_new_tokens: int,
+    seed: int,
+    **options,
+) -> runner.Workload:
+    """Returns the texts to write: every prompt in every setting, to the whole budget."""
+    return runner.Workload(
         prompts=[runner.Prompt(name, lambda _, ids=ids: ids) for name, ids in prompts.items()],
         settings=settings,
         max_new_tokens=max_new_tokens,
-        repetitions=repetitions,
         seed=seed,
         stop_at_eos=False,
-        timed=frozenset(prompts if time_rounds else ()),
+        **options,
     )
-    records = Records(runner.RECORD_KEY)
-    runner.run_all(systems, workload, records, progress)
-    return summary.summarize(records.records)
 
 
 def _systems(

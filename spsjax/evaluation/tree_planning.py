@@ -1,6 +1,5 @@
 """Measures what the choice of a tree depends on: acceptance by child, and costs by tokens."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import decode, growth, sampling
+from spsjax import growth, sampling
+from spsjax.evaluation import text_pass
 from spsjax.loading import Model
-from spsjax.models import transformer
-from spsjax.parallel import multihost, sharding
+from spsjax.parallel import multihost
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers import recursive
@@ -45,25 +44,12 @@ def child_rates(
     """
     means = []
     for row, (prompt, tokens) in enumerate(progress(texts)):
-        text = [*prompt, *tokens]
-        batch = 1 if target.mesh is None else target.mesh.shape["data"]
-        padded = np.zeros((batch, decode.num_slots(len(text))), np.int32)
-        padded[:, : len(text)] = text
+        padded, _, span = text_pass.inputs(target, prompt, tokens, params)
+        key = jax.random.fold_in(jax.random.key(seed, impl=sampling.GENERATOR), row)
+        configs, weights = (target.config, draft.config), (target.params, draft.params)
         with target.in_mesh():
-            padded = jax.device_put(padded, sharding.batch_sharding(target.mesh))
-            key = jax.random.fold_in(jax.random.key(seed, impl=sampling.GENERATOR), row)
-            rates = _rates(
-                target.config,
-                draft.config,
-                width,
-                target.params,
-                draft.params,
-                padded,
-                params.rows(1),
-                key,
-            )
-        # The logits at one position give the distribution of the token at the next.
-        means.append(multihost.to_host(rates)[len(prompt) - 1 : len(text) - 1].mean(axis=0))
+            rates = _rates(*configs, width, *weights, padded, params.rows(1), key)
+        means.append(multihost.to_host(rates)[span].mean(axis=0))
     return np.stack(means)
 
 
@@ -71,15 +57,9 @@ def child_rates(
 def _rates(target_config, draft_config, width, target_params, draft_params, tokens_BT, rows, key):
     """Returns [T, width] of the first row."""
 
-    def logits(config, params):
-        output = transformer.apply(config, params, tokens_BT)
-        return sharding.gather_vocab(output.logits)[0]
-
-    logits_TV = logits(target_config, target_params)
-    vocab = logits_TV.shape[-1]
-    # The draft's vocabulary may be padded or smaller; an id that it lacks has probability 0.
-    drafted_TV = logits(draft_config, draft_params)[:, :vocab]
-    missing = vocab - drafted_TV.shape[-1]
+    logits_TV = text_pass.logits(target_config, target_params, tokens_BT)[0]
+    vocab = logits_TV.shape[-1]  # the draft's may be padded or smaller
+    drafted_TV = text_pass.logits(draft_config, draft_params, tokens_BT, vocab)[0]
     tree = growth.Tree.branching(width)
 
     def at_position(inputs):
@@ -90,8 +70,6 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
 
         uniforms = sampling.uniforms(key[None], sampling.DRAFT, 2 * width).reshape(1, width, 2)
         proposal, *_ = growth.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)
-        draft_probs = jnp.pad(proposal.probs, ((0, 0), (0, 0), (0, missing)))
-        proposal = dataclasses.replace(proposal, probs=draft_probs)
         probs = sampling.to_probs(target_V[None, None], rows)
         probs = jnp.broadcast_to(probs, (1, width + 1, vocab))  # only the root's is looked at
         return recursive.Verifier().accept_probs(proposal, probs)[0]

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import decode, sampling, verifiers
-from spsjax.evaluation import samplers
+from spsjax.evaluation import samplers, text_pass
 from spsjax.generation import prefill
 from spsjax.growth import DynamicTree, Tree
 from spsjax.loading import LoadedDrafter, Model, as_drafter
-from spsjax.models import transformer
-from spsjax.parallel import multihost, sharding
+from spsjax.parallel import multihost
 from spsjax.performance import tree_theory
 from spsjax.request import Request
 from spsjax.sampling import SamplingParams
@@ -191,14 +190,9 @@ def surprise(
 
     A rule that prefers probable tokens has a negative excess, whatever the draft.
     """
-    text = np.asarray([*prompt, *tokens], np.int32)
-    rows = 1 if target.mesh is None else target.mesh.shape["data"]
-    padded = np.zeros((rows, decode.num_slots(len(text))), np.int32)
-    padded[:, : len(text)] = text
+    padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
     with target.in_mesh():
-        arrays = jax.device_put((padded, params.rows(rows)), sharding.batch_sharding(target.mesh))
-        columns = multihost.to_host(_surprise(target.config, target.params, *arrays))
-    span = slice(len(prompt) - 1, len(text) - 1)
+        columns = multihost.to_host(_surprise(target.config, target.params, padded, rows))
     excess, variance, possible = (np.asarray(column)[0, span] for column in columns)
     return Surprise(
         float(excess[possible].sum()),
@@ -210,8 +204,7 @@ def surprise(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _surprise(config, params, tokens_BT, rows):
-    logits = sharding.gather_vocab(transformer.apply(config, params, tokens_BT).logits)
-    probs = sampling.to_probs(logits, rows)
+    probs = sampling.to_probs(text_pass.logits(config, params, tokens_BT), rows)
     logs = jnp.log(jnp.where(probs > 0, probs, 1))
     entropy = -jnp.sum(probs * logs, axis=-1)
     variance = jnp.sum(probs * jnp.square(logs), axis=-1) - jnp.square(entropy)

@@ -7,7 +7,7 @@ published figures of the chips.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from spsjax.performance.compiled_program import CompiledProgram, compile_program
 from spsjax.types import PyTree
 from spsjax.verifiers import recursive, rejection
 
+PROGRAMS = "prefill", "ArS", "SpS", "draft"  # the last: ArS of the draft alone
+
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
@@ -32,7 +34,7 @@ class CompileReport:
         device: kind and number of the chips.
         memory: bytes of memory per chip.
         weights, caches: bytes per chip, of target and draft together.
-        programs: compiled programs by name: prefill, ArS, SpS, and draft (ArS of the draft alone).
+        programs: compiled programs by name, of PROGRAMS.
         passes: costs by name: target (one token), scoring (K+1 tokens), draft (one token).
         acceptance: assumed acceptance rate of a draft token.
         block_efficiency: tokens per target call that follow from it.
@@ -99,6 +101,45 @@ def compile_pair(
         InputError: an argument that cannot be used, or a pair that cannot be split over the chips
             or does not fit into their memory.
     """
+    if not 0 <= acceptance <= 1:
+        raise InputError(f"acceptance: expected a number in [0, 1], found {short_repr(acceptance)}")
+    if not 0 <= collective_us < 1e6:
+        raise InputError(
+            f"collective_us: expected a number >= 0, found {short_repr(collective_us)}"
+        )
+    plan = plan_pair(
+        target,
+        draft,
+        name,
+        num_speculative_tokens=num_speculative_tokens,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        data=data,
+        dtype=dtype,
+        tree=tree,
+    )
+    programs = plan.compile(options=compiler_options, progress=progress)
+    return plan.report(programs, acceptance, collective_us)
+
+
+def plan_pair(
+    target: transformer.Config,
+    draft: transformer.Config,
+    name: str,
+    *,
+    num_speculative_tokens: int,
+    batch: int = 1,
+    prompt_tokens: int = 1024,
+    max_new_tokens: int = 512,
+    data: int = 1,
+    dtype=jnp.bfloat16,
+    tree: Tree | None = None,
+) -> "Plan":
+    """Puts a pair on the chips of a topology, to compile some of its programs only.
+
+    Takes what `compile_pair` takes, and raises what it raises.
+    """
     sizes = {
         "num_speculative_tokens": num_speculative_tokens,
         "batch": batch,
@@ -106,22 +147,14 @@ def compile_pair(
         "max_new_tokens": max_new_tokens,
         "data": data,
     }
-    _validate(target, draft, sizes, acceptance, collective_us)
-    plan = _plan(target, draft, name, sizes, loading.compute_type(dtype), tree)
-    programs = plan.compile(compiler_options, progress)
-    return plan.report(programs, acceptance, collective_us)
+    _validate(target, draft, sizes)
+    return _plan(target, draft, name, sizes, loading.compute_type(dtype), tree)
 
 
-def _validate(target, draft, sizes: Mapping[str, int], acceptance, collective_us) -> None:
-    """Raises InputError for arguments of `compile_pair` that cannot be used."""
+def _validate(target, draft, sizes: Mapping[str, int]) -> None:
+    """Raises InputError for arguments of `plan_pair` that cannot be used."""
     for field, value in sizes.items():
         check_integer(field, value, 1)
-    if not 0 <= acceptance <= 1:
-        raise InputError(f"acceptance: expected a number in [0, 1], found {short_repr(acceptance)}")
-    if not 0 <= collective_us < 1e6:
-        raise InputError(
-            f"collective_us: expected a number >= 0, found {short_repr(collective_us)}"
-        )
     if draft.vocab_size != target.vocab_size:
         raise InputError(
             f"draft: expected the target's vocabulary of {target.vocab_size}, "
@@ -140,7 +173,7 @@ def _validate(target, draft, sizes: Mapping[str, int], acceptance, collective_us
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """A pair on a mesh of described chips, with the sizes of its buffers."""
 
     name: str
@@ -170,8 +203,13 @@ class _Plan:
             column(jax.random.key(0, impl=sampling.GENERATOR).dtype),
         )
 
-    def compile(self, options, progress: Callable) -> dict[str, CompiledProgram]:
-        """Compiles prefill, ArS, SpS, and ArS of the draft alone."""
+    def compile(
+        self,
+        names: Sequence[str] = PROGRAMS,
+        options: Mapping[str, str | bool | int] | None = None,
+        progress: Callable = lambda names: names,
+    ) -> dict[str, CompiledProgram]:
+        """Compiles some of PROGRAMS, and prefill, from whose result the others start."""
         verifier = rejection.Verifier()
         plain = decode.Program(self.target, none.Drafter(), verifier, (0,))
         drafter = draft_model.Drafter(self.draft, self.K, tree=self.tree)
@@ -185,7 +223,7 @@ class _Plan:
         inputs = self.inputs()  # makes a key, which cannot be done on chips that are not there
         programs, state = {}, None
         with jax.set_mesh(self.mesh):
-            for name in progress(["prefill", "ArS", "SpS", "draft"]):
+            for name in progress([name for name in PROGRAMS if name in ("prefill", *names)]):
                 if name == "prefill":
                     static = fast, self.slots
                     arguments = self.params, *inputs
@@ -206,7 +244,7 @@ class _Plan:
                 programs[name], _ = compile_program(
                     decode.run, (static,), weights, start, donate=1, options=options
                 )
-        return programs
+        return {name: programs[name] for name in names}
 
     def report(
         self, programs: dict[str, CompiledProgram], acceptance: float, collective_us: float
@@ -259,7 +297,7 @@ class _Plan:
         )
 
 
-def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype, tree: Tree | None) -> _Plan:
+def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype, tree: Tree | None) -> Plan:
     """Puts a pair on the chips of a topology; raises InputError if they cannot hold it."""
     chip, devices = hardware.topology(name)
     data, batch, K = (sizes[field] for field in ("data", "batch", "num_speculative_tokens"))
@@ -281,7 +319,7 @@ def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype, tree: Tree 
         roofline.cache_bytes(config, mesh, batch, slots, dtype) for config in (target, draft)
     )
     _check_fits(name, chip.memory, {"weights": roofline.num_bytes(params), "caches": caches})
-    return _Plan(
+    return Plan(
         name, target, draft, chip, mesh, dtype, K, tree, batch, width, slots, params, caches
     )
 

@@ -56,3 +56,13 @@ class Verifier(abc.ABC):
                 "verifier: expected a rule for trees, as the drafter proposes one, found a rule "
                 'for chains. Use "recursive" or "match"'
             )
+
+
+def check_independent(proposal: Proposal, rule: str) -> None:
+    """Raises InputError if siblings were not drawn independently of each other."""
+    if proposal.probs is None or proposal.distinct:
+        found = "point masses" if proposal.probs is None else "children without replacement"
+        raise InputError(
+            f"verifier: expected a drafter of independent children for {rule}, found one of "
+            f'{found}. Use "recursive"'
+        )

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import sampling, tree
-from spsjax.errors import InputError
 from spsjax.types import Array, Proposal
 from spsjax.verifiers import base, match, verdicts
 
@@ -29,12 +28,7 @@ class Verifier(base.Verifier):
     trees = True
 
     def check(self, proposal):
-        if proposal.probs is None or proposal.distinct:
-            found = "point masses" if proposal.probs is None else "children without replacement"
-            raise InputError(
-                "verifier: expected a drafter of independent children for k-sequential selection, "
-                f'found one of {found}. Use "recursive"'
-            )
+        base.check_independent(proposal, "k-sequential selection")
 
     def verify(self, keys_B, proposal, target_probs):
         (B, M, _), N = target_probs.shape, proposal.tokens.shape[1]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
-from spsjax.errors import InputError
 from spsjax.types import Array, Proposal
 from spsjax.verifiers import base, block, verdicts
 
@@ -29,12 +28,7 @@ class Verifier(base.Verifier):
     trees = True
 
     def check(self, proposal):
-        if proposal.probs is None or proposal.distinct:
-            found = "point masses" if proposal.probs is None else "children without replacement"
-            raise InputError(
-                "verifier: expected a drafter of independent paths for multi-path verification, "
-                f'found one of {found}. Use "recursive"'
-            )
+        base.check_independent(proposal, "multi-path verification")
 
     def verify(self, keys_B, proposal, target_probs):
         nodes, chain, target = best_path(proposal, target_probs)

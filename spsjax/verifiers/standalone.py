@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spsjax import sampling
+from spsjax import sampling, tree
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.types import Array, Proposal
 from spsjax.verifiers import block, by_name, inputs, rejection, verdicts
@@ -99,7 +99,7 @@ def tree_verify(
         draft_probs = None
     (B, N), P = tokens.shape, inputs.num_nodes(draft_probs)
     parents = inputs.parents(parents, tokens, N + 1 if P is None else P)
-    scored = verdicts.reached(jnp.asarray(parents), jnp.asarray(tokens) >= 0)
+    scored = tree.reached(jnp.asarray(parents), jnp.asarray(tokens) >= 0)
     target_probs = inputs.distributions("target_probs", target_probs, (B, N + 1, V), scored)
     tokens = jnp.where(scored[:, 1:], tokens, -1)  # none below an absent one
     if draft_probs is not None:
@@ -149,7 +149,7 @@ def _verify(
     """
     verdict = rule.verify(sampling.row_keys(key, len(target_probs)), proposal, target_probs)
     parents, target = verdicts.parents_of(proposal), jnp.sum(target_probs, axis=-1)
-    used = verdicts.reached(parents, proposal.tokens >= 0)  # the nodes that could be accepted
+    used = tree.reached(parents, proposal.tokens >= 0)  # the nodes that could be accepted
     finite = jnp.all(jnp.isfinite(target) | ~used, axis=1)
     if proposal.probs is not None:
         draft = jnp.sum(proposal.probs, axis=-1)

@@ -61,7 +61,7 @@ class Verifier(base.Verifier):
         probs = verdicts.at_tokens(proposal, target_probs)
         least = threshold(target_probs, self.epsilon, self.delta)
         accepted = probs > jnp.take_along_axis(least, parents, axis=1)
-        reached = verdicts.reached(parents, accepted & verdicts.offered(proposal))
+        reached = tree.reached(parents, accepted & verdicts.offered(proposal))
         above, depth = tree.ancestors(parents), tree.depths(parents)
         log_probs = jnp.pad(jnp.log(jnp.where(accepted, probs, 1)), ((0, 0), (1, 0)))
         of_path = jnp.sum(jnp.where(above, log_probs[:, None], 0), axis=2)

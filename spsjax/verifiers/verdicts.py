@@ -82,13 +82,7 @@ def with_ancestors(parents_BN: Array, probs_BN: Array) -> Array:
     return jnp.prod(jnp.where(above, probs_BN[:, None], 1), axis=2)
 
 
-def reached(parents_BN: Array, accepted_BN: Array) -> Array:
-    """Returns [B, M] bool: the root, and the nodes that are accepted as are all above them."""
-    accepted = jnp.pad(accepted_BN, ((0, 0), (1, 0)), constant_values=True)
-    return jnp.all(accepted[:, None] | ~tree.ancestors(parents_BN), axis=2)
-
-
 def last_reached(parents_BN: Array, accepted_BN: Array) -> Array:
     """Returns the last node [B] of a walk from the root, if no two siblings are accepted."""
     node = jnp.arange(parents_BN.shape[1] + 1, dtype=jnp.int32)
-    return jnp.max(jnp.where(reached(parents_BN, accepted_BN), node, 0), axis=1)
+    return jnp.max(jnp.where(tree.reached(parents_BN, accepted_BN), node, 0), axis=1)
