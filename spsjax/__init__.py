@@ -7,7 +7,7 @@ from spsjax import drafters, verifiers
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream
 from spsjax.growth import DynamicTree, Tree
-from spsjax.loading import LoadedDrafter, Model, load, load_drafter
+from spsjax.loading import LoadedDrafter, Model, load, load_drafter, save_drafter
 from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal, Verdict
@@ -36,6 +36,7 @@ __all__ = [
     "load_drafter",
     "propose",
     "rejection_sample",
+    "save_drafter",
     "sharding",
     "stream",
     "tree_verify",

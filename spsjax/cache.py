@@ -54,6 +54,15 @@ class KVCache:
         slots = jnp.arange(self.num_slots, dtype=jnp.int32)
         return jnp.where(slots < self.lengths[:, None], slots, -1)
 
+    def segments(self) -> list[Segment]:
+        """Returns one segment per layer. What a cache holds comes before new tokens: all see it."""
+        positions = self.positions()
+        visible, whole = positions[:, None] >= 0, sharding.whole_heads
+        return [
+            Segment(whole(keys), whole(values), visible, positions, distances)
+            for keys, values, distances in zip(self.keys, self.values, self.distances)
+        ]
+
     def at(self, lengths: Array) -> "KVCache":
         """Returns the same buffers with other lengths."""
         return dataclasses.replace(self, lengths=lengths)

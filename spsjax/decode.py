@@ -241,6 +241,7 @@ def prefill(
         keys_B: one key per row.
     """
     B, T = tokens_BT.shape
+    next_BT = jnp.roll(tokens_BT, -1, axis=1)
     most = min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
     count = -(-T // most)
     width = -(-T // count)
@@ -249,12 +250,16 @@ def prefill(
         cache, drafter = carry
         # The last chunk repeats tokens of the one before rather than exceed the buffers.
         start = jnp.minimum(index * width, T - width)
-        tokens = lax.dynamic_slice_in_dim(tokens_BT, start, width, axis=1)
+        tokens, following = (
+            lax.dynamic_slice_in_dim(array, start, width, axis=1) for array in (tokens_BT, next_BT)
+        )
         # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
         starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
         past, taps = None if first else cache.at(starts), program.drafter.tap_layers
         output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
-        drafter = program.drafter.prefill(params, drafter, tokens, starts, lengths_B, output)
+        drafter = program.drafter.prefill(
+            params, drafter, tokens, following, starts, lengths_B, output
+        )
         return cache.at(starts).extend(output), drafter
 
     cache = transformer.empty_cache(program.target, params["target"], B, slots)

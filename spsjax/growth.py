@@ -1,8 +1,8 @@
-"""Trees of draft tokens, grown level by level from a drafter's distributions.
+"""Chains and trees of draft tokens, grown level by level from a drafter's distributions.
 
 A drafter gives `feed`, which runs it over the nodes of one level and returns what follows each of
-them. Two shapes grow here: `Tree`, whose parents are given, and `DynamicTree`, which goes
-where the draft is most confident.
+them. Three shapes grow here: a chain; `Tree`, whose parents are given; and `DynamicTree`, which
+goes where the draft is most confident.
 """
 
 import dataclasses
@@ -118,22 +118,128 @@ class Tree:
         return [fed in path for fed in self.inner]
 
 
-def draw_tree(
-    tree: Tree, feed: Feed, state: PyTree, root_B: Array, rows: RowParams, uniforms_BN2: Array
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """Tree that grows where the draft is most confident (EAGLE-2, arXiv 2406.16858, 4.1). Lossless.
+
+    At each level the `width` nodes of the most probable paths get children: their most probable
+    tokens. Of all nodes the `num_nodes` with the most probable paths are kept. Tokens are not drawn
+    but chosen, so that they count as point masses.
+
+    Attributes:
+        num_nodes: N, draft tokens of a proposal.
+        depth: K, levels below the root.
+        width: nodes that get children per level, and children of each.
+    """
+
+    num_nodes: int = 16
+    depth: int = 4
+    width: int = 4
+
+    def __post_init__(self):
+        for field in ("num_nodes", "depth", "width"):
+            check_integer(field, getattr(self, field), 1)
+        most = self.width + (self.depth - 1) * self.width**2
+        if self.num_nodes > most:
+            raise InputError(
+                f"num_nodes: expected at most {most} for depth {self.depth} and width "
+                f"{self.width}, found {self.num_nodes}"
+            )
+
+    @property
+    def num_fed(self) -> int:
+        return 1 + (self.depth - 1) * self.width
+
+
+Shape = Tree | DynamicTree | None  # None: a chain
+
+
+def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: int) -> int:
+    """Returns K: that of the tree, or of a chain, 4 for None.
+
+    Raises InputError if it is not the depth of the tree, or if the tree is wider than the
+    vocabulary.
+    """
+    if isinstance(shape, DynamicTree) and shape.width > vocab_size:
+        raise InputError(
+            f"width: expected at most the vocabulary of {vocab_size}, found {shape.width}"
+        )
+    if shape is None:
+        return 4 if num_speculative_tokens is None else num_speculative_tokens
+    if num_speculative_tokens not in (None, shape.depth):
+        raise InputError(
+            f"num_speculative_tokens: expected the depth of the tree, {shape.depth}, "
+            f"found {num_speculative_tokens}"
+        )
+    return shape.depth
+
+
+def num_fed(shape: Shape, num_speculative_tokens: int) -> int:
+    """Returns how many nodes are fed to the draft, the root included."""
+    return shape.num_fed if shape else num_speculative_tokens
+
+
+def grow(
+    shape: Shape,
+    num_speculative_tokens: int,
+    feed: Feed,
+    state: PyTree,
+    root_B: Array,
+    rows: RowParams,
+    keys_B: Array,
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a fixed tree's shape.
+    """Returns a proposal of a shape.
 
     Args:
-        tree: the shape.
+        shape: the shape.
+        num_speculative_tokens: K, the length of a chain.
         feed: see `Feed`.
         state: first state of `feed`.
         root_B: last committed token.
         rows: sampling parameters per row.
-        uniforms_BN2: two random numbers per draft token.
+        keys_B: one key per row and round.
 
     Returns:
         The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
         and the last state of `feed`.
+    """
+    if isinstance(shape, DynamicTree):
+        return _choose_tree(shape, feed, state, root_B)
+    N = shape.num_nodes if shape else num_speculative_tokens
+    uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
+    draw = functools.partial(draw_tree, shape) if shape else _draw_chain
+    return draw(feed, state, root_B, rows, uniforms)
+
+
+def _draw_chain(
+    feed: Feed, state: PyTree, root_B: Array, rows: RowParams, uniforms_BK2: Array
+) -> tuple[Proposal, Array, PyTree]:
+    """Returns a chain of K tokens, each sampled after the one before, and what `grow` returns."""
+    B, K = uniforms_BK2.shape[:2]
+    node = jnp.arange(K)[None, None]
+
+    def draft(carry, inputs):
+        (last, state), (k, uniforms_B2) = carry, inputs
+        logits, state = feed(state, last[:, None], k, node <= k)
+        probs = sampling.to_probs(logits[:, 0], rows)
+        token = sampling.draw(probs, uniforms_B2)
+        return (token, state), (token, probs)
+
+    uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
+    carry, first = draft((root_B, state), (0, uniforms[0]))
+    (_, state), rest = lax.scan(draft, carry, (jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]))
+    tokens, probs = (jnp.concatenate([one[None], more]) for one, more in zip(first, rest))
+    # The last token of a chain is not fed, but counts as if: nothing ever looks at its row.
+    fed_as = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
+    return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), fed_as, state
+
+
+def draw_tree(
+    tree: Tree, feed: Feed, state: PyTree, root_B: Array, rows: RowParams, uniforms_BN2: Array
+) -> tuple[Proposal, Array, PyTree]:
+    """Returns a proposal of a fixed tree's shape, and what `grow` returns.
+
+    `uniforms_BN2` are two random numbers per draft token.
     """
     tokens, probs = {0: root_B}, {}
     for depth, level in enumerate(tree.levels):
@@ -194,43 +300,10 @@ def _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2) -> dict[int, Arra
     return tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class DynamicTree:
-    """Tree that grows where the draft is most confident (EAGLE-2, arXiv 2406.16858, 4.1). Lossless.
-
-    At each level the `width` nodes of the most probable paths get children: their most probable
-    tokens. Of all nodes the `num_nodes` with the most probable paths are kept. Tokens are not drawn
-    but chosen, so that they count as point masses.
-
-    Attributes:
-        num_nodes: N, draft tokens of a proposal.
-        depth: K, levels below the root.
-        width: nodes that get children per level, and children of each.
-    """
-
-    num_nodes: int = 16
-    depth: int = 4
-    width: int = 4
-
-    def __post_init__(self):
-        for field in ("num_nodes", "depth", "width"):
-            check_integer(field, getattr(self, field), 1)
-        most = self.width + (self.depth - 1) * self.width**2
-        if self.num_nodes > most:
-            raise InputError(
-                f"num_nodes: expected at most {most} for depth {self.depth} and width "
-                f"{self.width}, found {self.num_nodes}"
-            )
-
-    @property
-    def num_fed(self) -> int:
-        return 1 + (self.depth - 1) * self.width
-
-
-def choose_tree(
+def _choose_tree(
     tree: DynamicTree, feed: Feed, state: PyTree, root_B: Array
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a dynamic tree, and what else `draw_tree` returns."""
+    """Returns a proposal of a dynamic tree, and what `grow` returns."""
     (B,), k, F = root_B.shape, tree.width, tree.num_fed
     above = jnp.broadcast_to(jnp.arange(F) == 0, (B, 1, F))
     logits, state = feed(state, root_B[:, None], 0, above)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import drafters, growth, tokenization
-from spsjax.drafters import draft_model
+from spsjax.drafters import base, draft_model
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
-from spsjax.models.hf import hub
+from spsjax.models.hf import feature_weights, hub
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
@@ -135,13 +135,14 @@ def load_drafter(
     name: str | pathlib.Path,
     target: Model,
     replicate: bool = False,
-    tree: growth.Tree | growth.DynamicTree | None = None,
+    tree: growth.Shape = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
 
     Args:
-        name: name of a drafting method that needs no weights ("ngram"), or whatever `load` takes: a
-            smaller model with the target's tokenizer.
+        name: name of a drafting method that needs no weights ("ngram"); or whatever `load` takes: a
+            smaller model with the target's tokenizer, or an EAGLE-1, EAGLE-2, HASS or EAGLE-3
+            drafter in the layout of its authors or of `speculators`.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device.
@@ -153,7 +154,7 @@ def load_drafter(
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
     check_flag("replicate", replicate)
-    if not isinstance(tree, growth.Tree | growth.DynamicTree | None):
+    if not isinstance(tree, growth.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     if isinstance(name, str) and name in WEIGHTLESS:
         if tree is not None:
@@ -163,8 +164,49 @@ def load_drafter(
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
+    folder = _folder(name, weights=True)
+    if feature_weights.is_drafter(folder):
+        return _load_head(str(name), folder, target, dtype, tree)
     dtype = None if dtype == default_dtype(target.config) else dtype
     return as_drafter(load(name, target.mesh, dtype, replicate), target, tree)
+
+
+def _load_head(
+    name: str, folder: pathlib.Path, target: Model, dtype, tree: growth.Shape
+) -> LoadedDrafter:
+    """Returns a drafter that continues the target's features, whole on every device."""
+    layout = feature_weights.describe(folder, target.config)
+    module = getattr(drafters, layout.method)
+    drafter = module.Drafter(target=target.config, tree=tree, **layout.fields)
+    where = sharding.param_shardings(target.mesh, target.config, replicate=True)
+    shapes = drafter.param_shapes(dtype)
+    params = feature_weights.read(layout, shapes, target.config, where)
+    return LoadedDrafter(name, drafter, params, target.config.max_positions)
+
+
+def save_drafter(
+    folder: str | pathlib.Path, drafter: LoadedDrafter, target: Model, dtype="bfloat16"
+) -> None:
+    """Writes a drafter that continues the target's features, for `load_drafter` and for vLLM.
+
+    EAGLE-3 is written in the layout of `speculators`, EAGLE-1 in that of its authors. Raises
+    InputError for another drafter, or if the folder cannot be written.
+    """
+    inner = drafter.drafter if isinstance(drafter, LoadedDrafter) else drafter
+    if not isinstance(inner, base.FeatureDrafter):
+        raise InputError(
+            "drafter: expected a loaded drafter of the target's features, found "
+            f"{type(inner).__name__}"
+        )
+    check_path("folder", folder)
+    method = type(inner).__module__.rpartition(".")[2]
+    fields = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
+    about = target.config, target.name, inner.num_speculative_tokens, compute_type(dtype)
+    try:
+        feature_weights.save(pathlib.Path(folder), method, fields, drafter.params, *about)
+    except OSError as error:
+        path = error.filename or folder
+        raise InputError(f"{path}: expected a place to write to, found {one_line(error)}") from None
 
 
 def as_drafter(draft: Model, target: Model, tree=None) -> LoadedDrafter:

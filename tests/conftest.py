@@ -16,7 +16,11 @@ _ROOT = pathlib.Path(__file__).parent.parent
 # Most of the time goes to compiling programs that run for milliseconds. So machine code is not
 # optimized, and fusions take an older path that compiles twice as fast. Code that runs for long is
 # compiled with `FAST`, as users have it. `.ci/run` runs the core tests that way on Python 3.13.
-_FLAGS = {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}
+_FLAGS = {
+    "xla_force_host_platform_device_count": 8,
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 FAST = {"xla_backend_optimization_level": 3}  # compiler options of `jax.jit`
 if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag
     _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
@@ -138,7 +142,8 @@ def logits_of(model: loading.Model):
 SLOWEST = [
     *("aot", "resume", "scripts", "core", "paper", "drafter_contract", "statistical"),
     *("distributed", "trainer", "notebooks", "exactness", "compare_drafts", "sharding"),
-    *("decode", "families", "golden"),
+    *("tree_exactness", "decode", "families", "tree_loop", "tree_scripts", "verifiers", "golden"),
+    *("eagle", "train_head"),
 ]
 
 

@@ -1,20 +1,26 @@
 """Drafters under test: those of the package `drafters`, and those of `toy_drafters`."""
 
+import dataclasses
+import functools
 import pkgutil
 
 import jax
+import optax
 import toy_drafters
+from conftest import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spsjax import drafters, loading
-from spsjax.drafters import draft_model
+from spsjax.drafters import draft_model, eagle, eagle3
 from spsjax.loading import LoadedDrafter
+from spsjax.training import feature_losses, step
 from spsjax.verifiers import match, rejection
 
 PACKAGE = sorted(
     module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
+HEADS = "eagle", "eagle3"
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -31,16 +37,60 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
         return LoadedDrafter(name, drafters.none.Drafter(), {})
     if name == "draft_model":
         return LoadedDrafter(name, draft_model.Drafter(draft.config, K), draft.params)
+    if name in HEADS:
+        drafter, params = trained_head(name, draft.config)
+        drafter = dataclasses.replace(drafter, num_speculative_tokens=K)
+        return LoadedDrafter(name, drafter, replicated(params, draft.mesh))
     if name == "random_tree":
         drafter = toy_drafters.RandomTree(draft.config, K)
         return LoadedDrafter(name, drafter, draft.params)
     if name == "tapped":
         drafter = toy_drafters.Tapped(draft.config.d_model, draft.config.vocab_size, K)
-        params = drafter.init_params(jax.random.key(3), draft.params)
-        if draft.mesh is not None:
-            params = jax.device_put(params, NamedSharding(draft.mesh, PartitionSpec()))
+        params = replicated(drafter.init_params(jax.random.key(3)), draft.mesh)
         return LoadedDrafter(name, drafter, params)
     return LoadedDrafter(name, getattr(drafters, name).Drafter(num_speculative_tokens=K), {})
+
+
+def head(name: str, config, **fields):
+    """Returns a drafter of a target's features, untrained; EAGLE-3 lacks some tokens."""
+    if name == "eagle":
+        return eagle.Drafter(config, config, **fields)
+    fields = {"vocab_size": config.vocab_size * 5 // 6, "tap_layers": (0, 1, 1)} | fields
+    return eagle3.Drafter(config, config, **fields)
+
+
+@functools.cache
+def trained_head(name: str, config, steps: int = 150):
+    """Returns a drafter of the features of `spread_model`, and its parameters."""
+    target = spread_model(config.vocab_size).params
+    drafter = head(name, config)
+    objective = feature_losses.FeatureObjective(feature=1.0 if name == "eagle" else 0.0)
+    metrics = feature_losses.feature_metrics(drafter, objective, step.Precision())
+    params = drafter.init_params(jax.random.key(3))
+    constants = {name: params.pop(name) for name in drafter.constants}
+    frozen = {"target": target, "drafter": constants}
+    optimizer = optax.adam(3e-3)
+
+    @jax.jit
+    def train(params, key):
+        def update(carry, key):
+            params, moments = carry
+            tokens = jax.random.randint(key, (16, 17), 0, config.vocab_size)
+
+            def loss(params):
+                return metrics(params, frozen, {"tokens": tokens})["loss"][:, 1:].mean()
+
+            change, moments = optimizer.update(jax.grad(loss)(params), moments)
+            return (optax.apply_updates(params, change), moments), None
+
+        start = params, optimizer.init(params)
+        return jax.lax.scan(update, start, jax.random.split(key, steps))[0][0]
+
+    return drafter, train(params, jax.random.key(4)) | constants
+
+
+def replicated(params, mesh):
+    return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
 
 def verifier(name: str):

@@ -75,7 +75,7 @@ class Tapped(base.TrainableDrafter):
     def init(self, params, batch, slots):
         return jnp.zeros((batch, 2 * self.width), params["drafter"]["heads"].dtype)
 
-    def prefill(self, params, state, tokens_BT, starts_B, lengths_B, output):
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         T = tokens_BT.shape[1]
         index = lengths_B - 2 - starts_B  # the last token is not fed yet
         features = jnp.concatenate(output.taps, axis=-1)
@@ -100,9 +100,6 @@ class Tapped(base.TrainableDrafter):
         shape = (self.num_speculative_tokens, 2 * self.width, self.vocab_size)
         return {"heads": jax.ShapeDtypeStruct(shape, dtype)}
 
-    def init_params(self, key, target_params):
-        shapes = self.param_shapes(target_params["norm"]["scale"].dtype)
+    def init_params(self, key, dtype=jnp.float32):
+        shapes = self.param_shapes(dtype)
         return jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape, leaf.dtype), shapes)
-
-    def metrics(self, params, target_params, batch, output):
-        return {}

@@ -34,7 +34,10 @@ OTHER_TEXTS = [f"{i * 7919} others {i * i}\n" * 9 for i in range(99)]  # for oth
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> str:
     """A folder of 40 texts."""
-    folder = tmp_path_factory.mktemp("texts")
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def write_texts(folder: pathlib.Path) -> str:
     for index in range(40):
         lines = [f"    total = total + {index} * {line}\n" for line in range(12)]
         (folder / f"{index}.txt").write_text(f"def function_{index}(total):\n{''.join(lines)}")

@@ -15,6 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import FAST
 
 from spsjax import sampling
 from spsjax.types import Proposal
@@ -118,7 +119,7 @@ def verify_function(verifier, parents, distinct, deterministic):
         with mock.patch.object(sampling, "uniforms", chosen):
             return verifier.verify(None, proposal, target)
 
-    return jax.jit(verify)
+    return jax.jit(verify, compiler_options=FAST)  # it is called hundreds of times
 
 
 class Verification:

@@ -76,7 +76,7 @@ def test_rules_report_a_root_that_is_not_finite(name):
     target[0, 0, 1] = np.nan
     proposal = spsjax.Proposal(jnp.asarray([[1, 2], [1, 2]]), jnp.asarray(probs[:, :2]))
     keys = sampling.row_keys(jax.random.key(0), 2)
-    verdict = verifiers.by_name(name).verify(keys, proposal, jnp.asarray(target))
+    verdict = jax.jit(verifiers.by_name(name).verify)(keys, proposal, jnp.asarray(target))
     assert verdict.valid.tolist() == [False, True]
 
 
@@ -93,7 +93,7 @@ def test_one_right_child_of_many_is_accepted(name, children):
     draft, parents = jnp.asarray(draft[:, None], jnp.float32), jnp.zeros(tokens.shape, jnp.int32)
     proposal = spsjax.Proposal(jnp.asarray(tokens), draft, parents)
     keys = sampling.row_keys(jax.random.key(0), 300)
-    verdict = verifiers.by_name(name).verify(keys, proposal, jnp.asarray(target))
+    verdict = jax.jit(verifiers.by_name(name).verify)(keys, proposal, jnp.asarray(target))
     assert verdict.valid.all()
     np.testing.assert_array_equal(verdict.tokens[:, 0], right)
 

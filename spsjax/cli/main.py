@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import jax
@@ -38,6 +38,7 @@ def run(
     default_config: str | pathlib.Path | None = None,
     saves: bool = False,
     free: Sequence[str] = (),
+    others: Mapping[str, pathlib.Path] = {},
 ) -> NoReturn:
     """Runs a script. A user's mistake becomes one line on stderr and exit code 1.
 
@@ -49,6 +50,8 @@ def run(
         saves: whether SIGTERM makes the script save before it ends, with exit code 143. A
             scheduler should then restart the script.
         free: keys of the config whose values may have any keys.
+        others: config files that define the keys of configs of another kind, by a key that only
+            configs of that kind have.
     """
     argv = list(sys.argv)
     if default_config is not None and not any(map(_is_config_flag, argv[1:])):
@@ -71,8 +74,10 @@ def run(
         warnings.showwarning = _warn
         try:
             if default_config is not None:
-                default = runpy.run_path(str(default_config))["get_config"]()
-                configs.check_keys(flags.FLAGS["config"].value, default, free=free)
+                config = flags.FLAGS["config"].value
+                known = next((others[key] for key in others if key in config), default_config)
+                default = runpy.run_path(str(known))["get_config"]()
+                configs.check_keys(config, default, free=free)
             _join(saves)
             _find_devices()
             script()

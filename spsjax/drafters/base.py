@@ -1,15 +1,29 @@
 """The interface of drafters."""
 
 import abc
-from collections.abc import Mapping
+import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax import lax
 
+from spsjax import cache as kv
+from spsjax import growth, tree
 from spsjax.errors import InputError
+from spsjax.models.config import Config
+from spsjax.models.layers import Context, KeysValues, context_of
+from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
-from spsjax.types import Array, ModelOutput, Proposal, PyTree, Verdict
+from spsjax.types import (
+    Array,
+    Block,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Verdict,
+    pytree_dataclass,
+)
 
 
 class Drafter(abc.ABC):
@@ -51,6 +65,7 @@ class Drafter(abc.ABC):
         params: PyTree,
         state: PyTree,
         tokens_BT: Array,
+        next_BT: Array,
         starts_B: Array,
         lengths_B: Array,
         output: ModelOutput,
@@ -64,6 +79,7 @@ class Drafter(abc.ABC):
             params: parameters of target and drafter.
             state: state after the chunks before.
             tokens_BT: the chunk.
+            next_BT: the token that follows each of its tokens.
             starts_B: position of the chunk's first token per row.
             lengths_B: lengths of the whole prompts. Their last token counts as not fed yet: it is
                 the root of the first round.
@@ -150,20 +166,171 @@ def _describe(value) -> str:
 
 
 class TrainableDrafter(Drafter):
-    """A drafter with weights of its own, `params["drafter"]`, that are trained on a target."""
+    """A drafter with weights of its own, `params["drafter"]`, that are trained on a target.
 
-    sharding_rules: ClassVar[Mapping[str, PartitionSpec]] = {}
+    Attributes:
+        constants: names of parameters that are not trained.
+    """
+
+    constants: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def param_shapes(self, dtype) -> PyTree:
         """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
 
     @abc.abstractmethod
-    def init_params(self, key: Array, target_params: PyTree) -> PyTree:
-        """Returns parameters to start training from."""
+    def init_params(self, key: Array, dtype=jnp.float32) -> PyTree:
+        """Returns random parameters to start training from."""
+
+
+@pytree_dataclass
+class FeatureState:
+    """State of a `FeatureDrafter`."""
+
+    cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
+    last: Array  # [B, D] output at the last pair, which tells the next token; 0: there is no pair
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter(TrainableDrafter):
+    """Continues the target's features: a layer that reads each with the token that follows it.
+
+    A pair's output stands for the next feature, and is drafted from. The cache holds pairs of the
+    target's own features only: what was drafted is dropped when a round ends, and the accepted
+    tokens are fed again with the features that the target has made of them.
+
+    Attributes:
+        config: shape of the layer.
+        target: shape of the target.
+        num_speculative_tokens: K. None: 4, or the depth of the tree.
+        tree: shape of the tree; None: a chain.
+    """
+
+    config: Config
+    target: Config
+    num_speculative_tokens: int | None = None
+    tree: growth.Shape = None
+
+    def __post_init__(self):
+        vocab = self.target.vocab_size
+        K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        object.__setattr__(self, "num_speculative_tokens", K)
 
     @abc.abstractmethod
-    def metrics(
-        self, params: PyTree, target_params: PyTree, batch: PyTree, output: ModelOutput
-    ) -> dict[str, Array]:
-        """Returns losses and accuracies of one batch, given the target's output on it."""
+    def features(self, params: PyTree, output: ModelOutput) -> Array:
+        """Returns the features [B, T, D] of what the target has read."""
+
+    @abc.abstractmethod
+    def outputs(
+        self,
+        params: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        context: Context,
+        cache: kv.Segment | None,
+        earlier: KeysValues | None,
+    ) -> tuple[Array, KeysValues]:
+        """Returns the outputs [B, T, D] of pairs, and keys and values of the block.
+
+        Args:
+            params: parameters of target and drafter.
+            tokens_BT: the token after each feature.
+            features_BTD: features, the target's own or outputs at earlier pairs.
+            context: positions and masks.
+            cache: the pairs before the block; None in training.
+            earlier: keys and values of the block before these pairs, if any.
+        """
+
+    @abc.abstractmethod
+    def draft_logits(self, params: PyTree, outputs_BTD: Array) -> Array:
+        """Returns the logits [B, T, R] of the draft's tokens as what follows each pair."""
+
+    def draft_ids(self, params: PyTree) -> Array | None:
+        """Returns the target's ids [R] of the draft's tokens; None: they are the target's."""
+        return None
+
+    def logits(self, params: PyTree, outputs_BTD: Array) -> Array:
+        """Returns the logits [B, T, V] of the token that follows each pair."""
+        logits = sharding.gather_vocab(self.draft_logits(params, outputs_BTD))
+        ids = self.draft_ids(params)
+        if ids is None:
+            return logits
+        # What is never drafted gets probability 0. (An infinity would be reported as one.)
+        lowest = jnp.full(
+            (*logits.shape[:2], self.target.vocab_size), jnp.finfo(jnp.float32).min / 2
+        )
+        return lowest.at[..., ids].set(logits)
+
+    @property
+    def trees(self):
+        return self.tree is not None
+
+    @property
+    def num_nodes(self):
+        return self.tree.num_nodes if self.tree else self.num_speculative_tokens
+
+    def init(self, params, batch, slots):
+        config = self.config
+        dtype = jax.tree.leaves(params["drafter"])[0].dtype
+        shape = batch, config.num_kv_heads, slots, config.head_dim
+        cache = kv.empty(1, shape, dtype, (None,))
+        return FeatureState(cache, jnp.zeros((batch, config.d_model), dtype))
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        features = self.features(params, output)
+        state = dataclasses.replace(state, cache=state.cache.at(starts_B))
+        return self._extended(params, state, next_BT, features, lengths_B - 1)
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        K, config, cache = self.num_speculative_tokens, self.config, state.cache
+        B, num_fed = len(lengths_B), growth.num_fed(self.tree, K)
+        fed = jnp.arange(num_fed)
+
+        def feed(carry, tokens_BT, depth, above):
+            """Runs the layer over one level of nodes (`growth.Feed`)."""
+            outputs, block = carry
+            if isinstance(depth, int) and depth == 0:  # the root's pair is the cache's last
+                return self.logits(params, state.last[:, None]), carry
+            earlier = above & (fed <= block.size)  # the root and what is in the block
+            parent = jnp.max(jnp.where(earlier, fed, 0), axis=2)
+            parent = jnp.broadcast_to(parent, tokens_BT.shape)
+            features = jnp.take_along_axis(outputs, parent[..., None], axis=1)
+            positions = jnp.broadcast_to(lengths_B[:, None] - 2 + depth, tokens_BT.shape)
+            new, grown = self.run(
+                params, tokens_BT, features, cache, block, positions, above[:, :, 1:]
+            )
+            outputs = lax.dynamic_update_slice_in_dim(outputs, new, block.size + 1, axis=1)
+            return self.logits(params, new), (outputs, grown)
+
+        outputs = jnp.zeros((B, num_fed, config.d_model), state.last.dtype)
+        outputs = outputs.at[:, 0].set(state.last)
+        shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
+        start = outputs, kv.empty_block(1, shape, state.last.dtype)
+        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
+        return proposal, state
+
+    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+        features = tree.along(verdict.path, self.features(params, output))
+        # The token after each node of the path is what the round emitted in its place.
+        return self._extended(params, state, verdict.tokens, features, lengths_B - 1)
+
+    def _extended(self, params, state, tokens_BT, features_BTD, lengths_B) -> FeatureState:
+        """Returns the state with some pairs behind the cache, of which it keeps `lengths_B`."""
+        outputs, block = self.run(params, tokens_BT, features_BTD, state.cache)
+        index = lengths_B - 1 - state.cache.lengths
+        inside = (index >= 0) & (index < outputs.shape[1])
+        index = jnp.clip(index, 0, outputs.shape[1] - 1)[:, None, None]
+        found = jnp.take_along_axis(outputs, index, axis=1)[:, 0]
+        last = jnp.where(inside[:, None], found, state.last)
+        return FeatureState(state.cache.write(block, None, lengths_B, outputs), last)
+
+    def run(
+        self, params, tokens_BT, features_BTD, cache, block=None, positions_BT=None, ancestors=None
+    ) -> tuple[Array, Block]:
+        """Returns the outputs of pairs and the grown block; arguments as of `transformer.apply`."""
+        context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
+        segment = None if cache is None else cache.segments()[0]
+        earlier = None if block is None else (block.keys[0], block.values[0])
+        outputs, rows = self.outputs(params, tokens_BT, features_BTD, context, segment, earlier)
+        return outputs, context.block([rows])

@@ -3,15 +3,13 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 
 from spsjax import cache as kv
-from spsjax import growth, sampling, tree
+from spsjax import growth, tree
 from spsjax.drafters import base
-from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, Proposal, pytree_dataclass
+from spsjax.types import Array, Block, pytree_dataclass
 
 
 @pytree_dataclass
@@ -43,22 +41,12 @@ class Drafter(base.Drafter):
     config: transformer.Config
     num_speculative_tokens: int | None = None
     vocab_size: int | None = None
-    tree: growth.Tree | growth.DynamicTree | None = None
+    tree: growth.Shape = None
 
     def __post_init__(self):
-        depth = self.tree.depth if self.tree else 4
-        if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", depth)
-        elif self.tree and self.num_speculative_tokens != depth:
-            raise InputError(
-                f"num_speculative_tokens: expected the depth of the tree, {depth}, "
-                f"found {self.num_speculative_tokens}"
-            )
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
-        if isinstance(self.tree, growth.DynamicTree) and self.tree.width > vocab:
-            raise InputError(
-                f"width: expected at most the vocabulary of {vocab}, found {self.tree.width}"
-            )
+        K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        object.__setattr__(self, "num_speculative_tokens", K)
 
     @property
     def trees(self):
@@ -71,13 +59,13 @@ class Drafter(base.Drafter):
     def init(self, params, batch, slots):
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
 
-    def prefill(self, params, state, tokens_BT, starts_B, lengths_B, output):
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         cache = state.at(starts_B)
         return cache.extend(transformer.apply(self.config, params["drafter"], tokens_BT, cache))
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
-        N, weights = self.num_nodes, params["drafter"]
-        num_fed = self.tree.num_fed if self.tree else N
+        K, weights = self.num_speculative_tokens, params["drafter"]
+        num_fed = growth.num_fed(self.tree, K)
         # The first pass takes the last two tokens, because the cache may lack the last but one: the
         # last accepted draft token may never have been fed. A prompt of one token has no last but
         # one; its place is then filled with a token that nothing sees.
@@ -112,16 +100,7 @@ class Drafter(base.Drafter):
             return logits[..., : self.vocab_size], output.block
 
         start = transformer.empty_block(self.config, weights, len(root), 1 + num_fed)
-        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
-        if self.tree is None:
-            proposal, block = _draw_chain(feed, start, root[:, 0], rows, uniforms)
-            fed_as = jnp.broadcast_to(jnp.arange(N + 1, dtype=jnp.int32), (len(root), N + 1))
-        elif isinstance(self.tree, growth.Tree):
-            proposal, fed_as, block = growth.draw_tree(
-                self.tree, feed, start, root[:, 0], rows, uniforms
-            )
-        else:
-            proposal, fed_as, block = growth.choose_tree(self.tree, feed, start, root[:, 0])
+        proposal, fed_as, block = growth.grow(self.tree, K, feed, start, root[:, 0], rows, keys_B)
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])
@@ -136,22 +115,3 @@ class Drafter(base.Drafter):
         path = jnp.take_along_axis(path, index, axis=1)
         lengths = jnp.maximum(lengths_B - 2, 0)
         return state.cache.write(state.block, path, lengths, output.hidden)
-
-
-def _draw_chain(feed: growth.Feed, block: Block, root_B: Array, rows, uniforms_BK2: Array):
-    """Returns a chain of K tokens, each sampled after the one before, and the block of the fed."""
-    K = uniforms_BK2.shape[1]
-    node = jnp.arange(K)[None, None]
-
-    def draft(carry, inputs):
-        (last, block), (k, uniforms_B2) = carry, inputs
-        logits, block = feed(block, last[:, None], k, node <= k)
-        probs = sampling.to_probs(logits[:, 0], rows)
-        token = sampling.draw(probs, uniforms_B2)
-        return (token, block), (token, probs)
-
-    uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
-    carry, first = draft((root_B, block), (0, uniforms[0]))
-    (_, block), rest = lax.scan(draft, carry, (jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]))
-    tokens, probs = (jnp.concatenate([one[None], more]) for one, more in zip(first, rest))
-    return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), block

@@ -11,7 +11,7 @@ import numpy as np
 from spsjax import decode, sampling, verifiers
 from spsjax.evaluation import samplers, text_pass
 from spsjax.generation import prefill
-from spsjax.growth import DynamicTree, Tree
+from spsjax.growth import DynamicTree, Shape, Tree
 from spsjax.loading import LoadedDrafter, Model, as_drafter
 from spsjax.parallel import multihost
 from spsjax.performance import tree_theory
@@ -103,7 +103,7 @@ def drafts(
     return kinds
 
 
-def _with_tree(of_model, shape: Tree | DynamicTree) -> LoadedDrafter:
+def _with_tree(of_model, shape: Shape) -> LoadedDrafter:
     return of_model(tree=shape, num_speculative_tokens=shape.depth)
 
 

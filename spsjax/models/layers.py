@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from spsjax.models.attention import (
 )
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
-from spsjax.types import Array, pytree_dataclass
+from spsjax.types import Array, Block, pytree_dataclass
 
 INIT = nnx.initializers.normal(0.02)
 
@@ -98,6 +98,14 @@ class Context:
         grown = (update(old, rows, self.size) for old, rows in zip(earlier, new))
         return tuple(map(sharding.whole_heads, grown))
 
+    def block(self, layers: Sequence[KeysValues]) -> Block:
+        """Returns the block of the keys and values that `append` returned in each layer."""
+        keys, values = zip(*layers)
+        shape = len(keys[0]), self.block_positions.shape[1]
+        earlier = 0 if self.size is None else self.size
+        size = jnp.asarray(self.positions.shape[1] + earlier, jnp.int32)
+        return Block(keys, values, jnp.broadcast_to(self.block_positions, shape), size)
+
     def block_segment(self, keys: Array, values: Array, window: int) -> kv.Segment:
         """Returns one layer's part of the block as a segment."""
         segment = kv.Segment(keys, values, self.block_visible, self.block_positions, None)
@@ -109,6 +117,41 @@ class Context:
             return segment
         near = segment.positions[:, None] > self.positions[:, :, None] - window
         return dataclasses.replace(segment, visible=segment.visible & near)
+
+
+def context_of(
+    num_tokens: int,
+    cache: kv.KVCache | None,
+    block: Block | None = None,
+    positions_BT: Array | None = None,
+    ancestors: Array | None = None,
+) -> Context:
+    """Returns positions and masks of a pass; the masks follow from positions and ancestors.
+
+    The arguments are those of `transformer.apply`.
+    """
+    contiguous = block is None and positions_BT is None and ancestors is None
+    if positions_BT is None:
+        # Without a cache all rows are alike, and one mask serves them.
+        start = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
+        start = start if block is None else start + block.size
+        positions_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    positions_BT = jnp.asarray(positions_BT, jnp.int32)
+    if block is not None:
+        rows = block.positions.shape[0]
+        positions_BT = jnp.broadcast_to(positions_BT, (rows, num_tokens))
+    known = positions_BT
+    if block is not None:
+        known = jax.lax.dynamic_update_slice_in_dim(
+            block.positions, positions_BT, block.size, axis=1
+        )
+    visible = known[:, None] >= 0
+    if ancestors is None:
+        visible = visible & (known[:, None] <= positions_BT[:, :, None])
+    else:
+        visible = visible & ancestors
+    size = None if block is None else block.size
+    return Context(positions_BT, known, visible, size, contiguous)
 
 
 def _finite_values(key: Array, value: Array) -> KeysValues:
@@ -124,14 +167,18 @@ def _finite_values(key: Array, value: Array) -> KeysValues:
 class Attention(nnx.Module):
     """Grouped-query attention: H query heads read G key-value heads."""
 
-    def __init__(self, config: Config, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: Config, layer: int, *, inputs: int | None = None, dtype, rngs: nnx.Rngs
+    ):
+        """Makes the layer; it reads `inputs` numbers per token, None: the model's width."""
         self.config, self.dtype, self.window = config, dtype, config.window(layer)
+        inputs = inputs or config.d_model
         bias = config.biases != "none"
-        linear = functools.partial(_linear, dtype=dtype, rngs=rngs)
+        linear = functools.partial(make_linear, dtype=dtype, rngs=rngs)
         size = config.head_dim
-        self.query = linear(config.d_model, config.num_heads * size, bias)
-        self.key = linear(config.d_model, config.num_kv_heads * size, bias)
-        self.value = linear(config.d_model, config.num_kv_heads * size, bias)
+        self.query = linear(inputs, config.num_heads * size, bias)
+        self.key = linear(inputs, config.num_kv_heads * size, bias)
+        self.value = linear(inputs, config.num_kv_heads * size, bias)
         self.out = linear(config.num_heads * size, config.d_model, config.biases == "all")
         if config.qk_norm:
             self.query_norm, self.key_norm = (Norm(config, size, dtype=dtype) for _ in range(2))
@@ -205,7 +252,7 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
-        linear = functools.partial(_linear, bias=config.biases == "all", dtype=dtype, rngs=rngs)
+        linear = functools.partial(make_linear, bias=config.biases == "all", dtype=dtype, rngs=rngs)
         if config.ffn != "gelu":
             self.gate = linear(config.d_model, config.d_ff)
         self.up = linear(config.d_model, config.d_ff)
@@ -226,7 +273,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
-        self.router = _linear(config.d_model, config.num_experts, False, dtype=dtype, rngs=rngs)
+        self.router = make_linear(config.d_model, config.num_experts, False, dtype=dtype, rngs=rngs)
         E, D, F = config.num_experts, config.d_model, config.d_ff
         for name, shape in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D))):
             setattr(self, f"experts_{name}", nnx.Param(INIT(rngs.params(), shape, dtype)))
@@ -272,7 +319,7 @@ class DecoderBlock(nnx.Module):
 _ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
-def _linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
+def make_linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
     return Linear(
         features_in,
         features_out,

@@ -15,9 +15,10 @@ from flax import nnx
 
 from spsjax import cache as kv
 from spsjax.errors import InputError
+from spsjax.models import pure
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
-from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, two_rows
+from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, context_of, two_rows
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
 
@@ -54,13 +55,11 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens_BT, context: Context, cache, block, tap_layers=(), remat=False
     ) -> ModelOutput:
-        x_BTD = self.embed(tokens_BT)
-        if self.config.embed_scale:
-            x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, x_BTD.dtype)
+        x_BTD = self.embedded(tokens_BT)
         if self.config.positions == "learned":
             last = self.config.max_positions - 1
             x_BTD = x_BTD + self.position_embed(jnp.minimum(context.positions, last))
-        cached = _segments(cache) if cache else (None,) * self.config.num_layers
+        cached = cache.segments() if cache else (None,) * self.config.num_layers
         earlier = zip(block.keys, block.values) if block else (None,) * self.config.num_layers
         rows, stream = [], []
         for index, (layer, past, before) in enumerate(zip(self.layers, cached, earlier)):
@@ -72,13 +71,15 @@ class Transformer(nnx.Module):
             rows.append(row)
         stream.append(x_BTD)
         hidden = self.norm(x_BTD)
-        B, T = tokens_BT.shape
-        positions = context.block_positions
-        positions = jnp.broadcast_to(positions, (B, positions.shape[1]))
-        size = jnp.asarray(T + (context.size if block else 0), jnp.int32)
-        grown = Block(*zip(*rows), positions, size)
         taps = tuple(stream[layer] for layer in tap_layers)
-        return ModelOutput(self.logits(hidden), hidden, taps, grown)
+        return ModelOutput(self.logits(hidden), hidden, taps, context.block(rows))
+
+    def embedded(self, tokens_BT) -> Array:
+        """Returns the embeddings [B, T, D] of tokens, without their positions."""
+        x_BTD = self.embed(tokens_BT)
+        if self.config.embed_scale:
+            x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, x_BTD.dtype)
+        return x_BTD
 
     def logits(self, hidden_BTD) -> Array:
         """Returns logits [B, T, V] of final hidden states."""
@@ -102,20 +103,14 @@ _SUMMED = 4
 _LONG = 64  # tokens
 
 
-@functools.lru_cache
-def _abstract(config: Config, dtype) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
-
-
 def param_shapes(config: Config, dtype=jnp.float32) -> PyTree:
     """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
-    return nnx.to_pure_dict(nnx.state(_abstract(config, jnp.dtype(dtype)), nnx.Param))
+    return pure.param_shapes(Transformer, config, dtype)
 
 
 def init(config: Config, key: Array, dtype=jnp.float32) -> PyTree:
     """Returns random parameters as a nested dict of arrays."""
-    model = Transformer(config, dtype=dtype, rngs=nnx.Rngs(key))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return pure.init(Transformer, config, key, dtype)
 
 
 def apply(
@@ -156,44 +151,8 @@ def apply(
                 f"tap_layers: expected layers in [0, {config.num_layers}], found {layer}"
             )
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
-    context = _context(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
+    context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
     return _bind(config, params, dtype)(tokens_BT, context, cache, block, tap_layers, remat)
-
-
-def _context(num_tokens, cache, block, positions_BT, ancestors) -> Context:
-    """Returns positions and masks of a pass; the masks follow from positions and ancestors."""
-    contiguous = block is None and positions_BT is None and ancestors is None
-    if positions_BT is None:
-        # Without a cache all rows are alike, and one mask serves them.
-        start = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
-        start = start if block is None else start + block.size
-        positions_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-    positions_BT = jnp.asarray(positions_BT, jnp.int32)
-    if block is not None:
-        rows = block.positions.shape[0]
-        positions_BT = jnp.broadcast_to(positions_BT, (rows, num_tokens))
-    known = positions_BT
-    if block is not None:
-        known = jax.lax.dynamic_update_slice_in_dim(
-            block.positions, positions_BT, block.size, axis=1
-        )
-    visible = known[:, None] >= 0
-    if ancestors is None:
-        visible = visible & (known[:, None] <= positions_BT[:, :, None])
-    else:
-        visible = visible & ancestors
-    size = None if block is None else block.size
-    return Context(positions_BT, known, visible, size, contiguous)
-
-
-def _segments(cache: kv.KVCache) -> list[kv.Segment]:
-    """Returns one segment per layer. What a cache holds comes before these tokens: all see it."""
-    positions = cache.positions()
-    visible, whole = positions[:, None] >= 0, sharding.whole_heads
-    return [
-        kv.Segment(whole(keys), whole(values), visible, positions, distances)
-        for keys, values, distances in zip(cache.keys, cache.values, cache.distances)
-    ]
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
@@ -201,14 +160,14 @@ def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
     return _bind(config, params, hidden_BTD.dtype).logits(hidden_BTD)
 
 
+def embed(config: Config, params: PyTree, tokens_BT: Array) -> Array:
+    """Returns the embeddings [B, T, D] of tokens, which are clipped to the vocabulary."""
+    return _bind(config, params).embedded(jnp.clip(tokens_BT, 0, config.vocab_size - 1))
+
+
 def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
     """Returns the model with these parameters; its compute type is theirs if `dtype` is None."""
-    if dtype is None:
-        dtype = _dtype(params)
-    graph, state = nnx.split(_abstract(config, jnp.dtype(dtype)), nnx.Param)
-    state = jax.tree.map(lambda leaf: leaf, state)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
+    return pure.bind(Transformer, config, params, dtype or _dtype(params))
 
 
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:

@@ -9,7 +9,7 @@ import numpy as np
 from spsjax import generation
 from spsjax.data import pipeline
 from spsjax.errors import InputError, check_integer, check_number, short_repr
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
 from spsjax.sampling import SamplingParams
 from spsjax.training import metrics
 from spsjax.training import step as train_step
@@ -89,7 +89,7 @@ class DraftEvalResult:
 
 def sample_with_draft(
     target: Model,
-    draft: Model,
+    draft: Model | LoadedDrafter,
     prompts: Sequence[Sequence[int]],
     options: DraftEvalConfig,
     temperature: float,
@@ -126,8 +126,10 @@ class DraftEvaluator:
         options: options of the evaluation by speculative sampling.
         metrics_at: builds the metrics function whose "acceptance" is that at a temperature.
         target: target model.
-        as_model: builds the draft model from its parameters.
+        frozen: arrays that the metrics function needs beside the parameters.
+        as_drafter: builds what `generate` takes from the parameters.
         held_out: [N, T+1] held-out examples. Some of them, evenly spaced, begin the samples.
+        first: number of tokens at the start of an example that do not count.
         batch: examples per batch.
         batch_sharding: sharding of the rows of a batch.
         report: takes `(step, group, record)` for every group of measurements.
@@ -136,8 +138,10 @@ class DraftEvaluator:
     options: DraftEvalConfig
     metrics_at: Callable[[float], train_step.PerTokenMetrics]
     target: Model
-    as_model: Callable[[PyTree], Model]
+    frozen: PyTree
+    as_drafter: Callable[[PyTree], Model | LoadedDrafter]
     held_out: np.ndarray
+    first: int
     batch: int
     batch_sharding: jax.sharding.Sharding
     report: Callable[[int, str, dict], None]
@@ -154,17 +158,20 @@ class DraftEvaluator:
 
     def evaluate(self, step: int, params: PyTree) -> float:
         """Reports all measurements and returns the expected acceptance rate on held-out text."""
-        held_out = self._expected(1.0, params, pipeline.Table(tokens=self.held_out))
+        start = np.full(len(self.held_out), self.first, np.int32)
+        table = pipeline.Table(tokens=self.held_out, start=start)
+        held_out = self._expected(1.0, params, table)
         self.report(step, "held_out", held_out)
         for temperature in self.options.temperatures:
             result = sample_with_draft(
-                self.target, self.as_model(params), self._prompts, self.options, temperature, step
+                self.target, self.as_drafter(params), self._prompts, self.options, temperature, step
             )
             start = np.full(len(self._prompts), self.options.prompt_length, np.int32)
+            start = np.maximum(start, self.first)
             table = pipeline.Table(tokens=result.samples, start=start)
             expected = self._expected(temperature, params, table)
-            names = ("acceptance", "greedy_agreement") if temperature else ("greedy_agreement",)
-            record = {name: expected[name] for name in names}
+            kinds = ("acceptance", "greedy_agreement") if temperature else ("greedy_agreement",)
+            record = {name: value for name, value in expected.items() if name.startswith(kinds)}
             record["counted_acceptance"] = result.counted_acceptance
             record["block_efficiency"] = result.block_efficiency
             self.report(step, f"temperature_{temperature:g}", record)
@@ -175,7 +182,7 @@ class DraftEvaluator:
         summaries = metrics.evaluate_batches(
             self._metrics_of[temperature],
             params,
-            self.target.params,
+            self.frozen,
             table,
             self.batch,
             self.batch_sharding,

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from spsjax.data import column_store, pipeline
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import Model
+from spsjax.models import transformer
 from spsjax.parallel import multihost
 from spsjax.training import distillation, losses
-from spsjax.training import step as train_step
 from spsjax.types import PyTree
 from spsjax.utils import hashing
 
@@ -27,9 +27,10 @@ class TargetCache:
     Attributes:
         store: what the cache holds per token. "nothing" disables the cache. "states" stores the
             final hidden states in half precision (2 D bytes), from which the head alone recomputes
-            the logits. "top_k" stores the ids of the `k` most likely tokens (4 bytes each) and
-            their probabilities at each temperature (4 bytes each). All other tokens then count as
-            one, and the acceptance rate that training logs is an upper bound.
+            the logits, and as many bytes per tapped layer. "top_k" stores the ids of the `k` most
+            likely tokens (4 bytes each) and their probabilities at each temperature (4 bytes each).
+            All other tokens then count as one, and the acceptance rate that training logs is an
+            upper bound.
         k: number of tokens that "top_k" stores.
         batch: number of texts in one forward pass of the target.
     """
@@ -55,6 +56,7 @@ class TargetCache:
         folder: pathlib.Path,
         batch_sharding: jax.sharding.Sharding,
         dtype,
+        tap_layers: tuple[int, ...] = (),
     ) -> dict[str, np.ndarray]:
         """Returns the cached columns, one row per example, computing them if they are missing.
 
@@ -66,6 +68,7 @@ class TargetCache:
                 content depends on.
             batch_sharding: sharding of the rows of a batch.
             dtype: compute type.
+            tap_layers: layers whose input "states" stores, too, as `taps`.
 
         Raises:
             InputError: a cached file is damaged, or states exceed the range of float16.
@@ -78,14 +81,15 @@ class TargetCache:
         shards = _data_shards(batch_sharding)
         batch = -(-self.batch // shards) * shards
         local = pipeline.local_rows(batch_sharding, batch)
-        run = jax.jit(self._target_pass(target.config, temperatures, k, dtype))
+        run = jax.jit(self._target_pass(target.config, temperatures, k, dtype, tap_layers))
 
         def compute(start):
             # The last batch is filled up with its last row.
             rows = np.minimum(np.arange(start, start + batch), len(examples) - 1)
             tokens = pipeline.global_batch(examples[rows[local]], batch, batch_sharding)
             columns = multihost.to_host(run(target.params, tokens))
-            if "states" in columns and not np.isfinite(columns["states"]).all():
+            kept = [columns[name] for name in ("states", "taps") if name in columns]
+            if not all(np.isfinite(column).all() for column in kept):
                 raise InputError(
                     "target_cache.store: the final states exceed the range of float16. "
                     "Use 'top_k', which stores probabilities"
@@ -94,7 +98,7 @@ class TargetCache:
 
         shape = len(examples), *examples[0].shape
         # Hidden states do not depend on a temperature.
-        options = (k, temperatures) if self.store == "top_k" else ()
+        options = (k, temperatures) if self.store == "top_k" else tap_layers
         depends_on = target.config, self.store, options, str(dtype), shape
         name = f"{self.store}-{_fingerprint(depends_on, target.params, examples)}"
         with target.in_mesh():
@@ -102,13 +106,18 @@ class TargetCache:
                 folder / name, len(examples), batch, compute, "target"
             )
 
-    def _target_pass(self, config, temperatures: Sequence[float], k: int, dtype):
+    def _target_pass(self, config, temperatures: Sequence[float], k: int, dtype, tap_layers):
         """Returns `(params, tokens [B, T+1]) -> columns` of one batch."""
 
         def run(params, tokens):
-            output = train_step.forward(config, params, tokens[:, :-1], dtype)
+            output = transformer.apply(
+                config, params, tokens[:, :-1], tap_layers=tap_layers, dtype=dtype
+            )
             if self.store == "states":
-                return {"states": output.hidden.astype(jnp.float16)}
+                states = {"states": output.hidden.astype(jnp.float16)}
+                if tap_layers:
+                    states["taps"] = jnp.concatenate(output.taps, axis=-1).astype(jnp.float16)
+                return states
             _, ids = jax.lax.top_k(output.logits, k)
             log_probs = [losses.top_k_with_rest(output.logits / t, ids) for t in temperatures]
             return {"ids": ids, "log_probs": jnp.stack(log_probs, axis=-2)}

@@ -4,18 +4,16 @@ import dataclasses
 import pathlib
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from spsjax import loading
-from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.training import distillation
+from spsjax.training import distillation, draft_data
 from spsjax.training import step as train_step
 from spsjax.training.draft_evaluation import DraftEvalConfig, DraftEvaluator
-from spsjax.training.target_cache import TargetCache, target_samples
+from spsjax.training.target_cache import TargetCache
 from spsjax.training.trainer import Trainer, TrainingCorpus, flops_per_token
 from spsjax.types import PyTree
 from spsjax.utils import from_config, hashing
@@ -93,7 +91,14 @@ def distill_draft(
         lambda: trainer.init_model(model, shapes),
         distillation.distillation_metrics(model, target.config, setup.objective, trainer.precision),
         target.params,
-        _batches(setup, trainer, corpus),
+        draft_data.batches(
+            trainer,
+            corpus,
+            target,
+            mixture,
+            setup.target_cache,
+            setup.objective.temperatures,
+        ),
         evaluator.evaluate,
         replace_batch,
         flops_per_token(model, transformer.num_params(shapes), config.length, frozen_params),
@@ -145,44 +150,11 @@ def _evaluator(
         setup.draft_eval,
         metrics_at,
         setup.target,
+        setup.target.params,
         as_model,
         corpus.held_out,
+        0,
         trainer.eval_batch,
         trainer.batch_sharding,
         trainer.report,
     )
-
-
-def _batches(
-    setup: _DraftSetup, trainer: Trainer, corpus: TrainingCorpus
-) -> pipeline.BatchIterator:
-    """Returns training batches of corpus text and samples of the target, by their shares."""
-    config, mixture, target = trainer.config, setup.mixture, setup.target
-
-    def table(examples, **columns) -> pipeline.Table:
-        if mixture.draft == 1:  # every batch is replaced: its texts only serve as prompts
-            return pipeline.Table(tokens=examples, **columns)
-        cached = setup.target_cache.columns(
-            target,
-            examples,
-            setup.objective.temperatures,
-            trainer.cache,
-            trainer.batch_sharding,
-            trainer.precision.dtype,
-        )
-        return pipeline.Table(tokens=examples, **columns, **cached)
-
-    tables, shares = [], []
-    if mixture.corpus or not mixture.target:
-        # All tables of an iterator have the same columns: corpus examples count from end to end.
-        count = len(corpus.train)
-        start, stop = (np.full(count, end, np.int32) for end in (0, config.length + 1))
-        tables.append(table(corpus.train, start=start, stop=stop))
-        shares.append(mixture.corpus)
-    if mixture.target:
-        samples = target_samples(target, corpus.train, mixture, trainer.cache, config.seed)
-        tables.append(table(samples.pop("tokens"), **samples))
-        shares.append(mixture.target)
-    total = sum(shares)
-    shares = [share / total if total else 1 / len(shares) for share in shares]
-    return pipeline.BatchIterator(tables, shares, config.batch, config.seed, trainer.batch_sharding)

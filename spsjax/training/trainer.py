@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from spsjax import loading, request
 from spsjax.data import corpus, documents, pipeline
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.tokenization import Tokenizer
@@ -29,7 +29,7 @@ from spsjax.utils import atomic_files, from_config
 # Config keys that may change when a run is resumed: they do not affect results beyond rounding.
 _FREE_KEYS = "mesh", "cache", "keep", "keep_best", "log_every"
 # What a run writes into its folder as folders.
-_FOLDERS = "checkpoints", "damaged", "data", "model"
+_FOLDERS = "checkpoints", "damaged", "data", "drafter", "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Trainer:
         self.cache = pathlib.Path(config.get("cache") or self.folder.path / "cache")
         self._last_reports: dict[str, str] = {}
         folders = (self.cache, *map(self.folder.path.joinpath, _FOLDERS))
-        files = (plots.FILE, *(f"model/{name}" for name in loading.FILES))
+        models = (f"{folder}/{name}" for folder in _FOLDERS[-2:] for name in loading.FILES)
+        files = (plots.FILE, *models)
         atomic_files.check_outputs(map(self.folder.path.joinpath, files), folders)
         if export is not None and not self.folder.resumable:
             raise InputError(f"{self.folder.path}: expected a run to export from, found none")
@@ -108,7 +109,7 @@ class Trainer:
             )
         if self.mesh is not None:
             sharding.check_divides(self.mesh, model)
-        if not self.config.init:
+        if not self.config.get("init"):
             return
         initial = loading.load_config(self.config.init)
         for field in dataclasses.fields(model):
@@ -124,7 +125,7 @@ class Trainer:
 
         Raises InputError if both exist and differ: the weights would be read with other tokens.
         """
-        init = self.config.init
+        init = self.config.get("init")
         initial = loading.load_tokenizer(init) if init else None
         if tokenizer is not None and initial is not None and tokenizer != initial:
             raise InputError(
@@ -243,13 +244,28 @@ class Trainer:
         on_host = dataclasses.replace(trained, params=multihost.to_host(rounded))
         if multihost.is_main_process():
             loading.save(self.folder.path / "model", on_host)
-        multihost.barrier("model saved")
-        print(f"model in {self.workdir / 'model'}")
+        self._report_saved("model")
+        return trained
+
+    def save_drafter(self, drafter: LoadedDrafter, target: Model) -> LoadedDrafter:
+        """Writes the folder of a drafter with weights of its own, then the curves of a training.
+
+        Returns the drafter.
+        """
+        on_host = dataclasses.replace(drafter, params=multihost.to_host(drafter.params))
+        if multihost.is_main_process():
+            loading.save_drafter(self.folder.path / "drafter", on_host, target)
+        self._report_saved("drafter")
+        return drafter
+
+    def _report_saved(self, name: str) -> None:
+        """Prints where the result is, and draws the curves of a training."""
+        multihost.barrier(f"{name} saved")
+        print(f"{name} in {self.workdir / name}")
         if self.export is None:
             obstacle = plots.plot_curves(self.folder.path)
             curves = f"curves in {self.workdir / plots.FILE}"
             print(f"no curves: {obstacle}" if obstacle else curves)
-        return trained
 
     def report(self, step: int, group: str, record: dict) -> None:
         """Logs a measurement. The last one of each group is printed when the run ends."""

@@ -46,7 +46,7 @@ def read(folder: pathlib.Path) -> Config:
     path = folder / "config.json"
     if os.access(folder, os.X_OK) and not path.exists():
         raise InputError(f"{folder}: expected a model folder with config.json, found none")
-    config = _parse(path, read_json(path))
+    config = parse(path, read_json(path))
     generation = folder / "generation_config.json"
     if generation.exists():
         # For chat models it lists more end-of-sequence ids than config.json.
@@ -55,7 +55,7 @@ def read(folder: pathlib.Path) -> Config:
     return config
 
 
-def _parse(path: pathlib.Path, raw: dict) -> Config:
+def parse(path: pathlib.Path, raw: dict) -> Config:
     """Returns the config that the JSON object of `path` describes."""
     name, fields = _family(Fields(path, raw))
     family = FAMILIES[name]
@@ -265,6 +265,11 @@ def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
 
     Raises InputError if the layout cannot express the config.
     """
+    atomic_files.write(folder / "config.json", json.dumps(to_json(config, dtype), indent=2) + "\n")
+
+
+def to_json(config: Config, dtype: str) -> dict[str, object]:
+    """Returns the content of `config.json`; raises InputError if it cannot express the config."""
     name = family_of(config)
     family = FAMILIES[name]
     raw = {
@@ -280,14 +285,13 @@ def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
         **_rope_keys(config),
         **_feature_keys(config, family),
     }
-    path = folder / "config.json"
     # A file has no padded vocabulary: the tokenizer beside it tells which rows have tokens.
     expected = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
-    if _parse(path, raw) != expected:
+    if parse(pathlib.Path("config.json"), raw) != expected:
         raise InputError(
             f"model: expected a shape that {name} can have, found {short_repr(config)}"
         )
-    atomic_files.write(path, json.dumps(raw, indent=2) + "\n")
+    return raw
 
 
 def _rope_keys(config: Config) -> dict[str, object]:

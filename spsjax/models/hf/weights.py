@@ -36,7 +36,7 @@ def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
         yield tuple(entry.key for entry in path), leaf
 
 
-def _shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def shards(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns the file of each tensor, by tensor name.
 
     A single file takes precedence over shards, as in transformers.
@@ -95,17 +95,27 @@ class _Tensors:
         shard = self.shards[name]
         if name not in self.contents[shard]:
             raise InputError(f"{shard}: expected a tensor {name}, found none")
-        stored = self.files[shard].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise InputError(
-                f"{shard}: {name}: expected shape {list(shape)}, found {stored.get_shape()}"
-            )
-        if stored.get_dtype() not in _TYPES:
-            raise InputError(
-                f"{shard}: {name}: expected floating-point weights of 16 bits or more, "
-                f"found {stored.get_dtype()}"
-            )
-        return stored
+        return checked(self.files[shard], shard, name, shape)
+
+
+def checked(file, path: pathlib.Path, name: str, shape: tuple[int, ...]):
+    """Returns a tensor that is not read yet; raises InputError if shape or type is wrong."""
+    stored = file.get_slice(name)
+    if tuple(stored.get_shape()) != shape:
+        raise InputError(
+            f"{path}: {name}: expected shape {list(shape)}, found {stored.get_shape()}"
+        )
+    if stored.get_dtype() not in _TYPES:
+        raise InputError(
+            f"{path}: {name}: expected floating-point weights of 16 bits or more, "
+            f"found {stored.get_dtype()}"
+        )
+    return stored
+
+
+def open_all(paths: Iterable[pathlib.Path]) -> dict[pathlib.Path, object]:
+    """Returns opened safetensors files by path; raises InputError for one that is damaged."""
+    return {path: _open(path) for path in paths}
 
 
 def _stored_names(
@@ -183,16 +193,16 @@ def read_params(
     sharding_of = sharding_of or sharding.param_shardings(None, config)
     name = config_json.family_of(config)
     family = families.FAMILIES[name]
-    shards = _shards(folder)
-    stored_names = _stored_names(folder, shards, family)
-    _check_count(folder, config, len(shards))
+    found = shards(folder)
+    stored_names = _stored_names(folder, found, family)
+    _check_count(folder, config, len(found))
     shapes = transformer.param_shapes(config, dtype)
     locations = {path: families.locate(name, config, path) for path, _ in _leaves(shapes)}
     expected = (tensor for location in locations.values() for tensor in location.names)
     _check_names(folder, stored_names, expected, family)
-    files = {path: _open(path) for path in set(shards.values())}
+    files = open_all(set(found.values()))
     contents = {path: set(file.keys()) for path, file in files.items()}
-    tensors = _Tensors(stored_names, shards, files, contents)
+    tensors = _Tensors(stored_names, found, files, contents)
     if config.tie_embeddings and "lm_head.weight" in stored_names:
         embedding = locations["embed", "embedding"].names[0]
         shape = (config.vocab_rows, config.d_model)

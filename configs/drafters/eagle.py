@@ -1,0 +1,17 @@
+r"""EAGLE-1 for the shipped target: one decoder layer that regresses the target's next feature.
+
+python scripts/train_drafter.py --config=configs/drafters/eagle.py --workdir=runs/eagle
+
+Losses and noise are those of the authors (Li et al. 2024, arXiv 2401.15077).
+Hardware: any; meant for two CPU cores.
+"""
+
+from spsjax.training import train_head
+
+
+def get_config():
+    """Returns the options of `spsjax.training.train_head.train_head`."""
+    config = train_head.default_config()
+    config.drafter.method = "eagle"
+    config.objective.update({"token": 0.1, "feature": 1.0, "noise": 0.2})
+    return config

@@ -1,0 +1,25 @@
+r"""EAGLE-3 for the shipped target: a decoder layer on three of its layers, trained to draft far.
+
+python scripts/train_drafter.py --config=configs/drafters/eagle3.py --workdir=runs/eagle3
+
+Steps and decay are those of the authors (Li et al. 2025, arXiv 2503.01840).
+Hardware: any; meant for two CPU cores.
+"""
+
+from spsjax.training import train_head
+
+
+def get_config():
+    """Returns the options of `spsjax.training.train_head.train_head`."""
+    config = train_head.default_config()
+    config.drafter.update(
+        {
+            "method": "eagle3",
+            "vocab_size": 0,  # most frequent tokens of the corpus, which are drafted; 0: all
+            "tap_layers": (),  # layers of the target whose input is read; (): the paper's three
+            "fc_norm": False,
+            "norm_output": False,
+        }
+    )
+    config.objective.update({"steps": 7, "decay": 0.8})
+    return config

@@ -1,0 +1,57 @@
+"""A decoder layer regresses the target's next feature (EAGLE; Li et al. 2024, arXiv 2401.15077).
+
+EAGLE-1 drafts fixed trees, EAGLE-2 (2406.16858) dynamic ones, and HASS (2408.15766) trains the same
+weights otherwise. **Lossless**, as is every drafter.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+
+from spsjax.drafters import base
+from spsjax.models import pure, transformer
+from spsjax.models.config import Config
+from spsjax.models.feature_layer import FeatureLayer
+from spsjax.models.layers import make_linear
+
+
+class Eagle(nnx.Module):
+    """One decoder layer without a norm at its entrance, on a projection of token and feature."""
+
+    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+        self.fc = make_linear(2 * config.d_model, config.d_model, True, dtype=dtype, rngs=rngs)
+        self.layer = FeatureLayer(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
+        x_BTD = self.fc(jnp.concatenate([embedded_BTD, features_BTD], axis=-1))
+        return self.layer(x_BTD, x_BTD, context, cache, earlier)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.FeatureDrafter):
+    """Drafts with the target's embedding and head. Lossless.
+
+    A feature is the target's final hidden state, after its norm.
+    """
+
+    def features(self, params, output):
+        return output.hidden
+
+    def outputs(self, params, tokens_BT, features_BTD, context, cache, earlier):
+        weights = params["drafter"]
+        dtype = weights["fc"]["kernel"].dtype
+        embedded = transformer.embed(self.target, params["target"], tokens_BT).astype(dtype)
+        layer = pure.bind(Eagle, self.config, weights, dtype)
+        return layer(embedded, features_BTD.astype(dtype), context, cache, earlier)
+
+    def draft_logits(self, params, outputs_BTD):
+        weights = params["target"]
+        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
+        return transformer.head(self.target, weights, outputs)
+
+    def param_shapes(self, dtype):
+        return pure.param_shapes(Eagle, self.config, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(Eagle, self.config, key, dtype)

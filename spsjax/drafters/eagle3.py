@@ -1,0 +1,149 @@
+"""A decoder layer on features of three of the target's layers (EAGLE-3; Li et al. 2503.01840).
+
+It is trained to continue its own outputs, so that its drafts stay good as they get longer.
+**Lossless**, as is every drafter.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spsjax.drafters import base
+from spsjax.errors import InputError, short_repr
+from spsjax.models import pure, transformer
+from spsjax.models.feature_layer import FeatureLayer
+from spsjax.models.layers import INIT, Norm, make_linear, two_rows
+from spsjax.types import Array, PyTree
+
+IDS = "ids"
+
+
+class Eagle3(nnx.Module):
+    """One decoder layer whose attention reads a token and a feature beside each other."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        self.drafter, config, width = drafter, drafter.config, drafter.target.d_model
+        count = len(drafter.tap_layers)
+        self.fc = make_linear(count * width, config.d_model, False, dtype=dtype, rngs=rngs)
+        if drafter.fc_norm:
+            self.tap_norms = nnx.List([Norm(config, width, dtype=dtype) for _ in range(count)])
+        self.embed_norm = Norm(config, width, dtype=dtype)
+        self.feature_norm = Norm(config, config.d_model, dtype=dtype)
+        self.layer = FeatureLayer(config, width + config.d_model, dtype=dtype, rngs=rngs)
+        self.norm = Norm(config, config.d_model, dtype=dtype)
+        self.head = nnx.Linear(
+            config.d_model,
+            drafter.vocab_size,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=dtype,
+            kernel_init=INIT,
+            rngs=rngs,
+        )
+
+    def fuse(self, taps) -> Array:
+        """Returns features [B, T, D] of the inputs of the target's tapped layers."""
+        if self.drafter.fc_norm:
+            taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
+        return self.fc(jnp.concatenate(taps, axis=-1))
+
+    def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
+        """Returns the outputs, and the block's keys and values with those of these pairs."""
+        normed = self.feature_norm(features_BTD)
+        read = jnp.concatenate([self.embed_norm(embedded_BTD), normed], axis=-1)
+        residual = normed if self.drafter.norm_before_residual else features_BTD
+        outputs, block = self.layer(residual, read, context, cache, earlier)
+        return (self.norm(outputs) if self.drafter.norm_output else outputs), block
+
+    def logits(self, outputs_BTD) -> Array:
+        """Returns logits [B, T, R] of the R tokens of the draft's vocabulary."""
+        normed = outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
+        kernel = self.head.kernel[...]
+
+        def product(x):
+            return jnp.einsum("btd,dr->btr", x, kernel, preferred_element_type=jnp.float32)
+
+        return two_rows(product, normed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.FeatureDrafter):
+    """Drafts with a head of its own, often of the most frequent tokens only. Lossless.
+
+    `params["drafter"]["ids"]` are the target's ids of the draft's tokens, in ascending order.
+
+    Attributes:
+        vocab_size: R, tokens that may be drafted; the others get probability 0.
+        tap_layers: layers of the target whose input is read.
+        norm_before_residual: whether the residual stream begins with the normalised feature.
+        fc_norm: whether each tapped layer's input is normalised (EAGLE-3.1, 2605.09992).
+        norm_output: whether the next pair is fed with the normalised output (EAGLE-3.1).
+    """
+
+    vocab_size: int = 32_000
+    tap_layers: tuple[int, ...] = (2, 16, 29)
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    constants = (IDS,)
+
+    def __post_init__(self):
+        super().__post_init__()
+        last = self.target.num_layers
+        known = all(type(layer) is int and 0 <= layer <= last for layer in self.tap_layers)
+        if not known or not self.tap_layers:
+            raise InputError(
+                f"tap_layers: expected layers in [0, {last}], found {short_repr(self.tap_layers)}"
+            )
+        if not 1 <= self.vocab_size <= self.target.vocab_size:
+            raise InputError(
+                f"vocab_size: expected at most the target's {self.target.vocab_size}, "
+                f"found {self.vocab_size}"
+            )
+
+    def features(self, params, output):
+        weights = _trained(params["drafter"])
+        layer = self._bind(weights)
+        return layer.fuse([tap.astype(_dtype(weights)) for tap in output.taps])
+
+    def outputs(self, params, tokens_BT, features_BTD, context, cache, earlier):
+        weights = _trained(params["drafter"])
+        embedded = transformer.embed(self.target, params["target"], tokens_BT)
+        layer = self._bind(weights)
+        return layer(embedded.astype(_dtype(weights)), features_BTD, context, cache, earlier)
+
+    def draft_logits(self, params, outputs_BTD):
+        return self._bind(_trained(params["drafter"])).logits(outputs_BTD)
+
+    def draft_ids(self, params):
+        return params["drafter"][IDS]
+
+    def param_shapes(self, dtype):
+        ids = jax.ShapeDtypeStruct((self.vocab_size,), jnp.int32)
+        return pure.param_shapes(Eagle3, self, dtype) | {IDS: ids}
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(Eagle3, self, key, dtype) | {
+            IDS: jnp.arange(self.vocab_size, dtype=jnp.int32)
+        }
+
+    def _bind(self, weights: PyTree) -> Eagle3:
+        return pure.bind(Eagle3, self, weights, _dtype(weights))
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns the layers that EAGLE-3 reads: a low, a middle and a high one."""
+    if num_layers >= 6:
+        return 2, num_layers // 2, max(num_layers - 3, num_layers // 2 + 1)
+    return num_layers // 4, num_layers // 2, num_layers - 1
+
+
+def _trained(params: PyTree) -> PyTree:
+    return {name: value for name, value in params.items() if name != IDS}
+
+
+def _dtype(weights: PyTree):
+    return weights["norm"]["scale"].dtype

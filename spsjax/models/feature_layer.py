@@ -1,0 +1,25 @@
+"""A decoder layer that drafts from the features of a target."""
+
+from flax import nnx
+
+from spsjax import cache as kv
+from spsjax.models.config import Config
+from spsjax.models.layers import Attention, Context, FeedForward, Norm, two_rows
+
+
+class FeatureLayer(nnx.Module):
+    """A decoder layer without a norm at its entrance: what its attention reads is an argument.
+
+    It reads `inputs` numbers per token, None: as many as its residual stream has.
+    """
+
+    def __init__(self, config: Config, inputs: int | None = None, *, dtype, rngs: nnx.Rngs):
+        self.attention = Attention(config, 0, inputs=inputs, dtype=dtype, rngs=rngs)
+        self.ffn_norm = Norm(config, config.d_model, dtype=dtype)
+        self.ffn = FeedForward(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD, read_BTI, context: Context, cache: kv.Segment | None, earlier):
+        """Returns the residual stream, and the block's keys and values with these tokens'."""
+        attended, block = self.attention(read_BTI, context, cache, earlier)
+        x_BTD = x_BTD + attended
+        return x_BTD + two_rows(self.ffn, self.ffn_norm(x_BTD)), block

@@ -1,0 +1,255 @@
+"""Folders of drafters that continue a target's features: EAGLE's own layout and `speculators`'.
+
+Both have a config.json and a model.safetensors. EAGLE-1 has the layout of the authors (SafeAILab),
+EAGLE-3 is read in either layout and written in that of `speculators`, which vLLM serves.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from spsjax.errors import InputError
+from spsjax.models.config import Config
+from spsjax.models.hf import config_json, families, weights
+from spsjax.models.hf.fields import COUNT, FLAG, LIST, OBJECT, TEXT, Fields, read_json
+from spsjax.types import PyTree
+from spsjax.utils import atomic_files
+
+_FLAGS = "norm_before_residual", "fc_norm", "norm_output"
+_OTHER = {
+    "fc": "fc",
+    "embed_norm": "{layer}input_layernorm",
+    "feature_norm": "{layer}hidden_norm",
+    "norm": "norm",
+    "head": "lm_head",
+    "tap_norms": "fc_norm",
+}
+# Copies of what the target has, and tables that follow from `d2t`.
+_IGNORED = ("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a drafter's folder holds.
+
+    Attributes:
+        folder: the folder.
+        method: "eagle" or "eagle3".
+        fields: fields of its `Drafter`.
+        layer: beginning of the layer's tensor names.
+        stored: file of each tensor, by its name.
+    """
+
+    folder: pathlib.Path
+    method: str
+    fields: dict[str, object]
+    layer: str
+    stored: dict[str, pathlib.Path]
+
+
+def is_drafter(folder: pathlib.Path) -> bool:
+    """Returns whether a folder holds such a drafter, by its config and the names of its tensors."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    raw = read_json(path)
+    if "speculators_model_type" in raw or "draft_vocab_size" in raw:
+        return True
+    try:
+        return "fc.weight" in weights.shards(folder)
+    except InputError:
+        return False
+
+
+def describe(folder: pathlib.Path, target: Config) -> Layout:
+    """Returns what a drafter's folder holds; raises InputError if it does not fit the target."""
+    path = folder / "config.json"
+    raw = read_json(path)
+    fields, stored = Fields(path, raw), weights.shards(folder)
+    kind = fields.get("speculators_model_type", TEXT, None)
+    if kind not in (None, "eagle3"):
+        raise fields.error("speculators_model_type", '"eagle3"', kind)
+    nested = kind == "eagle3"
+    layer = fields.get("transformer_layer_config", OBJECT) if nested else raw
+    # Both names have been written for the one layer.
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
+    config = config_json.parse(path, {"tie_word_embeddings": False} | layer)
+    for field in ("d_model", "vocab_size"):
+        wanted = target.vocab_rows if field == "vocab_size" else getattr(target, field)
+        if getattr(config, field) not in (wanted, getattr(target, field)):
+            raise InputError(
+                f"{path}: expected a drafter for a target with {field}={wanted}, "
+                f"found {getattr(config, field)}"
+            )
+    config = dataclasses.replace(config, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
+    found = {"config": config}
+    if not nested and "draft_vocab_size" not in raw and "d2t" not in stored:
+        return Layout(folder, "eagle", found, prefix, stored)
+    size = fields.get("draft_vocab_size", COUNT)
+    if "d2t" not in stored and size != target.vocab_size:
+        raise InputError(f"{folder}: expected a tensor d2t, the draft's vocabulary, found none")
+    if fields.get("norm_before_fc", FLAG, False):
+        raise fields.error("norm_before_fc", "false", True)
+    taps = fields.get("eagle_aux_hidden_state_layer_ids", LIST, None)
+    if taps is None:
+        taps = 2, target.num_layers // 2, target.num_layers - 3
+    found |= {flag: fields.get(flag, FLAG, False) for flag in _FLAGS}
+    found |= {"vocab_size": size, "tap_layers": tuple(taps)}
+    return Layout(folder, "eagle3", found, prefix, stored)
+
+
+def read(
+    layout: Layout,
+    shapes: PyTree,
+    target: Config,
+    sharding_of: Callable[[tuple], jax.sharding.Sharding],
+) -> PyTree:
+    """Reads a drafter's parameters.
+
+    Args:
+        layout: what `describe` returned.
+        shapes: shapes and types of the parameters.
+        target: shape of the target.
+        sharding_of: sharding of each parameter.
+
+    Raises:
+        InputError: files or tensors are missing, damaged or of another drafter.
+    """
+    names = _names(layout.layer, shapes, layout.fields["config"])
+    missing_bias = {"fc.bias"} - set(layout.stored)  # some EAGLE-1 drafters have none
+    expected = {name for name, _ in names.values()} - missing_bias
+    _check(layout, expected)
+    files = weights.open_all(set(layout.stored.values()))
+
+    def stored(name, shape):
+        return weights.checked(files[layout.stored[name]], layout.stored[name], name, shape)
+
+    def leaf(path, shape):
+        path = tuple(entry.key for entry in path)
+        if path == ("ids",):
+            return jax.device_put(_ids(layout, files, shape, target), sharding_of(path))
+        name, transposed = names[path]
+        if name in missing_bias:
+            return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding_of(path))
+        array = stored(name, shape.shape[::-1] if transposed else shape.shape)[...]
+        array = (array.T if transposed else array).astype(shape.dtype)
+        return jax.device_put(array, sharding_of(path))
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def _check(layout: Layout, expected: Iterable[str]) -> None:
+    """Raises InputError if a tensor is missing, or if one would silently be left out."""
+    for name in sorted(set(expected) - set(layout.stored)):
+        raise InputError(f"{layout.folder}: expected a tensor {name}, found none")
+    for name in sorted(set(layout.stored) - {*expected, *_IGNORED, "d2t"}):
+        raise InputError(f"{layout.folder}: expected no tensor {name} (config.json), found one")
+
+
+def _ids(layout: Layout, files, shape, target: Config) -> np.ndarray:
+    """Returns the target's ids of the draft's tokens; the file has the differences to 0, 1, ..."""
+    count = np.arange(shape.shape[0])
+    if "d2t" not in layout.stored:
+        return count.astype(np.int32)
+    path = layout.stored["d2t"]
+    offsets = files[path].get_slice("d2t")
+    if offsets.get_shape() != [len(count)]:
+        raise InputError(f"{path}: d2t: expected shape {[len(count)]}, found {offsets.get_shape()}")
+    ids = count + offsets[...].astype(np.int64)
+    if np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= target.vocab_size:
+        raise InputError(
+            f"{path}: d2t: expected offsets of ascending ids in [0, {target.vocab_size}), "
+            f"found ids from {ids.min()} to {ids.max()}"
+        )
+    return ids.astype(np.int32)
+
+
+def _names(layer: str, shapes: PyTree, config: Config) -> dict[tuple, tuple[str, bool]]:
+    """Returns tensor name, and whether it is stored transposed, by the parameter's path."""
+    family, names = config_json.family_of(config), {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
+        path = tuple(entry.key for entry in path)
+        if path == ("ids",):
+            continue
+        kernel = path[-1] == "kernel"
+        if path[0] == "layer":
+            location = families.locate(family, config, ("layers", 0, *path[1:]))
+            name = layer + location.names[0].removeprefix("model.layers.0.")
+        else:
+            owner = _OTHER[path[0]].format(layer=layer)
+            index = f".{path[1]}" if path[0] == "tap_norms" else ""
+            name = f"{owner}{index}.{'bias' if path[-1] == 'bias' else 'weight'}"
+        names[path] = name, kernel
+    return names
+
+
+def save(
+    folder: pathlib.Path,
+    method: str,
+    fields: dict[str, object],
+    params: PyTree,
+    target: Config,
+    target_name: str,
+    num_speculative_tokens: int,
+    dtype="bfloat16",
+) -> None:
+    """Writes `config.json` and `model.safetensors`, each of them atomically.
+
+    Args:
+        folder: folder to write to.
+        method, fields: as in `Layout`.
+        params: parameters on the host.
+        target: shape of the target.
+        target_name: name of the target, for readers of the folder.
+        num_speculative_tokens: K that the drafter is meant for.
+        dtype: type of the stored weights.
+    """
+    config = dataclasses.replace(fields["config"], vocab_size=target.vocab_rows)
+    layer = config_json.to_json(config, jnp.dtype(dtype).name)
+    raw = layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
+    tensors = {}
+    for path, (name, transposed) in _names("layers.0.", params, config).items():
+        array = params
+        for entry in path:
+            array = array[entry]
+        array = np.asarray(array).astype(dtype)
+        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+    if method == "eagle3":
+        ids = np.asarray(params["ids"])
+        tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
+        tensors["t2d"] = np.isin(np.arange(target.vocab_rows), ids)
+        raw = _speculators(fields, layer, target_name, num_speculative_tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    with atomic_files.atomic_write(folder / weights.SINGLE) as partial:
+        safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
+
+
+def _speculators(fields, layer: dict, target_name: str, num_speculative_tokens: int) -> dict:
+    """Returns the config.json of an EAGLE-3 drafter in the layout of `speculators`."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": fields["vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": list(fields["tap_layers"]),
+        **{flag: fields[flag] for flag in _FLAGS},
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target_name, "architectures": layer["architectures"]},
+        },
+    }

@@ -1,0 +1,219 @@
+"""Training objective of drafters that continue the target's features (EAGLE-1, EAGLE-3, HASS).
+
+Drafting feeds a drafter with its own outputs, so training does, too: a batch is run in several
+steps, of which each continues the outputs of the one before, as deep as drafts are to be. The
+tokens are always those of the text. One step is EAGLE-1's training (Li et al. 2401.15077, 4.2);
+several are EAGLE-3's training-time test (2503.01840, 3.2), and, without a gradient from step to
+step, HASS's harmonised context (Zhang et al. 2408.15766, 3.2).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from spsjax import cache as kv
+from spsjax.drafters.base import FeatureDrafter
+from spsjax.errors import check_flag, check_integer, check_number
+from spsjax.models import transformer
+from spsjax.training import losses
+from spsjax.training import step as train_step
+from spsjax.types import Array, ModelOutput, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureObjective:
+    """Loss of a drafter: a weighted sum of three terms in each step.
+
+    Attributes:
+        steps: steps per batch.
+        decay: factor of the loss from step to step.
+        detached: whether gradients stop between steps.
+        divergence: divergence of the draft's distribution from the target's, both restricted to the
+            draft's tokens: a name of `losses.DIVERGENCES`. ("forward_kl" has the gradient of the
+            cross entropy.) Where the target's best token cannot be drafted, it does not count.
+        token: weight of that divergence.
+        feature: weight of the smooth L1 distance between output and feature, the mean over D.
+        top_k: weight of the cross entropy over the target's 10 most probable tokens.
+        noise: width of the uniform noise on features, at 512 tokens per text; longer texts have
+            less.
+    """
+
+    steps: int = 1
+    decay: float = 1.0
+    detached: bool = False
+    divergence: str = "forward_kl"
+    token: float = 1.0
+    feature: float = 0.0
+    top_k: float = 0.0
+    noise: float = 0.0
+
+    def __post_init__(self):
+        check_integer("objective.steps", self.steps, 1)
+        check_flag("objective.detached", self.detached)
+        for field in ("decay", "token", "feature", "top_k", "noise"):
+            check_number(f"objective.{field}", getattr(self, field), 0, 1e6)
+        losses.divergence(self.divergence)
+
+
+_TOP = 10  # HASS's K
+
+
+def feature_metrics(
+    drafter: FeatureDrafter,
+    objective: FeatureObjective,
+    precision: train_step.Precision,
+    temperature: float = 1.0,
+) -> train_step.PerTokenMetrics:
+    """Returns a metrics function: the loss, and acceptance and agreement in each step.
+
+    Its `params` are the drafter's trained parameters, and its `frozen` argument holds `target`, the
+    target's parameters, and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if
+    it also has the columns of a `TargetCache`, they replace the target's forward pass. Column t of
+    a metric is about the prediction of token t + 1. The first `steps` columns lack some steps, and
+    should not count.
+
+    "acceptance" is the probability that a drafted token is accepted, as the first token of a draft;
+    "acceptance_2" that of the second, if the text's own token is the first, and so on: the paper's
+    n-alpha, at a temperature above 0. "greedy_agreement" says the same of greedy decoding.
+    """
+
+    def metrics(params, frozen, batch):
+        tokens = batch["tokens"]
+        target = target_output(drafter, frozen["target"], batch, precision)
+        weights = jax.tree.map(lambda leaf: leaf.astype(precision.dtype), params)
+        both = {"target": frozen["target"], "drafter": weights | frozen["drafter"]}
+        features = drafter.features(both, target)
+        fed = features + _noise(objective.noise, tokens, features)
+        values = {}
+        options = objective.steps, objective.detached, precision.remat
+        steps = unrolled(drafter, both, tokens[:, 1:], fed, *options)
+        for step, outputs in enumerate(steps):
+            judged = _judged(drafter, both, objective, outputs, target, features, step, temperature)
+            suffix = f"_{step + 1}" if step else ""
+            values |= {f"{name}{suffix}": _aligned(value, step) for name, value in judged.items()}
+        names = ["loss", *(f"loss_{step + 1}" for step in range(1, objective.steps))]
+        loss = sum(objective.decay**step * values.pop(name) for step, name in enumerate(names))
+        return {"loss": loss} | values
+
+    return metrics
+
+
+def target_output(
+    drafter: FeatureDrafter, params: PyTree, batch: PyTree, precision: train_step.Precision
+) -> ModelOutput:
+    """Returns what the target makes of a batch's texts, from cached columns if there are any."""
+    config = drafter.target
+    if "states" not in batch:
+        output = transformer.apply(
+            config,
+            params,
+            batch["tokens"][:, :-1],
+            tap_layers=drafter.tap_layers,
+            dtype=precision.dtype,
+        )
+        return jax.lax.stop_gradient(output)
+    states = batch["states"].astype(precision.dtype)
+    taps = ()
+    if drafter.tap_layers:
+        taps = jnp.split(batch["taps"].astype(precision.dtype), len(drafter.tap_layers), axis=-1)
+    logits = transformer.head(config, params, states)
+    return jax.lax.stop_gradient(ModelOutput(logits, states, tuple(taps), None))
+
+
+def unrolled(
+    drafter: FeatureDrafter,
+    params: PyTree,
+    next_BT: Array,
+    features_BTD: Array,
+    steps: int,
+    detached: bool = False,
+    remat: bool = False,
+) -> Iterator[Array]:
+    """Yields the outputs [B, T, D] of each step: at t, those of a draft of `step` tokens after t.
+
+    In step i, index t stands for a draft that began after pair t, with the text's tokens t + 2 to
+    t + 1 + i as its tokens. It sees the true pairs up to t, and its own drafted pairs: exactly what
+    `propose` sees. The last i indices have no such tokens, and garbage.
+    """
+    config, (B, T) = drafter.config, next_BT.shape
+    row, index = jnp.arange(steps * T), jnp.arange(T)
+    block, run = None, jax.checkpoint(drafter.run) if remat else drafter.run
+    if steps > 1:
+        shape = B, config.num_kv_heads, steps * T, config.head_dim
+        block = kv.empty_block(1, shape, features_BTD.dtype)
+    for step in range(steps):
+        true = (row < T) & (row <= index[:, None])
+        own = (row >= T) & (row % T == index[:, None])
+        seen = (true | own)[None] if steps > 1 else None
+        tokens = jnp.roll(next_BT, -step, axis=1)
+        positions = jnp.broadcast_to(index + step, (B, T))
+        features_BTD, block = run(
+            params, tokens, features_BTD, None, block, positions if steps > 1 else None, seen
+        )
+        yield features_BTD
+        if detached:
+            features_BTD = jax.lax.stop_gradient(features_BTD)
+
+
+def _judged(
+    drafter, params, objective, outputs, target, features, step, temperature
+) -> dict[str, Array]:
+    """Returns loss, acceptance and agreement [B, T] of one step, by the index of the pair."""
+    ids = drafter.draft_ids(params)
+    draft_logits = drafter.draft_logits(params, outputs).astype(jnp.float32)
+    # The output of pair t, after `step` tokens, stands for feature t + 1 + step.
+    target_logits = jnp.roll(target.logits, -1 - step, axis=1)
+    best = jnp.argmax(target_logits, axis=-1)
+    drafted = jnp.argmax(draft_logits, axis=-1)
+    log_probs = jax.nn.log_softmax(target_logits / temperature)
+    if ids is None:
+        restricted, counts = target_logits, 1.0
+    else:
+        restricted, drafted = target_logits[..., ids], ids[drafted]
+        log_probs = log_probs[..., ids]
+        counts = jnp.zeros(target_logits.shape[-1]).at[ids].set(1)[best]
+    loss = objective.token * losses.divergence(objective.divergence)(restricted, draft_logits)
+    if objective.top_k:
+        loss += objective.top_k * _top_cross_entropy(restricted, draft_logits)
+    loss *= counts
+    if objective.feature:
+        wanted = jax.lax.stop_gradient(jnp.roll(features, -1 - step, axis=1))
+        loss += objective.feature * _smooth_l1(outputs, wanted)
+    draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
+    return {
+        "loss": loss,
+        "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_probs, draft_log_probs)), axis=-1),
+        "greedy_agreement": (drafted == best).astype(jnp.float32),
+    }
+
+
+def _top_cross_entropy(target_logits: Array, draft_logits: Array) -> Array:
+    """Returns the cross entropy over the most probable tokens, not normalised (HASS, 3.1)."""
+    count = min(_TOP, target_logits.shape[-1])
+    probs, ids = jax.lax.top_k(jax.nn.softmax(target_logits), count)
+    logs = jnp.take_along_axis(jax.nn.log_softmax(draft_logits), ids, axis=-1)
+    return -jnp.sum(probs * logs, axis=-1)
+
+
+def _smooth_l1(outputs: Array, features: Array) -> Array:
+    """Returns the mean over D of Huber's function with threshold 1: [..., D] -> [...]."""
+    distance = jnp.abs(outputs.astype(jnp.float32) - features.astype(jnp.float32))
+    return jnp.mean(jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5), axis=-1)
+
+
+def _noise(width: float, tokens: Array, features: Array) -> Array:
+    """Returns uniform noise that depends on the texts alone, so that a resumed run repeats it."""
+    if not width:
+        return jnp.zeros((), features.dtype)
+    weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
+    key = jax.random.key(jnp.sum(tokens.astype(jnp.uint32) * weights))
+    scale = width * 512 / features.shape[1]
+    return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
+
+
+def _aligned(value: Array, step: int) -> Array:
+    """Moves the value of pair t, which predicts token t + 2 + step, to column t + 1 + step."""
+    shift = 1 + step
+    return jnp.pad(value[:, :-shift], ((0, 0), (shift, 0)))

@@ -1,0 +1,264 @@
+"""Training of drafters that continue the target's features: from a config to a drafter's folder."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from ml_collections import ConfigDict
+
+from spsjax import drafters, loading
+from spsjax.drafters.base import FeatureDrafter
+from spsjax.errors import InputError, short_repr
+from spsjax.loading import LoadedDrafter, Model
+from spsjax.models import transformer
+from spsjax.training import distillation, draft_data, feature_losses
+from spsjax.training import step as train_step
+from spsjax.training.draft_evaluation import DraftEvalConfig, DraftEvaluator
+from spsjax.training.target_cache import TargetCache
+from spsjax.training.trainer import Trainer, TrainingCorpus, flops_per_token
+from spsjax.types import PyTree
+from spsjax.utils import from_config, hashing
+
+METHODS = "eagle", "eagle3"
+
+
+def default_config() -> ConfigDict:
+    """Returns the options that EAGLE-1, EAGLE-3 and HASS share, for the shipped target."""
+    return ConfigDict(
+        {
+            "target": "pystdlib/target",
+            "drafter": {"method": "eagle"},  # sizes that are not here are the target's
+            "data": {
+                "train": ("stdlib",),
+                "held_out": (),
+                "field": "text",
+                "separator": "",
+                "exclude": (),
+            },
+            "objective": {
+                "steps": 1,
+                "decay": 1.0,
+                "detached": False,
+                "divergence": "forward_kl",
+                "token": 1.0,
+                "feature": 0.0,
+                "top_k": 0.0,
+                "noise": 0.0,
+            },
+            "mixture": {
+                "corpus": 1.0,
+                "target": 0.0,
+                "draft": 0.0,
+                "samples": 1024,
+                "batch": 16,
+                "prompt_length": 32,
+                "temperature": 1.0,
+            },
+            "target_cache": {"store": "states", "k": 64, "batch": 2},
+            "cache": "",  # folder of the target cache; empty: in the run's folder
+            "draft_eval": {
+                "prompts": 16,
+                "prompt_length": 32,
+                "new_tokens": 64,
+                "num_speculative_tokens": 4,
+                "temperatures": (1.0, 0.0),
+            },
+            "length": 512,
+            "batch": 2,
+            "steps": 10_000,
+            "optimization": {
+                "learning_rate": 1e-3,
+                "warmup": 100,
+                "final_rate": 0.0,
+                "weight_decay": 0.0,
+                "clip": 1.0,
+                "b1": 0.9,
+                "b2": 0.95,
+                "accumulate": 1,
+            },
+            "compute": {"dtype": "", "remat": False},
+            "mesh": {"data": 1, "model": 1},
+            "seed": 0,
+            "eval_every": 1000,
+            "eval_examples": 64,
+            "log_every": 10,
+            "keep": 2,
+            "keep_best": 1,
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeadSetup:
+    """The checked sections of a config for `train_head`."""
+
+    target: Model
+    drafter: FeatureDrafter
+    objective: feature_losses.FeatureObjective
+    mixture: distillation.Mixture
+    target_cache: TargetCache
+    draft_eval: DraftEvalConfig
+
+
+def train_head(
+    config: ConfigDict,
+    workdir: str | pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    export: str | None = None,
+) -> LoadedDrafter:
+    """Trains a drafter on a frozen target's features.
+
+    Args:
+        config: config as in `configs/drafters`.
+        workdir: folder of the run, as for `train_target`.
+        mesh: mesh of the target and of the batches; None for one device.
+        export: checkpoint to turn into `drafter` instead of training: a step, "latest" or "best".
+
+    Raises:
+        InputError: config, target, corpus and mesh do not fit together.
+        Stopped: the process received SIGTERM, and has saved a checkpoint.
+        NonFiniteError: the loss or a weight is not finite.
+    """
+    trainer = Trainer(config, workdir, mesh, export)
+    setup = _check_setup(config, trainer)
+    target, drafter, objective = setup.target, setup.drafter, setup.objective
+    corpus = trainer.prepare_corpus(target.tokenizer)
+    trainer.folder.pin(corpus=corpus.fingerprint, target=hashing.params_fingerprint(target.params))
+    where = _everywhere(mesh)
+    constants = jax.device_put(_constants(drafter, corpus), where)
+    frozen = {"target": target.params, "drafter": constants}
+
+    def as_drafter(params: PyTree) -> LoadedDrafter:
+        context = target.config.max_positions
+        return LoadedDrafter("draft", drafter, params | constants, context, corpus.tokenizer)
+
+    shapes = {
+        name: jax.tree.map(functools.partial(_placed, where), shape)
+        for name, shape in drafter.param_shapes(jnp.float32).items()
+        if name not in drafter.constants
+    }
+
+    def init_params(key) -> PyTree:
+        params = drafter.init_params(key)
+        return {name: value for name, value in params.items() if name in shapes}
+
+    metrics_at = functools.partial(
+        feature_losses.feature_metrics,
+        drafter,
+        dataclasses.replace(objective, noise=0.0),
+        trainer.precision,
+    )
+    evaluator = DraftEvaluator(
+        setup.draft_eval,
+        metrics_at,
+        target,
+        frozen,
+        as_drafter,
+        corpus.held_out,
+        objective.steps + 1,
+        trainer.eval_batch,
+        trainer.batch_sharding,
+        trainer.report,
+    )
+    runs_target = setup.target_cache.store == "nothing"
+    params = trainer.run(
+        f"{config.drafter.method} for {config.target}",
+        shapes,
+        lambda: train_step.random_params(init_params, shapes, config.seed),
+        feature_losses.feature_metrics(drafter, objective, trainer.precision),
+        frozen,
+        draft_data.batches(
+            trainer,
+            corpus,
+            target,
+            setup.mixture,
+            setup.target_cache,
+            tap_layers=drafter.tap_layers,
+            first=objective.steps + 1,
+        ),
+        evaluator.evaluate,
+        flops_per_token=flops_per_token(
+            drafter.config,
+            objective.steps * transformer.num_params(shapes),
+            config.length,
+            transformer.num_params(target.params) if runs_target else 0,
+        ),
+    )
+    return trainer.save_drafter(as_drafter(params), target)
+
+
+def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
+    """Returns the checked sections of a config; writes nothing."""
+    build = from_config.build
+    objective = build("objective", feature_losses.FeatureObjective, config.objective)
+    mixture = build("mixture", distillation.Mixture, config.mixture)
+    cache = build("target_cache", TargetCache, config.target_cache)
+    draft_eval = build("draft_eval", DraftEvalConfig, config.draft_eval)
+    if mixture.draft:
+        raise InputError("mixture.draft: expected 0, as a head writes no texts alone")
+    if cache.store == "top_k":
+        raise InputError("target_cache.store: expected 'nothing' or 'states', found 'top_k'")
+    target = loading.load(config.target, trainer.mesh, trainer.precision.dtype)
+    if target.tokenizer is None:
+        raise InputError(f"{config.target}: expected a tokenizer beside the weights, found none")
+    trainer.choose_tokenizer(target.tokenizer)
+    drafter = build_drafter(config.drafter, target.config)
+    trainer.check_model(drafter.config)
+    if config.length <= objective.steps + 1:
+        raise InputError(f"length: expected above steps + 1, found {config.length}")
+    draft_eval.check_fits(target.config.max_positions, config.length + 1)
+    return _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
+
+
+def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDrafter:
+    """Returns the drafter that the section `drafter` of a config describes.
+
+    Sizes of the layer that the section does not have are the target's.
+    """
+    options = dict(options)
+    method = options.pop("method", None)
+    if method not in METHODS:
+        expected = ", ".join(METHODS)
+        raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
+    sizes = {
+        field: options.pop(field, 0) or getattr(target, field)
+        for field in ("d_ff", "num_heads", "num_kv_heads", "head_dim")
+    }
+    shared = {
+        field: getattr(target, field)
+        for field in ("vocab_size", "d_model", "max_positions", "rope_theta", "norm_eps")
+    }
+    layer = from_config.build("drafter", transformer.Config, sizes, num_layers=1, **shared)
+    if method == "eagle3":
+        taps = tuple(options.pop("tap_layers", ()))
+        options["tap_layers"] = taps or drafters.eagle3.default_tap_layers(target.num_layers)
+        options["vocab_size"] = options.get("vocab_size") or target.vocab_size
+    module = getattr(drafters, method)
+    return from_config.build("drafter", module.Drafter, options, config=layer, target=target)
+
+
+def _constants(drafter: FeatureDrafter, corpus: TrainingCorpus) -> PyTree:
+    """Returns the parameters that are not trained: the most frequent tokens of the corpus."""
+    if not drafter.constants:
+        return {}
+    counts = np.zeros(drafter.target.vocab_size, np.int64)
+    for start in range(0, len(corpus.train), 1024):
+        rows = corpus.train[np.arange(start, min(start + 1024, len(corpus.train)))]
+        counts += np.bincount(rows.ravel(), minlength=len(counts))
+    frequent = np.argsort(-counts, kind="stable")[: drafter.vocab_size]
+    return {drafters.eagle3.IDS: np.sort(frequent).astype(np.int32)}
+
+
+def _everywhere(mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding:
+    """Returns the sharding of a drafter's parameters: all of them on every device."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _placed(where: jax.sharding.Sharding, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)

@@ -1,0 +1,136 @@
+"""Tests of whole trainings of drafters of the target's features, of tiny size."""
+
+import pathlib
+import runpy
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import trainer_test
+from trainer_test import SMALL, records
+
+import spsjax
+from spsjax import InputError
+from spsjax.parallel import sharding
+from spsjax.training.train_head import train_head
+from spsjax.training.train_target import train_target
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = {"eagle": 1, "hass": 2, "eagle3": 3}
+GREEDY = spsjax.SamplingParams(0.0)
+
+
+def config(method, texts, target, **changes):
+    """The config of a method, made small and changed."""
+    small = runpy.run_path(str(ROOT / "configs" / "drafters" / f"{method}.py"))["get_config"]()
+    small.update(SMALL | {"data": {"train": (texts,)}, "target": str(target / "model")})
+    small.target_cache.store = "nothing"
+    small.objective.steps = STEPS[method]
+    small.draft_eval.update({"prompts": 4, "prompt_length": 8, "new_tokens": 16})
+    small.update(changes)
+    return small
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> str:
+    return trainer_test.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def target(texts, tmp_path_factory) -> pathlib.Path:
+    """The run folder of a target."""
+    folder = tmp_path_factory.mktemp("runs") / "target"
+    train_target(trainer_test.config("target", texts), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(texts, target, tmp_path_factory):
+    """The run folders of all methods."""
+    folder = tmp_path_factory.mktemp("heads")
+    for method in STEPS:
+        train_head(config(method, texts, target), folder / method)
+    return folder
+
+
+@pytest.mark.parametrize("method", STEPS)
+def test_run_logs_acceptance_by_depth_and_saves_a_drafter(runs, target, method):
+    train, (first, last) = records(runs / method, "train"), records(runs / method, "held_out")
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert last["acceptance"]["mean"] > first["acceptance"]["mean"]
+    names = ["acceptance", *(f"acceptance_{step}" for step in range(2, STEPS[method] + 1))]
+    assert [name for name in last if name.startswith("acceptance")] == names
+    assert 1 < records(runs / method, "temperature_1")[-1]["block_efficiency"] <= 5
+    model = spsjax.load(target / "model")
+    drafter = spsjax.load_drafter(runs / method / "drafter", model)
+    out, plain = (
+        spsjax.generate(model, ["def function", "total"], each, None, GREEDY, 12)
+        for each in (drafter, None)
+    )
+    assert out.texts == plain.texts
+    assert drafter.drafter.num_speculative_tokens == 4
+
+
+def test_interrupted_run_ends_with_the_same_weights(runs, texts, target, tmp_path):
+    """Without its last checkpoint a run goes on from the one before."""
+    again = tmp_path / "eagle"
+    shutil.copytree(runs / "eagle", again)
+    shutil.rmtree(again / "checkpoints" / "step_30")
+    shutil.rmtree(again / "drafter")
+    train_head(config("eagle", texts, target), again)
+    one, other = (folder / "drafter" / "model.safetensors" for folder in (runs / "eagle", again))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_cached_features_train_like_a_running_target(
+    runs,
+    texts,
+    target,
+    tmp_path,
+    method,
+):
+    changed = config(method, texts, target)
+    changed.target_cache.store = "states"
+    head = train_head(changed, tmp_path)
+    model = spsjax.load(target / "model")
+    expected = spsjax.load_drafter(runs / method / "drafter", model).params
+    for name in ("fc", "layer"):
+        pairs = zip(jax.tree.leaves(head.params[name]), jax.tree.leaves(expected[name]))
+        for found, wanted in pairs:  # features are stored in float16, drafters in bfloat16
+            np.testing.assert_allclose(found, wanted.astype("float32"), atol=0.05)
+
+
+def test_head_trains_on_a_mesh_and_on_the_target_s_own_texts(runs, texts, target, tmp_path):
+    changed = config("eagle3", texts, target)
+    changed.mixture.update({"corpus": 0.5, "target": 0.5, "samples": 8, "prompt_length": 4})
+    changed.mesh.update({"data": 2, "model": 4})
+    train_head(changed, tmp_path, sharding.mesh(2, 4))
+    train = records(tmp_path, "train")
+    assert train[-1]["loss"] < train[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("mixture", "draft", 1.0, r"mixture"),
+        ("target_cache", "store", "top_k", r"target_cache.store: expected 'nothing' or 'states'"),
+        ("objective", "steps", 40, r"length: expected above steps \+ 1"),
+        ("drafter", "tap_layers", (0, 9), r"tap_layers: expected layers in \[0, 2\]"),
+        ("drafter", "vocab_size", 999, r"vocab_size: expected at most the target's 320"),
+    ],
+)
+def test_config_that_cannot_be_trained_is_refused(
+    texts,
+    target,
+    tmp_path,
+    section,
+    field,
+    value,
+    message,
+):
+    changed = config("eagle3", texts, target)
+    changed[section][field] = value
+    with pytest.raises(InputError, match=message):
+        train_head(changed, tmp_path)
