@@ -59,8 +59,8 @@ def unknown_flags(text: str) -> list[str]:
 
 
 def unknown_config_keys(text: str) -> list[str]:
-    """Keys of `--config.a.b` that no config in `configs/experiments` has."""
-    files = ROOT.glob("configs/experiments/*.py")
+    """Keys of `--config.a.b` that no config of a script has."""
+    files = [*ROOT.glob("configs/experiments/*.py"), *ROOT.glob("configs/drafters/*.py")]
     configs = [runpy.run_path(str(file))["get_config"]().to_dict() for file in files]
 
     def has(config, names):

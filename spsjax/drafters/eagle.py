@@ -10,10 +10,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.drafters import base
+from spsjax.growth import DynamicTree, Tree
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.layers import make_linear
+
+# The fixed tree of EAGLE-1: 25 tokens in five levels.
+TREE = Tree(
+    (0,) * 4 + (1, 1, 1, 2, 2, 3, 3, 4) + (5, 5, 5, 6, 6, 7, 7, 8) + (13, 13, 13) + (21, 21)
+)
+# The tree of EAGLE-2 for targets of 7 to 8 billion parameters, and of EAGLE-3.
+DYNAMIC_TREE = DynamicTree(num_nodes=60, depth=6, width=10)
 
 
 class Eagle(nnx.Module):
