@@ -24,6 +24,7 @@ from spsjax import decode, sampling
 from spsjax.drafters import draft_model
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
+from spsjax.models.layers import context_of
 from spsjax.types import Block, ModelOutput
 from spsjax.verifiers import match, rejection
 from spsjax.verifiers.base import Verifier
@@ -69,7 +70,7 @@ def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), *
     """
     B, T = tokens_BT.shape
     settings = {"positions_BT": None, "ancestors": None} | where
-    context = transformer._context(T, cache, block, **settings)
+    context = context_of(T, cache, block, **settings)
     rows = jnp.tile(tokens_BT[:, None, :, None], (1, 1, 1, 2)).astype(params["table"].dtype)
     if block is not None:
         start = (0, 0, block.size, 0)
@@ -98,11 +99,24 @@ def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), *
     return ModelOutput(logits, logits, (logits,) * len(tap_layers), extended)
 
 
+def embed(config, params, tokens_BT):
+    """Replaces `transformer.embed`: one number per token."""
+    return jax.nn.one_hot(tokens_BT, config.vocab_size, dtype=params["table"].dtype)
+
+
+def head(config, params, hidden_BTD):
+    """Replaces `transformer.head`: a drafter of features regresses the table's logits."""
+    return hidden_BTD
+
+
+REPLACED = {"apply": apply, "embed": embed, "head": head}
+
+
 # Tables are arguments, so that loops of one shape share a compiled program.
 @functools.lru_cache
 def _prefill(program, slots):
     def prefill(*args):
-        with mock.patch.object(transformer, "apply", apply):
+        with mock.patch.multiple(transformer, **REPLACED):
             return decode.prefill(program, slots, *args)
 
     return jax.jit(prefill)
@@ -122,11 +136,11 @@ def _step(program, mutant):
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in (
                 (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
-                (transformer, "apply", apply),
                 (decode, "propose", watched),
                 (rejection, "rejection", broken),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
+            stack.enter_context(mock.patch.multiple(transformer, **REPLACED))
             return decode.step(program, params, state), proposals[-1][0]
 
     return jax.jit(step)

@@ -51,6 +51,7 @@ def drafters(K, length):
     table_config = enumeration.config(VOCAB)
     return {
         "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), {}),
+        **{name: head(name, K) for name in drafting.HEADS},
         "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
         "none": LoadedDrafter("", none.Drafter(), {}),
         "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), {}),
@@ -58,6 +59,17 @@ def drafters(K, length):
             "", toy_drafters.Tapped(VOCAB, VOCAB, K), {"heads": jnp.asarray(heads)}
         ),
     }
+
+
+def head(name, K):
+    """Returns a drafter that reads a table's logits as features, with random weights."""
+    config = dataclasses.replace(enumeration.config(VOCAB), d_model=VOCAB, d_ff=4)
+    drafter = drafting.head(name, config, num_speculative_tokens=K)
+    params = drafter.init_params(jax.random.key(6), jnp.float64)
+    grown = {key: jax.tree.map(lambda leaf: 8 * leaf, params[key]) for key in ("fc", "layer")}
+    if "head" in params:
+        grown["head"] = jax.tree.map(lambda leaf: 8 * leaf, params["head"])
+    return LoadedDrafter("", drafter, params | grown)
 
 
 def loop(drafter="draft_model", K=2, new=3, eos_ids=(END,), seed=0, prompt=(0,), **options):
@@ -105,6 +117,14 @@ def test_ngram_is_lossless():
         studied = loop("ngram", 3, new, prompt=prompt)
         for params in PARAMS:
             assert_lossless(studied, **params)
+
+
+@pytest.mark.parametrize("name", drafting.HEADS)
+def test_drafters_of_features_are_lossless(name):
+    """EAGLE-3 drafts two of the three tokens only."""
+    studied = loop(name, 2, 3)
+    for params in (PARAMS[0], PARAMS[1], PARAMS[5]):
+        assert_lossless(studied, **params)
 
 
 @pytest.mark.parametrize("params", (PARAMS[0], PARAMS[1], PARAMS[5]))

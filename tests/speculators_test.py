@@ -13,7 +13,8 @@ from spsjax.drafters import eagle3
 from spsjax.training import feature_losses
 
 VOCAB = 48
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (1, 14)).astype(np.int32)
+# Their attention takes multiples of 128 tokens.
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (1, 129)).astype(np.int32)
 SHAPES = {
     "as the target": ({}, {}),
     "grouped heads, reduced vocabulary": ({"num_kv_heads": 4}, {"vocab_size": 20}),
@@ -63,8 +64,9 @@ def test_unrolled_logits_are_those_of_speculators(speculators, target, tmp_path,
 
     head = random_head(target, *SHAPES[name])
     drafter, params = head.drafter, {"target": target.params, "drafter": head.params}
-    loading.save_drafter(tmp_path / "drafter", head, target, "float32")
     loading.save(tmp_path / "target", target, "float32")
+    named = dataclasses.replace(target, name=str(tmp_path / "target"))  # where it reads weights
+    loading.save_drafter(tmp_path / "drafter", head, named, "float32")
     batch = {"tokens": jnp.asarray(TOKENS)}
     output = feature_losses.target_output(
         drafter, target.params, batch, feature_losses.train_step.Precision()

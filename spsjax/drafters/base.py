@@ -256,9 +256,8 @@ class FeatureDrafter(TrainableDrafter):
         if ids is None:
             return logits
         # What is never drafted gets probability 0. (An infinity would be reported as one.)
-        lowest = jnp.full(
-            (*logits.shape[:2], self.target.vocab_size), jnp.finfo(jnp.float32).min / 2
-        )
+        shape, least = (*logits.shape[:2], self.target.vocab_size), jnp.finfo(logits.dtype).min
+        lowest = jnp.full(shape, least / 2, logits.dtype)
         return lowest.at[..., ids].set(logits)
 
     @property

@@ -62,8 +62,10 @@ class Eagle3(nnx.Module):
         normed = outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
         kernel = self.head.kernel[...]
 
+        wide = jnp.promote_types(kernel.dtype, jnp.float32)  # the sampler's ratios need the bits
+
         def product(x):
-            return jnp.einsum("btd,dr->btr", x, kernel, preferred_element_type=jnp.float32)
+            return jnp.einsum("btd,dr->btr", x, kernel, preferred_element_type=wide)
 
         return two_rows(product, normed)
 

@@ -39,8 +39,9 @@ def rope_angles(positions_BT: Array, frequencies: Array) -> tuple[Array, Array]:
 
 
 def rotate(x_BTHC: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the first half of each head against its second half, in float32."""
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    """Rotates the first half of each head against its second half, in float32 or float64."""
+    wide = jnp.promote_types(x_BTHC.dtype, jnp.float32)
+    first, second = jnp.split(x_BTHC.astype(wide), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTHC.dtype)
 

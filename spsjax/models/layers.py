@@ -36,13 +36,14 @@ class Norm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(size, dtype))
 
     def __call__(self, x):
-        config, x = self.config, x.astype(jnp.float32)
+        config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
+        x = x.astype(wide)
         if config.norm == "layer":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
-        x = x * (config.norm_offset + self.scale[...].astype(jnp.float32))
+        x = x * (config.norm_offset + self.scale[...].astype(wide))
         if config.norm == "layer":
-            x = x + self.bias[...].astype(jnp.float32)
+            x = x + self.bias[...].astype(wide)
         return x.astype(self.dtype)
 
 
