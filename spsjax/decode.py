@@ -241,7 +241,7 @@ def prefill(
         keys_B: one key per row.
     """
     B, T = tokens_BT.shape
-    next_BT = jnp.roll(tokens_BT, -1, axis=1)
+    arrays = tokens_BT, jnp.roll(tokens_BT, -1, axis=1)
     most = min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
     count = -(-T // most)
     width = -(-T // count)
@@ -251,7 +251,7 @@ def prefill(
         # The last chunk repeats tokens of the one before rather than exceed the buffers.
         start = jnp.minimum(index * width, T - width)
         tokens, following = (
-            lax.dynamic_slice_in_dim(array, start, width, axis=1) for array in (tokens_BT, next_BT)
+            lax.dynamic_slice_in_dim(array, start, width, axis=1) for array in arrays
         )
         # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
         starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))

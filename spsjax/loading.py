@@ -145,8 +145,8 @@ def load_drafter(
             drafter in the layout of its authors or of `speculators`.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
-        replicate: with a mesh, whether to keep all weights on every device.
-        tree: shape of the trees that a model drafts (`Tree`, `DynamicTree`); None: a chain.
+        replicate: with a mesh, whether to keep all weights on every device. EAGLE's always are.
+        tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
 
     Raises:
         InputError: no drafter of that name, or one that does not fit the target or the tree.

@@ -135,7 +135,7 @@ def test_metrics_are_those_of_the_distributions(target, name):
 
 
 def test_gradient_stops_between_detached_steps(target):
-    """Then the second step alone gives the last layer's weights no gradient through the first."""
+    """The second step's outputs have another gradient without the path through the first's."""
     drafter, params = both("eagle", target)
     features = drafter.features(params, target_of(drafter, target, texts_of()))
     following = jnp.asarray(texts_of()[:, 1:])
@@ -220,15 +220,15 @@ def test_state_after_a_path_of_a_tree_equals_a_fresh_prefill(target, name):
     start = jax.jit(functools.partial(decode.prefill, program, 32))
     step = jax.jit(functools.partial(decode.step, program))
     propose = jax.jit(functools.partial(decode.propose, program))
-    state, second = start(params, rows, tokens, lengths, limits, keys), 0
+    state, accepted = start(params, rows, tokens, lengths, limits, keys), 0
     for _ in range(6):
         state = step(params, state)
-        second += int(np.sum(np.asarray(state.accepted)[:, 1:]))
+        accepted += int(np.sum(np.asarray(state.accepted)[:, 1:]))
         again = start(params, rows, state.tokens, state.lengths, limits, keys)
         ours, fresh = (propose(params, each, keys)[0] for each in (state, again))
         np.testing.assert_array_equal(ours.tokens, fresh.tokens)
         np.testing.assert_allclose(ours.probs, fresh.probs, atol=1e-4)
-    assert second  # some drafts were accepted, and not only as first children
+    assert accepted
 
 
 def test_dynamic_tree_of_features_keeps_the_most_probable_paths(target):

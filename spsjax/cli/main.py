@@ -60,15 +60,7 @@ def run(
     def guarded(argv):
         if len(argv) > 1:
             fail(InputError(f"command line: expected flags only, found {argv[1]!r}"))
-        if None in (sys.stdout, sys.stderr):
-            fail(
-                InputError(
-                    "output: expected stdout and stderr to be open, found one of them closed. "
-                    "Redirect it to /dev/null."
-                )
-            )
-        for output in (sys.stdout, sys.stderr):  # a text may have characters that a terminal lacks
-            output.reconfigure(errors="replace")
+        _prepare_streams()
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.FATAL)  # hide the libraries' informational messages
         warnings.showwarning = _warn
@@ -97,6 +89,19 @@ def run(
             sys.exit(130)
 
     app.run(guarded, argv=argv, flags_parser=_parse)
+
+
+def _prepare_streams() -> None:
+    """Ends the script if stdout or stderr is closed; lets both print any text."""
+    if None in (sys.stdout, sys.stderr):
+        fail(
+            InputError(
+                "output: expected stdout and stderr to be open, found one of them closed. "
+                "Redirect it to /dev/null."
+            )
+        )
+    for output in (sys.stdout, sys.stderr):  # a text may have characters that a terminal lacks
+        output.reconfigure(errors="replace")
 
 
 def _join(saves: bool) -> None:

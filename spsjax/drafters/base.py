@@ -40,6 +40,7 @@ class Drafter(abc.ABC):
 
     Attributes:
         num_speculative_tokens: K, the most tokens that a round can accept.
+        tree: shape of the trees that it grows; None: a chain, or trees that it makes itself.
         num_nodes: N, draft tokens of a proposal; K for a chain.
         trees: whether proposals are trees, which not every verifier takes.
         tap_layers: layers of the target whose input `prefill` and `commit` want to see.
@@ -48,13 +49,17 @@ class Drafter(abc.ABC):
     """
 
     num_speculative_tokens: int
-    trees: bool = False
+    tree: growth.Shape = None
     tap_layers: tuple[int, ...] = ()
     score_sizes: tuple[int, ...] = ()
 
     @property
+    def trees(self) -> bool:
+        return self.tree is not None
+
+    @property
     def num_nodes(self) -> int:
-        return self.num_speculative_tokens
+        return self.tree.num_nodes if self.tree else self.num_speculative_tokens
 
     def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         """Returns the state before any token, with room for `slots` tokens per row."""
@@ -259,14 +264,6 @@ class FeatureDrafter(TrainableDrafter):
         shape, least = (*logits.shape[:2], self.target.vocab_size), jnp.finfo(logits.dtype).min
         lowest = jnp.full(shape, least / 2, logits.dtype)
         return lowest.at[..., ids].set(logits)
-
-    @property
-    def trees(self):
-        return self.tree is not None
-
-    @property
-    def num_nodes(self):
-        return self.tree.num_nodes if self.tree else self.num_speculative_tokens
 
     def init(self, params, batch, slots):
         config = self.config

@@ -48,14 +48,6 @@ class Drafter(base.Drafter):
         K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
 
-    @property
-    def trees(self):
-        return self.tree is not None
-
-    @property
-    def num_nodes(self):
-        return self.tree.num_nodes if self.tree else self.num_speculative_tokens
-
     def init(self, params, batch, slots):
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
 

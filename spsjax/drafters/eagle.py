@@ -25,7 +25,7 @@ DYNAMIC_TREE = DynamicTree(num_nodes=60, depth=6, width=10)
 
 
 class Eagle(nnx.Module):
-    """One decoder layer without a norm at its entrance, on a projection of token and feature."""
+    """Decoder layer without an input norm, on a projection of a token and a feature."""
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.fc = make_linear(2 * config.d_model, config.d_model, True, dtype=dtype, rngs=rngs)

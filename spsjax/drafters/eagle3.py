@@ -21,7 +21,7 @@ IDS = "ids"
 
 
 class Eagle3(nnx.Module):
-    """One decoder layer whose attention reads a token and a feature beside each other."""
+    """Decoder layer whose attention reads a token's embedding and a feature, side by side."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         self.drafter, config, width = drafter, drafter.config, drafter.target.d_model

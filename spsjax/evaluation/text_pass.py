@@ -1,4 +1,4 @@
-"""One pass of a model over a whole text, for figures of the distributions of its tokens."""
+"""Distributions of all tokens of a text, from one pass of a model."""
 
 from collections.abc import Sequence
 

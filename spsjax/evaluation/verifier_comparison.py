@@ -157,7 +157,7 @@ def _judge(program, rules, params, state):
 
 @dataclasses.dataclass(frozen=True)
 class Surprise:
-    """How surprising texts are to the target, compared with what its own samples are.
+    """Excess of the target's surprise at texts over that at its own samples.
 
     For samples of the target the excess has mean 0 and this variance, whatever the texts.
 

@@ -8,7 +8,7 @@ from spsjax.models.layers import Attention, Context, FeedForward, Norm, two_rows
 
 
 class FeatureLayer(nnx.Module):
-    """A decoder layer without a norm at its entrance: what its attention reads is an argument.
+    """A decoder layer without an input norm: what its attention reads is an argument.
 
     It reads `inputs` numbers per token, None: as many as its residual stream has.
     """

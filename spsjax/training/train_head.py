@@ -146,24 +146,6 @@ def train_head(
         params = drafter.init_params(key)
         return {name: value for name, value in params.items() if name in shapes}
 
-    metrics_at = functools.partial(
-        feature_losses.feature_metrics,
-        drafter,
-        dataclasses.replace(objective, noise=0.0),
-        trainer.precision,
-    )
-    evaluator = DraftEvaluator(
-        setup.draft_eval,
-        metrics_at,
-        target,
-        frozen,
-        as_drafter,
-        corpus.held_out,
-        objective.steps + 1,
-        trainer.eval_batch,
-        trainer.batch_sharding,
-        trainer.report,
-    )
     runs_target = setup.target_cache.store == "nothing"
     params = trainer.run(
         f"{config.drafter.method} for {config.target}",
@@ -180,7 +162,7 @@ def train_head(
             tap_layers=drafter.tap_layers,
             first=objective.steps + 1,
         ),
-        evaluator.evaluate,
+        _evaluator(setup, trainer, corpus, frozen, as_drafter).evaluate,
         flops_per_token=flops_per_token(
             drafter.config,
             objective.steps * transformer.num_params(shapes),
@@ -212,6 +194,27 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
         raise InputError(f"length: expected above steps + 1, found {config.length}")
     draft_eval.check_fits(target.config.max_positions, config.length + 1)
     return _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
+
+
+def _evaluator(
+    setup: _HeadSetup, trainer: Trainer, corpus: TrainingCorpus, frozen: PyTree, as_drafter
+) -> DraftEvaluator:
+    """Returns the evaluator of the drafter on the held-out examples, without noise."""
+    objective = dataclasses.replace(setup.objective, noise=0.0)
+    return DraftEvaluator(
+        setup.draft_eval,
+        functools.partial(
+            feature_losses.feature_metrics, setup.drafter, objective, trainer.precision
+        ),
+        setup.target,
+        frozen,
+        as_drafter,
+        corpus.held_out,
+        objective.steps + 1,
+        trainer.eval_batch,
+        trainer.batch_sharding,
+        trainer.report,
+    )
 
 
 def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDrafter:

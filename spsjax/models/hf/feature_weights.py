@@ -36,7 +36,7 @@ _IGNORED = ("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_h
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a drafter's folder holds.
+    """Content of a drafter's folder.
 
     Attributes:
         folder: the folder.
