@@ -2,6 +2,7 @@
 
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
+python scripts/compile_tpu.py --config.target=llama:3-70b --drafter=eagle3
 
 Needs `pip install libtpu`. A pair that does not fit into the memory is refused.
 """
@@ -20,11 +21,15 @@ from ml_collections import config_flags
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError
 from spsjax.performance import aot, compiled_program
+from spsjax.training import train_head
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
+_DRAFTER = flags.DEFINE_enum(
+    "drafter", None, train_head.METHODS, "Draft from the target's features, without config.draft."
+)
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
 
@@ -35,9 +40,12 @@ def run():
     for key in config:
         if key not in known:
             raise InputError(f"--config: expected no key {key}, found one")
-    target, draft = (
-        configs.model_config(config.pop(name), _CONFIGS / "models") for name in ("target", "draft")
-    )
+    target = configs.model_config(config.pop("target"), _CONFIGS / "models")
+    draft = config.pop("draft")
+    if _DRAFTER.value:
+        draft = train_head.build_drafter({"method": _DRAFTER.value}, target)
+    else:
+        draft = configs.model_config(draft, _CONFIGS / "models")
     config["compiler_options"] = _options(config["compiler_options"])
     config["tree"] = configs.read_tree(config["tree"]) if config["tree"] else None
     report = aot.compile_pair(

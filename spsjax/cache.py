@@ -36,6 +36,9 @@ class KVCache:
 
     `lengths` is the only truth. What lies beyond it is stale and masked, never zeroed.
 
+    A cache with more lengths than rows is shared, and is only read: each of its rows serves as many
+    consecutive rows of a batch, which see different parts of it.
+
     `distances` are the projected relative positions of layers that have them. They depend on the
     parameters alone, but computing them takes as long as a pass over S tokens.
     """

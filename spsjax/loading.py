@@ -134,7 +134,7 @@ def load(
 def load_drafter(
     name: str | pathlib.Path,
     target: Model,
-    replicate: bool = False,
+    replicate: bool | None = None,
     tree: growth.Shape = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
@@ -145,7 +145,8 @@ def load_drafter(
             drafter in the layout of its authors or of `speculators`.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
-        replicate: with a mesh, whether to keep all weights on every device. EAGLE's always are.
+        replicate: with a mesh, whether to keep all weights on every device; None: EAGLE's layer
+            whole, and a draft model split.
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
 
     Raises:
@@ -153,7 +154,8 @@ def load_drafter(
     """
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
-    check_flag("replicate", replicate)
+    if replicate is not None:
+        check_flag("replicate", replicate)
     if not isinstance(tree, growth.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     if isinstance(name, str) and name in WEIGHTLESS:
@@ -166,21 +168,20 @@ def load_drafter(
     dtype = target.params["norm"]["scale"].dtype
     folder = _folder(name, weights=True)
     if feature_weights.is_drafter(folder):
-        return _load_head(str(name), folder, target, dtype, tree)
+        return _load_head(str(name), folder, target, dtype, tree, replicate)
     dtype = None if dtype == default_dtype(target.config) else dtype
-    return as_drafter(load(name, target.mesh, dtype, replicate), target, tree)
+    return as_drafter(load(name, target.mesh, dtype, bool(replicate)), target, tree)
 
 
 def _load_head(
-    name: str, folder: pathlib.Path, target: Model, dtype, tree: growth.Shape
+    name: str, folder: pathlib.Path, target: Model, dtype, tree: growth.Shape, replicate
 ) -> LoadedDrafter:
-    """Returns a drafter that continues the target's features, whole on every device."""
+    """Returns a drafter that continues the target's features."""
     layout = feature_weights.describe(folder, target.config)
     module = getattr(drafters, layout.method)
     drafter = module.Drafter(target=target.config, tree=tree, **layout.fields)
-    where = sharding.param_shardings(target.mesh, target.config, replicate=True)
-    shapes = drafter.param_shapes(dtype)
-    params = feature_weights.read(layout, shapes, target.config, where)
+    where = drafter.shardings(target.mesh, replicate)
+    params = feature_weights.read(layout, drafter.param_shapes(dtype), target.config, where)
     return LoadedDrafter(name, drafter, params, target.config.max_positions)
 
 

@@ -19,6 +19,7 @@ from spsjax.cli import configs
 from spsjax.parallel import sharding
 from spsjax.performance import aot, compiled_program, hardware, theory
 from spsjax.training import step as train_step
+from spsjax.training import train_head
 from spsjax.training.optimizer import OptimizerConfig
 
 MODELS = pathlib.Path(__file__).parent.parent / "configs" / "models"
@@ -163,6 +164,29 @@ def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights(chinchilla):
     assert sps.temporary < chain.temporary + 0.05e9
     # Keys and values of the path, not of all nodes, go to the caches.
     assert sps.cycles["commit"] < 1.5 * chain.cycles["commit"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("replicate", [False, True])
+def test_head_on_features_needs_few_collectives_and_gathers_no_weights(replicate):
+    """EAGLE-3 for Llama 3 70B: a step of a whole head only sums the rows of the embedding."""
+    whole = configs.model_config("llama:3-70b", MODELS)
+    target = dataclasses.replace(whole, num_layers=LAYERS, vocab_size=VOCAB)
+    drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 8000}, target)
+    plan = aot.plan_pair(
+        target, drafter, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=32,
+        max_new_tokens=900, replicate=replicate,
+    )  # fmt: skip
+    sps = plan.compile(["SpS"])["SpS"]
+    # Split: after the embedding, the attention, the feed-forward layer, and to gather the logits.
+    assert counts(sps, "/propose/while/") == {"all-reduce": 1 if replicate else 4}
+    assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    # One sum serves the embedding and the fused features; two more follow in the layer.
+    assert counts(sps, "/commit/") == {"all-reduce": 1 if replicate else 3}
+    assert set(counts(sps, "")) == {"all-reduce", "all-gather"}
+    assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
+    assert sps.temporary < 0.05e9
+    assert sps.aliased >= sum(plan.caches.values())
 
 
 @needs_libtpu

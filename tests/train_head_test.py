@@ -105,8 +105,9 @@ def test_cached_features_train_like_a_running_target(
 def test_head_trains_on_a_mesh_and_on_the_target_s_own_texts(runs, texts, target, tmp_path):
     changed = config("eagle3", texts, target)
     changed.mixture.update({"corpus": 0.5, "target": 0.5, "samples": 8, "prompt_length": 4})
-    changed.mesh.update({"data": 2, "model": 4})
-    train_head(changed, tmp_path, sharding.mesh(2, 4))
+    changed.mesh.update({"data": 2, "model": 4, "replicate": False})
+    head = train_head(changed, tmp_path, sharding.mesh(2, 4))
+    assert not head.params["layer"]["ffn"]["up"]["kernel"].is_fully_replicated
     train = records(tmp_path, "train")
     assert train[-1]["loss"] < train[0]["loss"]
 

@@ -12,8 +12,8 @@ import pytest
 from conftest import build_model, nearby_model, spread_params, tiny_config
 
 import spsjax
-from spsjax import InputError, loading
-from spsjax.models import transformer
+from spsjax import InputError, cache, loading
+from spsjax.models import attention, transformer
 from spsjax.parallel import sharding
 
 VOCAB, LENGTH = 24, 12
@@ -170,6 +170,31 @@ def test_saved_relative_model_loads_unchanged(pair, tmp_path):
     loaded = spsjax.load(str(tmp_path))
     assert loaded.config == model.config
     assert all(map(np.array_equal, jax.tree.leaves(loaded.params), jax.tree.leaves(model.params)))
+
+
+def test_shared_segment_is_attended_to_like_a_copy_for_each_row():
+    """Six rows of queries read two rows of keys, three each, and see different parts of them."""
+    rng = np.random.default_rng(0)
+    query, keys, values = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((6, 2, 8, 4), (2, 4, 5, 4), (2, 4, 5, 4))
+    )
+    visible = jnp.asarray(rng.random((6, 2, 5)) < 0.7).at[:, :, 0].set(True)
+    positions = jnp.zeros((6, 5), jnp.int32)
+    shared = cache.Segment(keys, values, visible, positions, None)
+    copied = cache.Segment(
+        jnp.repeat(keys, 3, axis=0), jnp.repeat(values, 3, axis=0), visible, positions, None
+    )
+    for rows in (slice(None), slice(0, 1)):  # one query of several heads per key takes another path
+        found, expected = (
+            attention.attend(query[:, rows], [part(segment, rows)], [None], 0.5)
+            for segment in (shared, copied)
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def part(segment, rows):
+    return dataclasses.replace(segment, visible=segment.visible[:, rows])
 
 
 def test_unknown_flag_or_family_is_refused_in_one_line(pair, tmp_path):

@@ -16,6 +16,7 @@ def get_config():
     config.drafter.update(
         {
             "method": "eagle3",
+            "d_model": 0,  # width of the layer; 0: the target's, as vLLM needs it
             "vocab_size": 0,  # most frequent tokens of the corpus, which are drafted; 0: all
             "tap_layers": (),  # layers of the target whose input is read; (): the paper's three
             "fc_norm": False,

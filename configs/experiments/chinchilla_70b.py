@@ -19,6 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "chinchilla_draft_4b",
             "dtype": "bfloat16",
             "data": 1,  # of the mesh; the other chips split the weights
+            "replicate": False,  # whether every chip holds all weights of the draft
             "batch": 1,
             "prompt_tokens": 1024,
             "max_new_tokens": 512,

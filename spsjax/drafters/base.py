@@ -2,11 +2,13 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, Sharding
 
 from spsjax import cache as kv
 from spsjax import growth, tree
@@ -220,6 +222,36 @@ class FeatureDrafter(TrainableDrafter):
         vocab = self.target.vocab_size
         K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
+
+    @property
+    def split_like(self) -> Config:
+        """Shape of the model by whose sharding rules the weights can be split."""
+        return self.config
+
+    def shardings(
+        self, mesh: Mesh | None, replicate: bool | None = None
+    ) -> Callable[[tuple], Sharding]:
+        """Returns a function from a parameter's path to its sharding.
+
+        Args:
+            mesh: mesh of the target; None: one device.
+            replicate: whether every device holds all weights; None: yes, because for a layer of a
+                small model collectives cost more than they save.
+
+        Raises:
+            InputError: the mesh does not divide the layer.
+        """
+        split = mesh is not None and replicate is False
+        if split and self.target.d_model % mesh.shape["model"]:
+            raise InputError(
+                f"d_model: expected a multiple of the mesh's model axis, {mesh.shape['model']}, "
+                f"found {self.target.d_model}"
+            )
+        return sharding.param_shardings(mesh, self.split_like, replicate=not split)
+
+    def step_weights(self, params: PyTree) -> PyTree:
+        """Returns those of the arrays in `params` that every draft step multiplies with."""
+        return params["drafter"]
 
     @abc.abstractmethod
     def features(self, params: PyTree, output: ModelOutput) -> Array:

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.drafters import base
+from spsjax.errors import InputError
 from spsjax.growth import DynamicTree, Tree
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.layers import make_linear
+from spsjax.parallel import sharding
 
 # The fixed tree of EAGLE-1: 25 tokens in five levels.
 TREE = Tree(
@@ -32,7 +34,8 @@ class Eagle(nnx.Module):
         self.layer = FeatureLayer(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
-        x_BTD = self.fc(jnp.concatenate([embedded_BTD, features_BTD], axis=-1))
+        pair_BTD = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
+        x_BTD = self.fc(sharding.whole_rows(pair_BTD))
         return self.layer(x_BTD, x_BTD, context, cache, earlier)
 
 
@@ -42,6 +45,17 @@ class Drafter(base.FeatureDrafter):
 
     A feature is the target's final hidden state, after its norm.
     """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.config.d_model != self.target.d_model:
+            raise InputError(
+                f"d_model: expected the target's {self.target.d_model}, found {self.config.d_model}"
+            )
+
+    def step_weights(self, params):
+        head = "embed" if self.target.tie_embeddings else "head"
+        return params["drafter"], params["target"][head]
 
     def features(self, params, output):
         return output.hidden

@@ -15,6 +15,7 @@ from spsjax.errors import InputError, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.layers import INIT, Norm, make_linear, two_rows
+from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree
 
 IDS = "ids"
@@ -47,7 +48,7 @@ class Eagle3(nnx.Module):
         """Returns features [B, T, D] of the inputs of the target's tapped layers."""
         if self.drafter.fc_norm:
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
-        return self.fc(jnp.concatenate(taps, axis=-1))
+        return self.fc(sharding.whole_rows(jnp.concatenate(taps, axis=-1)))
 
     def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
         """Returns the outputs, and the block's keys and values with those of these pairs."""
@@ -105,6 +106,15 @@ class Drafter(base.FeatureDrafter):
                 f"vocab_size: expected at most the target's {self.target.vocab_size}, "
                 f"found {self.vocab_size}"
             )
+
+    @property
+    def split_like(self):
+        return dataclasses.replace(self.config, vocab_size=self.vocab_size)
+
+    def step_weights(self, params):
+        # Features are fused once per round.
+        once = IDS, "fc", "tap_norms"
+        return {name: value for name, value in params["drafter"].items() if name not in once}
 
     def features(self, params, output):
         weights = _trained(params["drafter"])

@@ -114,20 +114,17 @@ def attend(
 
     The softmax is float32, and masked slots weigh exactly zero. A segment's bias is added to the
     products of queries and keys before they are scaled, and then capped unless `softcap` is 0.
+
+    A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
     (B, T, H, C), G = query_BTHC.shape, segments[0].keys.shape[1]
     # Heads that the mesh cannot split are on every device: each takes what its queries read.
     repeats = H // G if G % sharding.model_axis() else 1
     G *= repeats
     query = query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)  # [B, G, T, H/G, C]
-    # One query of several heads per key-value head: XLA's batched dot is slow at so few rows on
-    # CPUs, and a product and a sum take half the time. With one head per key-value head it is the
-    # other way round.
-    single = T == 1 and H > G
-    score, mix = (_score_single, _mix_single) if single else (_score, _mix)
     scores, values = [], []
     for segment, bias_BTHS in zip(segments, biases_BTHS, strict=True):
-        products = score(query, jnp.repeat(segment.keys, repeats, axis=1))
+        products = _score(query, jnp.repeat(segment.keys, repeats, axis=1))
         if bias_BTHS is not None:
             products += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
         products = capped(products * scale, softcap)
@@ -135,40 +132,64 @@ def attend(
         values.append(jnp.repeat(segment.values, repeats, axis=1))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     ends = np.cumsum([value.shape[2] for value in values])[:-1]
-    mixed = sum(map(mix, jnp.split(weights, ends, axis=-1), values))
+    mixed = sum(map(_mix, jnp.split(weights, ends, axis=-1), values))
     mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
     return mixed.reshape(B, T, H, C)
 
 
 def _score(query: Array, keys_BGSC: Array) -> Array:
     """[B, G, T, H/G, C] queries -> [B, G, T, H/G, S] float32."""
-    B, G, T, share, C = query.shape
+    B = len(query)
+    query = _gathered(query, len(keys_BGSC))
+    if _single(query):
+        scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
+        return jnp.swapaxes(scores, 2, 3)[:, :, None]
     scores = jnp.einsum(
         "bgnc,bgsc->bgns",
-        query.reshape(B, G, T * share, C),
+        query.reshape(*query.shape[:2], -1, query.shape[-1]),
         keys_BGSC,
         preferred_element_type=jnp.float32,
     )
-    return scores.reshape(B, G, T, share, -1)
+    return _dealt(scores.reshape(*query.shape[:4], -1), B)
 
 
 def _mix(weights: Array, values_BGSC: Array) -> Array:
     """[B, G, T, H/G, S] weights -> [B, G, T, H/G, C] float32."""
-    B, G, T, share, S = weights.shape
+    B = len(weights)
+    weights = _gathered(weights, len(values_BGSC))
+    if _single(weights):
+        mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
+        return mixed[:, :, None]
     mixed = jnp.einsum(
         "bgns,bgsc->bgnc",
-        weights.reshape(B, G, T * share, S).astype(values_BGSC.dtype),
+        weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values_BGSC.dtype),
         values_BGSC,
         preferred_element_type=jnp.float32,
     )
-    return mixed.reshape(B, G, T, share, -1)
+    return _dealt(mixed.reshape(*weights.shape[:4], -1), B)
 
 
-def _score_single(query: Array, keys_BGSC: Array) -> Array:
-    scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
-    return jnp.swapaxes(scores, 2, 3)[:, :, None]
+def _single(query: Array) -> bool:
+    """Returns whether there is one query, of several heads per key-value head.
+
+    XLA's batched dot is slow at so few rows on CPUs, and a product and a sum take half the time.
+    With one head per key-value head it is the other way round.
+    """
+    return query.shape[2] == 1 and query.shape[3] > 1
 
 
-def _mix_single(weights: Array, values_BGSC: Array) -> Array:
-    mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
-    return mixed[:, :, None]
+def _gathered(x: Array, rows: int) -> Array:
+    """[B, G, T, ...] -> [rows, G, B/rows * T, ...]: side by side what reads the same segment."""
+    B, G, T, *rest = x.shape
+    if rows == B:
+        return x
+    return jnp.swapaxes(x.reshape(rows, B // rows, G, T, *rest), 1, 2).reshape(rows, G, -1, *rest)
+
+
+def _dealt(x: Array, B: int) -> Array:
+    """The inverse of `_gathered`: [rows, G, B/rows * T, ...] -> [B, G, T, ...]."""
+    rows, G, _, *rest = x.shape
+    if rows == B:
+        return x
+    x = x.reshape(rows, G, B // rows, -1, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(B, G, -1, *rest)

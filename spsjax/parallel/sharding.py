@@ -20,6 +20,7 @@ from spsjax.types import Array, PyTree
 # Module or parameter -> partition spec. Other parameters (norms) are replicated.
 _RULES = {
     "embed": P("model", None),  # embedding [V_model, D]
+    "fc": P("model", None),  # a drafter's projection of features [nD_model, D]
     "head": P(None, "model"),  # [D, V_model]
     "query": P(None, "model"),  # [D, HC_model]
     "key": P(None, "model"),  # [D, GC_model]
@@ -94,7 +95,7 @@ def param_spec(path: tuple, mesh: Mesh, config) -> P:
     divides the number of experts, each device holds whole experts. Otherwise every expert's weights
     are split.
     """
-    (owner, leaf), size = path[-2:], mesh.shape["model"]
+    (owner, leaf), size = ("", *path)[-2:], mesh.shape["model"]
     if owner in ("key", "value") and config.num_kv_heads % size:
         return P()
     if owner in ("embed", "head") and config.vocab_rows % size:
@@ -134,6 +135,16 @@ def place_params(params: PyTree, sharding_of: Callable[[tuple], Sharding]) -> Py
     return jax.tree_util.tree_map_with_path(place, params)
 
 
+def place_shapes(shapes: PyTree, sharding_of: Callable[[tuple], Sharding]) -> PyTree:
+    """Returns shapes and types of parameters with the shardings that `param_shardings` gives."""
+
+    def place(path, leaf):
+        where = sharding_of(tuple(entry.key for entry in path))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
 def model_axis() -> int:
     """Returns the size of the model axis of the current mesh, or 1 without a mesh."""
     return jax.sharding.get_abstract_mesh().shape.get("model", 1)
@@ -154,7 +165,16 @@ def gather_vocab(logits: Array) -> Array:
     Sampling reduces over the vocabulary about forty times. Each reduction of split logits would
     need a collective, while gathered logits need none. Does nothing without a mesh.
     """
-    return _constrained(logits, P("data"))
+    return whole_rows(logits)
+
+
+def whole_rows(x: Array) -> Array:
+    """Keeps activations [B, ...] whole on every device of their rows.
+
+    For what a split kernel reads that the compiler would otherwise split, too, and with it all that
+    it was computed from. Does nothing without a mesh.
+    """
+    return _constrained(x, P("data"))
 
 
 def whole_heads(rows_BGSC: Array) -> Array:

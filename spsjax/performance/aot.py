@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
 from spsjax.drafters import draft_model, none
-from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.drafters.base import FeatureDrafter
+from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.growth import Tree
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -23,7 +24,9 @@ from spsjax.performance.compiled_program import CompiledProgram, compile_program
 from spsjax.types import PyTree
 from spsjax.verifiers import recursive, rejection
 
-PROGRAMS = "prefill", "ArS", "SpS", "draft"  # the last: ArS of the draft alone
+# The last: ArS of a draft model alone, or one step of another drafter.
+PROGRAMS = "prefill", "ArS", "SpS", "draft"
+Draft = transformer.Config | FeatureDrafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class CompileReport:
     Attributes:
         device: kind and number of the chips.
         memory: bytes of memory per chip.
-        weights, caches: bytes per chip, of target and draft together.
+        weights, caches: bytes per chip, of target and drafter together.
         programs: compiled programs by name, of PROGRAMS.
         passes: costs by name: target (one token), scoring (K+1 tokens), draft (one token).
         acceptance: assumed acceptance rate of a draft token.
@@ -64,7 +67,7 @@ class CompileReport:
 
 def compile_pair(
     target: transformer.Config,
-    draft: transformer.Config,
+    draft: Draft,
     name: str,
     *,
     num_speculative_tokens: int,
@@ -72,6 +75,7 @@ def compile_pair(
     prompt_tokens: int = 1024,
     max_new_tokens: int = 512,
     data: int = 1,
+    replicate: bool = False,
     dtype=jnp.bfloat16,
     acceptance: float = 0.8,
     collective_us: float = 0.0,
@@ -82,12 +86,15 @@ def compile_pair(
     """Compiles prefill, ArS and SpS of a pair for the topology `name`.
 
     Args:
-        target, draft: shapes of the models; both are split over all chips of a row.
+        target: shape of the target, which is split over all chips of a row.
+        draft: shape of a draft model; or a drafter of the target's features, whose K and tree are
+            not used.
         name: topology, as `hardware.topology` takes it.
         num_speculative_tokens: K; with a tree its depth.
         batch: number of rows, a multiple of `data`.
         prompt_tokens, max_new_tokens: lengths that size the caches, in buckets as for `generate`.
         data: size of the mesh's data axis; the other chips split the weights.
+        replicate: whether every chip holds all weights of the draft.
         dtype: type of weights and caches.
         acceptance: assumed acceptance rate of a draft token, the same at every position; in a tree
             that of first children, beside which the others are left out of the prediction.
@@ -116,6 +123,7 @@ def compile_pair(
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
         data=data,
+        replicate=replicate,
         dtype=dtype,
         tree=tree,
     )
@@ -125,7 +133,7 @@ def compile_pair(
 
 def plan_pair(
     target: transformer.Config,
-    draft: transformer.Config,
+    draft: Draft,
     name: str,
     *,
     num_speculative_tokens: int,
@@ -133,6 +141,7 @@ def plan_pair(
     prompt_tokens: int = 1024,
     max_new_tokens: int = 512,
     data: int = 1,
+    replicate: bool = False,
     dtype=jnp.bfloat16,
     tree: Tree | None = None,
 ) -> "Plan":
@@ -147,8 +156,15 @@ def plan_pair(
         "max_new_tokens": max_new_tokens,
         "data": data,
     }
-    _validate(target, draft, sizes)
-    return _plan(target, draft, name, sizes, loading.compute_type(dtype), tree)
+    check_flag("replicate", replicate)
+    shape = draft if isinstance(draft, transformer.Config) else draft.config
+    _validate(target, shape, sizes)
+    K = num_speculative_tokens
+    if isinstance(draft, transformer.Config):
+        drafter = draft_model.Drafter(draft, K, tree=tree)
+    else:
+        drafter = dataclasses.replace(draft, num_speculative_tokens=K, tree=tree)
+    return _plan(target, drafter, name, sizes, loading.compute_type(dtype), replicate)
 
 
 def _validate(target, draft, sizes: Mapping[str, int]) -> None:
@@ -174,21 +190,23 @@ def _validate(target, draft, sizes: Mapping[str, int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A pair on a mesh of described chips, with the sizes of its buffers."""
+    """A target and a drafter on a mesh of described chips, with the sizes of their buffers."""
 
     name: str
     target: transformer.Config
-    draft: transformer.Config
+    drafter: draft_model.Drafter | FeatureDrafter
     chip: hardware.Chip
     mesh: jax.sharding.Mesh
-    dtype: jnp.dtype
-    K: int
-    tree: Tree | None
     batch: int
     width: int  # tokens of the prompts
     slots: int  # slots of the caches
     params: PyTree
-    caches: int  # bytes per chip
+    caches: dict[str, int]  # bytes per chip: target, draft
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the drafter is a draft model."""
+        return isinstance(self.drafter, draft_model.Drafter)
 
     def inputs(self) -> tuple:
         """Returns shapes and shardings of what `decode.prefill` takes after the parameters."""
@@ -210,66 +228,75 @@ class Plan:
         progress: Callable = lambda names: names,
     ) -> dict[str, CompiledProgram]:
         """Compiles some of PROGRAMS, and prefill, from whose result the others start."""
-        verifier = rejection.Verifier()
-        plain = decode.Program(self.target, none.Drafter(), verifier, (0,))
-        drafter = draft_model.Drafter(self.draft, self.K, tree=self.tree)
-        rule = recursive.Verifier() if self.tree else verifier
-        fast = decode.Program(self.target, drafter, rule, (0,))
-        alone = decode.Program(self.draft, none.Drafter(), verifier, (0,))
-        no_draft = self.params | {"drafter": {}}
-        counts = jax.ShapeDtypeStruct(
-            (self.batch, 1), jnp.int32, sharding=sharding.batch_sharding(self.mesh)
-        )
         inputs = self.inputs()  # makes a key, which cannot be done on chips that are not there
         programs, state = {}, None
         with jax.set_mesh(self.mesh):
             for name in progress([name for name in PROGRAMS if name in ("prefill", *names)]):
-                if name == "prefill":
-                    static = fast, self.slots
-                    arguments = self.params, *inputs
-                    programs[name], state = compile_program(
-                        decode.prefill, static, *arguments, options=options
-                    )
-                    without = dataclasses.replace(state, drafter=(), accepted=counts)
-                    continue
-                static, weights, start = {
-                    "ArS": (plain, no_draft, without),
-                    "SpS": (fast, self.params, state),
-                    "draft": (
-                        alone,
-                        {"target": self.params["drafter"], "drafter": {}},
-                        dataclasses.replace(without, cache=state.drafter),
-                    ),
-                }[name]
-                programs[name], _ = compile_program(
-                    decode.run, (static,), weights, start, donate=1, options=options
+                function, static, arguments, donate = self._call(name, inputs, state)
+                programs[name], result = compile_program(
+                    function, static, *arguments, donate=donate, options=options
                 )
+                state = result if name == "prefill" else state
         return {name: programs[name] for name in names}
+
+    def _call(self, name: str, inputs: tuple, state: decode.DecodeState | None) -> tuple:
+        """Returns a program's function, its static and its other arguments, and which it consumes.
+
+        `inputs` are those of prefill, and `state` is its result.
+        """
+        rejects = rejection.Verifier()
+        rule = recursive.Verifier() if self.drafter.trees else rejects
+        fast = decode.Program(self.target, self.drafter, rule, (0,))
+        if name == "prefill":
+            return decode.prefill, (fast, self.slots), (self.params, *inputs), None
+        if name == "SpS":
+            return decode.run, (fast,), (self.params, state), 1
+        counts = jax.ShapeDtypeStruct(
+            (self.batch, 1), jnp.int32, sharding=sharding.batch_sharding(self.mesh)
+        )
+        if name == "draft" and not self.has_model:
+            return _draft_step, (self.drafter,), (self.params, counts, state.drafter), None
+        weights, config = self.params["target"], self.target
+        cache = state.cache if name == "ArS" else state.drafter
+        state = dataclasses.replace(state, cache=cache, drafter=(), accepted=counts)
+        if name == "draft":
+            weights, config = self.params["drafter"], self.drafter.config
+        plain = decode.Program(config, none.Drafter(), rejects, (0,))
+        return decode.run, (plain,), ({"target": weights, "drafter": {}}, state), 1
 
     def report(
         self, programs: dict[str, CompiledProgram], acceptance: float, collective_us: float
     ) -> CompileReport:
         """Returns what was compiled, with lower bounds; raises InputError if it does not fit."""
+        read = roofline.multiplied(self.target, self.params["target"])
+        # Of a drafter's weights, some are read in every step, and the others once per round.
+        if self.has_model:
+            drafting, once = roofline.multiplied(self.drafter.config, self.params["drafter"]), ()
+        else:
+            drafting = self.drafter.step_weights(self.params)
+            steps = {id(leaf) for leaf in jax.tree.leaves(drafting)}
+            trained = jax.tree.leaves(self.params["drafter"])
+            once = [leaf for leaf in trained if id(leaf) not in steps]
+        K = self.drafter.num_speculative_tokens
         passes = {
             label: roofline.lower_bound(
                 self.chip,
                 self.mesh,
-                config,
+                weights,
+                self.caches["draft" if label == "draft" else "target"],
                 programs[program].collectives,
                 tokens,
                 self.batch,
-                self.slots,
-                self.dtype,
                 collective_us,
             )
-            for label, config, program, tokens in (
-                ("target", self.target, "ArS", 1),
-                ("scoring", self.target, "ArS", 1 + (self.tree.num_nodes if self.tree else self.K)),
-                ("draft", self.draft, "draft", 1),
+            for label, weights, program, tokens in (
+                ("target", read, "ArS", 1),
+                ("scoring", (read, once), "ArS", 1 + self.drafter.num_nodes),
+                ("draft", drafting, "draft", 1),
             )
         }
-        weights = roofline.num_bytes(self.params)
-        tokens = theory.block_efficiency(acceptance, self.K)  # along first children, in a tree
+        weights, caches = roofline.num_bytes(self.params), sum(self.caches.values())
+        tokens = theory.block_efficiency(acceptance, K)  # along first children, in a tree
         temporary = {name: program.temporary for name, program in programs.items()}
         largest = max(temporary, key=temporary.get)
         _check_fits(
@@ -277,17 +304,17 @@ class Plan:
             self.chip.memory,
             {
                 "weights": weights,
-                "caches": self.caches,
+                "caches": caches,
                 f"temporaries of {largest}": temporary[largest],
             },
         )
         devices = self.mesh.devices
-        round_seconds = self.K * passes["draft"].seconds + passes["scoring"].seconds
+        round_seconds = K * passes["draft"].seconds + passes["scoring"].seconds
         return CompileReport(
             device=f"{devices.size} x {devices.flat[0].device_kind} ({self.name})",
             memory=self.chip.memory,
             weights=weights,
-            caches=self.caches,
+            caches=caches,
             programs=programs,
             passes=passes,
             acceptance=acceptance,
@@ -297,31 +324,37 @@ class Plan:
         )
 
 
-def _plan(target, draft, name: str, sizes: Mapping[str, int], dtype, tree: Tree | None) -> Plan:
+def _draft_step(drafter: FeatureDrafter, params: PyTree, token_BT, state):
+    """Returns what follows a token by a drafter of features, and the block."""
+    outputs, block = drafter.run(params, token_BT, state.last[:, None], state.cache)
+    return drafter.logits(params, outputs), block
+
+
+def _plan(target, drafter, name: str, sizes: Mapping[str, int], dtype, replicate: bool) -> Plan:
     """Puts a pair on the chips of a topology; raises InputError if they cannot hold it."""
     chip, devices = hardware.topology(name)
-    data, batch, K = (sizes[field] for field in ("data", "batch", "num_speculative_tokens"))
+    data, batch = sizes["data"], sizes["batch"]
     if len(devices) % data or batch % data:
         raise InputError(
             f"data: expected a divisor of {len(devices)} devices and of {batch} rows, found {data}"
         )
     mesh = sharding.mesh(data, len(devices) // data, devices)
-    for config in (target, draft):
-        sharding.check_divides(mesh, config)
-    params = {
-        "target": roofline.abstract_params(target, mesh, dtype),
-        "drafter": roofline.abstract_params(draft, mesh, dtype),
-    }
+    if isinstance(drafter, FeatureDrafter):
+        shapes = drafter.param_shapes(dtype)
+        weights = sharding.place_shapes(shapes, drafter.shardings(mesh, replicate))
+    else:
+        weights = roofline.abstract_params(drafter.config, mesh, dtype, replicate)
+    params = {"target": roofline.abstract_params(target, mesh, dtype), "drafter": weights}
     width = decode.num_slots(sizes["prompt_tokens"])
     length = sizes["prompt_tokens"] + sizes["max_new_tokens"]
-    slots = max(width, decode.num_slots(length + K + 1))
-    caches = sum(
-        roofline.cache_bytes(config, mesh, batch, slots, dtype) for config in (target, draft)
-    )
-    _check_fits(name, chip.memory, {"weights": roofline.num_bytes(params), "caches": caches})
-    return Plan(
-        name, target, draft, chip, mesh, dtype, K, tree, batch, width, slots, params, caches
-    )
+    slots = max(width, decode.num_slots(length + drafter.num_speculative_tokens + 1))
+    caches = {
+        "target": roofline.cache_bytes(target, mesh, batch, slots, dtype),
+        "draft": roofline.cache_bytes(drafter.config, mesh, batch, slots, dtype, replicate),
+    }
+    needed = {"weights": roofline.num_bytes(params), "caches": sum(caches.values())}
+    _check_fits(name, chip.memory, needed)
+    return Plan(name, target, drafter, chip, mesh, batch, width, slots, params, caches)
 
 
 def _check_fits(name: str, memory: float, parts: dict[str, int]) -> None:

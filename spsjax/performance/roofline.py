@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -45,14 +45,12 @@ class PassCost:
         return max(self.memory_seconds, self.compute_seconds) + self.interconnect_seconds
 
 
-def abstract_params(config: transformer.Config, mesh: Mesh, dtype) -> PyTree:
+def abstract_params(
+    config: transformer.Config, mesh: Mesh, dtype, replicate: bool = False
+) -> PyTree:
     """Returns the shapes, types and shardings of the parameters."""
-
-    def abstract(path, leaf):
-        spec = sharding.param_spec(tuple(entry.key for entry in path), mesh, config)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree_util.tree_map_with_path(abstract, transformer.param_shapes(config, dtype))
+    shapes = transformer.param_shapes(config, dtype)
+    return sharding.place_shapes(shapes, sharding.param_shardings(mesh, config, replicate))
 
 
 def num_bytes(tree: PyTree) -> int:
@@ -63,9 +61,16 @@ def num_bytes(tree: PyTree) -> int:
     )
 
 
-def cache_bytes(config: transformer.Config, mesh: Mesh, batch: int, slots: int, dtype) -> int:
+def cache_bytes(
+    config: transformer.Config,
+    mesh: Mesh,
+    batch: int,
+    slots: int,
+    dtype,
+    replicate: bool = False,
+) -> int:
     """Returns the bytes of a cache on one device, by the rules of `sharding`."""
-    model = mesh.shape["model"]
+    model = 1 if replicate else mesh.shape["model"]
     # Key-value heads that the mesh does not divide are replicated.
     heads = config.num_kv_heads // (1 if config.num_kv_heads % model else model)
     per_head = slots * config.head_dim * jnp.dtype(dtype).itemsize * config.num_layers
@@ -76,8 +81,8 @@ def cache_bytes(config: transformer.Config, mesh: Mesh, batch: int, slots: int, 
     return total
 
 
-def _multiplied(config: transformer.Config, params: PyTree) -> PyTree:
-    """Returns the parameters that a pass over a filled cache multiplies with.
+def multiplied(config: transformer.Config, params: PyTree) -> PyTree:
+    """Returns the parameters that a model's pass over a filled cache multiplies with.
 
     An embedding is looked up, not multiplied, unless it also is the head. The projections of
     relative positions were applied when the cache was made.
@@ -91,12 +96,11 @@ def _multiplied(config: transformer.Config, params: PyTree) -> PyTree:
 def lower_bound(
     chip: Chip,
     mesh: Mesh,
-    config: transformer.Config,
+    params: PyTree,
+    cache: int,
     collectives: Sequence[hlo.Collective],
     tokens: int,
     batch: int,
-    slots: int,
-    dtype,
     collective_us: float,
 ) -> PassCost:
     """Returns the cost of one pass, from published figures of the chip.
@@ -104,18 +108,15 @@ def lower_bound(
     Args:
         chip: figures of one chip.
         mesh: mesh over chips of this kind.
-        config: model config.
+        params: parameters that the pass multiplies with.
+        cache: bytes of the cache on one device.
         collectives: collectives of a pass over one token per row.
         tokens: number of tokens per row.
         batch: number of rows.
-        slots: number of slots of the cache.
-        dtype: type of weights and cache.
         collective_us: microseconds that each collective is assumed to take besides its bytes.
     """
-    weights = num_bytes(_multiplied(config, abstract_params(config, mesh, dtype)))
-    cache = cache_bytes(config, mesh, batch, slots, dtype)
-    rows = tokens * batch // mesh.shape["data"]
-    flops = 2 * rows * weights / jnp.dtype(dtype).itemsize
+    weights, rows = num_bytes(params), tokens * batch // mesh.shape["data"]
+    flops = 2 * rows * weights / jax.tree.leaves(params)[0].dtype.itemsize
     moved = rows / (batch // mesh.shape["data"]) * sum(c.num_bytes for c in collectives)
     # A ring all-reduce sends every byte twice: once to reduce, once to distribute the sums.
     ring = 2 * (1 - 1 / mesh.shape["model"])

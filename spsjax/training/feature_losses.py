@@ -90,9 +90,12 @@ def feature_metrics(
         options = objective.steps, objective.detached, precision.remat
         steps = unrolled(drafter, both, tokens[:, 1:], fed, *options)
         for step, outputs in enumerate(steps):
-            judged = _judged(drafter, both, objective, outputs, target, features, step, temperature)
+            # The output of pair t, after `step` tokens, stands for feature t + 1 + step. So the
+            # target's side is the same in all steps, and is computed once.
+            outputs = jnp.pad(outputs[:, : -1 - step], ((0, 0), (1 + step, 0), (0, 0)))
+            judged = _judged(drafter, both, objective, outputs, target, features, temperature)
             suffix = f"_{step + 1}" if step else ""
-            values |= {f"{name}{suffix}": _aligned(value, step) for name, value in judged.items()}
+            values |= {f"{name}{suffix}": value for name, value in judged.items()}
         names = ["loss", *(f"loss_{step + 1}" for step in range(1, objective.steps))]
         loss = sum(objective.decay**step * values.pop(name) for step, name in enumerate(names))
         return {"loss": loss} | values
@@ -138,54 +141,46 @@ def unrolled(
     `propose` sees. The last i indices have no such tokens, and garbage.
     """
     config, (B, T) = drafter.config, next_BT.shape
-    row, index = jnp.arange(steps * T), jnp.arange(T)
-    block, run = None, jax.checkpoint(drafter.run) if remat else drafter.run
-    if steps > 1:
-        shape = B, config.num_kv_heads, steps * T, config.head_dim
-        block = kv.empty_block(1, shape, features_BTD.dtype)
-    for step in range(steps):
-        true = (row < T) & (row <= index[:, None])
-        own = (row >= T) & (row % T == index[:, None])
-        seen = (true | own)[None] if steps > 1 else None
+    run = jax.checkpoint(drafter.run) if remat else drafter.run
+    outputs, true = run(params, next_BT, features_BTD, None)
+    yield outputs
+    # From here on every index is a row of its own, which drafts after its part of the text.
+    lengths = jnp.tile(jnp.arange(1, T + 1, dtype=jnp.int32), B)
+    cache = kv.KVCache(true.keys, true.values, lengths, (None,))
+    shape = B * T, config.num_kv_heads, steps - 1, config.head_dim
+    own = kv.empty_block(1, shape, outputs.dtype)
+    for step in range(1, steps):
+        drafted = jax.lax.stop_gradient(outputs) if detached else outputs
         tokens = jnp.roll(next_BT, -step, axis=1)
-        positions = jnp.broadcast_to(index + step, (B, T))
-        features_BTD, block = run(
-            params, tokens, features_BTD, None, block, positions if steps > 1 else None, seen
-        )
-        yield features_BTD
-        if detached:
-            features_BTD = jax.lax.stop_gradient(features_BTD)
+        rows = tokens.reshape(B * T, 1), drafted.reshape(B * T, 1, -1)
+        outputs, own = run(params, *rows, cache, own)
+        outputs = outputs.reshape(B, T, -1)
+        yield outputs
 
 
-def _judged(
-    drafter, params, objective, outputs, target, features, step, temperature
-) -> dict[str, Array]:
-    """Returns loss, acceptance and agreement [B, T] of one step, by the index of the pair."""
+def _judged(drafter, params, objective, outputs, target, features, temperature) -> dict[str, Array]:
+    """Returns loss, acceptance and agreement [B, T] of outputs in the place of features."""
     ids = drafter.draft_ids(params)
     draft_logits = drafter.draft_logits(params, outputs).astype(jnp.float32)
-    # The output of pair t, after `step` tokens, stands for feature t + 1 + step.
-    target_logits = jnp.roll(target.logits, -1 - step, axis=1)
-    best = jnp.argmax(target_logits, axis=-1)
-    drafted = jnp.argmax(draft_logits, axis=-1)
-    log_probs = jax.nn.log_softmax(target_logits / temperature)
-    if ids is None:
-        restricted, counts = target_logits, 1.0
-    else:
-        restricted, drafted = target_logits[..., ids], ids[drafted]
-        log_probs = log_probs[..., ids]
-        counts = jnp.zeros(target_logits.shape[-1]).at[ids].set(1)[best]
-    loss = objective.token * losses.divergence(objective.divergence)(restricted, draft_logits)
+    target_logits, log_probs = target.logits, jax.nn.log_softmax(target.logits / temperature)
+    best, counts = jnp.argmax(target_logits, axis=-1), 1.0
+    if ids is not None:
+        found = jnp.zeros(target_logits.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
+        best, counts = found[best], (ids[found[best]] == best).astype(jnp.float32)
+        target_logits, log_probs = target_logits[..., ids], log_probs[..., ids]
+    loss = objective.token * losses.divergence(objective.divergence)(target_logits, draft_logits)
     if objective.top_k:
-        loss += objective.top_k * _top_cross_entropy(restricted, draft_logits)
+        loss += objective.top_k * _top_cross_entropy(target_logits, draft_logits)
     loss *= counts
     if objective.feature:
-        wanted = jax.lax.stop_gradient(jnp.roll(features, -1 - step, axis=1))
+        wanted = jax.lax.stop_gradient(features)
         loss += objective.feature * _smooth_l1(outputs, wanted)
     draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
+    at_best = jnp.take_along_axis(draft_logits, best[..., None], axis=-1)[..., 0]
     return {
         "loss": loss,
         "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_probs, draft_log_probs)), axis=-1),
-        "greedy_agreement": (drafted == best).astype(jnp.float32),
+        "greedy_agreement": counts * (at_best == jnp.max(draft_logits, axis=-1)),
     }
 
 
@@ -211,9 +206,3 @@ def _noise(width: float, tokens: Array, features: Array) -> Array:
     key = jax.random.key(jnp.sum(tokens.astype(jnp.uint32) * weights))
     scale = width * 512 / features.shape[1]
     return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
-
-
-def _aligned(value: Array, step: int) -> Array:
-    """Moves the value of pair t, which predicts token t + 2 + step, to column t + 1 + step."""
-    shift = 1 + step
-    return jnp.pad(value[:, :-shift], ((0, 0), (shift, 0)))

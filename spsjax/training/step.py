@@ -151,13 +151,8 @@ def all_finite(params: PyTree) -> Array:
 
 def model_shapes(config: transformer.Config, mesh: Mesh | None) -> PyTree:
     """Returns the shapes of a transformer's parameters, each with its sharding."""
-    sharding_of = sharding.param_shardings(mesh, config)
-
-    def sharded(path, shape):
-        where = sharding_of(tuple(entry.key for entry in path))
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
-
-    return jax.tree_util.tree_map_with_path(sharded, transformer.param_shapes(config))
+    shapes = transformer.param_shapes(config)
+    return sharding.place_shapes(shapes, sharding.param_shardings(mesh, config))
 
 
 def state_shapes(param_shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:

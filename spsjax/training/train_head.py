@@ -7,7 +7,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import ConfigDict
 
 from spsjax import drafters, loading
@@ -15,6 +14,7 @@ from spsjax.drafters.base import FeatureDrafter
 from spsjax.errors import InputError, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
+from spsjax.parallel import sharding
 from spsjax.training import distillation, draft_data, feature_losses
 from spsjax.training import step as train_step
 from spsjax.training.draft_evaluation import DraftEvalConfig, DraftEvaluator
@@ -31,7 +31,13 @@ def default_config() -> ConfigDict:
     return ConfigDict(
         {
             "target": "pystdlib/target",
-            "drafter": {"method": "eagle"},  # sizes that are not here are the target's
+            "drafter": {
+                "method": "eagle",
+                "d_ff": 0,  # a size of 0 is the target's
+                "num_heads": 0,
+                "num_kv_heads": 0,
+                "head_dim": 0,
+            },
             "data": {
                 "train": ("stdlib",),
                 "held_out": (),
@@ -81,7 +87,8 @@ def default_config() -> ConfigDict:
                 "accumulate": 1,
             },
             "compute": {"dtype": "", "remat": False},
-            "mesh": {"data": 1, "model": 1},
+            # Every device holds the whole drafter, or a part of it by the target's rules.
+            "mesh": {"data": 1, "model": 1, "replicate": True},
             "seed": 0,
             "eval_every": 1000,
             "eval_examples": 64,
@@ -128,19 +135,17 @@ def train_head(
     target, drafter, objective = setup.target, setup.drafter, setup.objective
     corpus = trainer.prepare_corpus(target.tokenizer)
     trainer.folder.pin(corpus=corpus.fingerprint, target=hashing.params_fingerprint(target.params))
-    where = _everywhere(mesh)
-    constants = jax.device_put(_constants(drafter, corpus), where)
+    where = drafter.shardings(mesh, config.mesh.replicate)
+    constants = sharding.place_params(_constants(drafter, corpus), where)
     frozen = {"target": target.params, "drafter": constants}
 
     def as_drafter(params: PyTree) -> LoadedDrafter:
         context = target.config.max_positions
         return LoadedDrafter("draft", drafter, params | constants, context, corpus.tokenizer)
 
-    shapes = {
-        name: jax.tree.map(functools.partial(_placed, where), shape)
-        for name, shape in drafter.param_shapes(jnp.float32).items()
-        if name not in drafter.constants
-    }
+    shapes = drafter.param_shapes(jnp.float32)
+    shapes = {name: shape for name, shape in shapes.items() if name not in drafter.constants}
+    shapes = sharding.place_shapes(shapes, where)
 
     def init_params(key) -> PyTree:
         params = drafter.init_params(key)
@@ -220,7 +225,7 @@ def _evaluator(
 def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDrafter:
     """Returns the drafter that the section `drafter` of a config describes.
 
-    Sizes of the layer that the section does not have are the target's.
+    Sizes of the layer that are 0 or missing are the target's.
     """
     options = dict(options)
     method = options.pop("method", None)
@@ -229,11 +234,11 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
         raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
     sizes = {
         field: options.pop(field, 0) or getattr(target, field)
-        for field in ("d_ff", "num_heads", "num_kv_heads", "head_dim")
+        for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
     }
     shared = {
         field: getattr(target, field)
-        for field in ("vocab_size", "d_model", "max_positions", "rope_theta", "norm_eps")
+        for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
     }
     layer = from_config.build("drafter", transformer.Config, sizes, num_layers=1, **shared)
     if method == "eagle3":
@@ -254,14 +259,3 @@ def _constants(drafter: FeatureDrafter, corpus: TrainingCorpus) -> PyTree:
         counts += np.bincount(rows.ravel(), minlength=len(counts))
     frequent = np.argsort(-counts, kind="stable")[: drafter.vocab_size]
     return {drafters.eagle3.IDS: np.sort(frequent).astype(np.int32)}
-
-
-def _everywhere(mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding:
-    """Returns the sharding of a drafter's parameters: all of them on every device."""
-    if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def _placed(where: jax.sharding.Sharding, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)

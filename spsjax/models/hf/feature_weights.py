@@ -80,12 +80,12 @@ def describe(folder: pathlib.Path, target: Config) -> Layout:
     # Both names have been written for the one layer.
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
     config = config_json.parse(path, {"tie_word_embeddings": False} | layer)
-    for field in ("d_model", "vocab_size"):
-        wanted = target.vocab_rows if field == "vocab_size" else getattr(target, field)
-        if getattr(config, field) not in (wanted, getattr(target, field)):
+    width = fields.get("target_hidden_size", COUNT, None) or config.d_model
+    for field, found in (("d_model", width), ("vocab_size", config.vocab_size)):
+        wanted = target.vocab_rows if field == "vocab_size" else target.d_model
+        if found not in (wanted, getattr(target, field)):
             raise InputError(
-                f"{path}: expected a drafter for a target with {field}={wanted}, "
-                f"found {getattr(config, field)}"
+                f"{path}: expected a drafter for a target with {field}={wanted}, found {found}"
             )
     config = dataclasses.replace(config, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
     found = {"config": config}
@@ -224,14 +224,16 @@ def save(
         ids = np.asarray(params["ids"])
         tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(target.vocab_rows), ids)
-        raw = _speculators(fields, layer, target_name, num_speculative_tokens)
+        raw = _speculators(fields, layer, target, target_name, num_speculative_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     atomic_files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
     with atomic_files.atomic_write(folder / weights.SINGLE) as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
 
 
-def _speculators(fields, layer: dict, target_name: str, num_speculative_tokens: int) -> dict:
+def _speculators(
+    fields, layer: dict, target: Config, target_name: str, num_speculative_tokens: int
+) -> dict:
     """Returns the config.json of an EAGLE-3 drafter in the layout of `speculators`."""
     proposal = {
         "proposal_type": "greedy",
@@ -243,6 +245,7 @@ def _speculators(fields, layer: dict, target_name: str, num_speculative_tokens: 
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": fields["vocab_size"],
+        "target_hidden_size": target.d_model,
         "eagle_aux_hidden_state_layer_ids": list(fields["tap_layers"]),
         **{flag: fields[flag] for flag in _FLAGS},
         "transformer_layer_config": layer,
