@@ -134,6 +134,30 @@ def test_metrics_are_those_of_the_distributions(target, name):
     np.testing.assert_allclose(values["loss"][:, 2:], expected[:, 2:], atol=1e-4)
 
 
+def test_indices_that_go_on_count_for_those_that_do_not(target):
+    """Every third draft is trained beyond its first token, another third in another batch."""
+    drafter, params = both("eagle", target)
+    objective, frozen = FeatureObjective(steps=3), {"target": target.params, "drafter": {}}
+    few = dataclasses.replace(objective, every=3)
+    offsets = set()
+    for text in texts_of(6)[3:]:
+        batch = {"tokens": jnp.asarray(text)[None]}
+        whole, part = (
+            feature_losses.feature_metrics(drafter, each, Precision())(
+                params["drafter"], frozen, batch
+            )
+            for each in (objective, few)
+        )
+        np.testing.assert_array_equal(part["acceptance"], whole["acceptance"])
+        for step, name in ((1, "acceptance_2"), (2, "acceptance_3")):
+            (columns,) = np.nonzero(part[name][0])
+            assert len(columns) >= 3 and set(np.diff(columns)) == {3}
+            values = 3 * whole[name][:, columns]
+            np.testing.assert_allclose(part[name][:, columns], values, atol=1e-5)
+            offsets.add(int(columns[0] - 1 - step) % 3)
+    assert len(offsets) > 1
+
+
 def test_gradient_stops_between_detached_steps(target):
     """The second step's outputs have another gradient without the path through the first's."""
     drafter, params = both("eagle", target)

@@ -82,12 +82,14 @@ def test_attention_tells_scores_apart_that_bfloat16_cannot(T):
 def test_attention_products_are_float32():
     """Products of half-precision queries, keys and tables are not rounded to half precision."""
     query = jnp.full((1, 1, 2, 1, 4), 1.0, jnp.bfloat16)
+    single = query.swapaxes(2, 3)  # two heads of one query: another product
     keys = jnp.asarray(np.full((1, 1, 2, 4), 1 + 2**-7), jnp.bfloat16).at[..., 0].set(64)
     exact = 64 + 3 * (1 + 2**-7)
-    for score in (attention._score(query, keys), attention._score_single(query[:, :, :1], keys)):
+    for score in (attention._score(query, keys), attention._score(single, keys)):
         assert score.dtype == jnp.float32 and np.all(score == exact)
-    weights = jnp.ones((1, 1, 2, 1, 2), jnp.float32)
-    assert attention._mix(weights, keys).dtype == jnp.float32
+    for shape in ((1, 1, 2, 1, 2), (1, 1, 1, 2, 2)):
+        weights = jnp.ones(shape, jnp.float32)
+        assert attention._mix(weights, keys).dtype == jnp.float32
     distances = attention.distance_scores(query[:, 0], keys[0])
     assert distances.dtype == jnp.float32 and np.all(distances == exact)
 

@@ -16,6 +16,18 @@ SMALLER = {
         "max_new_tokens=64": "max_new_tokens=8",
     },
     "plan_a_pod": {"vocab_size=128_256": "vocab_size=16_032", "num_layers=32": "num_layers=2"},
+    "train_eagle3": {
+        '"steps": 150, "eval_every": 50, "length": 128, "batch": 8, "eval_examples": 32': (
+            '"steps": 4, "eval_every": 4, "length": 32, "batch": 8, "eval_examples": 8, '
+            '"data": {"train": runpy.run_path(str(CONFIGS.parent / "experiments/tiny_target.py"))'
+            '["get_config"]().data.train}, '
+            '"optimization": {"warmup": 2}'
+        ),
+        "DEPTH = 5": "DEPTH = 2",
+        "DynamicTree(num_nodes=16, depth=5, width=4)": "DynamicTree(4, 2, 2)",
+        '"prompts": 8': '"prompts": 1, "prompt_length": 8, "new_tokens": 8',
+        "max_new_tokens=64": "max_new_tokens=8",
+    },
     "quickstart": {
         "KS = (1, 2, 4, 8)": "KS = (4,)",
         "repetitions=3": "repetitions=1",

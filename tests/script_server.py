@@ -18,6 +18,7 @@ import spsjax.evaluation.hf_baseline
 import spsjax.evaluation.paper
 import spsjax.performance.aot
 import spsjax.training.train_draft
+import spsjax.training.train_head
 import spsjax.training.train_target
 
 with contextlib.suppress(ImportError):

@@ -1,9 +1,11 @@
 """Tests of whole trainings of drafters of the target's features, of tiny size."""
 
+import json
 import pathlib
 import runpy
 import shutil
 
+import command_line
 import jax
 import numpy as np
 import pytest
@@ -59,7 +61,7 @@ def test_run_logs_acceptance_by_depth_and_saves_a_drafter(runs, target, method):
     train, (first, last) = records(runs / method, "train"), records(runs / method, "held_out")
     assert train[-1]["loss"] < train[0]["loss"]
     assert last["acceptance"]["mean"] > first["acceptance"]["mean"]
-    names = ["acceptance", *(f"acceptance_{step}" for step in range(2, STEPS[method] + 1))]
+    names = ["acceptance", *(f"acceptance_{depth}" for depth in range(2, 5))]  # K = 4 is deeper
     assert [name for name in last if name.startswith("acceptance")] == names
     assert 1 < records(runs / method, "temperature_1")[-1]["block_efficiency"] <= 5
     model = spsjax.load(target / "model")
@@ -112,12 +114,56 @@ def test_head_trains_on_a_mesh_and_on_the_target_s_own_texts(runs, texts, target
     assert train[-1]["loss"] < train[0]["loss"]
 
 
+SMALL_COMPARISON = (
+    "--config.prompts=2",
+    "--config.prompt_tokens=10",
+    "--config.max_new_tokens=8",
+    "--config.chains=3",
+    "--config.branching=((2,1),)",
+    "--config.dynamic=((4,2,2),)",
+    "--config.run_settings=('cold','greedy')",
+)
+
+
+def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target, tmp_path):
+    drafters = f"EAGLE-3={runs}/eagle3/drafter,look up=ngram"
+    source = f"--config.data.train=('{texts}',)", f"--target={target}/model"
+    flags = *source, *SMALL_COMPARISON, f"--drafters={drafters}", f"--workdir={tmp_path}"
+    shown = command_line.succeeds("compare_drafters.py", *flags).stdout
+    assert (tmp_path / "table.png").stat().st_size and (tmp_path / "table.md").read_text() in shown
+    rows = json.loads((tmp_path / "table.json").read_text("utf-8"))["rows"]
+    shapes = {
+        "EAGLE-3": ["chain of 3", "tree of 4", "dynamic tree of 4"],
+        "look up": ["chain of 3"],
+    }
+    for setting in ("cold", "greedy"):
+        for name, expected in shapes.items():
+            found = [row for row in rows if (row["setting"], row["drafter"]) == (setting, name)]
+            assert [row["shape"] for row in found] == expected
+            assert all(1 <= row["tokens_per_call"] <= 4 and row["speedup"] > 0 for row in found)
+            assert {row["same_tokens"] for row in found} == {True if setting == "greedy" else None}
+            # The look-up may find nothing in so short a text.
+            assert len(found[0]["acceptance_by_depth"] or "123") == 3
+    for flag, part in (
+        ("--drafters=EAGLE-3", "expected NAME=FOLDER, each name once, found 'EAGLE-3'"),
+        ("--drafters=a=ngram,a=ngram", "each name once, found 'a=ngram'"),
+        ("--drafters=a=nowhere", "nowhere"),
+        ("--config.dynamic=((4,2),)", "dynamic: expected (nodes, levels, width), found (4, 2)"),
+        ("--config.chains=0", "chains: expected an integer >= 1, found 0"),
+        ("--config.prompts=0", "prompts: expected an integer >= 1, found 0"),
+    ):
+        command_line.fails_with_one_line(
+            command_line.run("compare_drafters.py", *flags, flag), part
+        )
+
+
 @pytest.mark.parametrize(
     ("section", "field", "value", "message"),
     [
         ("mixture", "draft", 1.0, r"mixture"),
         ("target_cache", "store", "top_k", r"target_cache.store: expected 'nothing' or 'states'"),
-        ("objective", "steps", 40, r"length: expected above steps \+ 1"),
+        ("objective", "every", 99, r"objective.every: expected at most the length, found 99"),
+        ("objective", "steps", 40, r"length: expected above objective.steps and .*, 40, by 2"),
         ("drafter", "tap_layers", (0, 9), r"tap_layers: expected layers in \[0, 2\]"),
         ("drafter", "vocab_size", 999, r"vocab_size: expected at most the target's 320"),
     ],

@@ -242,3 +242,36 @@ def verifiers(rows: Sequence[Mapping], path) -> None:
             axis.xaxis.set_major_formatter("{x:.0f}")
         axes[0][0].set(ylabel="tokens per call", ylim=(1, None))
         axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
+def drafters(rows: Sequence[Mapping], path) -> None:
+    """Draws acceptance by depth and tokens per call, one column per sampling setting.
+
+    Args:
+        rows: rows of compare_drafters.py.
+        path: path of the PNG.
+    """
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    colours = {
+        name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["drafter"] for row in rows))
+    }
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    size = 4.2 * len(settings), 7
+    with panels(path, 2, len(settings), figsize=size, sharey="row") as axes:
+        for column, setting in enumerate(settings):
+            above, below = axes[:, column]
+            for name, colour in colours.items():
+                own = [row for row in rows if (row["setting"], row["drafter"]) == (setting, name)]
+                deepest = max(own, key=lambda row: len(row["acceptance_by_depth"] or []))
+                rates = deepest["acceptance_by_depth"] or []
+                values = [float("nan") if rate is None else rate for rate in rates]
+                depths = range(1, len(values) + 1)
+                above.plot(depths, values, "o-", color=colour, label=f"{name}, {deepest['shape']}")
+                places = [shapes.index(row["shape"]) for row in own]
+                below.plot(places, [row["tokens_per_call"] for row in own], "o", color=colour)
+            above.set(title=setting, xlabel="depth of the draft token", ylim=(0, 1.02))
+            above.xaxis.set_major_locator(MaxNLocator(integer=True))
+            below.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
+        axes[0][0].set(ylabel="P(accepted | reached)")
+        axes[1][0].set(ylabel="tokens per call", ylim=(1, None))
+        axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

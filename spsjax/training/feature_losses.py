@@ -8,7 +8,8 @@ step, HASS's harmonised context (Zhang et al. 2408.15766, 3.2).
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ class FeatureObjective:
 
     Attributes:
         steps: steps per batch.
+        every: from the second step on only one index in so many goes on, and counts as many times.
+            It trains on more text in the same time; the papers have 1.
         decay: factor of the loss from step to step.
         detached: whether gradients stop between steps.
         divergence: divergence of the draft's distribution from the target's, both restricted to the
@@ -41,6 +44,7 @@ class FeatureObjective:
     """
 
     steps: int = 1
+    every: int = 1
     decay: float = 1.0
     detached: bool = False
     divergence: str = "forward_kl"
@@ -51,6 +55,7 @@ class FeatureObjective:
 
     def __post_init__(self):
         check_integer("objective.steps", self.steps, 1)
+        check_integer("objective.every", self.every, 1)
         check_flag("objective.detached", self.detached)
         for field in ("decay", "token", "feature", "top_k", "noise"):
             check_number(f"objective.{field}", getattr(self, field), 0, 1e6)
@@ -65,14 +70,17 @@ def feature_metrics(
     objective: FeatureObjective,
     precision: train_step.Precision,
     temperature: float = 1.0,
+    depth: int = 0,
 ) -> train_step.PerTokenMetrics:
     """Returns a metrics function: the loss, and acceptance and agreement in each step.
+
+    A `depth` above the objective's steps adds steps that are judged without being trained.
 
     Its `params` are the drafter's trained parameters, and its `frozen` argument holds `target`, the
     target's parameters, and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if
     it also has the columns of a `TargetCache`, they replace the target's forward pass. Column t of
-    a metric is about the prediction of token t + 1. The first `steps` columns lack some steps, and
-    should not count.
+    a metric is about the prediction of token t + 1. The first columns, as many as there are steps,
+    lack some steps, and should not count.
 
     "acceptance" is the probability that a drafted token is accepted, as the first token of a draft;
     "acceptance_2" that of the second, if the text's own token is the first, and so on: the paper's
@@ -87,18 +95,22 @@ def feature_metrics(
         features = drafter.features(both, target)
         fed = features + _noise(objective.noise, tokens, features)
         values = {}
-        options = objective.steps, objective.detached, precision.remat
-        steps = unrolled(drafter, both, tokens[:, 1:], fed, *options)
+        judge = _judge(drafter, both, objective, target, features, temperature)
+        index = jnp.arange(features.shape[1])
+        later = index[: len(index) // objective.every] * objective.every
+        later += _number_of(tokens) % objective.every
+        options = max(objective.steps, depth), objective.detached, precision.remat
+        steps = unrolled(drafter, both, tokens[:, 1:], fed, *options, later)
         for step, outputs in enumerate(steps):
-            # The output of pair t, after `step` tokens, stands for feature t + 1 + step. So the
-            # target's side is the same in all steps, and is computed once.
-            outputs = jnp.pad(outputs[:, : -1 - step], ((0, 0), (1 + step, 0), (0, 0)))
-            judged = _judged(drafter, both, objective, outputs, target, features, temperature)
-            suffix = f"_{step + 1}" if step else ""
-            values |= {f"{name}{suffix}": value for name, value in judged.items()}
-        names = ["loss", *(f"loss_{step + 1}" for step in range(1, objective.steps))]
-        loss = sum(objective.decay**step * values.pop(name) for step, name in enumerate(names))
-        return {"loss": loss} | values
+            # The output of pair t, after `step` tokens, stands for feature t + 1 + step.
+            columns = (later if step else index) + 1 + step
+            suffix, weight = (f"_{step + 1}", objective.every) if step else ("", 1)
+            for name, value in judge(outputs, columns).items():
+                whole = jnp.zeros(features.shape[:2], value.dtype)
+                values[name + suffix] = whole.at[:, columns].set(weight * value, mode="drop")
+        names = [name for name in values if name.startswith("loss")]
+        terms = [objective.decay**step * values.pop(name) for step, name in enumerate(names)]
+        return {"loss": sum(terms[: objective.steps])} | values
 
     return metrics
 
@@ -133,55 +145,76 @@ def unrolled(
     steps: int,
     detached: bool = False,
     remat: bool = False,
+    later: Array | None = None,
 ) -> Iterator[Array]:
-    """Yields the outputs [B, T, D] of each step: at t, those of a draft of `step` tokens after t.
+    """Yields the outputs of each step: at t, those of a draft of `step` tokens after t.
 
     In step i, index t stands for a draft that began after pair t, with the text's tokens t + 2 to
     t + 1 + i as its tokens. It sees the true pairs up to t, and its own drafted pairs: exactly what
     `propose` sees. The last i indices have no such tokens, and garbage.
+
+    Outputs are [B, T, D] of all indices in the first step, and [B, L, D] of the indices `later`
+    [L] from then on; None: of all.
     """
     config, (B, T) = drafter.config, next_BT.shape
     run = jax.checkpoint(drafter.run) if remat else drafter.run
     outputs, true = run(params, next_BT, features_BTD, None)
     yield outputs
     # From here on every index is a row of its own, which drafts after its part of the text.
-    lengths = jnp.tile(jnp.arange(1, T + 1, dtype=jnp.int32), B)
+    if later is not None:
+        outputs = outputs[:, later]
+    index = jnp.arange(T) if later is None else later
+    L, lengths = len(index), jnp.tile(index.astype(jnp.int32) + 1, B)
     cache = kv.KVCache(true.keys, true.values, lengths, (None,))
-    shape = B * T, config.num_kv_heads, steps - 1, config.head_dim
+    shape = B * L, config.num_kv_heads, steps - 1, config.head_dim
     own = kv.empty_block(1, shape, outputs.dtype)
     for step in range(1, steps):
         drafted = jax.lax.stop_gradient(outputs) if detached else outputs
-        tokens = jnp.roll(next_BT, -step, axis=1)
-        rows = tokens.reshape(B * T, 1), drafted.reshape(B * T, 1, -1)
+        tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+        rows = tokens.reshape(B * L, 1), drafted.reshape(B * L, 1, -1)
         outputs, own = run(params, *rows, cache, own)
-        outputs = outputs.reshape(B, T, -1)
+        outputs = outputs.reshape(B, L, -1)
         yield outputs
 
 
-def _judged(drafter, params, objective, outputs, target, features, temperature) -> dict[str, Array]:
-    """Returns loss, acceptance and agreement [B, T] of outputs in the place of features."""
+def _judge(
+    drafter, params, objective, target, features, temperature
+) -> Callable[[Array, Array], dict[str, Array]]:
+    """Returns what gives loss, acceptance and agreement [B, L] of outputs as features of columns.
+
+    The target's side is the same in all steps, and is computed here, once.
+    """
     ids = drafter.draft_ids(params)
-    draft_logits = drafter.draft_logits(params, outputs).astype(jnp.float32)
-    target_logits, log_probs = target.logits, jax.nn.log_softmax(target.logits / temperature)
-    best, counts = jnp.argmax(target_logits, axis=-1), 1.0
+    all_logits, all_log_probs = target.logits, jax.nn.log_softmax(target.logits / temperature)
+    all_best = jnp.argmax(all_logits, axis=-1)
+    all_counts = jnp.ones(all_best.shape, jnp.float32)
     if ids is not None:
-        found = jnp.zeros(target_logits.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
-        best, counts = found[best], (ids[found[best]] == best).astype(jnp.float32)
-        target_logits, log_probs = target_logits[..., ids], log_probs[..., ids]
-    loss = objective.token * losses.divergence(objective.divergence)(target_logits, draft_logits)
-    if objective.top_k:
-        loss += objective.top_k * _top_cross_entropy(target_logits, draft_logits)
-    loss *= counts
-    if objective.feature:
-        wanted = jax.lax.stop_gradient(features)
-        loss += objective.feature * _smooth_l1(outputs, wanted)
-    draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
-    at_best = jnp.take_along_axis(draft_logits, best[..., None], axis=-1)[..., 0]
-    return {
-        "loss": loss,
-        "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_probs, draft_log_probs)), axis=-1),
-        "greedy_agreement": counts * (at_best == jnp.max(draft_logits, axis=-1)),
-    }
+        found = jnp.zeros(all_logits.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
+        all_counts = (ids[found[all_best]] == all_best).astype(jnp.float32)
+        all_best = found[all_best]
+        all_logits, all_log_probs = all_logits[..., ids], all_log_probs[..., ids]
+    divergence = losses.divergence(objective.divergence)
+    sides = all_logits, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features)
+
+    def judge(outputs, columns):
+        take = functools.partial(jnp.take, indices=columns, axis=1, mode="clip")
+        logits, log_probs, best, counts, wanted = map(take, sides)
+        draft_logits = drafter.draft_logits(params, outputs).astype(jnp.float32)
+        loss = objective.token * divergence(logits, draft_logits)
+        if objective.top_k:
+            loss += objective.top_k * _top_cross_entropy(logits, draft_logits)
+        loss *= counts
+        if objective.feature:
+            loss += objective.feature * _smooth_l1(outputs, wanted)
+        draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
+        at_best = jnp.take_along_axis(draft_logits, best[..., None], axis=-1)[..., 0]
+        return {
+            "loss": loss,
+            "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_probs, draft_log_probs)), axis=-1),
+            "greedy_agreement": counts * (at_best == jnp.max(draft_logits, axis=-1)),
+        }
+
+    return judge
 
 
 def _top_cross_entropy(target_logits: Array, draft_logits: Array) -> Array:
@@ -202,7 +235,12 @@ def _noise(width: float, tokens: Array, features: Array) -> Array:
     """Returns uniform noise that depends on the texts alone, so that a resumed run repeats it."""
     if not width:
         return jnp.zeros((), features.dtype)
-    weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
-    key = jax.random.key(jnp.sum(tokens.astype(jnp.uint32) * weights))
+    key = jax.random.key(_number_of(tokens))
     scale = width * 512 / features.shape[1]
     return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
+
+
+def _number_of(tokens: Array) -> Array:
+    """Returns a number that texts determine, and that differs from batch to batch."""
+    weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
+    return jnp.sum(tokens.astype(jnp.uint32) * weights)

@@ -47,6 +47,7 @@ def default_config() -> ConfigDict:
             },
             "objective": {
                 "steps": 1,
+                "every": 1,
                 "decay": 1.0,
                 "detached": False,
                 "divergence": "forward_kl",
@@ -109,6 +110,11 @@ class _HeadSetup:
     mixture: distillation.Mixture
     target_cache: TargetCache
     draft_eval: DraftEvalConfig
+
+    @property
+    def depth(self) -> int:
+        """Steps that an evaluation judges: those of the training, and as many as are drafted."""
+        return max(self.objective.steps, self.draft_eval.num_speculative_tokens)
 
 
 def train_head(
@@ -195,27 +201,37 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
     trainer.choose_tokenizer(target.tokenizer)
     drafter = build_drafter(config.drafter, target.config)
     trainer.check_model(drafter.config)
-    if config.length <= objective.steps + 1:
-        raise InputError(f"length: expected above steps + 1, found {config.length}")
     draft_eval.check_fits(target.config.max_positions, config.length + 1)
-    return _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
+    setup = _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
+    if objective.every > config.length:
+        raise InputError(f"objective.every: expected at most the length, found {objective.every}")
+    if config.length <= setup.depth + 1:
+        raise InputError(
+            f"length: expected above objective.steps and draft_eval.num_speculative_tokens, "
+            f"{setup.depth}, by 2 or more, found {config.length}"
+        )
+    return setup
 
 
 def _evaluator(
     setup: _HeadSetup, trainer: Trainer, corpus: TrainingCorpus, frozen: PyTree, as_drafter
 ) -> DraftEvaluator:
     """Returns the evaluator of the drafter on the held-out examples, without noise."""
-    objective = dataclasses.replace(setup.objective, noise=0.0)
+    objective = dataclasses.replace(setup.objective, noise=0.0, every=1)
     return DraftEvaluator(
         setup.draft_eval,
         functools.partial(
-            feature_losses.feature_metrics, setup.drafter, objective, trainer.precision
+            feature_losses.feature_metrics,
+            setup.drafter,
+            objective,
+            trainer.precision,
+            depth=setup.depth,
         ),
         setup.target,
         frozen,
         as_drafter,
         corpus.held_out,
-        objective.steps + 1,
+        setup.depth + 1,
         trainer.eval_batch,
         trainer.batch_sharding,
         trainer.report,

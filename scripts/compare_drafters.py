@@ -1,0 +1,168 @@
+"""Compares drafters of one target, as chains and as trees, on the same prompts.
+
+python scripts/compare_drafters.py --workdir=runs/drafters \
+    --drafters=model=pystdlib/draft,EAGLE-1=runs/eagle/drafter,EAGLE-3=runs/eagle3/drafter
+
+A drafter is whatever `spsjax.load_drafter` takes. The table is in `table.md`, its figures in
+`table.json`, a plot in `table.png`: acceptance by depth, and tokens per call by kind of draft.
+Every key of the config is a flag; configs/experiments/compare_drafters.py lists them.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import _environment  # noqa: F401 (must be first: names a package that is missing)
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from spsjax import loading
+from spsjax.cli import configs, main, terminal
+from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.evaluation import samplers, speed
+from spsjax.evaluation.samplers import Role
+from spsjax.growth import DynamicTree, Shape, Tree
+from spsjax.models import transformer
+from spsjax.performance import hardware
+from spsjax.utils import atomic_files, compilation
+
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
+_DRAFTERS = flags.DEFINE_list("drafters", [], "Drafters, as NAME=FOLDER.")
+_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
+main.require("workdir", "drafters")
+
+OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
+
+
+def run():
+    config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+    if jax.process_count() > 1:
+        raise InputError(f"expected one process, found {jax.process_count()}")
+    atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
+    main.check_installed("the plot", "matplotlib")
+    for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
+        check_integer(field, config[field], 1)
+    settings, folders, shapes = (
+        speed.sampling_settings(config),
+        named(_DRAFTERS.value),
+        all_shapes(config),
+    )
+    config.target = _TARGET.value or config.target
+    target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
+    prompts = speed.prompts_of(config, target)
+    # All of them are loaded before the first is run, to find what does not fit.
+    drafters = {name: of_shapes(folder, target, shapes) for name, folder in folders.items()}
+    configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
+    rows = []
+    for name, drafts in drafters.items():
+        systems = [samplers.spsjax_system("ArS", target)]
+        for shape, drafter in drafts.items():
+            K = drafter.drafter.num_speculative_tokens
+            systems.append(samplers.spsjax_system(shape, target, drafter, K))
+        summaries = speed.compare_speed(
+            systems,
+            prompts,
+            settings,
+            config.max_new_tokens,
+            config.repetitions,
+            config.seed,
+            progress=terminal.progress(name),
+        )
+        rows += [row_of(name, drafts, each) for each in summaries if each.role != Role.BASELINE]
+        compilation.clear()  # one process cannot hold the programs of all drafters
+    rows.sort(key=lambda row: list(settings).index(row["setting"]))
+    write(rows, hardware.machine(target), workdir)
+
+
+def named(pairs: list[str]) -> dict[str, str]:
+    """Returns the folders of drafters by name."""
+    found = {}
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
+        if not (name and equals and folder) or name in found:
+            raise InputError(f"drafters: expected NAME=FOLDER, each name once, found {pair!r}")
+        found[name] = folder
+    return found
+
+
+def all_shapes(config) -> dict[str, Shape | int]:
+    """Returns the shapes of a config by the names under which they are shown; chains by K."""
+    shapes = {}
+    for K in config.chains:
+        check_integer("chains", K, 1)
+        shapes[f"chain of {K}"] = K
+    for counts in config.branching:
+        tree = Tree.branching(*counts)
+        shapes[f"tree of {tree.num_nodes}"] = tree
+    for sizes in config.dynamic:
+        if len(sizes) != 3:
+            raise InputError(f"dynamic: expected (nodes, levels, width), found {short_repr(sizes)}")
+        shapes[f"dynamic tree of {sizes[0]}"] = DynamicTree(*sizes)
+    if not shapes:
+        raise InputError("chains: expected at least one shape of drafts, found none")
+    return shapes
+
+
+def of_shapes(folder: str, target: loading.Model, shapes) -> dict[str, loading.LoadedDrafter]:
+    """Returns a drafter in every shape that it can draft."""
+    loaded, found = loading.load_drafter(folder, target), {}
+    for name, shape in shapes.items():
+        if isinstance(shape, int):
+            fields = {"num_speculative_tokens": shape}
+        elif folder in loading.WEIGHTLESS:
+            continue
+        else:
+            fields = {"num_speculative_tokens": shape.depth, "tree": shape}
+        drafter = dataclasses.replace(loaded.drafter, **fields)
+        found[name] = dataclasses.replace(loaded, drafter=drafter)
+    return found
+
+
+def row_of(name: str, drafts: dict[str, loading.LoadedDrafter], summary) -> dict:
+    """Returns a row of the table."""
+    drafter = drafts[summary.system]
+    return {
+        "setting": summary.setting,
+        "drafter": name,
+        "shape": summary.system,
+        "draft_tokens": drafter.drafter.num_nodes,
+        "parameters": transformer.num_params(drafter.params),
+        "tokens_per_call": summary.block_efficiency,
+        "acceptance_by_depth": summary.acceptance_by_position,
+        "ms_per_round": summary.ms_per_round,
+        "ms_per_token": summary.ms_per_token,
+        "speedup": summary.speedup,
+        "speedup_interval": summary.speedup_interval,
+        "same_tokens": summary.same_tokens,
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Returns a Markdown table."""
+    header = ["sampling", "drafter", "parameters", "drafts", "tokens per call", "ms per round"]
+    lines = [[*header, "speed-up", "texts"], ["---"] * (len(header) + 2)]
+    for row in rows:
+        low, high = row["speedup_interval"] or 2 * [row["speedup"]]
+        texts = {None: "-", True: "same", False: "other"}[row["same_tokens"]]
+        cells = [row["setting"], row["drafter"], f"{row['parameters'] / 1e6:.2f}M", row["shape"]]
+        cells += [f"{row['tokens_per_call']:.2f}", f"{row['ms_per_round']:.2f}"]
+        lines.append([*cells, f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})", texts])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> None:
+    """Writes the figures, the table and the plot."""
+    from spsjax.cli import plots
+
+    figures = {"machine": machine, "rows": rows}
+    atomic_files.write(workdir / "table.json", json.dumps(figures, indent=2) + "\n")
+    atomic_files.write(workdir / "table.md", table(rows))
+    plots.drafters(rows, workdir / "table.png")
+    print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
+
+
+if __name__ == "__main__":
+    main.run(run, _CONFIGS / "compare_drafters.py", saves=True)
