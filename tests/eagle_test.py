@@ -338,12 +338,14 @@ def test_drafter_without_features_cannot_be_saved(target, tmp_path):
         spsjax.save_drafter(tmp_path, spsjax.load_drafter("ngram", target), target)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 6, 8, 32, 80])
+@pytest.mark.parametrize("layers", [1, 2, 3, 6, 8, 12, 32, 80])
 def test_default_layers_are_low_middle_and_high(layers):
     low, middle, high = eagle3.default_tap_layers(layers)
-    assert 0 <= low <= middle <= high <= layers
-    if layers >= 32:
+    assert 0 <= low <= middle < high <= layers
+    if layers >= 12:
         assert (low, middle, high) == (2, layers // 2, layers - 3)
+    else:
+        assert high == layers
 
 
 @pytest.mark.parametrize(
@@ -437,3 +439,26 @@ def test_head_of_a_target_with_a_tied_head_and_padding():
     assert transformer.num_params(head.params) == sum(
         leaf.size for leaf in jax.tree.leaves(drafter.param_shapes(jnp.float32))
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": True, "padded_vocab_size": 56}, {"norm_offset": 1.0}]
+)
+def test_training_of_eagle_3_begins_with_the_targets_head(options):
+    """Given the state before the target's final norm, its logits are the target's."""
+    target = spread_model(VOCAB, **options)
+    config, weights = target.config, target.params
+    scale = jnp.linspace(0.5, 2, config.d_model)
+    weights = weights | {"norm": {"scale": scale}}
+    drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 9}, config)
+    ids = jnp.arange(0, 45, 5)
+    head = drafter.init_params(jax.random.key(0)) | {"ids": ids}
+    head |= drafter.from_target({"target": weights, "drafter": {"ids": ids}})
+    state = jax.random.normal(jax.random.key(1), (2, 3, config.d_model))
+    mean_square = np.square(state).mean(-1, keepdims=True)
+    normed = state / np.sqrt(mean_square + config.norm_eps) * (config.norm_offset + scale)
+    expected = transformer.head(config, weights, normed)[..., ids]
+    found = drafter.draft_logits({"drafter": head}, state)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    narrow = train_head.build_drafter({"method": "eagle3", "d_model": 16}, config)
+    assert narrow.from_target({"target": weights, "drafter": {}}) == {}

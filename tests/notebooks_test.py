@@ -24,9 +24,9 @@ SMALLER = {
             '"optimization": {"warmup": 2}'
         ),
         "DEPTH = 5": "DEPTH = 2",
-        "DynamicTree(num_nodes=16, depth=5, width=4)": "DynamicTree(4, 2, 2)",
+        "num_nodes=16, depth=DEPTH, width=4": "4, 2, 2",
         '"prompts": 8': '"prompts": 1, "prompt_length": 8, "new_tokens": 8',
-        "max_new_tokens=64": "max_new_tokens=8",
+        "None, params, 64": "None, params, 8",
     },
     "quickstart": {
         "KS = (1, 2, 4, 8)": "KS = (4,)",

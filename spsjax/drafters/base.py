@@ -249,6 +249,13 @@ class FeatureDrafter(TrainableDrafter):
             )
         return sharding.param_shardings(mesh, self.split_like, replicate=not split)
 
+    def from_target(self, params: PyTree) -> PyTree:
+        """Returns parameters that training begins with instead of random ones, from the target's.
+
+        `params["drafter"]` holds the constants only.
+        """
+        return {}
+
     def step_weights(self, params: PyTree) -> PyTree:
         """Returns those of the arrays in `params` that every draft step multiplies with."""
         return params["drafter"]

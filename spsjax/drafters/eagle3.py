@@ -111,6 +111,12 @@ class Drafter(base.FeatureDrafter):
     def split_like(self):
         return dataclasses.replace(self.config, vocab_size=self.vocab_size)
 
+    def from_target(self, params):
+        if self.config.d_model != self.target.d_model:
+            return {}
+        kernel = transformer.head_kernel(self.target, params["target"])
+        return {"head": {"kernel": kernel[:, self.draft_ids(params)].astype(jnp.float32)}}
+
     def step_weights(self, params):
         # Features are fused once per round.
         once = IDS, "fc", "tap_norms"
@@ -147,10 +153,14 @@ class Drafter(base.FeatureDrafter):
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers that EAGLE-3 reads: a low, a middle and a high one."""
-    if num_layers >= 6:
-        return 2, num_layers // 2, max(num_layers - 3, num_layers // 2 + 1)
-    return num_layers // 4, num_layers // 2, num_layers - 1
+    """Returns the layers that EAGLE-3 reads: a low, a middle and a high one.
+
+    They are the authors', but for targets of fewer than 12 layers, of which the high one is the
+    final state: there, lower layers say less about the next token (docs/eagle.md).
+    """
+    if num_layers < 12:
+        return num_layers // 3, 2 * num_layers // 3, num_layers
+    return 2, num_layers // 2, num_layers - 3
 
 
 def _trained(params: PyTree) -> PyTree:

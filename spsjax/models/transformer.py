@@ -160,6 +160,14 @@ def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
     return _bind(config, params, hidden_BTD.dtype).logits(hidden_BTD)
 
 
+def head_kernel(config: Config, params: PyTree) -> Array:
+    """Returns the head's matrix [D, V] with the scale of the final norm, without its bias."""
+    scale = config.norm_offset + params["norm"]["scale"]
+    tied = config.tie_embeddings
+    kernel = params["embed"]["embedding"].T if tied else params["head"]["kernel"]
+    return scale[:, None] * kernel[:, : config.vocab_size]
+
+
 def embed(config: Config, params: PyTree, tokens_BT: Array) -> Array:
     """Returns the embeddings [B, T, D] of tokens, which are clipped to the vocabulary."""
     return _bind(config, params).embedded(jnp.clip(tokens_BT, 0, config.vocab_size - 1))

@@ -188,16 +188,20 @@ def _replicated(where: Sharding) -> Sharding:
     return where
 
 
-def random_params(init: Callable[[Array], PyTree], param_shapes: PyTree, seed: int) -> PyTree:
+def random_params(
+    init: Callable[..., PyTree], param_shapes: PyTree, seed: int, *arguments: PyTree
+) -> PyTree:
     """Returns random parameters, each created directly in its sharding.
 
     Args:
-        init: function from a key to parameters, such as `partial(transformer.init, config)`.
+        init: function from a key, and the arguments, to parameters, such as
+            `partial(transformer.init, config)`.
         param_shapes: shapes with shardings, as from `model_shapes`.
         seed: random seed.
+        *arguments: further arguments of `init`.
     """
     shardings = jax.tree.map(lambda shape: shape.sharding, param_shapes)
-    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed), *arguments)
 
 
 def init_state(params: PyTree, shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:

@@ -153,15 +153,15 @@ def train_head(
     shapes = {name: shape for name, shape in shapes.items() if name not in drafter.constants}
     shapes = sharding.place_shapes(shapes, where)
 
-    def init_params(key) -> PyTree:
-        params = drafter.init_params(key)
-        return {name: value for name, value in params.items() if name in shapes}
+    def init_params(key, frozen) -> PyTree:
+        params = drafter.init_params(key) | drafter.from_target(frozen)
+        return {name: params[name] for name in shapes}
 
     runs_target = setup.target_cache.store == "nothing"
     params = trainer.run(
         f"{config.drafter.method} for {config.target}",
         shapes,
-        lambda: train_step.random_params(init_params, shapes, config.seed),
+        lambda: train_step.random_params(init_params, shapes, config.seed, frozen),
         feature_losses.feature_metrics(drafter, objective, trainer.precision),
         frozen,
         draft_data.batches(
