@@ -120,6 +120,11 @@ def load(
     """
     compute_type(dtype)
     folder = _folder(name, weights=True)
+    if feature_weights.is_drafter(folder):
+        raise InputError(
+            f"{name}: expected a language model, found a drafter of a target's features, "
+            "which load_drafter takes"
+        )
     _check_mesh(mesh)
     check_flag("replicate", replicate)
     config = hf_weights.read_config(folder)

@@ -306,6 +306,8 @@ def test_drafter_of_the_authors_layout_is_read(target, tmp_path):
 def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
     folder = tmp_path / "eagle3"
     spsjax.save_drafter(folder, loaded("eagle3", target), target)
+    with pytest.raises(spsjax.InputError, match="expected a language model, found a drafter"):
+        spsjax.load(folder)
     config, weights = folder / "config.json", folder / "model.safetensors"
     raw, tensors = json.loads(config.read_text("utf-8")), safetensors.numpy.load_file(weights)
     layer = raw["transformer_layer_config"]

@@ -104,6 +104,22 @@ def test_curves_leave_out_damaged_lines(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_depths_of_several_runs_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = {name: tmp_path / name for name in ("deep", "model", "new")}
+    columns = {"deep": ("acceptance", "acceptance_2"), "model": ("acceptance",), "new": ("loss",)}
+    for name, folder in runs.items():
+        run = run_folder.Folder(folder, config())
+        run.begin(0)
+        run.log(1, "held_out", **{key: {"mean": 0.5, "interval": 0.1} for key in columns[name]})
+    assert plots._acceptance_by_depth(runs["deep"]) == ([0.5, 0.5], [0.1, 0.1])
+    with pytest.raises(InputError, match="new: expected the folder of a drafter's training"):
+        plots.plot_depths(runs, tmp_path / "depths.png")
+    del runs["new"]
+    plots.plot_depths(runs, tmp_path / "depths.png")
+    assert (tmp_path / "depths.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tensorboard_hides_points_after_the_resumed_step(tmp_path):
     folder = run_folder.Folder(tmp_path, config())
     folder.begin(0)
