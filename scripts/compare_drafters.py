@@ -95,12 +95,16 @@ def all_shapes(config) -> dict[str, Shape | int]:
         check_integer("chains", K, 1)
         shapes[f"chain of {K}"] = K
     for counts in config.branching:
+        if not isinstance(counts, (tuple, list)):
+            found = short_repr(counts)
+            raise InputError(f"branching: expected a tuple of tuples, found {found} in it")
         tree = Tree.branching(*counts)
-        shapes[f"tree of {tree.num_nodes}"] = tree
+        shapes[f"tree of {tree.num_nodes} ({'-'.join(map(str, counts))})"] = tree
     for sizes in config.dynamic:
-        if len(sizes) != 3:
+        if not isinstance(sizes, (tuple, list)) or len(sizes) != 3:
             raise InputError(f"dynamic: expected (nodes, levels, width), found {short_repr(sizes)}")
-        shapes[f"dynamic tree of {sizes[0]}"] = DynamicTree(*sizes)
+        nodes, levels, width = sizes
+        shapes[f"dynamic tree of {nodes} ({levels} x {width})"] = DynamicTree(*sizes)
     if not shapes:
         raise InputError("chains: expected at least one shape of drafts, found none")
     return shapes
@@ -118,6 +122,8 @@ def of_shapes(folder: str, target: loading.Model, shapes) -> dict[str, loading.L
             fields = {"num_speculative_tokens": shape.depth, "tree": shape}
         drafter = dataclasses.replace(loaded.drafter, **fields)
         found[name] = dataclasses.replace(loaded, drafter=drafter)
+    if not found:
+        raise InputError(f"drafters: {folder}: expected a chain among the shapes, found none")
     return found
 
 

@@ -2,7 +2,7 @@
 
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
-python scripts/compile_tpu.py --config.target=llama:3-70b --drafter=eagle3
+python scripts/compile_tpu.py --drafter=eagle3 --config.target=llama:3-70b
 
 Needs `pip install libtpu`. A pair that does not fit into the memory is refused.
 """
@@ -36,6 +36,7 @@ _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 def run():
     config = _CONFIG.value.to_dict()
     main.check_writable(_JSON.value)
+    head = config.pop("head", {})
     known = inspect.signature(aot.compile_pair).parameters
     for key in config:
         if key not in known:
@@ -43,7 +44,8 @@ def run():
     target = configs.model_config(config.pop("target"), _CONFIGS / "models")
     draft = config.pop("draft")
     if _DRAFTER.value:
-        draft = train_head.build_drafter({"method": _DRAFTER.value}, target)
+        chosen = {field: value for field, value in head.items() if value}
+        draft = train_head.build_drafter({"method": _DRAFTER.value} | chosen, target)
     else:
         draft = configs.model_config(draft, _CONFIGS / "models")
     config["compiler_options"] = _options(config["compiler_options"])

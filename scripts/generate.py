@@ -53,7 +53,7 @@ def run():
     target = spsjax.load(config.target, mesh, config.dtype)
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
-    drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
+    drafter = configs.load_drafter(config.drafter, config.draft, config, target, config.dtype)
     drafter = configs.with_tree(drafter, target, config.tree)
     count = config.num_speculative_tokens
     inputs = prompts

@@ -58,11 +58,12 @@ def run():
         main.check_installed(f"--peer={name}", *peers.modules(name))
     mesh = configs.mesh(config.mesh)
     target = loading.load(config.target, mesh, config.dtype)
-    drafter = configs.load_drafter(config.drafter, config.draft, config, config.dtype, mesh)
+    drafter = configs.load_drafter(config.drafter, config.draft, config, target, config.dtype)
     draft = drafter if isinstance(drafter, loading.Model) else None
     others = peers.systems(_PEER.value, config.peer, target, draft)
     prepared = paper.prepare(experiment, config, target, drafter, others, workdir)
-    name = config.draft if draft else config.drafter
+    loaded = isinstance(drafter, (loading.Model, loading.LoadedDrafter))
+    name = config.draft if loaded else config.drafter
     configs.begin(
         f"{TITLES[experiment]}. Target: {config.target}. Drafter: {name}", config, workdir
     )

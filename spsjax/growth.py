@@ -227,8 +227,12 @@ def _draw_chain(
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
     carry, first = draft((root_B, state), (0, uniforms[0]))
-    (_, state), rest = lax.scan(draft, carry, (jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]))
-    tokens, probs = (jnp.concatenate([one[None], more]) for one, more in zip(first, rest))
+    (_, state), drafted = carry, tuple(one[None] for one in first)
+    if K > 1:  # for one token the drafter need not be able to take a second step
+        later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]
+        (_, state), rest = lax.scan(draft, carry, later)
+        drafted = (jnp.concatenate(both) for both in zip(drafted, rest))
+    tokens, probs = drafted
     # The last token of a chain is not fed, but counts as if: nothing ever looks at its row.
     fed_as = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
     return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), fed_as, state

@@ -178,6 +178,14 @@ def load_drafter(
     return as_drafter(load(name, target.mesh, dtype, bool(replicate)), target, tree)
 
 
+def is_feature_drafter(name: str | pathlib.Path) -> bool:
+    """Returns whether a name or folder is a drafter of a target's features, which is no model.
+
+    Raises InputError if there is neither.
+    """
+    return feature_weights.is_drafter(_folder(name, weights=True))
+
+
 def _load_head(
     name: str, folder: pathlib.Path, target: Model, dtype, tree: growth.Shape, replicate
 ) -> LoadedDrafter:
@@ -198,12 +206,17 @@ def save_drafter(
     EAGLE-3 is written in the layout of `speculators`, EAGLE-1 in that of its authors. Raises
     InputError for another drafter, or if the folder cannot be written.
     """
-    inner = drafter.drafter if isinstance(drafter, LoadedDrafter) else drafter
-    if not isinstance(inner, base.FeatureDrafter):
+    inner = getattr(drafter, "drafter", drafter)
+    if not isinstance(drafter, LoadedDrafter) or not isinstance(inner, base.FeatureDrafter):
         raise InputError(
             "drafter: expected a loaded drafter of the target's features, found "
-            f"{type(inner).__name__}"
+            f"{type(inner).__module__.rpartition('.')[2]}.{type(inner).__name__}"
         )
+    if not isinstance(target, Model):
+        raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
+    shapes = jax.tree.map(jnp.shape, inner.param_shapes(jnp.float32))
+    if jax.tree.map(jnp.shape, drafter.params) != shapes:
+        raise InputError("drafter: expected the weights of its shape, found others")
     check_path("folder", folder)
     method = type(inner).__module__.rpartition(".")[2]
     fields = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}

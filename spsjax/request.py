@@ -179,6 +179,11 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
+    if isinstance(method, base.FeatureDrafter) and method.target != model.config:
+        raise InputError(
+            f"drafter {drafter.name}: expected a drafter of this target's features, found one of "
+            "another shape of target. Load it for this target with load_drafter."
+        )
     _check_method(f"drafter {drafter.name}", method, drafter.params)
     if drafter.params and _devices(drafter.params) != _devices(model.params):
         raise InputError(

@@ -213,7 +213,9 @@ def test_target_states_beyond_float16_are_refused(target, tmp_path):
     params = jax.tree.map(jnp.array, target.params)
     params["norm"]["scale"] = params["norm"]["scale"] * 1e6
     model = Model("target", CONFIG, params)
-    with pytest.raises(InputError, match=r"^target_cache.store: the final states exceed the range"):
+    with pytest.raises(
+        InputError, match=r"^target_cache.store: expected states in the range of float16"
+    ):
         cached_columns(model, HELD_OUT, tmp_path, "states")
 
 

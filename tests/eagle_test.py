@@ -152,6 +152,7 @@ def test_indices_that_go_on_count_for_those_that_do_not(target):
         for step, name in ((1, "acceptance_2"), (2, "acceptance_3")):
             (columns,) = np.nonzero(part[name][0])
             assert len(columns) >= 3 and set(np.diff(columns)) == {3}
+            assert columns[-1] > whole[name].shape[1] - 1 - 3  # the end of a text counts, too
             values = 3 * whole[name][:, columns]
             np.testing.assert_allclose(part[name][:, columns], values, atol=1e-5)
             offsets.add(int(columns[0] - 1 - step) % 3)
@@ -185,6 +186,15 @@ def test_greedy_texts_of_trees_are_those_of_plain_decoding(target, name, tree):
     out = spsjax.generate(target, PROMPTS, head, None, GREEDY, 16, stop_at_eos=False)
     assert np.array_equal(out.tokens, plain.tokens)
     assert out.stats.block_efficiency > 1.1
+
+
+@pytest.mark.parametrize("name", drafting.HEADS)
+def test_a_single_token_is_drafted(target, name):
+    """With K = 1 a drafter takes no second step."""
+    plain = spsjax.generate(target, PROMPTS, None, None, GREEDY, 16, stop_at_eos=False)
+    out = spsjax.generate(target, PROMPTS, loaded(name, target), 1, GREEDY, 16, stop_at_eos=False)
+    assert np.array_equal(out.tokens, plain.tokens)
+    assert out.stats.accepted_histogram[1] > 0
 
 
 def outputs_after(drafter, params, target, prompt, path):
@@ -322,6 +332,7 @@ def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
         ({}, {"d2t": None}, "expected a tensor d2t"),
         ({}, {"d2t": ids + 30}, "d2t: expected offsets of ascending ids"),
         ({}, {"d2t": ids[:-1]}, "d2t: expected shape"),
+        ({}, {"d2t": ids + 0.5}, "d2t: expected integers"),
         ({}, {"fc.weight": tensors["fc.weight"][:, 1:]}, "fc.weight: expected shape"),
         ({}, {"norm.weight": None}, "expected a tensor norm.weight, found none"),
         ({}, {"layers.1.mlp.up_proj.weight": ids}, "expected no tensor layers.1"),
@@ -338,6 +349,21 @@ def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
 def test_drafter_without_features_cannot_be_saved(target, tmp_path):
     with pytest.raises(spsjax.InputError, match="expected a loaded drafter of the target's"):
         spsjax.save_drafter(tmp_path, spsjax.load_drafter("ngram", target), target)
+    head = loaded("eagle", target)
+    for odd, of, message in (
+        (head.drafter, target, "drafter: expected a loaded drafter"),
+        (head, "target", "target: expected a loaded model, found str"),
+        (dataclasses.replace(head, params={}), target, "expected the weights of its shape"),
+    ):
+        with pytest.raises(spsjax.InputError, match=message):
+            spsjax.save_drafter(tmp_path, odd, of)
+    assert not list(tmp_path.iterdir())
+
+
+def test_drafter_of_another_target_is_refused(target):
+    other = spsjax.loading.random(dataclasses.replace(target.config, d_ff=16), dtype="float32")
+    with pytest.raises(spsjax.InputError, match="eagle: expected a drafter of this target's"):
+        spsjax.generate(other, PROMPTS, loaded("eagle", target), 2, GREEDY, 4)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 8, 12, 32, 80])
@@ -407,6 +433,12 @@ def test_narrow_head_reads_a_wider_target(target, tmp_path):
         ({"method": "eagle4"}, "drafter.method: expected eagle, eagle3, found 'eagle4'"),
         ({"method": "eagle", "num_heads": 3}, "num_heads: expected a multiple"),
         ({"method": "eagle", "colour": 1}, "drafter: expected the fields of Drafter"),
+        ({"method": "eagle", "tree": 5}, "drafter: expected no tree"),
+        ({"method": "eagle3", "tap_layers": 1}, "tap_layers: expected layers in"),
+        ({"method": "eagle3", "vocab_size": True}, "vocab_size: expected"),
+        ({"method": "eagle3", "vocab_size": -5}, "vocab_size: expected"),
+        ({"method": "eagle3", "vocab_size": 49}, "vocab_size: expected at most the target's 48"),
+        ({"method": "eagle3", "fc_norm": "yes"}, "fc_norm: expected True or False"),
     ],
 )
 def test_config_of_an_odd_drafter_is_refused(options, message):
@@ -415,7 +447,8 @@ def test_config_of_an_odd_drafter_is_refused(options, message):
 
 
 def test_odd_objectives_are_refused():
-    for fields in ({"steps": 0}, {"decay": -1}, {"detached": 1}, {"divergence": "l2"}):
+    odd = {"steps": 0}, {"decay": -1}, {"detached": 1}, {"divergence": "l2"}, {"token": 0}
+    for fields in odd:
         with pytest.raises(spsjax.InputError):
             FeatureObjective(**fields)
 
@@ -438,9 +471,10 @@ def test_head_of_a_target_with_a_tied_head_and_padding():
     out = spsjax.generate(target, PROMPTS, head, 2, GREEDY, 8)
     plain = spsjax.generate(target, PROMPTS, None, None, GREEDY, 8)
     assert all(map(np.array_equal, out.tokens, plain.tokens))
-    assert transformer.num_params(head.params) == sum(
-        leaf.size for leaf in jax.tree.leaves(drafter.param_shapes(jnp.float32))
-    )
+    outputs = jax.random.normal(jax.random.key(1), (2, 3, target.config.d_model))
+    logits = drafter.logits({"target": target.params, "drafter": head.params}, outputs)
+    expected = outputs @ target.params["embed"]["embedding"][:VOCAB].T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import reference
 import toy_drafters
 
-from spsjax import sampling
+from spsjax import DynamicTree, Tree, sampling
 from spsjax.drafters import draft_model, ngram, none
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
@@ -124,6 +124,16 @@ def test_drafters_of_features_are_lossless(name):
     """EAGLE-3 drafts two of the three tokens only."""
     studied = loop(name, 2, 3)
     for params in (PARAMS[0], PARAMS[1], PARAMS[5]):
+        assert_lossless(studied, **params)
+
+
+@pytest.mark.parametrize("tree", [Tree((0, 0, 1)), DynamicTree(3, 2, 2)], ids=("fixed", "dynamic"))
+def test_trees_of_features_are_lossless(tree):
+    loaded = head("eagle3", 2)
+    loaded = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, tree=tree))
+    studied = loop("eagle3", 2, 3, verifier=match.Verifier())
+    studied = dataclasses.replace(studied, loaded=loaded)
+    for params in (PARAMS[0], PARAMS[5]):
         assert_lossless(studied, **params)
 
 

@@ -104,14 +104,41 @@ def test_cached_features_train_like_a_running_target(
             np.testing.assert_allclose(found, wanted.astype("float32"), atol=0.05)
 
 
-def test_head_trains_on_a_mesh_and_on_the_target_s_own_texts(runs, texts, target, tmp_path):
+def test_head_trains_on_a_mesh_and_on_the_target_s_own_texts(texts, target, tmp_path):
+    """It learns what one device learns."""
     changed = config("eagle3", texts, target)
     changed.mixture.update({"corpus": 0.5, "target": 0.5, "samples": 8, "prompt_length": 4})
+    alone = train_head(changed, tmp_path / "alone")
     changed.mesh.update({"data": 2, "model": 4, "replicate": False})
-    head = train_head(changed, tmp_path, sharding.mesh(2, 4))
+    head = train_head(changed, tmp_path / "mesh", sharding.mesh(2, 4))
     assert not head.params["layer"]["ffn"]["up"]["kernel"].is_fully_replicated
-    train = records(tmp_path, "train")
+    for found, expected in zip(*map(jax.tree.leaves, (head.params, alone.params))):
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    train = records(tmp_path / "mesh", "train")
     assert train[-1]["loss"] < train[0]["loss"]
+
+
+def test_texts_of_a_target_that_are_prompts_only_are_refused(texts, target, tmp_path):
+    changed = config("eagle", texts, target)
+    changed.mixture.update({"corpus": 0.5, "target": 0.5, "prompt_length": changed.length})
+    with pytest.raises(spsjax.InputError, match=r"mixture\.prompt_length: expected less"):
+        train_head(changed, tmp_path)
+    changed = config("eagle", texts, target)
+    changed.draft_eval.update({"prompt_length": 2, "new_tokens": 1})
+    with pytest.raises(spsjax.InputError, match=r"draft_eval\.new_tokens: expected texts of more"):
+        train_head(changed, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_drafts_with_a_head_and_shows_no_other_text(runs, target):
+    flags = f"--target={target}/model", "--prompt=def", "--config.max_new_tokens=6", "--json"
+    head = f"--draft={runs}/eagle3/drafter"
+    greedy = "--config.sampling.temperature=0.0"
+    out, plain = (
+        json.loads(command_line.succeeds("generate.py", *flags, greedy, each).stdout)
+        for each in (head, "--config.drafter=none")
+    )
+    assert out["tokens"] == plain["tokens"] and out["stats"]["proposed_tokens"] > 0
 
 
 SMALL_COMPARISON = (
@@ -133,7 +160,7 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
     assert (tmp_path / "table.png").stat().st_size and (tmp_path / "table.md").read_text() in shown
     rows = json.loads((tmp_path / "table.json").read_text("utf-8"))["rows"]
     shapes = {
-        "EAGLE-3": ["chain of 3", "tree of 4", "dynamic tree of 4"],
+        "EAGLE-3": ["chain of 3", "tree of 4 (2-1)", "dynamic tree of 4 (2 x 2)"],
         "look up": ["chain of 3"],
     }
     for setting in ("cold", "greedy"):
@@ -149,6 +176,8 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
         ("--drafters=a=ngram,a=ngram", "each name once, found 'a=ngram'"),
         ("--drafters=a=nowhere", "nowhere"),
         ("--config.dynamic=((4,2),)", "dynamic: expected (nodes, levels, width), found (4, 2)"),
+        ("--config.dynamic=(4,2,2)", "dynamic: expected (nodes, levels, width), found 4"),
+        ("--config.branching=(4,2)", "branching: expected a tuple of tuples, found 4 in it"),
         ("--config.chains=0", "chains: expected an integer >= 1, found 0"),
         ("--config.prompts=0", "prompts: expected an integer >= 1, found 0"),
     ):

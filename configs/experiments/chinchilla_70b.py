@@ -17,6 +17,15 @@ def get_config() -> ml_collections.ConfigDict:
         {
             "target": "chinchilla_70b",  # of configs/models
             "draft": "chinchilla_draft_4b",
+            "head": {  # with --drafter; what is 0 or () has its default
+                "d_model": 0,
+                "d_ff": 0,
+                "num_heads": 0,
+                "num_kv_heads": 0,
+                "head_dim": 0,
+                "vocab_size": 0,
+                "tap_layers": (),
+            },
             "dtype": "bfloat16",
             "data": 1,  # of the mesh; the other chips split the weights
             "replicate": False,  # whether every chip holds all weights of the draft

@@ -1,5 +1,6 @@
 """Objects from the sections of a config, and checks of config files."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -101,14 +102,15 @@ def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
     return None if (data, model) == (1, 1) else sharding.mesh(data, model)
 
 
-def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=None):
+def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Model, dtype=None):
     """Returns the drafter argument of `generate`.
 
     Args:
         name: "none"; "model", which loads `draft`; or the name of a module of `spsjax.drafters`.
-        draft: name or folder of the draft model.
+        draft: name or folder of a draft model, or of a drafter of the target's features.
         options: config with the arguments of a drafter under the name of its module.
-        dtype, mesh: dtype and mesh of the draft model.
+        target: the target, whose mesh is taken over.
+        dtype: compute type of a draft model.
 
     Raises:
         InputError: the drafter does not exist, or needs other options.
@@ -116,7 +118,9 @@ def load_drafter(name: str, draft: str, options: ConfigDict, dtype=None, mesh=No
     if name in (None, "none"):
         return None
     if name in ("model", "draft_model"):
-        return loading.load(draft, mesh, dtype)
+        if loading.is_feature_drafter(draft):
+            return loading.load_drafter(draft, target)
+        return loading.load(draft, target.mesh, dtype)
     module = f"{drafters.__name__}.{name}"
     drafter = name.isidentifier() and importlib.util.find_spec(module)
     drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
@@ -142,12 +146,16 @@ def read_tree(path: str) -> growth.Tree:
 
 
 def with_tree(drafter, target: loading.Model, path: str):
-    """Returns a draft model as a drafter of trees, if a path is given; others draft chains."""
+    """Returns a drafter with weights as one of trees, if a path is given; others draft chains."""
     if not path:
         return drafter
-    if not isinstance(drafter, loading.Model):
+    tree = read_tree(path)
+    if isinstance(drafter, loading.Model):
+        return loading.as_drafter(drafter, target, tree)
+    if not isinstance(getattr(drafter, "drafter", None), base.FeatureDrafter):
         raise InputError("tree: expected none without a draft model, found one")
-    return loading.as_drafter(drafter, target, read_tree(path))
+    shaped = dataclasses.replace(drafter.drafter, tree=tree, num_speculative_tokens=tree.depth)
+    return dataclasses.replace(drafter, drafter=shaped)
 
 
 def model_config(name: str, folder: pathlib.Path) -> transformer.Config:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding
 
 from spsjax import cache as kv
 from spsjax import growth, tree
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_integer
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues, context_of
 from spsjax.parallel import sharding
@@ -219,6 +219,8 @@ class FeatureDrafter(TrainableDrafter):
     tree: growth.Shape = None
 
     def __post_init__(self):
+        if self.num_speculative_tokens is not None:
+            check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
         vocab = self.target.vocab_size
         K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.drafters import base
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.layers import INIT, Norm, make_linear, two_rows
@@ -95,13 +95,18 @@ class Drafter(base.FeatureDrafter):
 
     def __post_init__(self):
         super().__post_init__()
-        last = self.target.num_layers
-        known = all(type(layer) is int and 0 <= layer <= last for layer in self.tap_layers)
-        if not known or not self.tap_layers:
+        for field in ("norm_before_residual", "fc_norm", "norm_output"):
+            check_flag(field, getattr(self, field))
+        check_integer("vocab_size", self.vocab_size, 1)
+        taps, last = self.tap_layers, self.target.num_layers
+        known = isinstance(taps, tuple) and all(
+            type(tap) is int and 0 <= tap <= last for tap in taps
+        )
+        if not known or not taps:
             raise InputError(
                 f"tap_layers: expected layers in [0, {last}], found {short_repr(self.tap_layers)}"
             )
-        if not 1 <= self.vocab_size <= self.target.vocab_size:
+        if self.vocab_size > self.target.vocab_size:
             raise InputError(
                 f"vocab_size: expected at most the target's {self.target.vocab_size}, "
                 f"found {self.vocab_size}"

@@ -14,7 +14,7 @@ from spsjax.evaluation.samplers import Role, System
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.evaluation.tasks.base import Example, Task
 from spsjax.evaluation.theory_check import LoopCosts, Prediction
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
 from spsjax.performance import hardware
 from spsjax.sampling import SamplingParams
@@ -206,7 +206,7 @@ def _dependencies(config, target: Model, drafter, systems: Sequence[System], pla
     return {
         "target": config.target,
         "drafter": config.drafter,
-        **({"draft": config.draft} if isinstance(drafter, Model) else options),
+        **({"draft": config.draft} if isinstance(drafter, (Model, LoadedDrafter)) else options),
         "plan": dataclasses.asdict(plan),
         "target model": _identity(target),
         "draft model": _identity(drafter),
@@ -227,11 +227,13 @@ def _open_journal(path: pathlib.Path, depends_on: dict) -> Journal:
 
 
 def _identity(drafter) -> dict:
-    """Returns fields that identify a model by weights and shape, or a drafter by its fields."""
-    if not isinstance(drafter, Model):
+    """Returns fields that identify weights and shape, or a drafter without weights."""
+    if not isinstance(drafter, (Model, LoadedDrafter)):
         return {"fields": repr(drafter)}
-    weights = hashing.params_fingerprint(drafter.params)
-    return {"weights": weights, **dataclasses.asdict(drafter.config)}
+    weights = {"weights": hashing.params_fingerprint(drafter.params)}
+    if isinstance(drafter, LoadedDrafter):
+        return weights | {"fields": repr(drafter.drafter)}
+    return weights | dataclasses.asdict(drafter.config)
 
 
 def _report(

@@ -43,7 +43,7 @@ class Objective:
 
     def __post_init__(self):
         if self.name != "cross_entropy":
-            losses.divergence(self.name)
+            losses.divergence(self.name, "cross_entropy")
         if not isinstance(self.temperatures, (tuple, list)) or not self.temperatures:
             raise InputError(
                 "temperatures: expected one or more numbers above 0, "
@@ -88,6 +88,14 @@ class Mixture:
         for field in ("samples", "batch", "prompt_length"):
             check_integer(f"mixture.{field}", getattr(self, field), 1)
         check_number("mixture.temperature", self.temperature, 0, 1e30)
+
+    def check_fits(self, length: int) -> None:
+        """Raises InputError if sampled texts of `length` tokens would be prompts only."""
+        if (self.target or self.draft) and self.prompt_length >= length:
+            raise InputError(
+                f"mixture.prompt_length: expected less than length={length}, "
+                f"found {self.prompt_length}"
+            )
 
 
 def distillation_metrics(

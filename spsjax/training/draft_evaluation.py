@@ -46,13 +46,19 @@ class DraftEvalConfig:
         for temperature in self.temperatures:
             check_number("draft_eval.temperatures", temperature, 0, 1e30)
 
-    def check_fits(self, context: int, length: int) -> None:
-        """Raises InputError if the prompts or the samples are too long.
+    def check_fits(self, context: int, length: int, first: int = 0) -> None:
+        """Raises InputError if the prompts or the samples are too long or too short.
 
         Args:
             context: longest sequence of the target.
             length: tokens per held-out example.
+            first: number of tokens at the start of each text that do not count.
         """
+        if self.prompt_length + self.new_tokens <= first:
+            raise InputError(
+                f"draft_eval.new_tokens: expected texts of more than {first} tokens, of which the "
+                f"first do not count, found {self.prompt_length} + {self.new_tokens}"
+            )
         longest = min(length, context - 1)
         if self.prompt_length > longest:
             raise InputError(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from spsjax import cache as kv
 from spsjax.drafters.base import FeatureDrafter
-from spsjax.errors import check_flag, check_integer, check_number
+from spsjax.errors import InputError, check_flag, check_integer, check_number
 from spsjax.models import transformer
 from spsjax.training import losses
 from spsjax.training import step as train_step
@@ -59,6 +59,10 @@ class FeatureObjective:
         check_flag("objective.detached", self.detached)
         for field in ("decay", "token", "feature", "top_k", "noise"):
             check_number(f"objective.{field}", getattr(self, field), 0, 1e6)
+        if not (self.token or self.feature or self.top_k):
+            raise InputError(
+                "objective: expected a weight above 0 for token, feature or top_k, found none"
+            )
         losses.divergence(self.divergence)
 
 
@@ -97,7 +101,8 @@ def feature_metrics(
         values = {}
         judge = _judge(drafter, both, objective, target, features, temperature)
         index = jnp.arange(features.shape[1])
-        later = index[: len(index) // objective.every] * objective.every
+        # Those beyond the text count in no column.
+        later = index[: -(-len(index) // objective.every)] * objective.every
         later += _number_of(tokens) % objective.every
         options = max(objective.steps, depth), objective.detached, precision.remat
         steps = unrolled(drafter, both, tokens[:, 1:], fed, *options, later)

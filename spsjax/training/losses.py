@@ -105,15 +105,16 @@ DIVERGENCES = {
 }
 
 
-def divergence(name: str) -> Callable[[Array, Array], Array]:
+def divergence(name: str, other: str = "") -> Callable[[Array, Array], Array]:
     """Returns the divergence with this name; "jensen_shannon:0.1" also sets beta.
 
-    Raises InputError if there is no such divergence.
+    Raises InputError, which also names what the caller takes besides, if there is no such
+    divergence.
     """
     base, colon, beta = str(name).partition(":")
     if base not in DIVERGENCES or (colon and base != "jensen_shannon"):
         raise InputError(
-            f"objective: expected cross_entropy or one of {', '.join(DIVERGENCES)}, "
+            f"objective: expected {other and other + ' or '}one of {', '.join(DIVERGENCES)}, "
             f"found {short_repr(name)}"
         )
     if not colon:

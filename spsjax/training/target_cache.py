@@ -90,9 +90,10 @@ class TargetCache:
             columns = multihost.to_host(run(target.params, tokens))
             kept = [columns[name] for name in ("states", "taps") if name in columns]
             if not all(np.isfinite(column).all() for column in kept):
+                advice = "'nothing'" if tap_layers else "'top_k', which stores probabilities"
                 raise InputError(
-                    "target_cache.store: the final states exceed the range of float16. "
-                    "Use 'top_k', which stores probabilities"
+                    "target_cache.store: expected states in the range of float16, found larger "
+                    f"ones. Use {advice}"
                 )
             return columns
 

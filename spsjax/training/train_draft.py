@@ -123,12 +123,7 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _DraftSetup:
     model = build("model", transformer.Config, config.model, **shared)
     trainer.check_model(model)
     trainer.choose_tokenizer(target.tokenizer)
-    samples_text = mixture.target or mixture.draft
-    if samples_text and mixture.prompt_length >= config.length:
-        raise InputError(
-            f"mixture.prompt_length: expected less than length={config.length}, "
-            f"found {mixture.prompt_length}"
-        )
+    mixture.check_fits(config.length)
     draft_eval.check_fits(target.config.max_positions, config.length + 1)
     return _DraftSetup(objective, mixture, cache, draft_eval, target, model)
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from spsjax import drafters, loading
 from spsjax.drafters.base import FeatureDrafter
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -200,9 +200,12 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
         raise InputError(f"{config.target}: expected a tokenizer beside the weights, found none")
     trainer.choose_tokenizer(target.tokenizer)
     drafter = build_drafter(config.drafter, target.config)
-    trainer.check_model(drafter.config)
-    draft_eval.check_fits(target.config.max_positions, config.length + 1)
+    trainer.check_length(drafter.config.max_positions)
+    check_flag("mesh.replicate", config.mesh.replicate)
+    drafter.shardings(trainer.mesh, config.mesh.replicate)
     setup = _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
+    mixture.check_fits(config.length)
+    draft_eval.check_fits(target.config.max_positions, config.length + 1, setup.depth + 1)
     if objective.every > config.length:
         raise InputError(f"objective.every: expected at most the length, found {objective.every}")
     if config.length <= setup.depth + 1:
@@ -244,6 +247,11 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
     Sizes of the layer that are 0 or missing are the target's.
     """
     options = dict(options)
+    for field in ("config", "target", "tree", "num_speculative_tokens"):
+        if field in options:
+            raise InputError(
+                f"drafter: expected no {field}, which training does not have, found one"
+            )
     method = options.pop("method", None)
     if method not in METHODS:
         expected = ", ".join(METHODS)
@@ -258,9 +266,11 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
     }
     layer = from_config.build("drafter", transformer.Config, sizes, num_layers=1, **shared)
     if method == "eagle3":
-        taps = tuple(options.pop("tap_layers", ()))
-        options["tap_layers"] = taps or drafters.eagle3.default_tap_layers(target.num_layers)
-        options["vocab_size"] = options.get("vocab_size") or target.vocab_size
+        taps = options.pop("tap_layers", ())
+        taps = taps or drafters.eagle3.default_tap_layers(target.num_layers)
+        options["tap_layers"] = tuple(taps) if isinstance(taps, list) else taps
+        if options.get("vocab_size", 0) == 0:
+            options["vocab_size"] = target.vocab_size
     module = getattr(drafters, method)
     return from_config.build("drafter", module.Drafter, options, config=layer, target=target)
 

@@ -100,13 +100,16 @@ class Trainer:
         if export is not None and not self.folder.resumable:
             raise InputError(f"{self.folder.path}: expected a run to export from, found none")
 
+    def check_length(self, context: int) -> None:
+        """Raises InputError if the texts are longer than a model's context."""
+        if self.config.length > context:
+            raise InputError(
+                f"length: expected at most the context, {context}, found {self.config.length}"
+            )
+
     def check_model(self, model: transformer.Config) -> None:
         """Raises InputError if the length, the mesh or the initial model do not fit the model."""
-        length = self.config.length
-        if length > model.max_positions:
-            raise InputError(
-                f"length: expected at most the context, {model.max_positions}, found {length}"
-            )
+        self.check_length(model.max_positions)
         if self.mesh is not None:
             sharding.check_divides(self.mesh, model)
         if not self.config.get("init"):

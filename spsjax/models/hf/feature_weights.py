@@ -161,6 +161,8 @@ def _ids(layout: Layout, files, shape, target: Config) -> np.ndarray:
     offsets = files[path].get_slice("d2t")
     if offsets.get_shape() != [len(count)]:
         raise InputError(f"{path}: d2t: expected shape {[len(count)]}, found {offsets.get_shape()}")
+    if offsets.get_dtype() not in ("I64", "I32"):
+        raise InputError(f"{path}: d2t: expected integers, found {offsets.get_dtype()}")
     ids = count + offsets[...].astype(np.int64)
     if np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= target.vocab_size:
         raise InputError(

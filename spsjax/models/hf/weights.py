@@ -25,8 +25,8 @@ from spsjax.utils import atomic_files
 read_config = config_json.read
 SINGLE, INDEX, _PICKLES = "model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"
 PICKLE = (
-    "a pickle, which can run any code. Convert it with transformers: "
-    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+    "a pickle, which can run any code. Convert it: safetensors.torch.save_file("
+    'torch.load("pytorch_model.bin", weights_only=True), "model.safetensors")'
 )
 _TYPES = "BF16", "F16", "F32", "F64"
 
