@@ -28,7 +28,7 @@ _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
 _DRAFTER = flags.DEFINE_enum(
-    "drafter", None, train_head.METHODS, "Draft from the target's features, without config.draft."
+    "drafter", None, train_head.LAYERS, "Draft from the target's features, without config.draft."
 )
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 

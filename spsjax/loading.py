@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import drafters, growth, tokenization
-from spsjax.drafters import base, draft_model
+from spsjax.drafters import draft_model, features
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
-from spsjax.models.hf import feature_weights, hub
+from spsjax.models.hf import feature_weights, head_weights, hub
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
@@ -120,7 +120,7 @@ def load(
     """
     compute_type(dtype)
     folder = _folder(name, weights=True)
-    if feature_weights.is_drafter(folder):
+    if _layout_of(folder):
         raise InputError(
             f"{name}: expected a language model, found a drafter of a target's features, "
             "which load_drafter takes"
@@ -172,7 +172,7 @@ def load_drafter(
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
     folder = _folder(name, weights=True)
-    if feature_weights.is_drafter(folder):
+    if _layout_of(folder):
         return _load_head(str(name), folder, target, dtype, tree, replicate)
     dtype = None if dtype == default_dtype(target.config) else dtype
     return as_drafter(load(name, target.mesh, dtype, bool(replicate)), target, tree)
@@ -183,18 +183,26 @@ def is_feature_drafter(name: str | pathlib.Path) -> bool:
 
     Raises InputError if there is neither.
     """
-    return feature_weights.is_drafter(_folder(name, weights=True))
+    return _layout_of(_folder(name, weights=True)) is not None
+
+
+def _layout_of(folder: pathlib.Path):
+    """Returns the module that reads the drafter in a folder; None: it holds a model."""
+    if head_weights.method_of(folder):
+        return head_weights
+    return feature_weights if feature_weights.is_drafter(folder) else None
 
 
 def _load_head(
     name: str, folder: pathlib.Path, target: Model, dtype, tree: growth.Shape, replicate
 ) -> LoadedDrafter:
     """Returns a drafter that continues the target's features."""
-    layout = feature_weights.describe(folder, target.config)
+    files = _layout_of(folder)
+    layout = files.describe(folder, target.config)
     module = getattr(drafters, layout.method)
     drafter = module.Drafter(target=target.config, tree=tree, **layout.fields)
     where = drafter.shardings(target.mesh, replicate)
-    params = feature_weights.read(layout, drafter.param_shapes(dtype), target.config, where)
+    params = files.read(layout, drafter.param_shapes(dtype), target.config, where)
     return LoadedDrafter(name, drafter, params, target.config.max_positions)
 
 
@@ -203,11 +211,12 @@ def save_drafter(
 ) -> None:
     """Writes a drafter that continues the target's features, for `load_drafter` and for vLLM.
 
-    EAGLE-3 is written in the layout of `speculators`, EAGLE-1 in that of its authors. Raises
-    InputError for another drafter, or if the folder cannot be written.
+    EAGLE-3 is written in the layout of `speculators`, EAGLE-1 and Medusa in that of their authors,
+    an MLP speculator in that of the published ones. Raises InputError for another drafter, or if
+    the folder cannot be written.
     """
     inner = getattr(drafter, "drafter", drafter)
-    if not isinstance(drafter, LoadedDrafter) or not isinstance(inner, base.FeatureDrafter):
+    if not isinstance(drafter, LoadedDrafter) or not isinstance(inner, features.FeatureDrafter):
         raise InputError(
             "drafter: expected a loaded drafter of the target's features, found "
             f"{type(inner).__module__.rpartition('.')[2]}.{type(inner).__name__}"
@@ -222,7 +231,9 @@ def save_drafter(
     fields = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
     about = target.config, target.name, inner.num_speculative_tokens, compute_type(dtype)
     try:
-        feature_weights.save(pathlib.Path(folder), method, fields, drafter.params, *about)
+        layer = isinstance(inner, features.PairDrafter)
+        files = feature_weights if layer else head_weights
+        files.save(pathlib.Path(folder), method, fields, drafter.params, *about)
     except OSError as error:
         path = error.filename or folder
         raise InputError(f"{path}: expected a place to write to, found {one_line(error)}") from None

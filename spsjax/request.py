@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spsjax import decode, loading, sampling, verifiers
-from spsjax.drafters import base, draft_model, none
+from spsjax.drafters import base, draft_model, features, none
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
@@ -179,7 +179,7 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
-    if isinstance(method, base.FeatureDrafter) and method.target != model.config:
+    if isinstance(method, features.FeatureDrafter) and method.target != model.config:
         raise InputError(
             f"drafter {drafter.name}: expected a drafter of this target's features, found one of "
             "another shape of target. Load it for this target with load_drafter."

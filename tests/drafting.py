@@ -11,16 +11,20 @@ from conftest import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spsjax import drafters, loading
-from spsjax.drafters import draft_model, eagle, eagle3
+from spsjax.drafters import draft_model, eagle, eagle3, mlp_speculator
 from spsjax.loading import LoadedDrafter
 from spsjax.training import feature_losses, step
 from spsjax.verifiers import match, rejection
 
 PACKAGE = sorted(
-    module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base"
+    module.name
+    for module in pkgutil.iter_modules(drafters.__path__)
+    if module.name not in ("base", "features")
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
-HEADS = "eagle", "eagle3"
+PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
+STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
+HEADS = (*PAIRS, *STATES)
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -55,6 +59,10 @@ def head(name: str, config, **fields):
     """Returns a drafter of a target's features, untrained; EAGLE-3 lacks some tokens."""
     if name == "eagle":
         return eagle.Drafter(config, config, **fields)
+    if name == "mlp_speculator":
+        return mlp_speculator.Drafter(config, num_steps=4, width=24, **fields)
+    if name in STATES:
+        return getattr(drafters, name).Drafter(config, num_heads=4, **fields)
     fields = {"vocab_size": config.vocab_size * 5 // 6, "tap_layers": (0, 1, 1)} | fields
     return eagle3.Drafter(config, config, **fields)
 
@@ -64,9 +72,11 @@ def trained_head(name: str, config, steps: int = 150):
     """Returns a drafter of the features of `spread_model`, and its parameters."""
     target = spread_model(config.vocab_size).params
     drafter = head(name, config)
-    objective = feature_losses.FeatureObjective(feature=1.0 if name == "eagle" else 0.0)
+    steps_of = {"feature": 1.0} if name == "eagle" else {"steps": 4 if name in STATES else 1}
+    objective = feature_losses.FeatureObjective(**steps_of)
     metrics = feature_losses.feature_metrics(drafter, objective, step.Precision())
     params = drafter.init_params(jax.random.key(3))
+    params = drafter.from_target(params, {"target": target, "drafter": params})
     constants = {name: params.pop(name) for name in drafter.constants}
     frozen = {"target": target, "drafter": constants}
     optimizer = optax.adam(3e-3)
@@ -78,7 +88,7 @@ def trained_head(name: str, config, steps: int = 150):
             tokens = jax.random.randint(key, (16, 17), 0, config.vocab_size)
 
             def loss(params):
-                return metrics(params, frozen, {"tokens": tokens})["loss"][:, 1:].mean()
+                return metrics(params, frozen, {"tokens": tokens})["loss"][:, 4:].mean()
 
             change, moments = optimizer.update(jax.grad(loss)(params), moments)
             return (optax.apply_updates(params, change), moments), None

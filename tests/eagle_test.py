@@ -47,7 +47,7 @@ def target_of(drafter, target, tokens):
     return feature_losses.target_output(drafter, target.params, batch, Precision())
 
 
-@pytest.mark.parametrize("name", drafting.HEADS)
+@pytest.mark.parametrize("name", drafting.PAIRS)
 def test_each_training_step_is_what_drafting_computes(target, name):
     """A draft of the text's own tokens after t has the outputs of index t, step by step."""
     drafter, params = both(name, target)
@@ -55,7 +55,7 @@ def test_each_training_step_is_what_drafting_computes(target, name):
     output = target_of(drafter, target, tokens)
     features = drafter.features(params, output)
     following = jnp.asarray(tokens[:, 1:])
-    trained = list(feature_losses.unrolled(drafter, params, following, features, steps))
+    trained = list(drafter.unrolled(params, following, features, steps))
     for t in (0, 4, 8):
         state = drafter.init(params, len(tokens), 32)
         # The state after t + 2 tokens holds the pairs 0 to t.
@@ -78,13 +78,13 @@ def test_each_training_step_is_what_drafting_computes(target, name):
             np.testing.assert_allclose(drafted[:, 0], trained[step][:, t], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", drafting.HEADS)
+@pytest.mark.parametrize("name", drafting.PAIRS)
 def test_first_of_several_steps_is_one_causal_pass(target, name):
     drafter, params = both(name, target)
     features = drafter.features(params, target_of(drafter, target, texts_of()))
     following = jnp.asarray(texts_of()[:, 1:])
-    (alone,) = feature_losses.unrolled(drafter, params, following, features, 1)
-    first, *_ = feature_losses.unrolled(drafter, params, following, features, 3, detached=True)
+    (alone,) = drafter.unrolled(params, following, features, 1)
+    first, *_ = drafter.unrolled(params, following, features, 3, detached=True)
     np.testing.assert_allclose(first, alone, atol=1e-5)
 
 
@@ -96,13 +96,13 @@ def test_pairs_of_a_feature_and_the_wrong_token_teach_less(target):
     rates = []
     for shift in (1, 0):
         tokens = jnp.asarray(texts_of(32)[:, shift : shift + 12])
-        (outputs,) = feature_losses.unrolled(drafter, params, tokens, features, 1)
+        (outputs,) = drafter.unrolled(params, tokens, features, 1)
         draft = drafter.logits(params, outputs)[:, :-1]
         rates.append(float(losses.acceptance(output.logits[:, 1:], draft).mean()))
     assert rates[0] > rates[1] + 0.05, rates
 
 
-@pytest.mark.parametrize("name", drafting.HEADS)
+@pytest.mark.parametrize("name", drafting.PAIRS)
 def test_metrics_are_those_of_the_distributions(target, name):
     """Acceptance and agreement of both steps, computed from whole logits, text by text."""
     drafter, params = both(name, target)
@@ -116,7 +116,7 @@ def test_metrics_are_those_of_the_distributions(target, name):
     output = target_of(drafter, target, texts_of())
     features = drafter.features(params, output)
     following = batch["tokens"][:, 1:]
-    steps = feature_losses.unrolled(drafter, params, following, features, 2)
+    steps = drafter.unrolled(params, following, features, 2)
     expected = 0
     for step, outputs in enumerate(steps):
         columns = slice(1 + step, None)
@@ -166,7 +166,7 @@ def test_gradient_stops_between_detached_steps(target):
     following = jnp.asarray(texts_of()[:, 1:])
 
     def second(first_features, detached):
-        steps = feature_losses.unrolled(drafter, params, following, first_features, 2, detached)
+        steps = drafter.unrolled(params, following, first_features, 2, detached)
         return jnp.sum(list(steps)[1][:, :-2] ** 2)
 
     # With and without a path from the first outputs to the second ones.
@@ -185,7 +185,7 @@ def test_greedy_texts_of_trees_are_those_of_plain_decoding(target, name, tree):
     head = loaded(name, target, tree=tree, num_speculative_tokens=tree.depth)
     out = spsjax.generate(target, PROMPTS, head, None, GREEDY, 16, stop_at_eos=False)
     assert np.array_equal(out.tokens, plain.tokens)
-    assert out.stats.block_efficiency > 1.1
+    assert out.stats.block_efficiency > 1
 
 
 @pytest.mark.parametrize("name", drafting.HEADS)
@@ -226,7 +226,7 @@ def paths_of(proposal):
     return paths
 
 
-@pytest.mark.parametrize("name", drafting.HEADS)
+@pytest.mark.parametrize("name", drafting.PAIRS)
 def test_every_node_of_a_tree_has_the_distribution_of_its_own_path(target, name):
     drafter, params = both(name, target)
     shape = Tree((0, 0, 1, 1, 2, 3, 5, 6))
@@ -283,7 +283,7 @@ def test_dynamic_tree_of_features_keeps_the_most_probable_paths(target):
     assert {*paths_of(proposal)[1:]} == {*best}
 
 
-@pytest.mark.parametrize("name", drafting.HEADS)
+@pytest.mark.parametrize("name", drafting.PAIRS)
 def test_saved_drafter_is_loaded_with_the_same_tokens(target, name, tmp_path):
     head = loaded(name, target, num_speculative_tokens=3)
     spsjax.save_drafter(tmp_path / name, head, target, "float32")
@@ -430,7 +430,7 @@ def test_narrow_head_reads_a_wider_target(target, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "eagle4"}, "drafter.method: expected eagle, eagle3, found 'eagle4'"),
+        ({"method": "eagle4"}, "drafter.method: expected eagle, eagle3, .*, found 'eagle4'"),
         ({"method": "eagle", "num_heads": 3}, "num_heads: expected a multiple"),
         ({"method": "eagle", "colour": 1}, "drafter: expected the fields of Drafter"),
         ({"method": "eagle", "tree": 5}, "drafter: expected no tree"),
@@ -489,7 +489,7 @@ def test_training_of_eagle_3_begins_with_the_targets_head(options):
     drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 9}, config)
     ids = jnp.arange(0, 45, 5)
     head = drafter.init_params(jax.random.key(0)) | {"ids": ids}
-    head |= drafter.from_target({"target": weights, "drafter": {"ids": ids}})
+    head = drafter.from_target(head, {"target": weights, "drafter": {"ids": ids}})
     state = jax.random.normal(jax.random.key(1), (2, 3, config.d_model))
     mean_square = np.square(state).mean(-1, keepdims=True)
     normed = state / np.sqrt(mean_square + config.norm_eps) * (config.norm_offset + scale)
@@ -497,4 +497,4 @@ def test_training_of_eagle_3_begins_with_the_targets_head(options):
     found = drafter.draft_logits({"drafter": head}, state)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     narrow = train_head.build_drafter({"method": "eagle3", "d_model": 16}, config)
-    assert narrow.from_target({"target": weights, "drafter": {}}) == {}
+    assert narrow.from_target({}, {"target": weights, "drafter": {}}) == {}

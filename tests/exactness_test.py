@@ -66,9 +66,11 @@ def head(name, K):
     config = dataclasses.replace(enumeration.config(VOCAB), d_model=VOCAB, d_ff=4)
     drafter = drafting.head(name, config, num_speculative_tokens=K)
     params = drafter.init_params(jax.random.key(6), jnp.float64)
-    grown = {key: jax.tree.map(lambda leaf: 8 * leaf, params[key]) for key in ("fc", "layer")}
-    if "head" in params:
-        grown["head"] = jax.tree.map(lambda leaf: 8 * leaf, params["head"])
+    grown = {
+        key: jax.tree.map(lambda leaf: 8 * leaf, value)
+        for key, value in params.items()
+        if key not in ("ids", "norm", "embed_norm", "feature_norm")
+    }
     return LoadedDrafter("", drafter, params | grown)
 
 

@@ -73,7 +73,7 @@ def test_unrolled_logits_are_those_of_speculators(speculators, target, tmp_path,
     )
     features = drafter.features(params, output)
     following = jnp.asarray(TOKENS[:, 1:])
-    steps = feature_losses.unrolled(drafter, params, following, features, 3)
+    steps = drafter.unrolled(params, following, features, 3)
     ours = [np.asarray(drafter.draft_logits(params, outputs)) for outputs in steps]
 
     theirs, model = [], Eagle3DraftModel.from_pretrained(tmp_path / "drafter")

@@ -19,7 +19,7 @@ from spsjax.training.train_head import train_head
 from spsjax.training.train_target import train_target
 
 ROOT = pathlib.Path(__file__).parent.parent
-STEPS = {"eagle": 1, "hass": 2, "eagle3": 3}
+STEPS = {"eagle": 1, "hass": 2, "eagle3": 3, "medusa": 4, "blockwise": 4, "mlp_speculator": 4}
 GREEDY = spsjax.SamplingParams(0.0)
 
 

@@ -14,7 +14,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from spsjax import drafters, growth, loading
-from spsjax.drafters import base
+from spsjax.drafters import base, features
 from spsjax.errors import InputError, check_flag, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
@@ -152,7 +152,7 @@ def with_tree(drafter, target: loading.Model, path: str):
     tree = read_tree(path)
     if isinstance(drafter, loading.Model):
         return loading.as_drafter(drafter, target, tree)
-    if not isinstance(getattr(drafter, "drafter", None), base.FeatureDrafter):
+    if not isinstance(getattr(drafter, "drafter", None), features.FeatureDrafter):
         raise InputError("tree: expected none without a draft model, found one")
     shaped = dataclasses.replace(drafter.drafter, tree=tree, num_speculative_tokens=tree.depth)
     return dataclasses.replace(drafter, drafter=shaped)

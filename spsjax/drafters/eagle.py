@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import base
+from spsjax.drafters import features
 from spsjax.errors import InputError
 from spsjax.growth import DynamicTree, Tree
 from spsjax.models import pure, transformer
@@ -40,7 +40,7 @@ class Eagle(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(base.FeatureDrafter):
+class Drafter(features.PairDrafter):
     """Drafts with the target's embedding and head. Lossless.
 
     A feature is the target's final hidden state, after its norm.
@@ -67,7 +67,7 @@ class Drafter(base.FeatureDrafter):
         layer = pure.bind(Eagle, self.config, weights, dtype)
         return layer(embedded, features_BTD.astype(dtype), context, cache, earlier)
 
-    def draft_logits(self, params, outputs_BTD):
+    def draft_logits(self, params, outputs_BTD, depth=0):
         weights = params["target"]
         outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
         return transformer.head(self.target, weights, outputs)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import base
+from spsjax.drafters import features
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.feature_layer import FeatureLayer
-from spsjax.models.layers import INIT, Norm, make_linear, two_rows
+from spsjax.models.layers import INIT, Norm, head_logits, make_linear
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree
 
@@ -61,18 +61,11 @@ class Eagle3(nnx.Module):
     def logits(self, outputs_BTD) -> Array:
         """Returns logits [B, T, R] of the R tokens of the draft's vocabulary."""
         normed = outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
-        kernel = self.head.kernel[...]
-
-        wide = jnp.promote_types(kernel.dtype, jnp.float32)  # the sampler's ratios need the bits
-
-        def product(x):
-            return jnp.einsum("btd,dr->btr", x, kernel, preferred_element_type=wide)
-
-        return two_rows(product, normed)
+        return head_logits(normed, self.head.kernel[...])
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(base.FeatureDrafter):
+class Drafter(features.PairDrafter):
     """Drafts with a head of its own, often of the most frequent tokens only. Lossless.
 
     `params["drafter"]["ids"]` are the target's ids of the draft's tokens, in ascending order.
@@ -116,11 +109,13 @@ class Drafter(base.FeatureDrafter):
     def split_like(self):
         return dataclasses.replace(self.config, vocab_size=self.vocab_size)
 
-    def from_target(self, params):
+    def from_target(self, weights, params):
         if self.config.d_model != self.target.d_model:
-            return {}
-        kernel = transformer.head_kernel(self.target, params["target"])
-        return {"head": {"kernel": kernel[:, self.draft_ids(params)].astype(jnp.float32)}}
+            return weights
+        scale = self.target.norm_offset + params["target"]["norm"]["scale"]
+        kernel = scale[:, None] * transformer.head_kernel(self.target, params["target"])
+        kernel = kernel[:, self.draft_ids(params)].astype(jnp.float32)
+        return weights | {"head": {"kernel": kernel}}
 
     def step_weights(self, params):
         # Features are fused once per round.
@@ -138,7 +133,7 @@ class Drafter(base.FeatureDrafter):
         layer = self._bind(weights)
         return layer(embedded.astype(_dtype(weights)), features_BTD, context, cache, earlier)
 
-    def draft_logits(self, params, outputs_BTD):
+    def draft_logits(self, params, outputs_BTD, depth=0):
         return self._bind(_trained(params["drafter"])).logits(outputs_BTD)
 
     def draft_ids(self, params):

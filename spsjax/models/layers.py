@@ -320,6 +320,16 @@ class DecoderBlock(nnx.Module):
 _ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
+def head_logits(x_BTD: Array, kernel_DV: Array) -> Array:
+    """Returns logits [B, T, V] of at least float32: the sampler's ratios need the bits."""
+    wide = jnp.promote_types(kernel_DV.dtype, jnp.float32)
+
+    def product(x):
+        return jnp.einsum("btd,dv->btv", x, kernel_DV, preferred_element_type=wide)
+
+    return two_rows(product, x_BTD)
+
+
 def make_linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
     return Linear(
         features_in,

@@ -161,11 +161,9 @@ def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
 
 
 def head_kernel(config: Config, params: PyTree) -> Array:
-    """Returns the head's matrix [D, V] with the scale of the final norm, without its bias."""
-    scale = config.norm_offset + params["norm"]["scale"]
+    """Returns the head's matrix [D, V], with the rows that pad the vocabulary."""
     tied = config.tie_embeddings
-    kernel = params["embed"]["embedding"].T if tied else params["head"]["kernel"]
-    return scale[:, None] * kernel[:, : config.vocab_size]
+    return params["embed"]["embedding"].T if tied else params["head"]["kernel"]
 
 
 def embed(config: Config, params: PyTree, tokens_BT: Array) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
 from spsjax.drafters import draft_model, none
-from spsjax.drafters.base import FeatureDrafter
+from spsjax.drafters.features import PairDrafter
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.growth import Tree
 from spsjax.models import transformer
@@ -26,7 +26,7 @@ from spsjax.verifiers import recursive, rejection
 
 # The last: ArS of a draft model alone, or one step of another drafter.
 PROGRAMS = "prefill", "ArS", "SpS", "draft"
-Draft = transformer.Config | FeatureDrafter
+Draft = transformer.Config | PairDrafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Plan:
 
     name: str
     target: transformer.Config
-    drafter: draft_model.Drafter | FeatureDrafter
+    drafter: draft_model.Drafter | PairDrafter
     chip: hardware.Chip
     mesh: jax.sharding.Mesh
     batch: int
@@ -324,7 +324,7 @@ class Plan:
         )
 
 
-def _draft_step(drafter: FeatureDrafter, params: PyTree, token_BT, state):
+def _draft_step(drafter: PairDrafter, params: PyTree, token_BT, state):
     """Returns what follows a token by a drafter of features, and the block."""
     outputs, block = drafter.run(params, token_BT, state.last[:, None], state.cache)
     return drafter.logits(params, outputs), block
@@ -339,7 +339,7 @@ def _plan(target, drafter, name: str, sizes: Mapping[str, int], dtype, replicate
             f"data: expected a divisor of {len(devices)} devices and of {batch} rows, found {data}"
         )
     mesh = sharding.mesh(data, len(devices) // data, devices)
-    if isinstance(drafter, FeatureDrafter):
+    if isinstance(drafter, PairDrafter):
         shapes = drafter.param_shapes(dtype)
         weights = sharding.place_shapes(shapes, drafter.shardings(mesh, replicate))
     else:

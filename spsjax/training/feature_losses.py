@@ -9,13 +9,12 @@ step, HASS's harmonised context (Zhang et al. 2408.15766, 3.2).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from spsjax import cache as kv
-from spsjax.drafters.base import FeatureDrafter
+from spsjax.drafters.features import FeatureDrafter
 from spsjax.errors import InputError, check_flag, check_integer, check_number
 from spsjax.models import transformer
 from spsjax.training import losses
@@ -105,12 +104,12 @@ def feature_metrics(
         later = index[: -(-len(index) // objective.every)] * objective.every
         later += _number_of(tokens) % objective.every
         options = max(objective.steps, depth), objective.detached, precision.remat
-        steps = unrolled(drafter, both, tokens[:, 1:], fed, *options, later)
+        steps = drafter.unrolled(both, tokens[:, 1:], fed, *options, later)
         for step, outputs in enumerate(steps):
             # The output of pair t, after `step` tokens, stands for feature t + 1 + step.
             columns = (later if step else index) + 1 + step
             suffix, weight = (f"_{step + 1}", objective.every) if step else ("", 1)
-            for name, value in judge(outputs, columns).items():
+            for name, value in judge(outputs, columns, step).items():
                 whole = jnp.zeros(features.shape[:2], value.dtype)
                 values[name + suffix] = whole.at[:, columns].set(weight * value, mode="drop")
         names = [name for name in values if name.startswith("loss")]
@@ -142,50 +141,10 @@ def target_output(
     return jax.lax.stop_gradient(ModelOutput(logits, states, tuple(taps), None))
 
 
-def unrolled(
-    drafter: FeatureDrafter,
-    params: PyTree,
-    next_BT: Array,
-    features_BTD: Array,
-    steps: int,
-    detached: bool = False,
-    remat: bool = False,
-    later: Array | None = None,
-) -> Iterator[Array]:
-    """Yields the outputs of each step: at t, those of a draft of `step` tokens after t.
-
-    In step i, index t stands for a draft that began after pair t, with the text's tokens t + 2 to
-    t + 1 + i as its tokens. It sees the true pairs up to t, and its own drafted pairs: exactly what
-    `propose` sees. The last i indices have no such tokens, and garbage.
-
-    Outputs are [B, T, D] of all indices in the first step, and [B, L, D] of the indices `later`
-    [L] from then on; None: of all.
-    """
-    config, (B, T) = drafter.config, next_BT.shape
-    run = jax.checkpoint(drafter.run) if remat else drafter.run
-    outputs, true = run(params, next_BT, features_BTD, None)
-    yield outputs
-    # From here on every index is a row of its own, which drafts after its part of the text.
-    if later is not None:
-        outputs = outputs[:, later]
-    index = jnp.arange(T) if later is None else later
-    L, lengths = len(index), jnp.tile(index.astype(jnp.int32) + 1, B)
-    cache = kv.KVCache(true.keys, true.values, lengths, (None,))
-    shape = B * L, config.num_kv_heads, steps - 1, config.head_dim
-    own = kv.empty_block(1, shape, outputs.dtype)
-    for step in range(1, steps):
-        drafted = jax.lax.stop_gradient(outputs) if detached else outputs
-        tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
-        rows = tokens.reshape(B * L, 1), drafted.reshape(B * L, 1, -1)
-        outputs, own = run(params, *rows, cache, own)
-        outputs = outputs.reshape(B, L, -1)
-        yield outputs
-
-
 def _judge(
     drafter, params, objective, target, features, temperature
-) -> Callable[[Array, Array], dict[str, Array]]:
-    """Returns what gives loss, acceptance and agreement [B, L] of outputs as features of columns.
+) -> Callable[[Array, Array, int], dict[str, Array]]:
+    """Returns what gives loss, acceptance and agreement [B, L] of a step's outputs in columns.
 
     The target's side is the same in all steps, and is computed here, once.
     """
@@ -201,10 +160,10 @@ def _judge(
     divergence = losses.divergence(objective.divergence)
     sides = all_logits, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features)
 
-    def judge(outputs, columns):
+    def judge(outputs, columns, step):
         take = functools.partial(jnp.take, indices=columns, axis=1, mode="clip")
         logits, log_probs, best, counts, wanted = map(take, sides)
-        draft_logits = drafter.draft_logits(params, outputs).astype(jnp.float32)
+        draft_logits = drafter.draft_logits(params, outputs, step).astype(jnp.float32)
         loss = objective.token * divergence(logits, draft_logits)
         if objective.top_k:
             loss += objective.top_k * _top_cross_entropy(logits, draft_logits)

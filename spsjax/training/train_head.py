@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from spsjax import drafters, loading
-from spsjax.drafters.base import FeatureDrafter
+from spsjax.drafters.features import FeatureDrafter
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
@@ -19,11 +19,12 @@ from spsjax.training import distillation, draft_data, feature_losses
 from spsjax.training import step as train_step
 from spsjax.training.draft_evaluation import DraftEvalConfig, DraftEvaluator
 from spsjax.training.target_cache import TargetCache
-from spsjax.training.trainer import Trainer, TrainingCorpus, flops_per_token
+from spsjax.training.trainer import Trainer, TrainingCorpus
 from spsjax.types import PyTree
 from spsjax.utils import from_config, hashing
 
-METHODS = "eagle", "eagle3"
+LAYERS = "eagle", "eagle3"
+METHODS = (*LAYERS, "medusa", "blockwise", "mlp_speculator")
 
 
 def default_config() -> ConfigDict:
@@ -154,7 +155,7 @@ def train_head(
     shapes = sharding.place_shapes(shapes, where)
 
     def init_params(key, frozen) -> PyTree:
-        params = drafter.init_params(key) | drafter.from_target(frozen)
+        params = drafter.from_target(drafter.init_params(key), frozen)
         return {name: params[name] for name in shapes}
 
     runs_target = setup.target_cache.store == "nothing"
@@ -174,12 +175,8 @@ def train_head(
             first=objective.steps + 1,
         ),
         _evaluator(setup, trainer, corpus, frozen, as_drafter).evaluate,
-        flops_per_token=flops_per_token(
-            drafter.config,
-            objective.steps * transformer.num_params(shapes),
-            config.length,
-            transformer.num_params(target.params) if runs_target else 0,
-        ),
+        flops_per_token=6 * objective.steps * transformer.num_params(shapes)
+        + 2 * transformer.num_params(target.params) * runs_target,
     )
     return trainer.save_drafter(as_drafter(params), target)
 
@@ -200,12 +197,15 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
         raise InputError(f"{config.target}: expected a tokenizer beside the weights, found none")
     trainer.choose_tokenizer(target.tokenizer)
     drafter = build_drafter(config.drafter, target.config)
-    trainer.check_length(drafter.config.max_positions)
+    trainer.check_length(target.config.max_positions)
     check_flag("mesh.replicate", config.mesh.replicate)
     drafter.shardings(trainer.mesh, config.mesh.replicate)
     setup = _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
-    mixture.check_fits(config.length)
-    draft_eval.check_fits(target.config.max_positions, config.length + 1, setup.depth + 1)
+    if drafter.max_steps is not None and setup.depth > drafter.max_steps:
+        raise InputError(
+            f"objective.steps, draft_eval.num_speculative_tokens: expected at most the drafter's "
+            f"{drafter.max_steps} steps, found {setup.depth}"
+        )
     if objective.every > config.length:
         raise InputError(f"objective.every: expected at most the length, found {objective.every}")
     if config.length <= setup.depth + 1:
@@ -213,6 +213,8 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
             f"length: expected above objective.steps and draft_eval.num_speculative_tokens, "
             f"{setup.depth}, by 2 or more, found {config.length}"
         )
+    mixture.check_fits(config.length)
+    draft_eval.check_fits(target.config.max_positions, config.length + 1, setup.depth + 1)
     return setup
 
 
@@ -256,6 +258,9 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
     if method not in METHODS:
         expected = ", ".join(METHODS)
         raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
+    module = getattr(drafters, method)
+    if method not in LAYERS:
+        return from_config.build("drafter", module.Drafter, options, target=target)
     sizes = {
         field: options.pop(field, 0) or getattr(target, field)
         for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
@@ -271,7 +276,6 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
         options["tap_layers"] = tuple(taps) if isinstance(taps, list) else taps
         if options.get("vocab_size", 0) == 0:
             options["vocab_size"] = target.vocab_size
-    module = getattr(drafters, method)
     return from_config.build("drafter", module.Drafter, options, config=layer, target=target)
 
 

@@ -1,0 +1,67 @@
+"""One feed-forward layer predicts several tokens (Stern et al. 2018, arXiv 1811.03115).
+
+**Lossless** with every lossless verifier; the paper's own acceptance is greedy.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spsjax.drafters import features
+from spsjax.errors import check_integer
+from spsjax.models import pure, transformer
+from spsjax.models.layers import make_linear, two_rows
+
+
+class Blockwise(nnx.Module):
+    """A hidden layer that all heads share, and one output layer per head."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        width, heads = drafter.target.d_model, range(drafter.num_heads)
+        hidden = drafter.num_heads * drafter.d_ff
+        make = {"dtype": dtype, "rngs": rngs}
+        self.up = make_linear(width, hidden, True, **make)
+        self.outs = nnx.List([make_linear(hidden, width, True, **make) for _ in heads])
+
+    def __call__(self, x_BTD, head: int):
+        def run(x):
+            return self.outs[head](jax.nn.relu(self.up(x)))
+
+        return x_BTD + two_rows(run, x_BTD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(features.HeadsDrafter):
+    """Drafts with heads that share a hidden layer, and the target's vocabulary matrix. Lossless.
+
+    Attributes:
+        d_ff: units of the hidden layer per head.
+    """
+
+    d_ff: int = 512
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_integer("d_ff", self.d_ff, 1)
+
+    @property
+    def shares_head(self):
+        return True
+
+    def outputs(self, params, features_BTD, depth):
+        weights = params["drafter"]
+        dtype = weights["up"]["bias"].dtype
+        return pure.bind(Blockwise, self, weights, dtype)(features_BTD, depth)
+
+    def draft_logits(self, params, outputs_BTD, depth=0):
+        weights = params["target"]
+        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
+        return transformer.head(self.target, weights, outputs)
+
+    def param_shapes(self, dtype):
+        return pure.param_shapes(Blockwise, self, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(Blockwise, self, key, dtype)

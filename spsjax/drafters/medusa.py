@@ -1,0 +1,110 @@
+"""One head per draft token, on the target's last state (Medusa; Cai et al. 2024, arXiv 2401.10774).
+
+Head i predicts token t + 2 + i from the state after token t, and sees nothing of what comes
+between. **Lossless**, as is every drafter; the paper's typical acceptance is a verifier, and is
+not.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+
+from spsjax.drafters import features
+from spsjax.errors import check_flag, check_integer
+from spsjax.models import pure, transformer
+from spsjax.models.layers import INIT, head_logits, two_rows
+
+
+class _Block(nnx.Module):
+    """x + SiLU(W x + b), which begins as x."""
+
+    def __init__(self, width: int, *, dtype, rngs: nnx.Rngs):
+        zeros = nnx.initializers.zeros_init()
+        self.linear = nnx.Linear(
+            width, width, dtype=dtype, param_dtype=dtype, kernel_init=zeros, rngs=rngs
+        )
+
+    def __call__(self, x_BTD):
+        return x_BTD + nnx.silu(two_rows(self.linear, x_BTD))
+
+
+class _Head(nnx.Module):
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        width, blocks = drafter.target.d_model, range(drafter.num_blocks)
+        self.blocks = nnx.List([_Block(width, dtype=dtype, rngs=rngs) for _ in blocks])
+        if drafter.own_heads:
+            self.head = nnx.Linear(
+                width,
+                drafter.target.vocab_rows,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=dtype,
+                kernel_init=INIT,
+                rngs=rngs,
+            )
+
+    def __call__(self, x_BTD):
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return x_BTD
+
+
+class Medusa(nnx.Module):
+    """The heads, first token first."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        heads = range(drafter.num_heads)
+        self.heads = nnx.List([_Head(drafter, dtype=dtype, rngs=rngs) for _ in heads])
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(features.HeadsDrafter):
+    """Drafts with heads that do not see each other's tokens. Lossless.
+
+    Attributes:
+        own_heads: whether every head has a vocabulary matrix of its own, which training begins with
+            the target's; else all use the target's.
+        num_blocks: residual blocks per head.
+    """
+
+    own_heads: bool = True
+    num_blocks: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_flag("own_heads", self.own_heads)
+        check_integer("num_blocks", self.num_blocks, 1)
+
+    @property
+    def shares_head(self):
+        return not self.own_heads
+
+    def from_target(self, weights, params):
+        if not self.own_heads:
+            return weights
+        kernel = transformer.head_kernel(self.target, params["target"]).astype(jnp.float32)
+        heads = {i: head | {"head": {"kernel": kernel}} for i, head in weights["heads"].items()}
+        return {"heads": heads}
+
+    def outputs(self, params, features_BTD, depth):
+        heads = self._bind(params["drafter"]).heads
+        return heads[depth](features_BTD)
+
+    def draft_logits(self, params, outputs_BTD, depth=0):
+        if not self.own_heads:
+            outputs = outputs_BTD.astype(params["target"]["norm"]["scale"].dtype)
+            return transformer.head(self.target, params["target"], outputs)
+        kernel = self._bind(params["drafter"]).heads[depth].head.kernel[...]
+        return head_logits(outputs_BTD, kernel)[..., : self.target.vocab_size]
+
+    def param_shapes(self, dtype):
+        return pure.param_shapes(Medusa, self, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(Medusa, self, key, dtype)
+
+    def _bind(self, weights) -> Medusa:
+        return pure.bind(
+            Medusa, self, weights, weights["heads"][0]["blocks"][0]["linear"]["bias"].dtype
+        )

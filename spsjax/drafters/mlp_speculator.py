@@ -1,0 +1,170 @@
+"""A small recurrent network on the target's last state (Wertheimer et al. 2024, arXiv 2404.19124).
+
+Each step mixes the state before with a token's embedding. Training begins with the texts' own
+tokens, and goes on with the target's. **Lossless**, as is every drafter.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from spsjax import growth
+from spsjax.drafters import features
+from spsjax.errors import InputError, check_flag, check_integer
+from spsjax.models import pure
+from spsjax.models.layers import head_logits, two_rows
+
+_NORM_EPS = 1e-6
+
+
+class _Step(nnx.Module):
+    """What one step owns; a tied step owns nothing but, sometimes, its projection."""
+
+    def __init__(self, drafter: "Drafter", index: int, *, dtype, rngs: nnx.Rngs):
+        width, own = drafter.width, index == 0 or not drafter.tied
+        vocab = drafter.target.vocab_rows
+        normal = nnx.initializers.normal(width**-0.5)
+        make = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        if index <= 1 or not drafter.tied:  # the first reads the target's state, which may be wider
+            wide = width if index else drafter.target.d_model
+            self.project = nnx.Linear(wide, width, use_bias=False, kernel_init=normal, **make)
+        if own:
+            self.embed = nnx.Embed(vocab, width, embedding_init=normal, **make)
+            self.norm = nnx.LayerNorm(width, epsilon=_NORM_EPS, **make)
+            self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=normal, **make)
+
+
+class MLPSpeculator(nnx.Module):
+    """The steps, first token first."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        indices = range(drafter.num_steps)
+        self.steps = nnx.List([_Step(drafter, i, dtype=dtype, rngs=rngs) for i in indices])
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(features.StateDrafter):
+    """Drafts with a recurrent network of `num_steps` steps. Lossless.
+
+    Attributes:
+        num_steps: n; K is at most n. K is n, or the depth of the tree, if it is None.
+        width: M, width of the network.
+        tied: whether all steps share embedding, norm and head, and all but the first their
+            projection.
+        scale_input: whether the target's state is normalised first.
+    """
+
+    num_steps: int = 3
+    width: int = 4096
+    tied: bool = True
+    scale_input: bool = True
+
+    def __post_init__(self):
+        check_integer("num_steps", self.num_steps, 1)
+        check_integer("width", self.width, 1)
+        check_flag("tied", self.tied)
+        check_flag("scale_input", self.scale_input)
+        if self.num_speculative_tokens is None and self.tree is None:
+            object.__setattr__(self, "num_speculative_tokens", self.num_steps)
+        super().__post_init__()
+        if self.num_speculative_tokens > self.num_steps:
+            raise InputError(
+                f"num_speculative_tokens: expected at most one for each of {self.num_steps} steps, "
+                f"found {self.num_speculative_tokens}"
+            )
+
+    @property
+    def max_steps(self):
+        return self.num_steps
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        K = self.num_speculative_tokens
+        B, num_fed = len(lengths_B), growth.num_fed(self.tree, K)
+        fed = jnp.arange(num_fed)
+
+        def feed(carry, tokens_BT, depth, above):
+            """Runs a step over one level of nodes (`growth.Feed`)."""
+            states, count = carry  # [B, F, M] state of each fed node, and how many there are
+            if isinstance(depth, int) and depth == 0:
+                before = self.begin(state[:, None])
+            else:
+                parent = jnp.max(jnp.where(above & (fed < count), fed, 0), axis=2)
+                parent = jnp.broadcast_to(parent, tokens_BT.shape)
+                before = jnp.take_along_axis(states, parent[..., None], axis=1)
+            new = self.step(params, before, tokens_BT, depth)
+            states = lax.dynamic_update_slice_in_dim(states, new, count, axis=1)
+            return self.logits(params, new, depth), (states, count + tokens_BT.shape[1])
+
+        start = jnp.zeros((B, num_fed, self.width), state.dtype), 0
+        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
+        return proposal, state
+
+    def unrolled(
+        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+    ):
+        index = jnp.arange(features_BTD.shape[1])
+        run = jax.checkpoint(self.step, static_argnums=3) if remat else self.step
+        state = self.begin(features_BTD)
+        for depth in range(steps):
+            if depth == 1 and later is not None:
+                index, state = later, state[:, later]
+            tokens = jnp.take(next_BT, index + depth, axis=1, mode="clip")
+            state = run(params, lax.stop_gradient(state) if detached else state, tokens, depth)
+            yield state
+
+    def begin(self, features_BTD):
+        """Returns what the first step reads of the target's states."""
+        if not self.scale_input:
+            return features_BTD
+        wide = features_BTD.astype(jnp.promote_types(features_BTD.dtype, jnp.float32))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred**2, axis=-1, keepdims=True)
+        return (centred * lax.rsqrt(2 * (variance + _NORM_EPS))).astype(features_BTD.dtype)
+
+    def step(self, params, state_BTM, tokens_BT, depth):
+        """Returns the states [B, T, M] after some tokens, of a depth."""
+
+        known = jnp.clip(tokens_BT, 0, self.target.vocab_size - 1)
+
+        def run(index, network):
+            own = network.steps[0 if self.tied else index]
+            project = network.steps[min(index, 1) if self.tied else index].project
+            summed = two_rows(project, state_BTM) + self._token_scale * own.embed(known)
+            return jax.nn.gelu(own.norm(summed), approximate=False)
+
+        return self._at(params, depth, run)
+
+    def draft_logits(self, params, outputs_BTD, depth=0):
+        def run(index, network):
+            kernel = network.steps[0 if self.tied else index].head.kernel[...]
+            return head_logits(outputs_BTD, kernel)[..., : self.target.vocab_size]
+
+        return self._at(params, depth, run)
+
+    def param_shapes(self, dtype):
+        return pure.param_shapes(MLPSpeculator, self, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(MLPSpeculator, self, key, dtype)
+
+    @property
+    def _token_scale(self) -> float:
+        """Weight of a token's embedding beside the state, whose weight is 1."""
+        state_weight = 0.5 ** (0.5 / self.num_steps)
+        token_weight = ((1 - state_weight**2) * self.width / 2) ** 0.5
+        return token_weight / state_weight
+
+    def _at(self, params, depth, run):
+        """Returns `run(index, network)` for the step of a depth, which may be traced."""
+        weights = params["drafter"]
+        network = pure.bind(MLPSpeculator, self, weights, weights["steps"][0]["norm"]["bias"].dtype)
+        if isinstance(depth, int):
+            return run(depth, network)
+        if self.tied:  # all steps after the first are equal
+            return run(1, network)
+        later = [lambda index=index: run(index, network) for index in range(1, self.num_steps)]
+        return lax.switch(depth - 1, later)
