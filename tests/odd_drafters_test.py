@@ -153,7 +153,7 @@ def test_drafter_name_gets_a_hint(model):
         with one_line("expected 'ngram' or a model", repr(name)):
             spsjax.load_drafter(name, model)
     with one_line("expected none, model, ngram or another", "'n-gram'"):
-        configs.load_drafter("n-gram", "", ConfigDict())
+        configs.load_drafter("n-gram", "", ConfigDict(), None)
 
 
 def test_weights_of_another_shape_are_refused(model):
