@@ -48,7 +48,7 @@ def test_download_with_weights_fetches_single_file_or_shards(library, tmp_path):
 
 
 def test_download_without_safetensors_is_refused(library):
-    with one_line("hf://someone/tiny", "neither", "pickle", "save_pretrained"):
+    with one_line("hf://someone/tiny", "neither", "pickle", "safetensors.torch.save_file"):
         hub.download("hf://someone/tiny", weights=True)
 
 

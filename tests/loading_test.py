@@ -102,7 +102,7 @@ def test_load_from_hub_downloads_only_needed_files(model_folder, monkeypatch):
     assert hub.calls[-1][2] == ["model.safetensors", "part1.safetensors"]
     index.unlink()
     (model_folder / "model.safetensors").unlink()
-    with one_line("hf://someone/tiny", "neither", "pickle", "save_pretrained"):
+    with one_line("hf://someone/tiny", "neither", "pickle", "safetensors.torch.save_file"):
         loading.load("hf://someone/tiny")
     with one_line("hf://someone/none", "Repository Not Found"):
         loading.load("hf://someone/none")
