@@ -8,9 +8,15 @@ The target writes texts. At every position of them, draft tokens are drawn and v
 the rate at which each child of a node is accepted. Passes of both models are timed. The dynamic
 programme of Sequoia (arXiv 2402.12374) finds the shape with most tokens per call for every number
 of draft tokens and of levels; the fastest of these is taken.
+
+    python scripts/plan_tree.py --draft=runs/medusa/drafter --output=runs/tree.json
+
+A drafter of the target's features gets a tree of its most probable tokens, which grows where they
+are accepted most often, by depth and rank (Medusa, arXiv 2401.10774).
 Every key of the config is a flag; configs/experiments/plan_tree.py lists them.
 """
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
@@ -32,7 +38,7 @@ from spsjax.utils import atomic_files, from_config
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to plan.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write the fastest tree to this file.")
 main.require("output")
 
@@ -49,39 +55,28 @@ def run():
         raise InputError("num_nodes: expected at least one, found none")
     for size in config.num_nodes:
         check_integer("num_nodes", size, 1)
-    mesh = configs.mesh(config.mesh)
-    target = loading.load(config.target, mesh, config.dtype)
-    draft = loading.load(config.draft, mesh, config.dtype)
-    drafter = loading.as_drafter(draft, target)
-
+    target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
+    if loading.is_feature_drafter(config.draft):
+        draft, plan = loading.load_drafter(config.draft, target), plans_of_head
+        drafter = draft
+    else:
+        draft, plan = loading.load(config.draft, target.mesh, config.dtype), plans_of_model
+        drafter = loading.as_drafter(draft, target)
     prompts = list(speed.prompts_of(config, target).values())
     options = {"max_new_tokens": config.max_new_tokens, "seed": config.seed}
     out = generation.generate(target, prompts, drafter, None, params, **options)
     texts = [(prompt, tokens.tolist()) for prompt, tokens in zip(prompts, out.tokens)]
     texts = [(prompt, tokens) for prompt, tokens in texts if tokens]
-    progress = terminal.progress("acceptance by child")
-    width = min(config.most_children, target.config.vocab_size)
-    rates = tree_planning.child_rates(
-        target, draft, texts, params, width, config.seed, progress=progress
-    )
-    show_rates(rates)
-    length = config.prompt_tokens + config.max_new_tokens
-    drafting, scoring = (
-        costs(model, config, params, length, terminal.progress(f"timing the {name}"))
-        for name, model in (("draft", draft), ("target", target))
-    )
-    plans = tree_theory.plans(
-        rates.mean(axis=0).tolist(),
-        config.num_nodes,
-        by_rows(drafting, scoring[1]),
-        by_rows(scoring, scoring[1]),
-        config.most_levels,
-    )
-    terminal.plan_table(plans, 1e3 * scoring[1])
+    rates, plans, target_seconds = plan(target, draft, texts, params, config)
+    if not plans:
+        found = short_repr(config.num_nodes)
+        raise InputError(f"num_nodes: expected a tree that can be drafted, found {found}")
+    terminal.plan_table(plans, 1e3 * target_seconds)
     fastest = max(plans.values(), key=lambda plan: plan.speedup)
     figures = {
         "parents": list(fastest.tree.parents),
         "replacement": fastest.tree.replacement,
+        "chosen": fastest.tree.chosen,
         "tokens_per_call": round(fastest.tokens_per_call, 4),
         "speedup": round(fastest.speedup, 4),
         "rates": np.round(rates.mean(axis=0), 5).tolist(),
@@ -92,27 +87,73 @@ def run():
         print(f"The fastest is in {_OUTPUT.value}: {short_repr(fastest.tree.parents)}")
 
 
-def costs(model, config, params, length, progress) -> dict[int, float]:
+def plans_of_model(target, draft, texts, params, config):
+    """Returns rates [texts, W], the fastest shapes, and the seconds of a pass of the target."""
+    progress = terminal.progress("acceptance by child")
+    width = min(config.most_children, target.config.vocab_size)
+    rates = tree_planning.child_rates(target, draft, texts, params, width, config.seed, progress)
+    show_rates(rates)
+    drafting, scoring = (
+        costs(model, config, params, terminal.progress(f"timing the {name}"))
+        for name, model in (("draft", draft), ("target", target))
+    )
+    plans = tree_theory.plans(
+        rates.mean(axis=0).tolist(),
+        config.num_nodes,
+        by_count(drafting, scoring[1]),
+        by_count(scoring, scoring[1]),
+        config.most_levels,
+    )
+    return rates, plans, scoring[1]
+
+
+def plans_of_head(target, drafter, texts, params, config):
+    """Returns rates [texts, K, W], the fastest trees, and the seconds of a pass of the target."""
+    levels = min(config.most_levels, drafter.drafter.max_steps or config.most_levels)
+    inner = dataclasses.replace(drafter.drafter, num_speculative_tokens=levels)
+    drafter = dataclasses.replace(drafter, drafter=inner)
+    progress = terminal.progress("acceptance by depth and rank")
+    width = min(config.most_children, target.config.vocab_size)
+    rates = tree_planning.rank_rates(target, drafter, texts, params, width, progress)
+    for depth in range(levels):
+        show_rates(rates[:, depth], f"level {depth + 1}, rank")
+    scoring = costs(target, config, params, terminal.progress("timing the target"))
+    length = config.prompt_tokens + config.max_new_tokens
+    progress = terminal.progress("timing the drafter")
+    drafting = tree_planning.draft_costs(
+        target, drafter, levels, params, length, config.repetitions, progress
+    )
+    plans = tree_theory.plans_by_rank(
+        rates.mean(axis=0),
+        config.num_nodes,
+        by_count(drafting, scoring[1]),
+        by_count(scoring, scoring[1]),
+    )
+    return rates, plans, scoring[1]
+
+
+def costs(model, config, params, progress) -> dict[int, float]:
     """Returns the seconds of a pass of a model, by the tokens that it runs over."""
     powers = (2**power + 1 for power in range(max(config.num_nodes).bit_length()))
     counts = sorted({1, *powers, *(size + 1 for size in config.num_nodes)})
+    length = config.prompt_tokens + config.max_new_tokens
     return tree_planning.pass_costs(model, counts, params, length, config.repetitions, progress)
 
 
-def show_rates(rates) -> None:
+def show_rates(rates, name: str = "child") -> None:
     """Prints the acceptance of each child, with its interval over texts."""
     rows = []
     for rank, values in enumerate(rates.T, start=1):
         low, high = significance.bootstrap_interval(np.mean, values) or (None, None)
         interval = "-" if low is None else f"{low:.3f} to {high:.3f}"
         rows.append((rank, f"{values.mean():.3f}", interval))
-    terminal.print_table(["child", "accepted", "95% interval"], rows)
+    terminal.print_table([name, "accepted", "95% interval"], rows)
 
 
-def by_rows(times: dict[int, float], one: float) -> Callable[[int], float]:
-    """Returns the cost of a pass in passes of the target, linear between measured numbers."""
+def by_count(times: dict[int, float], one: float) -> Callable[[int], float]:
+    """Returns a cost by a count, in passes of the target, linear between measured counts."""
     counts = sorted(times)
-    return lambda rows: float(np.interp(rows, counts, [times[count] / one for count in counts]))
+    return lambda count: float(np.interp(count, counts, [times[count] / one for count in counts]))
 
 
 if __name__ == "__main__":

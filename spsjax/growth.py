@@ -19,30 +19,62 @@ from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, PyTree
 
-# Runs a drafter over T nodes of one level. Takes its state, their tokens [B, T], the level's depth,
-# and which of the F fed nodes each node sees [B or 1, T, F], itself included; fed nodes are counted
-# in the order in which they are fed. Returns logits [B, T, V] of what follows, and the new state.
-Feed = Callable[[PyTree, Array, int, Array], tuple[Array, PyTree]]
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Nodes of one depth that are fed to a drafter together.
+
+    Fed nodes are counted in the order in which they are fed; there are F.
+
+    Attributes:
+        tokens: [B, T] int32.
+        depth: levels below the root; traced in a chain, but for the root.
+        start: fed nodes of the levels above.
+        parents: [B, T] int32, the fed node above each; 0 for the root.
+        above: [B or 1, T, F] bool, the fed nodes that each sees, itself included.
+    """
+
+    tokens: Array
+    depth: int | Array
+    start: int | Array
+    parents: Array
+    above: Array
+
+    @property
+    def is_root(self) -> bool:
+        return isinstance(self.depth, int) and self.depth == 0
+
+
+# Runs a drafter over a level. Takes its state, and returns the logits [B, T, V] of what follows
+# each node, and the new state.
+Feed = Callable[[PyTree, Level], tuple[Array, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """Tree of a fixed shape, whose tokens are drawn from the draft's distributions. Lossless.
+    """Tree of a fixed shape. Lossless.
 
-    In greedy rows the children of a node are its most probable tokens.
+    Its tokens are drawn from the draft's distributions; in greedy rows the children of a node are
+    its most probable tokens, the first child the most probable one.
 
     Attributes:
         parents: parent of each draft token. Node 0 is the last committed token, and node 1 + n is
             draft token n. Nodes come level by level.
         replacement: whether the children of a node are drawn independently of each other, so that
             some may be equal; else without replacement.
+        chosen: whether the children of a node are its most probable tokens in all rows. They are
+            not drawn then, and count as point masses.
     """
 
     parents: tuple[int, ...]
     replacement: bool = False
+    chosen: bool = False
 
     def __post_init__(self):
         check_flag("replacement", self.replacement)
+        check_flag("chosen", self.chosen)
+        if self.replacement and self.chosen:
+            raise InputError("replacement: expected False, as tokens are chosen, found True")
         parents = self.parents
         integers = isinstance(parents, tuple) and all(type(parent) is int for parent in parents)
         if not integers or not parents or parents[0] != 0:
@@ -100,14 +132,21 @@ class Tree:
             children[parent].append(node)
         return children
 
+    @property
+    def width(self) -> int:
+        """The most children of a node."""
+        return max(map(len, self.children))
+
     @functools.cached_property
     def inner(self) -> list[int]:
         """The nodes that have children: those that are fed to the draft, in this order."""
         return [node for node, children in enumerate(self.children) if children]
 
-    @property
-    def num_fed(self) -> int:
-        return len(self.inner)
+    @functools.cached_property
+    def fed_levels(self) -> list[int]:
+        """How many nodes of each level are fed to the draft."""
+        counts = [sum(bool(self.children[node]) for node in level) for level in self.levels]
+        return [count for count in counts if count]
 
     def above(self, node: int) -> list[bool]:
         """Returns which of the fed nodes a node sees, itself included."""
@@ -147,8 +186,9 @@ class DynamicTree:
             )
 
     @property
-    def num_fed(self) -> int:
-        return 1 + (self.depth - 1) * self.width
+    def fed_levels(self) -> list[int]:
+        """How many nodes of each level are fed to the draft."""
+        return [1] + [self.width] * (self.depth - 1)
 
 
 Shape = Tree | DynamicTree | None  # None: a chain
@@ -160,9 +200,11 @@ def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: 
     Raises InputError if it is not the depth of the tree, or if the tree is wider than the
     vocabulary.
     """
-    if isinstance(shape, DynamicTree) and shape.width > vocab_size:
+    chosen = isinstance(shape, DynamicTree) or (shape and shape.chosen)
+    if chosen and shape.width > vocab_size:
         raise InputError(
-            f"width: expected at most the vocabulary of {vocab_size}, found {shape.width}"
+            f"tree: expected at most {vocab_size} children of a node, one for each token, "
+            f"found {shape.width}"
         )
     if shape is None:
         return 4 if num_speculative_tokens is None else num_speculative_tokens
@@ -174,9 +216,14 @@ def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: 
     return shape.depth
 
 
+def fed_levels(shape: Shape, num_speculative_tokens: int) -> list[int]:
+    """Returns how many nodes of each level are fed to the draft, the root's level first."""
+    return shape.fed_levels if shape else [1] * num_speculative_tokens
+
+
 def num_fed(shape: Shape, num_speculative_tokens: int) -> int:
     """Returns how many nodes are fed to the draft, the root included."""
-    return shape.num_fed if shape else num_speculative_tokens
+    return sum(fed_levels(shape, num_speculative_tokens))
 
 
 def grow(
@@ -220,7 +267,8 @@ def _draw_chain(
 
     def draft(carry, inputs):
         (last, state), (k, uniforms_B2) = carry, inputs
-        logits, state = feed(state, last[:, None], k, node <= k)
+        parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
+        logits, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
         probs = sampling.to_probs(logits[:, 0], rows)
         token = sampling.draw(probs, uniforms_B2)
         return (token, state), (token, probs)
@@ -252,17 +300,26 @@ def draw_tree(
             break
         fed = jnp.stack([tokens[node] for node in inner], axis=1)
         above = jnp.asarray([[tree.above(node) for node in inner]])
-        logits, state = feed(state, fed, depth, above)
+        parents = [tree.inner.index(tree.parents[node - 1]) if node else 0 for node in inner]
+        parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), fed.shape)
+        start = tree.inner.index(inner[0])
+        logits, state = feed(state, Level(fed, depth, start, parents, above))
+        if tree.chosen:
+            tokens |= _choose_children(tree, inner, logits)
+            continue
         whole = sampling.to_probs(logits, _spread_greedy(rows))
         probs |= {node: whole[:, i] for i, node in enumerate(inner)}
         tokens |= _draw_children(tree, inner, whole, rows, uniforms_BN2)
     B, N = uniforms_BN2.shape[:2]
-    nothing = jnp.zeros_like(probs[0])
+    all_probs = None
+    if not tree.chosen:
+        nothing = jnp.zeros_like(probs[0])
+        all_probs = jnp.stack([probs.get(node, nothing) for node in range(N + 1)], axis=1)
     proposal = Proposal(
         tokens=jnp.stack([tokens[node] for node in range(1, N + 1)], axis=1),
-        probs=jnp.stack([probs.get(node, nothing) for node in range(N + 1)], axis=1),
+        probs=all_probs,
         parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, N)),
-        distinct=not tree.replacement,
+        distinct=not (tree.replacement or tree.chosen),
     )
     fed_as = [tree.inner.index(node) if node in tree.inner else 0 for node in range(N + 1)]
     return proposal, jnp.broadcast_to(jnp.asarray(fed_as, jnp.int32), (B, N + 1)), state
@@ -304,13 +361,25 @@ def _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2) -> dict[int, Arra
     return tokens
 
 
+def _choose_children(tree, inner, logits_BTV) -> dict[int, Array]:
+    """Returns the most probable tokens after some nodes: child -> [B] tokens."""
+    most = max(len(tree.children[node]) for node in inner)
+    best = lax.top_k(logits_BTV, most)[1]
+    return {
+        child: best[:, i, rank]
+        for i, node in enumerate(inner)
+        for rank, child in enumerate(tree.children[node])
+    }
+
+
 def _choose_tree(
     tree: DynamicTree, feed: Feed, state: PyTree, root_B: Array
 ) -> tuple[Proposal, Array, PyTree]:
     """Returns a proposal of a dynamic tree, and what `grow` returns."""
-    (B,), k, F = root_B.shape, tree.width, tree.num_fed
+    (B,), k, F = root_B.shape, tree.width, num_fed(tree, tree.depth)
     above = jnp.broadcast_to(jnp.arange(F) == 0, (B, 1, F))
-    logits, state = feed(state, root_B[:, None], 0, above)
+    nothing = jnp.zeros((B, 1), jnp.int32)
+    logits, state = feed(state, Level(root_B[:, None], 0, 0, nothing, above))
     scores, tokens = lax.top_k(jax.nn.log_softmax(logits[:, 0]), k)
     # The pool holds all nodes of all levels. A node's parent is 0 for the root, else 1 + its index.
     pool = [(scores, tokens, jnp.zeros((B, k), jnp.int32))]
@@ -319,10 +388,12 @@ def _choose_tree(
     for depth in range(1, tree.depth):
         scores, tokens = (jnp.take_along_axis(array, chosen, axis=1) for array in pool[-1][:2])
         fed.append(offset + chosen)
-        own = jnp.arange(F) == (1 + (depth - 1) * k + jnp.arange(k))[:, None]
+        start = 1 + (depth - 1) * k
+        own = jnp.arange(F) == (start + jnp.arange(k))[:, None]
         parent = chosen // k if depth > 1 else jnp.zeros_like(chosen)
         above = jnp.take_along_axis(parents_above, parent[..., None], axis=1) | own
-        logits, state = feed(state, tokens, depth, above)
+        fed_parents = start - k + parent if depth > 1 else parent
+        logits, state = feed(state, Level(tokens, depth, start, fed_parents, above))
         more, tokens = lax.top_k(jax.nn.log_softmax(logits), k)  # [B, k, k]
         scores = (scores[..., None] + more).reshape(B, k * k)
         parents = jnp.repeat(1 + fed[-1], k, axis=1)

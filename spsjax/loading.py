@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import drafters, growth, tokenization
-from spsjax.drafters import draft_model, features
+from spsjax.drafters import draft_model, features, pairs
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
@@ -231,7 +231,7 @@ def save_drafter(
     fields = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
     about = target.config, target.name, inner.num_speculative_tokens, compute_type(dtype)
     try:
-        layer = isinstance(inner, features.PairDrafter)
+        layer = isinstance(inner, pairs.PairDrafter)
         files = feature_weights if layer else head_weights
         files.save(pathlib.Path(folder), method, fields, drafter.params, *about)
     except OSError as error:

@@ -11,7 +11,7 @@ from conftest import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spsjax import drafters, loading
-from spsjax.drafters import draft_model, eagle, eagle3, mlp_speculator
+from spsjax.drafters import draft_model, eagle3, mlp_speculator
 from spsjax.loading import LoadedDrafter
 from spsjax.training import feature_losses, step
 from spsjax.verifiers import match, rejection
@@ -19,12 +19,12 @@ from spsjax.verifiers import match, rejection
 PACKAGE = sorted(
     module.name
     for module in pkgutil.iter_modules(drafters.__path__)
-    if module.name not in ("base", "features")
+    if module.name not in ("base", "features", "pairs", "states")
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
-HEADS = (*PAIRS, *STATES)
+HEADS = (*PAIRS, "falcon", *STATES)
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -57,8 +57,8 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
 
 def head(name: str, config, **fields):
     """Returns a drafter of a target's features, untrained; EAGLE-3 lacks some tokens."""
-    if name == "eagle":
-        return eagle.Drafter(config, config, **fields)
+    if name in ("eagle", "falcon"):
+        return getattr(drafters, name).Drafter(config, config, **fields)
     if name == "mlp_speculator":
         return mlp_speculator.Drafter(config, num_steps=4, width=24, **fields)
     if name in STATES:
@@ -68,12 +68,13 @@ def head(name: str, config, **fields):
 
 
 @functools.cache
-def trained_head(name: str, config, steps: int = 150):
+def trained_head(name: str, config, updates: int = 150):
     """Returns a drafter of the features of `spread_model`, and its parameters."""
     target = spread_model(config.vocab_size).params
     drafter = head(name, config)
-    steps_of = {"feature": 1.0} if name == "eagle" else {"steps": 4 if name in STATES else 1}
-    objective = feature_losses.FeatureObjective(**steps_of)
+    steps = 4 if name in STATES else drafter.tokens_per_step
+    feature = float(name in ("eagle", "falcon"))
+    objective = feature_losses.FeatureObjective(steps=steps, feature=feature)
     metrics = feature_losses.feature_metrics(drafter, objective, step.Precision())
     params = drafter.init_params(jax.random.key(3))
     params = drafter.from_target(params, {"target": target, "drafter": params})
@@ -94,7 +95,7 @@ def trained_head(name: str, config, steps: int = 150):
             return (optax.apply_updates(params, change), moments), None
 
         start = params, optimizer.init(params)
-        return jax.lax.scan(update, start, jax.random.split(key, steps))[0][0]
+        return jax.lax.scan(update, start, jax.random.split(key, updates))[0][0]
 
     return drafter, train(params, jax.random.key(4)) | constants
 

@@ -177,8 +177,13 @@ def test_gradient_stops_between_detached_steps(target):
 @pytest.mark.parametrize("name", drafting.HEADS)
 @pytest.mark.parametrize(
     "tree",
-    [Tree.branching(3, 2), Tree((0, 0, 0, 1, 4), replacement=True), DynamicTree(7, 3, 3)],
-    ids=lambda tree: type(tree).__name__,
+    [
+        Tree.branching(3, 2),
+        Tree((0, 0, 0, 1, 4), replacement=True),
+        Tree((0, 0, 1, 1, 3), chosen=True),
+        DynamicTree(7, 3, 3),
+    ],
+    ids=("drawn", "replacement", "chosen", "dynamic"),
 )
 def test_greedy_texts_of_trees_are_those_of_plain_decoding(target, name, tree):
     plain = spsjax.generate(target, PROMPTS, None, None, GREEDY, 16, stop_at_eos=False)

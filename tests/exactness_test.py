@@ -129,7 +129,11 @@ def test_drafters_of_features_are_lossless(name):
         assert_lossless(studied, **params)
 
 
-@pytest.mark.parametrize("tree", [Tree((0, 0, 1)), DynamicTree(3, 2, 2)], ids=("fixed", "dynamic"))
+@pytest.mark.parametrize(
+    "tree",
+    [Tree((0, 0, 1)), Tree((0, 0, 1), chosen=True), DynamicTree(3, 2, 2)],
+    ids=("drawn", "chosen", "dynamic"),
+)
 def test_trees_of_features_are_lossless(tree):
     loaded = head("eagle3", 2)
     loaded = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, tree=tree))

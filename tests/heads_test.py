@@ -14,8 +14,9 @@ import scipy.special
 from conftest import spread_model
 
 import spsjax
-from spsjax import Tree, loading
+from spsjax import SamplingParams, Tree, loading, sampling
 from spsjax.drafters import blockwise, medusa, mlp_speculator
+from spsjax.evaluation import tree_planning
 from spsjax.models import transformer
 from spsjax.training import feature_losses
 from spsjax.training.feature_losses import FeatureObjective
@@ -286,3 +287,51 @@ def test_folders_that_do_not_fit_are_refused(target, tmp_path, name, fields, ten
     with pytest.raises(spsjax.InputError) as caught:
         spsjax.load_drafter(tmp_path, target)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rates_by_rank_are_the_targets_probabilities_of_the_best_tokens(target):
+    """Medusa's heads do not see the tokens between, so that proposals anywhere are an oracle."""
+    drafter, weights = drafting.trained_head("medusa", target.config)
+    head = loading.LoadedDrafter("", drafter, weights)
+    prompt, tokens = [5, 6, 7, 8, 9, 10], [11, 3, 4, 20]
+    params = SamplingParams(0.8, top_k=20)
+    (rates,) = tree_planning.rank_rates(target, head, [(prompt, tokens)], params, 3)
+    text = np.asarray(prompt + tokens)
+    logits = transformer.apply(target.config, target.params, jnp.asarray(text)[None]).logits
+    probs = np.asarray(sampling.to_probs(logits, params.rows(1)))[0]
+    for depth in range(4):
+        expected = []
+        for index in range(len(prompt), len(text)):
+            proposal = spsjax.propose(target, text[: index - depth].tolist(), head, 4)
+            best = np.argsort(-np.asarray(proposal.probs[0, depth]))[:3]
+            expected.append(probs[index - 1, best])
+        np.testing.assert_allclose(rates[depth], np.mean(expected, axis=0), atol=1e-5)
+
+
+def test_tree_of_chosen_tokens_has_the_best_of_each_node(target):
+    """Also where temperature and filters would leave fewer tokens to draw."""
+    drafter, weights = drafting.trained_head("mlp_speculator", target.config)
+    shape = Tree((0, 0, 0, 1, 1, 2), chosen=True)
+    drafter = dataclasses.replace(drafter, tree=shape, num_speculative_tokens=2)
+    head = loading.LoadedDrafter("", drafter, weights)
+    cold = SamplingParams(0.5, top_k=2)
+    proposal = spsjax.propose(target, [5, 6, 7], head, sampling=cold)
+    assert proposal.probs is None
+    chain = dataclasses.replace(drafter, tree=None)
+
+    def best(path, count):
+        tokens = jnp.asarray([[5, 6, 7, *path]])
+        features = transformer.apply(target.config, target.params, tokens[:, :2]).hidden
+        features = jnp.pad(features, ((0, 0), (0, len(path)), (0, 0)))
+        both = {"target": target.params, "drafter": weights}
+        *_, last = chain.unrolled(both, tokens[:, 1:], features, len(path) + 1)
+        logits = chain.logits(both, last, len(path))[0, 1]
+        return np.argsort(-logits)[:count].tolist()
+
+    first = best([], 3)
+    expected = first + best(first[:1], 2) + best(first[1:2], 1)
+    assert np.asarray(proposal.tokens)[0].tolist() == expected
+    with pytest.raises(spsjax.InputError, match="replacement: expected False"):
+        Tree((0,), replacement=True, chosen=True)
+    with pytest.raises(spsjax.InputError, match="expected at most 48 children of a node"):
+        medusa.Drafter(target.config, tree=Tree((0,) * 49, chosen=True))

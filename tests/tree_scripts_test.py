@@ -2,8 +2,13 @@
 
 import json
 
+import jax
 import pytest
 from command_line import fails_with_one_line, run, succeeds, tiny_pair
+
+import spsjax
+from spsjax import loading
+from spsjax.drafters import medusa
 
 SMALL = (
     "--config.prompts=2",
@@ -38,6 +43,28 @@ def test_plan_tree_shows_rates_and_writes_the_fastest_tree(planned):
         assert text in output
     tree = json.loads(path.read_text(encoding="utf-8"))
     assert tree["parents"][0] == 0 and len(tree["rates"]) == 2 and tree["speedup"] > 0
+
+
+def test_plan_tree_of_a_head_chooses_tokens_by_depth_and_rank(pair, tmp_path):
+    """The tree that it writes is decoded with, and leaves greedy texts as they are."""
+    folder = next(flag for flag in pair if flag.startswith("--target")).partition("=")[2]
+    target = spsjax.load(folder)
+    drafter = medusa.Drafter(target.config, num_heads=2)
+    weights = drafter.init_params(jax.random.key(0))
+    weights = drafter.from_target(weights, {"target": target.params, "drafter": {}})
+    spsjax.save_drafter(tmp_path / "head", loading.LoadedDrafter("", drafter, weights), target)
+    flags = (f"--target={folder}", f"--draft={tmp_path / 'head'}", *SMALL)
+    sizes = "--config.num_nodes=1,4", "--config.repetitions=1"
+    output = succeeds("plan_tree.py", *flags, *sizes, f"--output={tmp_path / 'tree.json'}").stdout
+    for text in ("level 1, rank", "level 2, rank", "tree of 4", "speed-up"):
+        assert text in output
+    tree = json.loads((tmp_path / "tree.json").read_text(encoding="utf-8"))
+    assert tree["chosen"] and len(tree["rates"]) == 2
+    flags = (*flags[:2], "--prompt=def f(x):", "--json", "--config.sampling.temperature=0")
+    flags += ("--config.max_new_tokens=8", "--config.stop_at_eos=false")
+    with_tree = succeeds("generate.py", *flags, f"--config.tree={tmp_path / 'tree.json'}")
+    plain = succeeds("generate.py", *flags, "--config.drafter=none")
+    assert json.loads(with_tree.stdout)["tokens"] == json.loads(plain.stdout)["tokens"]
 
 
 def test_predict_shows_when_a_tree_pays():

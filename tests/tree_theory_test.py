@@ -10,6 +10,7 @@ import reference
 import tree_enumeration
 from bad_input import one_line
 
+import spsjax
 from spsjax import Tree, verifiers
 from spsjax.performance import theory, tree_theory
 
@@ -142,3 +143,39 @@ def test_wrong_plans_are_refused_in_one_line():
         )
     with one_line("verifier"):
         tree_theory.expected_tokens(verifiers.by_name("kseq"), Tree.branching(2), draft, target)
+
+
+RANKS = np.asarray([[0.6, 0.2, 0.1], [0.5, 0.1, 0.05], [0.3, 0.2, 0.0]])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 6])
+def test_tree_by_rank_is_the_best_of_all_trees(nodes):
+    """Compared with every tree of so many nodes, at most three levels and three children."""
+    shapes = [Tree(parents, chosen=True) for parents in trees(nodes, 3, 3)]
+    best = max(tree_theory.tokens_by_rank(RANKS, tree) for tree in shapes)
+    found = tree_theory.plan_by_rank(RANKS, nodes)
+    assert found.num_nodes == nodes and found.chosen
+    assert tree_theory.tokens_by_rank(RANKS, found) == pytest.approx(best)
+
+
+def test_tokens_by_rank_by_hand():
+    tree = Tree((0, 0, 1, 2, 3), chosen=True)
+    expected = 1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * 0.5 + 0.6 * 0.5 * 0.3
+    assert tree_theory.tokens_by_rank(RANKS, tree) == pytest.approx(expected)
+
+
+def test_fastest_trees_by_rank_weigh_levels_and_rows():
+    """Levels that cost much are left out; sizes that no tree has are, too."""
+    plans = tree_theory.plans_by_rank(RANKS, (2, 3, 100), lambda levels: 0.0, lambda rows: 1.0)
+    assert set(plans) == {"tree of 2", "tree of 3"}
+    assert plans["tree of 3"].tree.depth > 1
+    flat = tree_theory.plans_by_rank(RANKS, (3,), lambda levels: 9.0 * levels, lambda rows: 1.0)
+    assert flat["tree of 3"].tree.parents == (0, 0, 0)
+    assert flat["tree of 3"].speedup == pytest.approx(1.9 / 10)
+    for rates in ([0.5], [[1.5]], [[]]):
+        with pytest.raises(
+            spsjax.InputError, match=r"^rates: expected probabilities by depth and rank"
+        ):
+            tree_theory.plan_by_rank(rates, 1)
+    with pytest.raises(spsjax.InputError, match="at most 39, for 3 levels of 3 children"):
+        tree_theory.plan_by_rank(RANKS, 40)

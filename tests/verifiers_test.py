@@ -161,7 +161,7 @@ def test_trees_that_cannot_be_are_refused(pair):
             growth.Tree(parents)
     with pytest.raises(spsjax.InputError, match=r"^replacement: expected True or False"):
         growth.Tree((0, 0), "no")
-    with pytest.raises(spsjax.InputError, match=r"^width: expected at most the vocabulary of 16"):
+    with pytest.raises(spsjax.InputError, match=r"^tree: expected at most 16 children of a node"):
         draft_model.Drafter(draft.config, tree=growth.DynamicTree(width=20))
     with pytest.raises(spsjax.InputError, match=r"^num_nodes: expected at most 6"):
         growth.DynamicTree(7, 2, 2)

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from spsjax import drafters, growth, loading
 from spsjax.drafters import base, features
-from spsjax.errors import InputError, check_flag, one_line, short_repr
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
@@ -136,13 +136,12 @@ def read_tree(path: str) -> growth.Tree:
     """Returns the tree of a file that plan_tree.py wrote; raises InputError for another file."""
     try:
         tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        parents, replacement = tree["parents"], tree["replacement"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        parents, flags = tree["parents"], (tree["replacement"], tree.get("chosen", False))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"tree: {path}: expected a file that plan_tree.py wrote, found {one_line(error)}"
         ) from None
-    check_flag("replacement", replacement)
-    return growth.Tree(tuple(parents) if isinstance(parents, list) else parents, replacement)
+    return growth.Tree(tuple(parents) if isinstance(parents, list) else parents, *flags)
 
 
 def with_tree(drafter, target: loading.Model, path: str):

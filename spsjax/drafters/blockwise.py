@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import features
+from spsjax.drafters import states
 from spsjax.errors import check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.layers import make_linear, two_rows
@@ -33,7 +33,7 @@ class Blockwise(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(features.HeadsDrafter):
+class Drafter(states.HeadsDrafter):
     """Drafts with heads that share a hidden layer, and the target's vocabulary matrix. Lossless.
 
     Attributes:

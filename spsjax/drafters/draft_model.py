@@ -68,13 +68,13 @@ class Drafter(base.Drafter):
         before_last = jnp.take_along_axis(tokens_BS, before, axis=1)
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)
 
-        def feed(block, tokens_BT, depth, above):
+        def feed(block, level):
             """Runs the draft over one level of nodes (`growth.Feed`)."""
-            T = tokens_BT.shape[1]
-            positions = jnp.broadcast_to(lengths_B[:, None] - 1 + depth, tokens_BT.shape)
-            seen = jnp.pad(above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            tokens_BT, T = level.tokens, level.tokens.shape[1]
+            positions = jnp.broadcast_to(lengths_B[:, None] - 1 + level.depth, tokens_BT.shape)
+            seen = jnp.pad(level.above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             seen &= row >= first[:, None, None]
-            if block is start:  # the first pass
+            if level.is_root:
                 tokens_BT = jnp.concatenate([before_last, tokens_BT], axis=1)
                 positions = jnp.concatenate([before, positions], axis=1)
                 itself = jnp.broadcast_to(row == 0, (len(seen), 1, len(row)))

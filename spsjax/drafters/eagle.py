@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import features
+from spsjax.drafters import pairs
 from spsjax.errors import InputError
 from spsjax.growth import DynamicTree, Tree
 from spsjax.models import pure, transformer
@@ -40,7 +40,7 @@ class Eagle(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(features.PairDrafter):
+class Drafter(pairs.PairDrafter):
     """Drafts with the target's embedding and head. Lossless.
 
     A feature is the target's final hidden state, after its norm.

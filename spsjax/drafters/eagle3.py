@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import features
+from spsjax.drafters import pairs
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.feature_layer import FeatureLayer
@@ -65,7 +65,7 @@ class Eagle3(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(features.PairDrafter):
+class Drafter(pairs.PairDrafter):
     """Drafts with a head of its own, often of the most frequent tokens only. Lossless.
 
     `params["drafter"]["ids"]` are the target's ids of the draft's tokens, in ascending order.

@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import features
+from spsjax.drafters import states
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.layers import INIT, head_logits, two_rows
@@ -59,7 +59,7 @@ class Medusa(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(features.HeadsDrafter):
+class Drafter(states.HeadsDrafter):
     """Drafts with heads that do not see each other's tokens. Lossless.
 
     Attributes:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import growth
-from spsjax.drafters import features
+from spsjax import growth, tree
+from spsjax.drafters import states
 from spsjax.errors import InputError, check_flag, check_integer
 from spsjax.models import pure
 from spsjax.models.layers import head_logits, two_rows
@@ -46,7 +46,7 @@ class MLPSpeculator(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(features.StateDrafter):
+class Drafter(states.StateDrafter):
     """Drafts with a recurrent network of `num_steps` steps. Lossless.
 
     Attributes:
@@ -82,23 +82,19 @@ class Drafter(features.StateDrafter):
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
         K = self.num_speculative_tokens
-        B, num_fed = len(lengths_B), growth.num_fed(self.tree, K)
-        fed = jnp.arange(num_fed)
 
-        def feed(carry, tokens_BT, depth, above):
+        def feed(states_BFM, level):
             """Runs a step over one level of nodes (`growth.Feed`)."""
-            states, count = carry  # [B, F, M] state of each fed node, and how many there are
-            if isinstance(depth, int) and depth == 0:
+            if level.is_root:
                 before = self.begin(state[:, None])
             else:
-                parent = jnp.max(jnp.where(above & (fed < count), fed, 0), axis=2)
-                parent = jnp.broadcast_to(parent, tokens_BT.shape)
-                before = jnp.take_along_axis(states, parent[..., None], axis=1)
-            new = self.step(params, before, tokens_BT, depth)
-            states = lax.dynamic_update_slice_in_dim(states, new, count, axis=1)
-            return self.logits(params, new, depth), (states, count + tokens_BT.shape[1])
+                before = tree.along(level.parents, states_BFM)
+            new = self.step(params, before, level.tokens, level.depth)
+            states_BFM = lax.dynamic_update_slice_in_dim(states_BFM, new, level.start, axis=1)
+            return self.logits(params, new, level.depth), states_BFM
 
-        start = jnp.zeros((B, num_fed, self.width), state.dtype), 0
+        shape = len(lengths_B), growth.num_fed(self.tree, K), self.width
+        start = jnp.zeros(shape, state.dtype)
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
         proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
         return proposal, state

@@ -9,8 +9,9 @@ import numpy as np
 
 from spsjax import growth, sampling
 from spsjax.evaluation import text_pass
-from spsjax.loading import Model
-from spsjax.parallel import multihost
+from spsjax.loading import LoadedDrafter, Model
+from spsjax.models import transformer
+from spsjax.parallel import multihost, sharding
 from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers import recursive
@@ -78,6 +79,54 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
     return jax.lax.map(at_position, (logits_TV, drafted_TV, keys), batch_size=_POSITIONS)
 
 
+def rank_rates(
+    target: Model,
+    head: LoadedDrafter,
+    texts: Sequence[tuple[list[int], list[int]]],
+    params: SamplingParams,
+    width: int,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> np.ndarray:
+    """Returns [texts, K, width]: how probable a drafter's best tokens are, by depth and rank.
+
+    It is the target's probability of the token, at its temperature and with its filters, after the
+    text's own tokens: how often matching accepts it if the tokens before are accepted.
+
+    Args:
+        target: target model.
+        head: drafter of the target's features.
+        texts, params, progress: as of `child_rates`.
+        width: number of ranks.
+    """
+    means = []
+    for prompt, tokens in progress(texts):
+        padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
+        with target.in_mesh():
+            rates = _rank_rates(head.drafter, width, target.params, head.params, padded, rows)
+        rates = multihost.to_host(rates)
+        means.append([each[span].mean(axis=0) for each in rates])
+    return np.asarray(means)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _rank_rates(drafter, width, target_params, head_params, tokens_BT, rows):
+    """Returns [K, T, width] of the first row; garbage where a draft would begin before the text."""
+    params = {"target": target_params, "drafter": head_params}
+    output = transformer.apply(
+        drafter.target, target_params, tokens_BT, tap_layers=drafter.tap_layers
+    )
+    probs_BTV = sampling.to_probs(sharding.gather_vocab(output.logits), rows)
+    following = jnp.roll(tokens_BT, -1, axis=1)
+    found, features = [], drafter.features(params, output)
+    steps = drafter.unrolled(params, following, features, drafter.num_speculative_tokens)
+    for step, outputs in enumerate(steps):
+        best = jax.lax.top_k(drafter.logits(params, outputs, step), width)[1]
+        # What follows index t after `step` tokens stands at t + 1 + step.
+        at = jnp.roll(best, 1 + step, axis=1)
+        found.append(jnp.take_along_axis(probs_BTV, at, axis=2)[0])
+    return jnp.stack(found)
+
+
 def pass_costs(
     model: Model,
     counts: Sequence[int],
@@ -98,3 +147,23 @@ def pass_costs(
     for count in progress([count for _ in range(repetitions) for count in counts]):
         times[count].append(timers[count]().scoring)
     return {count: float(np.median(seconds)) for count, seconds in times.items()}
+
+
+def draft_costs(
+    target: Model,
+    drafter: LoadedDrafter,
+    levels: int,
+    params: SamplingParams,
+    length: int,
+    repetitions: int,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> dict[int, float]:
+    """Returns the seconds of drafting chains of 1 to `levels` tokens; as of `pass_costs`."""
+    counts = range(1, levels + 1)
+    timers = {
+        K: microbenchmarks.round_cost_timer(target, drafter, K, params, length) for K in counts
+    }
+    times = {K: [] for K in counts}
+    for K in progress([K for _ in range(repetitions) for K in counts]):
+        times[K].append(K * timers[K]().draft_step)
+    return {K: float(np.median(seconds)) for K, seconds in times.items()}

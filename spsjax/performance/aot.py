@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
 from spsjax.drafters import draft_model, none
-from spsjax.drafters.features import PairDrafter
+from spsjax.drafters.pairs import PairDrafter
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.growth import Tree
 from spsjax.models import transformer

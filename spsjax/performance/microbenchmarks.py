@@ -11,7 +11,7 @@ from jax import lax
 
 from spsjax import decode, sampling
 from spsjax.drafters import draft_model, none
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal
@@ -43,7 +43,7 @@ def median(costs: Sequence[RoundCost]) -> RoundCost:
 
 def round_cost_timer(
     target: Model,
-    draft: Model | None,
+    draft: Model | LoadedDrafter | None,
     num_speculative_tokens: int,
     params: SamplingParams,
     length: int,
@@ -54,7 +54,11 @@ def round_cost_timer(
     Call it repeatedly, in turn with what is compared, because the speed of machines drifts.
     """
     K = num_speculative_tokens
-    drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
+    drafter = none.Drafter()
+    if K and isinstance(draft, LoadedDrafter):
+        drafter = dataclasses.replace(draft.drafter, num_speculative_tokens=K)
+    elif K and draft:
+        drafter = draft_model.Drafter(draft.config, K)
     program = decode.Program(target.config, drafter, rejection.Verifier())
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
     slots = decode.num_slots(length + K + 1)

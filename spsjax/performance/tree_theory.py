@@ -130,6 +130,56 @@ def plan_tree(rates: Sequence[float], num_nodes: int, depth: int) -> Tree:
     return table.tree(num_nodes, depth)
 
 
+def plan_by_rank(rates: np.ndarray, num_nodes: int) -> Tree:
+    """Returns the tree of chosen tokens with most tokens per call (Medusa, 2401.10774, 2.3.3).
+
+    It grows node by node, always by the one that is reached most often.
+
+    Args:
+        rates: [K, W] probability that the token of a rank is accepted at a depth, if all before it
+            are: of the first draft token first, of the most probable token first.
+        num_nodes: N, draft tokens.
+
+    Raises:
+        InputError: rates are no probabilities, or there is no such tree of so many nodes.
+    """
+    check_integer("num_nodes", num_nodes, 1)
+    rates = np.asarray(rates, float)
+    if rates.ndim != 2 or not rates.size or not np.all((rates >= 0) & (rates <= 1)):
+        raise InputError(
+            f"rates: expected probabilities by depth and rank, found {short_repr(rates.tolist())}"
+        )
+    # As rates fall, no node is reached more often than its parent or the sibling before it.
+    rates = np.minimum.accumulate(rates, axis=1)
+    reached, open_paths = {(): 1.0}, {(0,): rates[0, 0]}
+    while len(reached) <= num_nodes:
+        if not open_paths:
+            raise InputError(
+                f"num_nodes: expected at most {len(reached) - 1}, for {rates.shape[0]} levels of "
+                f"{rates.shape[1]} children, found {num_nodes}"
+            )
+        path = max(open_paths, key=lambda path: (open_paths[path], -len(path)))
+        reached[path] = open_paths.pop(path)
+        if path[-1] + 1 < rates.shape[1]:
+            depth = len(path) - 1
+            rank = path[-1] + 1
+            open_paths[*path[:-1], rank] = reached[path[:-1]] * rates[depth, rank]
+        if len(path) < rates.shape[0]:
+            open_paths[*path, 0] = reached[path] * rates[len(path), 0]
+    order = sorted(reached, key=lambda path: (len(path), path))
+    return Tree(tuple(order.index(path[:-1]) for path in order[1:]), chosen=True)
+
+
+def tokens_by_rank(rates: np.ndarray, tree: Tree) -> float:
+    """Returns the tokens per target call of a tree of chosen tokens; arguments as above."""
+    reached = np.ones(tree.num_nodes + 1)
+    for depth, level in enumerate(tree.levels[:-1]):
+        for node in level:
+            for rank, child in enumerate(tree.children[node]):
+                reached[child] = reached[node] * rates[depth][rank]
+    return float(reached.sum())
+
+
 class _Table:
     """The best trees of all sizes up to a number of draft tokens and of levels."""
 
@@ -242,6 +292,36 @@ def plans(
         plan = best_plan(rates, size, *costs, most_levels, exactly=True)
         if plan is not None:
             chosen[f"tree of {size}"] = plan
+    return chosen
+
+
+def plans_by_rank(
+    rates: np.ndarray,
+    sizes: Sequence[int],
+    draft_cost: Callable[[int], float],
+    scoring_cost: Callable[[int], float],
+) -> dict[str, Plan]:
+    """Returns the fastest tree of chosen tokens of each size, by name; sizes that fit only.
+
+    Args:
+        rates: as of `plan_by_rank`.
+        sizes: numbers of draft tokens.
+        draft_cost: cost of drafting so many levels.
+        scoring_cost: cost of one pass of the target over so many tokens.
+    """
+    chosen = {}
+    for size in sorted(set(sizes)):
+        found = []
+        for levels in range(1, len(rates) + 1):
+            try:
+                tree = plan_by_rank(rates[:levels], size)
+            except InputError:
+                continue
+            tokens = tokens_by_rank(rates, tree)
+            cost = draft_cost(tree.depth) + scoring_cost(size + 1)
+            found.append(Plan(tree, tokens, tokens / cost))
+        if found:
+            chosen[f"tree of {size}"] = max(found, key=lambda plan: plan.speedup)
     return chosen
 
 

@@ -40,6 +40,9 @@ class FeatureObjective:
         top_k: weight of the cross entropy over the target's 10 most probable tokens.
         noise: width of the uniform noise on features, at 512 tokens per text; longer texts have
             less.
+        glance: for drafters of several tokens per step: a first pass without gradient counts the
+            wrong tokens, and so many drafts per wrong token are shown the answer to their first
+            one, which then does not count (Falcon's glancing, 2412.12639, 4.2).
     """
 
     steps: int = 1
@@ -51,12 +54,13 @@ class FeatureObjective:
     feature: float = 0.0
     top_k: float = 0.0
     noise: float = 0.0
+    glance: float = 0.0
 
     def __post_init__(self):
         check_integer("objective.steps", self.steps, 1)
         check_integer("objective.every", self.every, 1)
         check_flag("objective.detached", self.detached)
-        for field in ("decay", "token", "feature", "top_k", "noise"):
+        for field in ("decay", "token", "feature", "top_k", "noise", "glance"):
             check_number(f"objective.{field}", getattr(self, field), 0, 1e6)
         if not (self.token or self.feature or self.top_k):
             raise InputError(
@@ -104,12 +108,17 @@ def feature_metrics(
         later = index[: -(-len(index) // objective.every)] * objective.every
         later += _number_of(tokens) % objective.every
         options = max(objective.steps, depth), objective.detached, precision.remat
-        steps = drafter.unrolled(both, tokens[:, 1:], fed, *options, later)
-        for step, outputs in enumerate(steps):
+        unrolled, glanced = drafter.unrolled, None
+        if objective.glance:
+            glanced = _glanced(drafter, both, objective.glance, target, tokens, fed)
+            unrolled = functools.partial(unrolled, glanced=glanced)
+        for step, outputs in enumerate(unrolled(both, tokens[:, 1:], fed, *options, later)):
             # The output of pair t, after `step` tokens, stands for feature t + 1 + step.
             columns = (later if step else index) + 1 + step
             suffix, weight = (f"_{step + 1}", objective.every) if step else ("", 1)
             for name, value in judge(outputs, columns, step).items():
+                if glanced is not None and step == 0 and name == "loss":
+                    value *= ~glanced
                 whole = jnp.zeros(features.shape[:2], value.dtype)
                 values[name + suffix] = whole.at[:, columns].set(weight * value, mode="drop")
         names = [name for name in values if name.startswith("loss")]
@@ -202,6 +211,24 @@ def _noise(width: float, tokens: Array, features: Array) -> Array:
     key = jax.random.key(_number_of(tokens))
     scale = width * 512 / features.shape[1]
     return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
+
+
+def _glanced(drafter, params, share, target, tokens, features) -> Array:
+    """Returns [B, T] bool: the drafts that are shown the answer to their first token.
+
+    Their number per text is a share of the tokens that a pass gets wrong. They depend on texts and
+    weights alone, so that a resumed run repeats them.
+    """
+    best, wrong = jnp.argmax(target.logits, axis=-1), 0
+    index = jnp.arange(tokens.shape[1] - 1)
+    steps = drafter.unrolled(params, tokens[:, 1:], features, drafter.tokens_per_step)
+    for step, outputs in enumerate(steps):
+        drafted = jnp.argmax(drafter.draft_logits(params, outputs, step), axis=-1)
+        wanted = jnp.take(best, index + 1 + step, axis=1, mode="clip")
+        wrong += jnp.sum((drafted != wanted) & (index + 1 + step < len(index)), axis=1)
+    numbers = jax.random.uniform(jax.random.key(~_number_of(tokens)), best.shape)
+    rank = jnp.argsort(jnp.argsort(numbers, axis=1), axis=1)
+    return jax.lax.stop_gradient(rank < share * wrong[:, None])
 
 
 def _number_of(tokens: Array) -> Array:

@@ -24,7 +24,7 @@ from spsjax.types import PyTree
 from spsjax.utils import from_config, hashing
 
 LAYERS = "eagle", "eagle3"
-METHODS = (*LAYERS, "medusa", "blockwise", "mlp_speculator")
+METHODS = (*LAYERS, "falcon", "medusa", "blockwise", "mlp_speculator")
 
 
 def default_config() -> ConfigDict:
@@ -56,6 +56,7 @@ def default_config() -> ConfigDict:
                 "feature": 0.0,
                 "top_k": 0.0,
                 "noise": 0.0,
+                "glance": 0.0,
             },
             "mixture": {
                 "corpus": 1.0,
@@ -206,6 +207,11 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
             f"objective.steps, draft_eval.num_speculative_tokens: expected at most the drafter's "
             f"{drafter.max_steps} steps, found {setup.depth}"
         )
+    if objective.glance and drafter.tokens_per_step == 1:
+        raise InputError(
+            f"objective.glance: expected 0 for a drafter of one token per step, "
+            f"found {objective.glance}"
+        )
     if objective.every > config.length:
         raise InputError(f"objective.every: expected at most the length, found {objective.every}")
     if config.length <= setup.depth + 1:
@@ -222,7 +228,7 @@ def _evaluator(
     setup: _HeadSetup, trainer: Trainer, corpus: TrainingCorpus, frozen: PyTree, as_drafter
 ) -> DraftEvaluator:
     """Returns the evaluator of the drafter on the held-out examples, without noise."""
-    objective = dataclasses.replace(setup.objective, noise=0.0, every=1)
+    objective = dataclasses.replace(setup.objective, noise=0.0, glance=0.0, every=1)
     return DraftEvaluator(
         setup.draft_eval,
         functools.partial(
@@ -259,7 +265,7 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
         expected = ", ".join(METHODS)
         raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
     module = getattr(drafters, method)
-    if method not in LAYERS:
+    if method not in (*LAYERS, "falcon"):
         return from_config.build("drafter", module.Drafter, options, target=target)
     sizes = {
         field: options.pop(field, 0) or getattr(target, field)

@@ -1,10 +1,11 @@
-"""Folders of drafters on the target's last state: Medusa, MLP speculator, blockwise heads.
+"""Folders of drafters on the target's last state: Medusa, MLP speculator, blockwise, Falcon.
 
 Medusa has the layout of its authors (`medusa_lm_head.safetensors`, with or without vocabulary
-matrices), the MLP speculator that of IBM's published accelerators. Blockwise heads have no
-published layout.
+matrices), the MLP speculator that of IBM's published accelerators. Blockwise heads and Falcon have
+layouts of their own.
 """
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
@@ -16,14 +17,15 @@ import safetensors.numpy
 
 from spsjax.errors import InputError
 from spsjax.models.config import Config
-from spsjax.models.hf import weights
+from spsjax.models.hf import config_json, weights
 from spsjax.models.hf.feature_weights import Layout
-from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, Fields, read_json
+from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, OBJECT, Fields, read_json
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-_TYPES = "mlp_speculator", "blockwise"
+_OWN = "blockwise", "falcon"
+_TYPES = "mlp_speculator", *_OWN
 
 
 def method_of(folder: pathlib.Path) -> str | None:
@@ -65,6 +67,10 @@ def describe(folder: pathlib.Path, target: Config) -> Layout:
             "tied": fields.get("tie_weights", FLAG, False),
             "scale_input": fields.get("scale_input", FLAG, False),
         }
+    elif method == "falcon":
+        layer = config_json.parse(path, fields.get("layer", OBJECT))
+        layer = dataclasses.replace(layer, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
+        found = {"config": layer, "tokens_per_step": fields.get("tokens_per_step", COUNT)}
     else:
         found = {"num_heads": fields.get("num_heads", COUNT), "d_ff": fields.get("d_ff", COUNT)}
     return Layout(folder, method, found, "", stored)
@@ -125,7 +131,7 @@ def _names(method: str, fields: dict, shapes: PyTree) -> dict[tuple, tuple[str, 
     for entries, _ in jax.tree_util.tree_leaves_with_path(shapes):
         path = tuple(entry.key for entry in entries)
         kind = "bias" if path[-1] == "bias" else "weight"
-        if method == "blockwise":
+        if method in _OWN:
             name = ".".join(map(str, path[:-1]))
         elif method == "mlp_speculator":
             name = f"speculator.{_MLP[path[2]]}.{path[1]}"
@@ -168,6 +174,9 @@ def save(
             "top_k_tokens_per_head": [1] * fields["num_steps"],
             "vocab_size": target.vocab_rows,
         }
+    elif method == "falcon":
+        layer = config_json.to_json(fields["config"], jnp.dtype(dtype).name)
+        raw |= {"model_type": method, "tokens_per_step": fields["tokens_per_step"], "layer": layer}
     else:
         raw |= {"model_type": method, "num_heads": fields["num_heads"], "d_ff": fields["d_ff"]}
     raw["torch_dtype"] = jnp.dtype(dtype).name

@@ -1,0 +1,153 @@
+"""Drafters with a decoder layer over all features, each beside the token that follows it."""
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax import cache as kv
+from spsjax import growth, tree
+from spsjax.drafters import features
+from spsjax.models.config import Config
+from spsjax.models.layers import Context, KeysValues
+from spsjax.types import Array, Block, PyTree, pytree_dataclass
+
+
+@pytree_dataclass
+class PairState:
+    """State of a `PairDrafter`."""
+
+    cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
+    last: Array  # [B, D] output at the last pair, which tells the next token; 0: there is no pair
+
+
+@dataclasses.dataclass(frozen=True)
+class PairDrafter(features.FeatureDrafter):
+    """Continues the target's features: a layer that reads each with the token that follows it.
+
+    A pair's output stands for the next feature, and is drafted from. The cache holds pairs of the
+    target's own features only: what was drafted is dropped when a round ends, and the accepted
+    tokens are fed again with the features that the target has made of them.
+
+    Attributes:
+        config: shape of the layer.
+    """
+
+    config: Config
+    target: Config
+    num_speculative_tokens: int | None = None
+    tree: growth.Shape = None
+
+    @property
+    def split_like(self):
+        return self.config
+
+    @abc.abstractmethod
+    def outputs(
+        self,
+        params: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        context: Context,
+        cache: kv.Segment | None,
+        earlier: KeysValues | None,
+    ) -> tuple[Array, KeysValues]:
+        """Returns the outputs [B, T, D] of pairs, and keys and values of the block.
+
+        Args:
+            params: parameters of target and drafter.
+            tokens_BT: the token after each feature.
+            features_BTD: features, the target's own or outputs at earlier pairs.
+            context: positions and masks.
+            cache: the pairs before the block; None in training.
+            earlier: keys and values of the block before these pairs, if any.
+        """
+
+    def init(self, params, batch, slots):
+        config = self.config
+        dtype = jax.tree.leaves(params["drafter"])[0].dtype
+        shape = batch, config.num_kv_heads, slots, config.head_dim
+        cache = kv.empty(1, shape, dtype, (None,))
+        return PairState(cache, jnp.zeros((batch, config.d_model), dtype))
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        features = self.features(params, output)
+        state = dataclasses.replace(state, cache=state.cache.at(starts_B))
+        return self._extended(params, state, next_BT, features, lengths_B - 1)
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        K, config, cache = self.num_speculative_tokens, self.config, state.cache
+        B, num_fed = len(lengths_B), growth.num_fed(self.tree, K)
+
+        def feed(carry, level):
+            """Runs the layer over one level of nodes (`growth.Feed`)."""
+            outputs, block = carry
+            if level.is_root:  # its pair is the cache's last
+                return self.logits(params, state.last[:, None], 0), carry
+            features = tree.along(level.parents, outputs)
+            positions = lengths_B[:, None] - 2 + level.depth
+            positions = jnp.broadcast_to(positions, level.tokens.shape)
+            above = level.above[:, :, 1:]
+            new, grown = self.run(params, level.tokens, features, cache, block, positions, above)
+            outputs = lax.dynamic_update_slice_in_dim(outputs, new, level.start, axis=1)
+            return self.logits(params, new, level.depth), (outputs, grown)
+
+        outputs = jnp.zeros((B, num_fed, config.d_model), state.last.dtype)
+        outputs = outputs.at[:, 0].set(state.last)
+        shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
+        start = outputs, kv.empty_block(1, shape, state.last.dtype)
+        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
+        return proposal, state
+
+    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+        features = tree.along(verdict.path, self.features(params, output))
+        # The token after each node of the path is what the round emitted in its place.
+        return self._extended(params, state, verdict.tokens, features, lengths_B - 1)
+
+    def _extended(self, params, state, tokens_BT, features_BTD, lengths_B) -> PairState:
+        """Returns the state with some pairs behind the cache, of which it keeps `lengths_B`."""
+        outputs, block = self.run(params, tokens_BT, features_BTD, state.cache)
+        index = lengths_B - 1 - state.cache.lengths
+        inside = (index >= 0) & (index < outputs.shape[1])
+        index = jnp.clip(index, 0, outputs.shape[1] - 1)[:, None, None]
+        found = jnp.take_along_axis(outputs, index, axis=1)[:, 0]
+        last = jnp.where(inside[:, None], found, state.last)
+        return PairState(state.cache.write(block, None, lengths_B, outputs), last)
+
+    def run(
+        self, params, tokens_BT, features_BTD, cache, block=None, positions_BT=None, ancestors=None
+    ) -> tuple[Array, Block]:
+        """Returns the outputs of pairs and the grown block; arguments as of `transformer.apply`."""
+
+        def outputs(*context):
+            return self.outputs(params, tokens_BT, features_BTD, *context)
+
+        return features.run_layer(
+            outputs, tokens_BT.shape[1], cache, block, positions_BT, ancestors
+        )
+
+    def unrolled(
+        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+    ):
+        config, (B, T) = self.config, next_BT.shape
+        run = jax.checkpoint(self.run) if remat else self.run
+        outputs, true = run(params, next_BT, features_BTD, None)
+        yield outputs
+        # From here on every index is a row of its own, which drafts after its part of the text.
+        if later is not None:
+            outputs = outputs[:, later]
+        index = jnp.arange(T) if later is None else later
+        L, lengths = len(index), jnp.tile(index.astype(jnp.int32) + 1, B)
+        cache = kv.KVCache(true.keys, true.values, lengths, (None,))
+        shape = B * L, config.num_kv_heads, steps - 1, config.head_dim
+        own = kv.empty_block(1, shape, outputs.dtype)
+        for step in range(1, steps):
+            drafted = lax.stop_gradient(outputs) if detached else outputs
+            tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+            rows = tokens.reshape(B * L, 1), drafted.reshape(B * L, 1, -1)
+            outputs, own = run(params, *rows, cache, own)
+            outputs = outputs.reshape(B, L, -1)
+            yield outputs

@@ -1,0 +1,114 @@
+"""Drafters on the last feature alone, without attention and without a cache."""
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax import growth, tree
+from spsjax.drafters import features
+from spsjax.errors import InputError, check_integer
+from spsjax.models.config import Config
+from spsjax.types import Array, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDrafter(features.FeatureDrafter):
+    """Drafts from the last feature, the target's final hidden state, without attention.
+
+    The state of a row is the feature [B, D] of its last but one token, from which the target drew
+    the last; 0 if there is none.
+    """
+
+    target: Config
+    num_speculative_tokens: int | None = None
+    tree: growth.Shape = None
+
+    @property
+    def split_like(self):
+        return self.target
+
+    def features(self, params, output):
+        return output.hidden
+
+    def init(self, params, batch, slots):
+        dtype = jax.tree.leaves(params["drafter"])[0].dtype
+        return jnp.zeros((batch, self.target.d_model), dtype)
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        return _replaced(state, output.hidden, lengths_B - 2 - starts_B)
+
+    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+        return _replaced(state, tree.along(verdict.path, output.hidden), verdict.num_tokens - 1)
+
+
+def _replaced(state_BD: Array, features_BTD: Array, index_B: Array) -> Array:
+    """Returns the features at some indices, where these exist, and else the state."""
+    T = features_BTD.shape[1]
+    index = jnp.clip(index_B, 0, T - 1)[:, None, None]
+    found = jnp.take_along_axis(features_BTD, index, axis=1)[:, 0].astype(state_BD.dtype)
+    return jnp.where(((index_B >= 0) & (index_B < T))[:, None], found, state_BD)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsDrafter(StateDrafter):
+    """Drafts with one head per depth, which does not see the tokens before.
+
+    Attributes:
+        num_heads: H; K is at most H. K is H, or the depth of the tree, if it is None.
+    """
+
+    num_heads: int = 4
+
+    def __post_init__(self):
+        check_integer("num_heads", self.num_heads, 1)
+        if self.num_speculative_tokens is None and self.tree is None:
+            object.__setattr__(self, "num_speculative_tokens", self.num_heads)
+        super().__post_init__()
+        if self.num_speculative_tokens > self.num_heads:
+            raise InputError(
+                f"num_speculative_tokens: expected at most one for each of {self.num_heads} heads, "
+                f"found {self.num_speculative_tokens}"
+            )
+
+    @property
+    def max_steps(self):
+        return self.num_heads
+
+    @property
+    @abc.abstractmethod
+    def shares_head(self) -> bool:
+        """Whether all heads have the same vocabulary matrix."""
+
+    @abc.abstractmethod
+    def outputs(self, params: PyTree, features_BTD: Array, depth: int) -> Array:
+        """Returns what the head of a depth makes of features: [B, T, D]."""
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        K = self.num_speculative_tokens
+        outputs = [self.outputs(params, state[:, None], depth) for depth in range(K)]
+        if self.shares_head:  # its matrix is read once
+            logits_BKV = self.logits(params, jnp.concatenate(outputs, axis=1))
+        else:
+            logits = [self.logits(params, each, depth) for depth, each in enumerate(outputs)]
+            logits_BKV = jnp.concatenate(logits, axis=1)
+
+        def feed(state, level):
+            """Returns the logits of one level of nodes, which are all the same."""
+            row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
+            return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), state
+
+        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
+        proposal, _, _ = growth.grow(self.tree, K, feed, (), root, rows, keys_B)
+        return proposal, state
+
+    def unrolled(
+        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+    ):
+        run = jax.checkpoint(self.outputs, static_argnums=2) if remat else self.outputs
+        for depth in range(steps):
+            if depth == 1 and later is not None:
+                features_BTD = features_BTD[:, later]
+            yield run(params, features_BTD, depth)
