@@ -3,8 +3,10 @@
 python scripts/compare_drafters.py --workdir=runs/drafters \
     --drafters=model=pystdlib/draft,EAGLE-1=runs/eagle/drafter,EAGLE-3=runs/eagle3/drafter
 
-A drafter is whatever `spsjax.load_drafter` takes. The table is in `table.md`, its figures in
-`table.json`, a plot in `table.png`: acceptance by depth, and tokens per call by kind of draft.
+A drafter is whatever `spsjax.load_drafter` takes. Each is run in every shape of the config that it
+can draft; `--trees=EAGLE-1=runs/tree.json` adds a tree of its own, from plan_tree.py. The table is
+in `table.md`, its figures in `table.json`, a plot in `table.png`: acceptance by depth, and tokens
+per call by kind of draft.
 Every key of the config is a flag; configs/experiments/compare_drafters.py lists them.
 """
 
@@ -30,6 +32,7 @@ from spsjax.utils import atomic_files, compilation
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
 _DRAFTERS = flags.DEFINE_list("drafters", [], "Drafters, as NAME=FOLDER.")
+_TREES = flags.DEFINE_list("trees", [], "Trees of single drafters, as NAME=FILE.")
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
 main.require("workdir", "drafters")
@@ -45,16 +48,19 @@ def run():
     main.check_installed("the plot", "matplotlib")
     for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
         check_integer(field, config[field], 1)
-    settings, folders, shapes = (
-        speed.sampling_settings(config),
-        named(_DRAFTERS.value),
-        all_shapes(config),
-    )
+    settings, shapes = speed.sampling_settings(config), all_shapes(config)
+    folders, trees = named("drafters", _DRAFTERS.value), named("trees", _TREES.value)
+    for name in trees.keys() - folders.keys():
+        raise InputError(f"trees: expected a name of --drafters, found {short_repr(name)}")
+    own = {name: own_tree(file) for name, file in trees.items()}
     config.target = _TARGET.value or config.target
     target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
     prompts = speed.prompts_of(config, target)
     # All of them are loaded before the first is run, to find what does not fit.
-    drafters = {name: of_shapes(folder, target, shapes) for name, folder in folders.items()}
+    drafters = {
+        name: of_shapes(folder, target, shapes | own.get(name, {}))
+        for name, folder in folders.items()
+    }
     configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
     rows = []
     for name, drafts in drafters.items():
@@ -77,13 +83,13 @@ def run():
     write(rows, hardware.machine(target), workdir)
 
 
-def named(pairs: list[str]) -> dict[str, str]:
-    """Returns the folders of drafters by name."""
+def named(flag: str, pairs: list[str]) -> dict[str, str]:
+    """Returns paths by name, from a flag's values."""
     found = {}
     for pair in pairs:
         name, equals, folder = pair.partition("=")
         if not (name and equals and folder) or name in found:
-            raise InputError(f"drafters: expected NAME=FOLDER, each name once, found {pair!r}")
+            raise InputError(f"{flag}: expected NAME=PATH, each name once, found {pair!r}")
         found[name] = folder
     return found
 
@@ -110,20 +116,26 @@ def all_shapes(config) -> dict[str, Shape | int]:
     return shapes
 
 
+def own_tree(file: str) -> dict[str, Shape]:
+    """Returns the tree of a file, by the name under which it is shown."""
+    tree = configs.read_tree(file)
+    return {f"own tree of {tree.num_nodes}": tree}
+
+
 def of_shapes(folder: str, target: loading.Model, shapes) -> dict[str, loading.LoadedDrafter]:
     """Returns a drafter in every shape that it can draft."""
     loaded, found = loading.load_drafter(folder, target), {}
+    most = getattr(loaded.drafter, "max_steps", None)
     for name, shape in shapes.items():
-        if isinstance(shape, int):
-            fields = {"num_speculative_tokens": shape}
-        elif folder in loading.WEIGHTLESS:
+        chain = isinstance(shape, int)
+        K = shape if chain else shape.depth
+        if (most and most < K) or (folder in loading.WEIGHTLESS and not chain):
             continue
-        else:
-            fields = {"num_speculative_tokens": shape.depth, "tree": shape}
+        fields = {"num_speculative_tokens": K} | ({} if chain else {"tree": shape})
         drafter = dataclasses.replace(loaded.drafter, **fields)
         found[name] = dataclasses.replace(loaded, drafter=drafter)
     if not found:
-        raise InputError(f"drafters: {folder}: expected a chain among the shapes, found none")
+        raise InputError(f"drafters: {folder}: expected a shape that it can draft, found none")
     return found
 
 

@@ -146,12 +146,12 @@ def load_drafter(
 
     Args:
         name: name of a drafting method that needs no weights ("ngram"); or whatever `load` takes: a
-            smaller model with the target's tokenizer, or an EAGLE-1, EAGLE-2, HASS or EAGLE-3
-            drafter in the layout of its authors or of `speculators`.
+            smaller model with the target's tokenizer, or a drafter of the target's features
+            (docs/drafters.md lists methods and layouts).
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
-        replicate: with a mesh, whether to keep all weights on every device; None: EAGLE's layer
-            whole, and a draft model split.
+        replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
+            features whole, and a draft model split.
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
 
     Raises:
@@ -212,8 +212,8 @@ def save_drafter(
     """Writes a drafter that continues the target's features, for `load_drafter` and for vLLM.
 
     EAGLE-3 is written in the layout of `speculators`, EAGLE-1 and Medusa in that of their authors,
-    an MLP speculator in that of the published ones. Raises InputError for another drafter, or if
-    the folder cannot be written.
+    an MLP speculator in that of the published ones, the others in one of their own. Raises
+    InputError for another drafter, or if the folder cannot be written.
     """
     inner = getattr(drafter, "drafter", drafter)
     if not isinstance(drafter, LoadedDrafter) or not isinstance(inner, features.FeatureDrafter):

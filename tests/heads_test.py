@@ -215,6 +215,24 @@ def test_untied_steps_draft_like_tied_ones_with_the_same_weights(target):
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
 
 
+def test_one_head_per_batch_counts_for_all(target):
+    """Which one it is depends on the texts, and all have their turn."""
+    drafter, weights = drafting.trained_head("blockwise", target.config)
+    whole, one = (
+        jax.jit(feature_losses.feature_metrics(drafter, objective, Precision()))
+        for objective in (FeatureObjective(steps=3), FeatureObjective(steps=3, one=True))
+    )
+    names, turns = ("acceptance", "acceptance_2", "acceptance_3"), set()
+    for seed in range(12):
+        tokens = jax.random.randint(jax.random.key(seed), (2, 9), 0, VOCAB)
+        frozen = {"target": target.params, "drafter": {}}
+        expected, found = (metrics(weights, frozen, {"tokens": tokens}) for metrics in (whole, one))
+        (turn,) = (turn for turn, name in enumerate(names) if float(found[name].sum()) > 0)
+        turns.add(turn)
+        np.testing.assert_allclose(found[names[turn]], 3 * expected[names[turn]], rtol=1e-5)
+    assert turns == {0, 1, 2}
+
+
 @pytest.mark.parametrize("name", drafting.STATES)
 def test_saved_heads_are_loaded_with_the_same_tokens(target, name, tmp_path):
     drafter, weights = drafting.trained_head(name, target.config)

@@ -1,5 +1,6 @@
 """Tests of whole trainings of drafters of the target's features, of tiny size."""
 
+import functools
 import json
 import pathlib
 import runpy
@@ -13,13 +14,22 @@ import trainer_test
 from trainer_test import SMALL, records
 
 import spsjax
-from spsjax import InputError
+from spsjax import InputError, loading
+from spsjax.drafters import medusa
 from spsjax.parallel import sharding
 from spsjax.training.train_head import train_head
 from spsjax.training.train_target import train_target
 
 ROOT = pathlib.Path(__file__).parent.parent
-STEPS = {"eagle": 1, "hass": 2, "eagle3": 3, "medusa": 4, "blockwise": 4, "mlp_speculator": 4}
+STEPS = {
+    "eagle": 1,
+    "hass": 2,
+    "eagle3": 3,
+    "medusa": 4,
+    "blockwise": 4,
+    "mlp_speculator": 4,
+    "falcon": 2,
+}
 GREEDY = spsjax.SamplingParams(0.0)
 
 
@@ -28,7 +38,7 @@ def config(method, texts, target, **changes):
     small = runpy.run_path(str(ROOT / "configs" / "drafters" / f"{method}.py"))["get_config"]()
     small.update(SMALL | {"data": {"train": (texts,)}, "target": str(target / "model")})
     small.target_cache.store = "nothing"
-    small.objective.steps = STEPS[method]
+    small.objective.steps = STEPS.get(method, 4)
     small.draft_eval.update({"prompts": 4, "prompt_length": 8, "new_tokens": 16})
     small.update(changes)
     return small
@@ -83,6 +93,45 @@ def test_interrupted_run_ends_with_the_same_weights(runs, texts, target, tmp_pat
     train_head(config("eagle", texts, target), again)
     one, other = (folder / "drafter" / "model.safetensors" for folder in (runs / "eagle", again))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mlp_speculator"])
+def test_training_begins_with_the_weights_of_a_drafter(runs, texts, target, tmp_path, method):
+    """With almost no learning rate they stay as they are."""
+    init = str(runs / method / "drafter")
+    changed = config(method, texts, target, init=init)
+    changed.optimization.learning_rate = 1e-12
+    found = train_head(changed, tmp_path).params
+    expected = spsjax.load_drafter(init, spsjax.load(target / "model")).params
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, expected)
+    changed.init = str(runs / "medusa" / "drafter")
+    with pytest.raises(InputError, match=r"^init: expected a drafter of the shape"):
+        train_head(changed, tmp_path / "other")
+
+
+def test_medusa_2_trains_the_target_too(runs, texts, target, tmp_path):
+    """The drafter belongs to the new target, which is near the old one."""
+    changed = config("medusa2", texts, target, init=str(runs / "medusa" / "drafter"))
+    train_head(changed, tmp_path)
+    old, new = spsjax.load(target / "model"), spsjax.load(tmp_path / "model")
+    moved = jax.tree.map(
+        lambda a, b: float(np.abs(np.subtract(a, b)).max()), old.params, new.params
+    )
+    assert all(change > 0 for change in jax.tree.leaves(moved)), moved
+    last = records(tmp_path, "held_out")[-1]
+    assert 0 < last["target_divergence"]["mean"] < 0.1
+    assert (
+        last["acceptance"]["mean"] > records(runs / "medusa", "held_out")[-1]["acceptance"]["mean"]
+    )
+    drafter = spsjax.load_drafter(tmp_path / "drafter", new)
+    out, plain = (
+        spsjax.generate(new, ["def function", "total"], each, None, GREEDY, 12)
+        for each in (drafter, None)
+    )
+    assert out.texts == plain.texts
+    changed.target_cache.store = "states"
+    with pytest.raises(InputError, match=r"^target_cache.store: expected 'nothing'"):
+        train_head(changed, tmp_path / "other")
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -153,15 +202,22 @@ SMALL_COMPARISON = (
 
 
 def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target, tmp_path):
-    drafters = f"EAGLE-3={runs}/eagle3/drafter,look up=ngram"
+    model = spsjax.load(target / "model")
+    drafter = medusa.Drafter(model.config, num_heads=2)
+    head = loading.LoadedDrafter("", drafter, drafter.init_params(jax.random.key(0)))
+    spsjax.save_drafter(tmp_path / "medusa", head, model)
+    tree = tmp_path / "tree.json"
+    tree.write_text('{"parents": [0, 0, 2], "replacement": false, "chosen": true}', "utf-8")
+    drafters = f"EAGLE-3={runs}/eagle3/drafter,look up=ngram,Medusa={tmp_path / 'medusa'}"
     source = f"--config.data.train=('{texts}',)", f"--target={target}/model"
     flags = *source, *SMALL_COMPARISON, f"--drafters={drafters}", f"--workdir={tmp_path}"
-    shown = command_line.succeeds("compare_drafters.py", *flags).stdout
+    shown = command_line.succeeds("compare_drafters.py", *flags, f"--trees=Medusa={tree}").stdout
     assert (tmp_path / "table.png").stat().st_size and (tmp_path / "table.md").read_text() in shown
     rows = json.loads((tmp_path / "table.json").read_text("utf-8"))["rows"]
     shapes = {
         "EAGLE-3": ["chain of 3", "tree of 4 (2-1)", "dynamic tree of 4 (2 x 2)"],
         "look up": ["chain of 3"],
+        "Medusa": ["tree of 4 (2-1)", "dynamic tree of 4 (2 x 2)", "own tree of 3"],
     }
     for setting in ("cold", "greedy"):
         for name, expected in shapes.items():
@@ -170,9 +226,12 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
             assert all(1 <= row["tokens_per_call"] <= 4 and row["speedup"] > 0 for row in found)
             assert {row["same_tokens"] for row in found} == {True if setting == "greedy" else None}
             # The look-up may find nothing in so short a text.
-            assert len(found[0]["acceptance_by_depth"] or "123") == 3
+            most = 2 if name == "Medusa" else 3
+            assert len(found[0]["acceptance_by_depth"] or most * [0]) == most
     for flag, part in (
-        ("--drafters=EAGLE-3", "expected NAME=FOLDER, each name once, found 'EAGLE-3'"),
+        ("--drafters=EAGLE-3", "drafters: expected NAME=PATH, each name once, found 'EAGLE-3'"),
+        ("--trees=Falcon=tree.json", "trees: expected a name of --drafters, found 'Falcon'"),
+        ("--trees=Medusa=nowhere", "nowhere: expected a file that plan_tree.py wrote"),
         ("--drafters=a=ngram,a=ngram", "each name once, found 'a=ngram'"),
         ("--drafters=a=nowhere", "nowhere"),
         ("--config.dynamic=((4,2),)", "dynamic: expected (nodes, levels, width), found (4, 2)"),

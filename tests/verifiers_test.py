@@ -60,7 +60,7 @@ def test_greedy_texts_of_trees_are_those_of_plain_decoding(pair, tree):
         assert out.stats.block_efficiency >= chain.stats.block_efficiency
 
 
-@pytest.mark.parametrize("name", ("recursive", "traversal", "match", "typical"))
+@pytest.mark.parametrize("name", ("recursive", "traversal", "match", "typical", "top_k"))
 def test_sampled_trees_emit_whole_rounds(pair, name):
     target, draft = pair
     out = generate(target, trees_of(draft, TREES[0]), name, temperature=1.0)
@@ -119,6 +119,23 @@ def test_typical_acceptance_takes_the_most_probable_of_the_longest_paths():
     assert path(epsilon=0.2, delta=0.1) == [0, 2, 5, -1, -1, -1, -1]  # 0.1 exp(-0.42) = 0.065
 
 
+@pytest.mark.parametrize("k", (1, 2, 3, 9))
+def test_top_k_acceptance_by_hand(k):
+    """The first token is the draft's if it is one of the target's k best, else the target's."""
+    draft, target = np.asarray([0.2, 0.5, 0.3, 0.0]), np.asarray([0.3, 0.5, 0.2, 0.0])
+    good = np.asarray([2, 1, 3, 99]) <= k  # the last one is impossible
+    rule, rows = verifiers.top_k.Verifier(k), 4 * 4000
+    tokens = jnp.tile(jnp.arange(4), 4000)[:, None]
+    proposal = spsjax.Proposal(tokens, jnp.broadcast_to(draft, (rows, 1, 4)))
+    probs = jnp.broadcast_to(target, (rows, 2, 4))
+    np.testing.assert_array_equal(rule.accept_probs(proposal, probs)[:4, 0], good)
+    keys = sampling.row_keys(jax.random.key(k), rows)
+    first = np.asarray(jax.jit(rule.verify)(keys, proposal, probs).tokens)[:, 0]
+    weights = np.tile(draft, 4000) / 4000
+    law = np.where(good, draft, 0) + draft[~good].sum() * target
+    np.testing.assert_allclose(np.bincount(first, weights, 4), law, atol=0.03)
+
+
 def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
     target, draft = pair
     point_masses = ngram.Drafter(2)
@@ -170,6 +187,8 @@ def test_trees_that_cannot_be_are_refused(pair):
     for field in ({"epsilon": 0.0}, {"epsilon": 2}, {"delta": -1}, {"delta": True}):
         with pytest.raises(spsjax.InputError, match=r"^(epsilon|delta): expected a number"):
             verifiers.typical.Verifier(**field)
+    with pytest.raises(spsjax.InputError, match=r"^k: expected an integer >= 1"):
+        verifiers.top_k.Verifier(0)
 
 
 @pytest.mark.parametrize(("depth", "nodes"), [(2, 8), (3, 18)])

@@ -2,7 +2,12 @@ r"""MLP speculator for the shipped target: a recurrent network on the last state
 
 python scripts/train_drafter.py --config=configs/drafters/mlp_speculator.py --workdir=runs/mlp
 
-The network is that of Wertheimer et al. 2024 (arXiv 2404.19124).
+The network is that of Wertheimer et al. 2024 (arXiv 2404.19124). Their second stage goes on with
+texts that the target writes after short prompts, at a tenth of the learning rate:
+
+python scripts/train_drafter.py --config=configs/drafters/mlp_speculator.py --workdir=runs/mlp2 \
+    --config.init=runs/mlp/drafter --config.mixture.target=1 --config.mixture.corpus=0 \
+    --config.optimization.learning_rate=1e-4
 Hardware: any.
 """
 

@@ -131,9 +131,8 @@ class DraftEvaluator:
     Attributes:
         options: options of the evaluation by speculative sampling.
         metrics_at: builds the metrics function whose "acceptance" is that at a temperature.
-        target: target model.
         frozen: arrays that the metrics function needs beside the parameters.
-        as_drafter: builds what `generate` takes from the parameters.
+        pair_of: builds target and drafter, which `generate` takes, from the parameters.
         held_out: [N, T+1] held-out examples. Some of them, evenly spaced, begin the samples.
         first: number of tokens at the start of an example that do not count.
         batch: examples per batch.
@@ -143,9 +142,8 @@ class DraftEvaluator:
 
     options: DraftEvalConfig
     metrics_at: Callable[[float], train_step.PerTokenMetrics]
-    target: Model
     frozen: PyTree
-    as_drafter: Callable[[PyTree], Model | LoadedDrafter]
+    pair_of: Callable[[PyTree], tuple[Model, Model | LoadedDrafter]]
     held_out: np.ndarray
     first: int
     batch: int
@@ -170,7 +168,7 @@ class DraftEvaluator:
         self.report(step, "held_out", held_out)
         for temperature in self.options.temperatures:
             result = sample_with_draft(
-                self.target, self.as_drafter(params), self._prompts, self.options, temperature, step
+                *self.pair_of(params), self._prompts, self.options, temperature, step
             )
             start = np.full(len(self._prompts), self.options.prompt_length, np.int32)
             start = np.maximum(start, self.first)

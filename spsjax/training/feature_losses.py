@@ -30,6 +30,8 @@ class FeatureObjective:
         steps: steps per batch.
         every: from the second step on only one index in so many goes on, and counts as many times.
             It trains on more text in the same time; the papers have 1.
+        one: whether a batch trains one step only, drawn at random, which counts for all: for heads
+            that do not depend on each other (Stern et al. 2018, 1811.03115, 6).
         decay: factor of the loss from step to step.
         detached: whether gradients stop between steps.
         divergence: divergence of the draft's distribution from the target's, both restricted to the
@@ -43,10 +45,14 @@ class FeatureObjective:
         glance: for drafters of several tokens per step: a first pass without gradient counts the
             wrong tokens, and so many drafts per wrong token are shown the answer to their first
             one, which then does not count (Falcon's glancing, 2412.12639, 4.2).
+        target: if above 0, the target is trained, too, which changes what it samples. It is the
+            weight of the divergence from what the target was (Medusa-2's self-distillation,
+            2401.10774, 2.2.2).
     """
 
     steps: int = 1
     every: int = 1
+    one: bool = False
     decay: float = 1.0
     detached: bool = False
     divergence: str = "forward_kl"
@@ -55,12 +61,14 @@ class FeatureObjective:
     top_k: float = 0.0
     noise: float = 0.0
     glance: float = 0.0
+    target: float = 0.0
 
     def __post_init__(self):
         check_integer("objective.steps", self.steps, 1)
         check_integer("objective.every", self.every, 1)
+        check_flag("objective.one", self.one)
         check_flag("objective.detached", self.detached)
-        for field in ("decay", "token", "feature", "top_k", "noise", "glance"):
+        for field in ("decay", "token", "feature", "top_k", "noise", "glance", "target"):
             check_number(f"objective.{field}", getattr(self, field), 0, 1e6)
         if not (self.token or self.feature or self.top_k):
             raise InputError(
@@ -83,8 +91,9 @@ def feature_metrics(
 
     A `depth` above the objective's steps adds steps that are judged without being trained.
 
-    Its `params` are the drafter's trained parameters, and its `frozen` argument holds `target`, the
-    target's parameters, and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if
+    Its `params` are the drafter's trained parameters, or, if the target is trained, too, `drafter`
+    and `target`. Its `frozen` argument holds `target`, the target's parameters before any training,
+    and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if
     it also has the columns of a `TargetCache`, they replace the target's forward pass. Column t of
     a metric is about the prediction of token t + 1. The first columns, as many as there are steps,
     lack some steps, and should not count.
@@ -96,13 +105,20 @@ def feature_metrics(
 
     def metrics(params, frozen, batch):
         tokens = batch["tokens"]
-        target = target_output(drafter, frozen["target"], batch, precision)
+        before = target_output(drafter, frozen["target"], batch, precision)
         weights = jax.tree.map(lambda leaf: leaf.astype(precision.dtype), params)
-        both = {"target": frozen["target"], "drafter": weights | frozen["drafter"]}
-        features = drafter.features(both, target)
+        if objective.target:
+            both = {"target": weights["target"], "drafter": weights["drafter"] | frozen["drafter"]}
+            live = _run_target(drafter, weights["target"], tokens, precision)
+        else:
+            both = {"target": frozen["target"], "drafter": weights | frozen["drafter"]}
+            live = before
+        target, features = jax.lax.stop_gradient(live), drafter.features(both, live)
         fed = features + _noise(objective.noise, tokens, features)
         values = {}
         judge = _judge(drafter, both, objective, target, features, temperature)
+        if objective.one:
+            judge = _judge_of(_number_of(tokens) % objective.steps, objective.steps, judge)
         index = jnp.arange(features.shape[1])
         # Those beyond the text count in no column.
         later = index[: -(-len(index) // objective.every)] * objective.every
@@ -123,7 +139,12 @@ def feature_metrics(
                 values[name + suffix] = whole.at[:, columns].set(weight * value, mode="drop")
         names = [name for name in values if name.startswith("loss")]
         terms = [objective.decay**step * values.pop(name) for step, name in enumerate(names)]
-        return {"loss": sum(terms[: objective.steps])} | values
+        loss = sum(terms[: objective.steps])
+        if objective.target:
+            divergence = losses.divergence(objective.divergence)
+            values["target_divergence"] = divergence(before.logits, live.logits)
+            loss += objective.target * values["target_divergence"]
+        return {"loss": loss} | values
 
     return metrics
 
@@ -134,20 +155,18 @@ def target_output(
     """Returns what the target makes of a batch's texts, from cached columns if there are any."""
     config = drafter.target
     if "states" not in batch:
-        output = transformer.apply(
-            config,
-            params,
-            batch["tokens"][:, :-1],
-            tap_layers=drafter.tap_layers,
-            dtype=precision.dtype,
-        )
-        return jax.lax.stop_gradient(output)
+        return jax.lax.stop_gradient(_run_target(drafter, params, batch["tokens"], precision))
     states = batch["states"].astype(precision.dtype)
     taps = ()
     if drafter.tap_layers:
         taps = jnp.split(batch["taps"].astype(precision.dtype), len(drafter.tap_layers), axis=-1)
     logits = transformer.head(config, params, states)
     return jax.lax.stop_gradient(ModelOutput(logits, states, tuple(taps), None))
+
+
+def _run_target(drafter, params, tokens, precision) -> ModelOutput:
+    taps, dtype = drafter.tap_layers, precision.dtype
+    return transformer.apply(drafter.target, params, tokens[:, :-1], tap_layers=taps, dtype=dtype)
 
 
 def _judge(
@@ -188,6 +207,27 @@ def _judge(
         }
 
     return judge
+
+
+def _judge_of(only: Array, steps: int, judge: Callable) -> Callable:
+    """Returns a judge of one step, times the number of steps; all others have 0."""
+
+    def judge_one(*arguments):
+        *arrays, step = arguments
+
+        def chosen(*arrays):
+            return jax.tree.map(
+                lambda value: steps * value.astype(jnp.float32), judge(*arrays, step)
+            )
+
+        shapes = jax.eval_shape(chosen, *arrays)
+
+        def skipped(*arrays):
+            return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+        return jax.lax.cond(only == step, chosen, skipped, *arrays)
+
+    return judge_one
 
 
 def _top_cross_entropy(target_logits: Array, draft_logits: Array) -> Array:

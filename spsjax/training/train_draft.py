@@ -144,9 +144,8 @@ def _evaluator(
     return DraftEvaluator(
         setup.draft_eval,
         metrics_at,
-        setup.target,
         setup.target.params,
-        as_model,
+        lambda params: (setup.target, as_model(params)),
         corpus.held_out,
         0,
         trainer.eval_batch,

@@ -32,6 +32,7 @@ def default_config() -> ConfigDict:
     return ConfigDict(
         {
             "target": "pystdlib/target",
+            "init": "",  # a drafter whose weights training begins with; empty: random ones
             "drafter": {
                 "method": "eagle",
                 "d_ff": 0,  # a size of 0 is the target's
@@ -49,6 +50,7 @@ def default_config() -> ConfigDict:
             "objective": {
                 "steps": 1,
                 "every": 1,
+                "one": False,
                 "decay": 1.0,
                 "detached": False,
                 "divergence": "forward_kl",
@@ -57,6 +59,7 @@ def default_config() -> ConfigDict:
                 "top_k": 0.0,
                 "noise": 0.0,
                 "glance": 0.0,
+                "target": 0.0,
             },
             "mixture": {
                 "corpus": 1.0,
@@ -112,6 +115,7 @@ class _HeadSetup:
     mixture: distillation.Mixture
     target_cache: TargetCache
     draft_eval: DraftEvalConfig
+    initial: PyTree | None  # the drafter's parameters to begin with, its constants included
 
     @property
     def depth(self) -> int:
@@ -125,13 +129,16 @@ def train_head(
     mesh: jax.sharding.Mesh | None = None,
     export: str | None = None,
 ) -> LoadedDrafter:
-    """Trains a drafter on a frozen target's features.
+    """Trains a drafter on a target's features, and the target with it if `objective.target`.
 
     Args:
         config: config as in `configs/drafters`.
         workdir: folder of the run, as for `train_target`.
         mesh: mesh of the target and of the batches; None for one device.
         export: checkpoint to turn into `drafter` instead of training: a step, "latest" or "best".
+
+    Returns:
+        The drafter. A target that was trained, too, is in the folder `model` of the run.
 
     Raises:
         InputError: config, target, corpus and mesh do not fit together.
@@ -142,28 +149,49 @@ def train_head(
     setup = _check_setup(config, trainer)
     target, drafter, objective = setup.target, setup.drafter, setup.objective
     corpus = trainer.prepare_corpus(target.tokenizer)
-    trainer.folder.pin(corpus=corpus.fingerprint, target=hashing.params_fingerprint(target.params))
+    pinned = {"target": target.params} | ({"init": setup.initial} if setup.initial else {})
+    prints = {name: hashing.params_fingerprint(params) for name, params in pinned.items()}
+    trainer.folder.pin(corpus=corpus.fingerprint, **prints)
     where = drafter.shardings(mesh, config.mesh.replicate)
-    constants = sharding.place_params(_constants(drafter, corpus), where)
+    constants = _constants(drafter, corpus)
+    if setup.initial:
+        constants = {name: setup.initial[name] for name in constants}
+    constants = sharding.place_params(constants, where)
     frozen = {"target": target.params, "drafter": constants}
-
-    def as_drafter(params: PyTree) -> LoadedDrafter:
-        context = target.config.max_positions
-        return LoadedDrafter("draft", drafter, params | constants, context, corpus.tokenizer)
-
     shapes = drafter.param_shapes(jnp.float32)
     shapes = {name: shape for name, shape in shapes.items() if name not in drafter.constants}
     shapes = sharding.place_shapes(shapes, where)
+    target_shapes = jax.tree.map(_as_float32, target.params)
 
     def init_params(key, frozen) -> PyTree:
         params = drafter.from_target(drafter.init_params(key), frozen)
         return {name: params[name] for name in shapes}
 
+    def first_params() -> PyTree:
+        if setup.initial is None:
+            params = train_step.random_params(init_params, shapes, config.seed, frozen)
+        else:
+            params = {name: setup.initial[name] for name in shapes}
+            params = sharding.place_params(jax.tree.map(_to_float32, params), where)
+        if not objective.target:
+            return params
+        return {"drafter": params, "target": jax.tree.map(_to_float32, target.params)}
+
+    def pair_of(params: PyTree) -> tuple[Model, LoadedDrafter]:
+        context, served = target.config.max_positions, target
+        if objective.target:
+            cast = jax.tree.map(
+                lambda x, like: x.astype(like.dtype), params["target"], target.params
+            )
+            params, served = params["drafter"], dataclasses.replace(target, params=cast)
+        params = params | constants
+        return served, LoadedDrafter("draft", drafter, params, context, corpus.tokenizer)
+
     runs_target = setup.target_cache.store == "nothing"
     params = trainer.run(
         f"{config.drafter.method} for {config.target}",
-        shapes,
-        lambda: train_step.random_params(init_params, shapes, config.seed, frozen),
+        {"drafter": shapes, "target": target_shapes} if objective.target else shapes,
+        first_params,
         feature_losses.feature_metrics(drafter, objective, trainer.precision),
         frozen,
         draft_data.batches(
@@ -175,11 +203,26 @@ def train_head(
             tap_layers=drafter.tap_layers,
             first=objective.steps + 1,
         ),
-        _evaluator(setup, trainer, corpus, frozen, as_drafter).evaluate,
+        _evaluator(setup, trainer, corpus, frozen, pair_of).evaluate,
         flops_per_token=6 * objective.steps * transformer.num_params(shapes)
         + 2 * transformer.num_params(target.params) * runs_target,
     )
-    return trainer.save_drafter(as_drafter(params), target)
+    served, trained = pair_of(params)
+    if objective.target:
+        print(
+            f"The target was trained, too: its samples are not those of {config.target} any more."
+        )
+        trainer.save(target.config, params["target"], target.tokenizer)
+    return trainer.save_drafter(trained, served)
+
+
+def _to_float32(leaf: jax.Array) -> jax.Array:
+    """Returns a copy: training gives its parameters' buffers away."""
+    return jnp.array(leaf, jnp.float32, copy=True)
+
+
+def _as_float32(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
 
 
 def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
@@ -196,12 +239,14 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
     target = loading.load(config.target, trainer.mesh, trainer.precision.dtype)
     if target.tokenizer is None:
         raise InputError(f"{config.target}: expected a tokenizer beside the weights, found none")
-    trainer.choose_tokenizer(target.tokenizer)
     drafter = build_drafter(config.drafter, target.config)
     trainer.check_length(target.config.max_positions)
     check_flag("mesh.replicate", config.mesh.replicate)
     drafter.shardings(trainer.mesh, config.mesh.replicate)
-    setup = _HeadSetup(target, drafter, objective, mixture, cache, draft_eval)
+    if objective.target and cache.store != "nothing":
+        raise InputError("target_cache.store: expected 'nothing', as the target is trained, too")
+    initial = _initial(config.init, target, drafter) if config.init else None
+    setup = _HeadSetup(target, drafter, objective, mixture, cache, draft_eval, initial)
     if drafter.max_steps is not None and setup.depth > drafter.max_steps:
         raise InputError(
             f"objective.steps, draft_eval.num_speculative_tokens: expected at most the drafter's "
@@ -224,11 +269,25 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
     return setup
 
 
+def _initial(name: str, target: Model, drafter: FeatureDrafter) -> PyTree:
+    """Returns the parameters of the drafter `name`; raises InputError if it has another shape."""
+    loaded = loading.load_drafter(name, target)
+    K, found = drafter.num_speculative_tokens, loaded.drafter
+    if isinstance(found, FeatureDrafter):
+        found = dataclasses.replace(found, num_speculative_tokens=K)
+    if found != drafter:
+        raise InputError(
+            f"init: expected a drafter of the shape in the config's section drafter, found "
+            f"another one in {name}"
+        )
+    return loaded.params
+
+
 def _evaluator(
-    setup: _HeadSetup, trainer: Trainer, corpus: TrainingCorpus, frozen: PyTree, as_drafter
+    setup: _HeadSetup, trainer: Trainer, corpus: TrainingCorpus, frozen: PyTree, pair_of
 ) -> DraftEvaluator:
     """Returns the evaluator of the drafter on the held-out examples, without noise."""
-    objective = dataclasses.replace(setup.objective, noise=0.0, glance=0.0, every=1)
+    objective = dataclasses.replace(setup.objective, noise=0.0, glance=0.0, every=1, one=False)
     return DraftEvaluator(
         setup.draft_eval,
         functools.partial(
@@ -238,9 +297,8 @@ def _evaluator(
             trainer.precision,
             depth=setup.depth,
         ),
-        setup.target,
         frozen,
-        as_drafter,
+        pair_of,
         corpus.held_out,
         setup.depth + 1,
         trainer.eval_batch,

@@ -8,12 +8,23 @@ from spsjax.verifiers import (
     multipath,
     recursive,
     rejection,
+    top_k,
     traversal,
     typical,
 )
 from spsjax.verifiers.base import Verifier
 
-__all__ = ["block", "kseq", "match", "multipath", "recursive", "rejection", "traversal", "typical"]
+__all__ = [
+    "block",
+    "kseq",
+    "match",
+    "multipath",
+    "recursive",
+    "rejection",
+    "top_k",
+    "traversal",
+    "typical",
+]
 NAMES = tuple(__all__)
 
 
