@@ -59,7 +59,7 @@ def plot_depths(runs: Mapping[str, str | pathlib.Path], path: str | pathlib.Path
     """
     if not importlib.util.find_spec("matplotlib"):
         raise InputError("plot: expected matplotlib to be installed, found none")
-    figure = _figure(figsize=(6, 4))
+    figure = _figure(figsize=(8, 4))
     axis = figure.subplots()
     for name, folder in runs.items():
         means, intervals = _acceptance_by_depth(pathlib.Path(folder))
@@ -67,7 +67,7 @@ def plot_depths(runs: Mapping[str, str | pathlib.Path], path: str | pathlib.Path
         axis.errorbar(depths, means, intervals, marker="o", capsize=2, label=name)
     axis.set(xlabel="depth of the draft token", ylabel="acceptance, held-out text", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend()
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     with atomic_files.atomic_write(pathlib.Path(path)) as partial:
         figure.savefig(partial, format="png", dpi=120)
 
