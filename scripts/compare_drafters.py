@@ -21,10 +21,10 @@ from ml_collections import config_flags
 
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
+from spsjax.draft_shapes import DynamicTree, Shape, Tree
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.evaluation import samplers, speed
 from spsjax.evaluation.samplers import Role
-from spsjax.growth import DynamicTree, Shape, Tree
 from spsjax.models import transformer
 from spsjax.performance import hardware
 from spsjax.utils import atomic_files, compilation

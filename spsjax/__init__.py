@@ -4,9 +4,9 @@ Everything exported here is public; all else is internal and may change.
 """
 
 from spsjax import drafters, verifiers
+from spsjax.draft_shapes import DynamicTree, Tree
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream
-from spsjax.growth import DynamicTree, Tree
 from spsjax.loading import LoadedDrafter, Model, load, load_drafter, save_drafter
 from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams

@@ -1,8 +1,7 @@
-"""Chains and trees of draft tokens, grown level by level from a drafter's distributions.
+"""Growth of chains and trees of draft tokens, level by level, from a drafter's distributions.
 
 A drafter gives `feed`, which runs it over the nodes of one level and returns what follows each of
-them. Three shapes grow here: a chain; `Tree`, whose parents are given; and `DynamicTree`, which
-goes where the draft is most confident.
+them.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from spsjax import sampling
-from spsjax.errors import InputError, check_flag, check_integer, short_repr
+from spsjax.draft_shapes import DynamicTree, Shape, Tree, num_fed
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, PyTree
 
@@ -48,182 +47,6 @@ class Level:
 # Runs a drafter over a level. Takes its state, and returns the logits [B, T, V] of what follows
 # each node, and the new state.
 Feed = Callable[[PyTree, Level], tuple[Array, PyTree]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """Tree of a fixed shape. Lossless.
-
-    Its tokens are drawn from the draft's distributions; in greedy rows the children of a node are
-    its most probable tokens, the first child the most probable one.
-
-    Attributes:
-        parents: parent of each draft token. Node 0 is the last committed token, and node 1 + n is
-            draft token n. Nodes come level by level.
-        replacement: whether the children of a node are drawn independently of each other, so that
-            some may be equal; else without replacement.
-        chosen: whether the children of a node are its most probable tokens in all rows. They are
-            not drawn then, and count as point masses.
-    """
-
-    parents: tuple[int, ...]
-    replacement: bool = False
-    chosen: bool = False
-
-    def __post_init__(self):
-        check_flag("replacement", self.replacement)
-        check_flag("chosen", self.chosen)
-        if self.replacement and self.chosen:
-            raise InputError("replacement: expected False, as tokens are chosen, found True")
-        parents = self.parents
-        integers = isinstance(parents, tuple) and all(type(parent) is int for parent in parents)
-        if not integers or not parents or parents[0] != 0:
-            raise InputError(
-                f"parents: expected a tuple of integers that begins with 0, "
-                f"found {short_repr(parents)}"
-            )
-        depths = [0]
-        for node, parent in enumerate(parents, start=1):
-            if not 0 <= parent < node or depths[parent] + 1 < depths[-1]:
-                raise InputError(
-                    f"parents: expected nodes level by level, each after its parent, "
-                    f"found parent {parent} of node {node}"
-                )
-            depths.append(depths[parent] + 1)
-
-    @classmethod
-    def branching(cls, *counts: int, replacement: bool = False) -> "Tree":
-        """Returns the tree whose every node at depth d has `counts[d]` children.
-
-        `Tree.branching(2, 2)` has six nodes. Raises InputError for a count below 1.
-        """
-        parents, level = [], [0]
-        for count in counts:
-            check_integer("counts", count, 1)
-            start = len(parents) + 1
-            parents += [node for node in level for _ in range(count)]
-            level = list(range(start, len(parents) + 1))
-        return cls(tuple(parents), replacement)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.parents)
-
-    @property
-    def depth(self) -> int:
-        return len(self.levels) - 1
-
-    @functools.cached_property
-    def levels(self) -> list[list[int]]:
-        """The nodes of each depth."""
-        depths, levels = [0], [[0]]
-        for node, parent in enumerate(self.parents, start=1):
-            depths.append(depths[parent] + 1)
-            if depths[node] == len(levels):
-                levels.append([])
-            levels[depths[node]].append(node)
-        return levels
-
-    @functools.cached_property
-    def children(self) -> list[list[int]]:
-        """The children of each node."""
-        children = [[] for _ in range(self.num_nodes + 1)]
-        for node, parent in enumerate(self.parents, start=1):
-            children[parent].append(node)
-        return children
-
-    @property
-    def width(self) -> int:
-        """The most children of a node."""
-        return max(map(len, self.children))
-
-    @functools.cached_property
-    def inner(self) -> list[int]:
-        """The nodes that have children: those that are fed to the draft, in this order."""
-        return [node for node, children in enumerate(self.children) if children]
-
-    @functools.cached_property
-    def fed_levels(self) -> list[int]:
-        """How many nodes of each level are fed to the draft."""
-        counts = [sum(bool(self.children[node]) for node in level) for level in self.levels]
-        return [count for count in counts if count]
-
-    def above(self, node: int) -> list[bool]:
-        """Returns which of the fed nodes a node sees, itself included."""
-        path = {node}
-        while node:
-            node = self.parents[node - 1]
-            path.add(node)
-        return [fed in path for fed in self.inner]
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicTree:
-    """Tree that grows where the draft is most confident (EAGLE-2, arXiv 2406.16858, 4.1). Lossless.
-
-    At each level the `width` nodes of the most probable paths get children: their most probable
-    tokens. Of all nodes the `num_nodes` with the most probable paths are kept. Tokens are not drawn
-    but chosen, so that they count as point masses.
-
-    Attributes:
-        num_nodes: N, draft tokens of a proposal.
-        depth: K, levels below the root.
-        width: nodes that get children per level, and children of each.
-    """
-
-    num_nodes: int = 16
-    depth: int = 4
-    width: int = 4
-
-    def __post_init__(self):
-        for field in ("num_nodes", "depth", "width"):
-            check_integer(field, getattr(self, field), 1)
-        most = self.width + (self.depth - 1) * self.width**2
-        if self.num_nodes > most:
-            raise InputError(
-                f"num_nodes: expected at most {most} for depth {self.depth} and width "
-                f"{self.width}, found {self.num_nodes}"
-            )
-
-    @property
-    def fed_levels(self) -> list[int]:
-        """How many nodes of each level are fed to the draft."""
-        return [1] + [self.width] * (self.depth - 1)
-
-
-Shape = Tree | DynamicTree | None  # None: a chain
-
-
-def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: int) -> int:
-    """Returns K: that of the tree, or of a chain, 4 for None.
-
-    Raises InputError if it is not the depth of the tree, or if the tree is wider than the
-    vocabulary.
-    """
-    chosen = isinstance(shape, DynamicTree) or (shape and shape.chosen)
-    if chosen and shape.width > vocab_size:
-        raise InputError(
-            f"tree: expected at most {vocab_size} children of a node, one for each token, "
-            f"found {shape.width}"
-        )
-    if shape is None:
-        return 4 if num_speculative_tokens is None else num_speculative_tokens
-    if num_speculative_tokens not in (None, shape.depth):
-        raise InputError(
-            f"num_speculative_tokens: expected the depth of the tree, {shape.depth}, "
-            f"found {num_speculative_tokens}"
-        )
-    return shape.depth
-
-
-def fed_levels(shape: Shape, num_speculative_tokens: int) -> list[int]:
-    """Returns how many nodes of each level are fed to the draft, the root's level first."""
-    return shape.fed_levels if shape else [1] * num_speculative_tokens
-
-
-def num_fed(shape: Shape, num_speculative_tokens: int) -> int:
-    """Returns how many nodes are fed to the draft, the root included."""
-    return sum(fed_levels(shape, num_speculative_tokens))
 
 
 def grow(

@@ -8,7 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from spsjax import drafters, growth, tokenization
+from spsjax import draft_shapes, drafters, tokenization
 from spsjax.drafters import draft_model, features, pairs
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
@@ -140,7 +140,7 @@ def load_drafter(
     name: str | pathlib.Path,
     target: Model,
     replicate: bool | None = None,
-    tree: growth.Shape = None,
+    tree: draft_shapes.Shape = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
 
@@ -161,7 +161,7 @@ def load_drafter(
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
     if replicate is not None:
         check_flag("replicate", replicate)
-    if not isinstance(tree, growth.Shape):
+    if not isinstance(tree, draft_shapes.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     if isinstance(name, str) and name in WEIGHTLESS:
         if tree is not None:
@@ -194,7 +194,7 @@ def _layout_of(folder: pathlib.Path):
 
 
 def _load_head(
-    name: str, folder: pathlib.Path, target: Model, dtype, tree: growth.Shape, replicate
+    name: str, folder: pathlib.Path, target: Model, dtype, tree: draft_shapes.Shape, replicate
 ) -> LoadedDrafter:
     """Returns a drafter that continues the target's features."""
     files = _layout_of(folder)

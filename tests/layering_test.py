@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "spsjax"
 # The table: the rooms of each floor. A room is a file or a folder at the top of `spsjax/`.
 FLOORS = (
     {"types", "errors"},
-    {"utils", "tree"},
+    {"utils", "tree", "draft_shapes"},
     {"parallel"},
     {"sampling", "cache"},
     {"models", "verifiers", "tokenization", "growth"},

@@ -7,16 +7,16 @@ import pytest
 from conftest import nearby_model, spread_model
 
 import spsjax
-from spsjax import growth, loading, sampling, verifiers
+from spsjax import draft_shapes, loading, sampling, verifiers
 from spsjax.drafters import draft_model, ngram
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
 
 PROMPTS = [[1, 2, 3], [4]]
 TREES = (
-    growth.Tree.branching(2, 2),
-    growth.Tree((0, 0, 0, 1, 1, 4), replacement=True),
-    growth.DynamicTree(num_nodes=6, depth=3, width=2),
+    draft_shapes.Tree.branching(2, 2),
+    draft_shapes.Tree((0, 0, 0, 1, 1, 4), replacement=True),
+    draft_shapes.DynamicTree(num_nodes=6, depth=3, width=2),
 )
 
 
@@ -175,13 +175,13 @@ def test_trees_that_cannot_be_are_refused(pair):
     _, draft = pair
     for parents in ((), (1,), (0, 2), (0, 1, 0), [0], (0, True)):
         with pytest.raises(spsjax.InputError, match=r"^parents: expected"):
-            growth.Tree(parents)
+            draft_shapes.Tree(parents)
     with pytest.raises(spsjax.InputError, match=r"^replacement: expected True or False"):
-        growth.Tree((0, 0), "no")
+        draft_shapes.Tree((0, 0), "no")
     with pytest.raises(spsjax.InputError, match=r"^tree: expected at most 16 children of a node"):
-        draft_model.Drafter(draft.config, tree=growth.DynamicTree(width=20))
+        draft_model.Drafter(draft.config, tree=draft_shapes.DynamicTree(width=20))
     with pytest.raises(spsjax.InputError, match=r"^num_nodes: expected at most 6"):
-        growth.DynamicTree(7, 2, 2)
+        draft_shapes.DynamicTree(7, 2, 2)
     with pytest.raises(spsjax.InputError, match=r"^num_speculative_tokens: expected the depth"):
         draft_model.Drafter(draft.config, 3, tree=TREES[0])
     for field in ({"epsilon": 0.0}, {"epsilon": 2}, {"delta": -1}, {"delta": True}):
@@ -195,7 +195,7 @@ def test_trees_that_cannot_be_are_refused(pair):
 def test_dynamic_tree_keeps_the_most_probable_paths(pair, depth, nodes):
     """Compared with the same search over whole contexts, without a cache."""
     target, draft = pair
-    tree = growth.DynamicTree(num_nodes=nodes, depth=depth, width=3)
+    tree = draft_shapes.DynamicTree(num_nodes=nodes, depth=depth, width=3)
     proposal = spsjax.propose(target, [1, 2, 3], trees_of(draft, tree))
     tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
     paths = [()]

@@ -13,7 +13,7 @@ import jax
 import yaml
 from ml_collections import ConfigDict
 
-from spsjax import drafters, growth, loading
+from spsjax import draft_shapes, drafters, loading
 from spsjax.drafters import base, features
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
@@ -132,7 +132,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
 
 
-def read_tree(path: str) -> growth.Tree:
+def read_tree(path: str) -> draft_shapes.Tree:
     """Returns the tree of a file that plan_tree.py wrote; raises InputError for another file."""
     try:
         tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def read_tree(path: str) -> growth.Tree:
         raise InputError(
             f"tree: {path}: expected a file that plan_tree.py wrote, found {one_line(error)}"
         ) from None
-    return growth.Tree(tuple(parents) if isinstance(parents, list) else parents, *flags)
+    return draft_shapes.Tree(tuple(parents) if isinstance(parents, list) else parents, *flags)
 
 
 def with_tree(drafter, target: loading.Model, path: str):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from spsjax import growth
+from spsjax import draft_shapes
 from spsjax.errors import InputError
 from spsjax.sampling import RowParams
 from spsjax.types import Array, ModelOutput, Proposal, PyTree, Verdict
@@ -34,7 +34,7 @@ class Drafter(abc.ABC):
     """
 
     num_speculative_tokens: int
-    tree: growth.Shape = None
+    tree: draft_shapes.Shape = None
     tap_layers: tuple[int, ...] = ()
     score_sizes: tuple[int, ...] = ()
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax import cache as kv
-from spsjax import growth, tree
+from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import base
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -41,11 +41,11 @@ class Drafter(base.Drafter):
     config: transformer.Config
     num_speculative_tokens: int | None = None
     vocab_size: int | None = None
-    tree: growth.Shape = None
+    tree: draft_shapes.Shape = None
 
     def __post_init__(self):
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
-        K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        K = draft_shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
 
     def init(self, params, batch, slots):
@@ -57,7 +57,7 @@ class Drafter(base.Drafter):
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
         K, weights = self.num_speculative_tokens, params["drafter"]
-        num_fed = growth.num_fed(self.tree, K)
+        num_fed = draft_shapes.num_fed(self.tree, K)
         # The first pass takes the last two tokens, because the cache may lack the last but one: the
         # last accepted draft token may never have been fed. A prompt of one token has no last but
         # one; its place is then filled with a token that nothing sees.

@@ -9,9 +9,9 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
+from spsjax.draft_shapes import DynamicTree, Tree
 from spsjax.drafters import pairs
 from spsjax.errors import InputError
-from spsjax.growth import DynamicTree, Tree
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import growth, tree
+from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
@@ -72,7 +72,7 @@ class Drafter(features.FeatureDrafter):
     config: Config
     target: Config
     num_speculative_tokens: int | None = None
-    tree: growth.Shape = None
+    tree: draft_shapes.Shape = None
     tokens_per_step: int = 2
 
     def __post_init__(self):
@@ -176,7 +176,7 @@ class Drafter(features.FeatureDrafter):
             return self.logits(params, tree.along(units, outputs), level.depth), draft
 
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        start = self._no_draft(growth.fed_levels(self.tree, K), state)
+        start = self._no_draft(draft_shapes.fed_levels(self.tree, K), state)
         proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
         return proposal, state
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from spsjax import cache as kv
-from spsjax import growth
+from spsjax import draft_shapes
 from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer
 from spsjax.models.config import Config
@@ -40,7 +40,7 @@ class FeatureDrafter(base.TrainableDrafter):
         if self.num_speculative_tokens is not None:
             check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
         vocab = self.target.vocab_size
-        K = growth.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        K = draft_shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @property

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import growth, tree
+from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import states
 from spsjax.errors import InputError, check_flag, check_integer
 from spsjax.models import pure
@@ -93,7 +93,7 @@ class Drafter(states.StateDrafter):
             states_BFM = lax.dynamic_update_slice_in_dim(states_BFM, new, level.start, axis=1)
             return self.logits(params, new, level.depth), states_BFM
 
-        shape = len(lengths_B), growth.num_fed(self.tree, K), self.width
+        shape = len(lengths_B), draft_shapes.num_fed(self.tree, K), self.width
         start = jnp.zeros(shape, state.dtype)
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
         proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)

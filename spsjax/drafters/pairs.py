@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import growth, tree
+from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues
@@ -38,7 +38,7 @@ class PairDrafter(features.FeatureDrafter):
     config: Config
     target: Config
     num_speculative_tokens: int | None = None
-    tree: growth.Shape = None
+    tree: draft_shapes.Shape = None
 
     @property
     def split_like(self):
@@ -79,7 +79,7 @@ class PairDrafter(features.FeatureDrafter):
 
     def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
-        B, num_fed = len(lengths_B), growth.num_fed(self.tree, K)
+        B, num_fed = len(lengths_B), draft_shapes.num_fed(self.tree, K)
 
         def feed(carry, level):
             """Runs the layer over one level of nodes (`growth.Feed`)."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import growth, tree
+from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features
 from spsjax.errors import InputError, check_integer
 from spsjax.models.config import Config
@@ -24,7 +24,7 @@ class StateDrafter(features.FeatureDrafter):
 
     target: Config
     num_speculative_tokens: int | None = None
-    tree: growth.Shape = None
+    tree: draft_shapes.Shape = None
 
     @property
     def split_like(self):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import growth, sampling
+from spsjax import draft_shapes, growth, sampling
 from spsjax.evaluation import text_pass
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
@@ -61,7 +61,7 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
     logits_TV = text_pass.logits(target_config, target_params, tokens_BT)[0]
     vocab = logits_TV.shape[-1]  # the draft's may be padded or smaller
     drafted_TV = text_pass.logits(draft_config, draft_params, tokens_BT, vocab)[0]
-    tree = growth.Tree.branching(width)
+    tree = draft_shapes.Tree.branching(width)
 
     def at_position(inputs):
         target_V, drafted_V, key = inputs

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import decode, sampling, verifiers
+from spsjax.draft_shapes import DynamicTree, Shape, Tree
 from spsjax.evaluation import samplers, text_pass
 from spsjax.generation import prefill
-from spsjax.growth import DynamicTree, Shape, Tree
 from spsjax.loading import LoadedDrafter, Model, as_drafter
 from spsjax.parallel import multihost
 from spsjax.performance import tree_theory

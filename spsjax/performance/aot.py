@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
+from spsjax.draft_shapes import Tree
 from spsjax.drafters import draft_model, none
 from spsjax.drafters.pairs import PairDrafter
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
-from spsjax.growth import Tree
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hardware, roofline, theory

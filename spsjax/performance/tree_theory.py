@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spsjax.draft_shapes import Tree
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.growth import Tree
 from spsjax.types import Proposal
 from spsjax.verifiers.base import Verifier
 

@@ -93,10 +93,10 @@ def feature_metrics(
 
     Its `params` are the drafter's trained parameters, or, if the target is trained, too, `drafter`
     and `target`. Its `frozen` argument holds `target`, the target's parameters before any training,
-    and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if
-    it also has the columns of a `TargetCache`, they replace the target's forward pass. Column t of
-    a metric is about the prediction of token t + 1. The first columns, as many as there are steps,
-    lack some steps, and should not count.
+    and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if it also has the
+    columns of a `TargetCache`, they replace the target's forward pass. Column t of a metric is
+    about the prediction of token t + 1. The first columns, as many as there are steps, lack some
+    steps, and should not count.
 
     "acceptance" is the probability that a drafted token is accepted, as the first token of a draft;
     "acceptance_2" that of the second, if the text's own token is the first, and so on: the paper's
@@ -105,14 +105,7 @@ def feature_metrics(
 
     def metrics(params, frozen, batch):
         tokens = batch["tokens"]
-        before = target_output(drafter, frozen["target"], batch, precision)
-        weights = jax.tree.map(lambda leaf: leaf.astype(precision.dtype), params)
-        if objective.target:
-            both = {"target": weights["target"], "drafter": weights["drafter"] | frozen["drafter"]}
-            live = _run_target(drafter, weights["target"], tokens, precision)
-        else:
-            both = {"target": frozen["target"], "drafter": weights | frozen["drafter"]}
-            live = before
+        both, before, live = _run_targets(drafter, objective, params, frozen, batch, precision)
         target, features = jax.lax.stop_gradient(live), drafter.features(both, live)
         fed = features + _noise(objective.noise, tokens, features)
         values = {}
@@ -147,6 +140,19 @@ def feature_metrics(
         return {"loss": loss} | values
 
     return metrics
+
+
+def _run_targets(
+    drafter, objective, params, frozen, batch, precision
+) -> tuple[PyTree, ModelOutput, ModelOutput]:
+    """Returns all parameters, and the outputs of the target as it was and as it is."""
+    before = target_output(drafter, frozen["target"], batch, precision)
+    weights = jax.tree.map(lambda leaf: leaf.astype(precision.dtype), params)
+    if not objective.target:
+        both = {"target": frozen["target"], "drafter": weights | frozen["drafter"]}
+        return both, before, before
+    both = {"target": weights["target"], "drafter": weights["drafter"] | frozen["drafter"]}
+    return both, before, _run_target(drafter, both["target"], batch["tokens"], precision)
 
 
 def target_output(
