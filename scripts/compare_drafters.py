@@ -111,8 +111,6 @@ def all_shapes(config) -> dict[str, Shape | int]:
             raise InputError(f"dynamic: expected (nodes, levels, width), found {short_repr(sizes)}")
         nodes, levels, width = sizes
         shapes[f"dynamic tree of {nodes} ({levels} x {width})"] = DynamicTree(*sizes)
-    if not shapes:
-        raise InputError("chains: expected at least one shape of drafts, found none")
     return shapes
 
 
@@ -130,6 +128,8 @@ def of_shapes(folder: str, target: loading.Model, shapes) -> dict[str, loading.L
         chain = isinstance(shape, int)
         K = shape if chain else shape.depth
         if (most and most < K) or (folder in loading.WEIGHTLESS and not chain):
+            if name.startswith("own"):
+                raise InputError(f"trees: expected a tree that {folder} can draft, found {name}")
             continue
         fields = {"num_speculative_tokens": K} | ({} if chain else {"tree": shape})
         drafter = dataclasses.replace(loaded.drafter, **fields)

@@ -12,7 +12,8 @@ of draft tokens and of levels; the fastest of these is taken.
     python scripts/plan_tree.py --draft=runs/medusa/drafter --output=runs/tree.json
 
 A drafter of the target's features gets a tree of its most probable tokens, which grows where they
-are accepted most often, by depth and rank (Medusa, arXiv 2401.10774).
+are accepted most often, by depth and rank (Medusa, arXiv 2401.10774). Its drafting is timed on
+chains, so that wide trees of a drafter with a layer look cheaper than they are.
 Every key of the config is a flag; configs/experiments/plan_tree.py lists them.
 """
 
@@ -67,6 +68,8 @@ def run():
     out = generation.generate(target, prompts, drafter, None, params, **options)
     texts = [(prompt, tokens.tolist()) for prompt, tokens in zip(prompts, out.tokens)]
     texts = [(prompt, tokens) for prompt, tokens in texts if tokens]
+    if not texts:
+        raise InputError("prompts: expected texts that go on after them, found none")
     rates, plans, target_seconds = plan(target, draft, texts, params, config)
     if not plans:
         found = short_repr(config.num_nodes)

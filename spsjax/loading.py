@@ -23,7 +23,13 @@ from spsjax.utils import bfloat16
 # Drafting methods that need no weights, by the names of their modules.
 WEIGHTLESS = "none", "ngram"
 # Files of a model folder that `save` writes or removes.
-FILES = "config.json", "generation_config.json", hf_weights.SINGLE, *tokenization.NAMES
+FILES = (
+    "config.json",
+    "generation_config.json",
+    hf_weights.SINGLE,
+    head_weights.MEDUSA_FILE,
+    *tokenization.NAMES,
+)
 _SHIPPED = pathlib.Path(__file__).parent / "pretrained"
 # Weights of so many bytes stay in a CPU's caches between two passes.
 _CACHED_BYTES = 16 * 2**20
@@ -209,7 +215,7 @@ def _load_head(
 def save_drafter(
     folder: str | pathlib.Path, drafter: LoadedDrafter, target: Model, dtype="bfloat16"
 ) -> None:
-    """Writes a drafter that continues the target's features, for `load_drafter` and for vLLM.
+    """Writes a drafter of the target's features, for `load_drafter` and for vLLM.
 
     EAGLE-3 is written in the layout of `speculators`, EAGLE-1 and Medusa in that of their authors,
     an MLP speculator in that of the published ones, the others in one of their own. Raises

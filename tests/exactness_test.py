@@ -130,14 +130,21 @@ def test_drafters_of_features_are_lossless(name):
 
 
 @pytest.mark.parametrize(
-    "tree",
-    [Tree((0, 0, 1)), Tree((0, 0, 1), chosen=True), DynamicTree(3, 2, 2)],
-    ids=("drawn", "chosen", "dynamic"),
+    ("name", "tree"),
+    [
+        ("eagle3", Tree((0, 0, 1))),
+        ("eagle3", Tree((0, 0, 1), chosen=True)),
+        ("eagle3", DynamicTree(3, 2, 2)),
+        ("falcon", Tree((0, 0, 1))),
+        ("medusa", Tree((0, 0, 1), chosen=True)),
+        ("mlp_speculator", DynamicTree(3, 2, 2)),
+    ],
+    ids=("drawn", "chosen", "dynamic", "falcon", "medusa", "mlp_speculator"),
 )
-def test_trees_of_features_are_lossless(tree):
-    loaded = head("eagle3", 2)
+def test_trees_of_features_are_lossless(name, tree):
+    loaded = head(name, 2)
     loaded = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, tree=tree))
-    studied = loop("eagle3", 2, 3, verifier=match.Verifier())
+    studied = loop(name, 2, 3, verifier=match.Verifier())
     studied = dataclasses.replace(studied, loaded=loaded)
     for params in (PARAMS[0], PARAMS[5]):
         assert_lossless(studied, **params)

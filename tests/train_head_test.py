@@ -68,8 +68,8 @@ def runs(texts, target, tmp_path_factory):
 
 @pytest.mark.parametrize("method", STEPS)
 def test_run_logs_acceptance_by_depth_and_saves_a_drafter(runs, target, method):
-    train, (first, last) = records(runs / method, "train"), records(runs / method, "held_out")
-    assert train[-1]["loss"] < train[0]["loss"]
+    first, last = records(runs / method, "held_out")
+    assert last["loss"]["mean"] < first["loss"]["mean"]
     assert last["acceptance"]["mean"] > first["acceptance"]["mean"]
     names = ["acceptance", *(f"acceptance_{depth}" for depth in range(2, 5))]  # K = 4 is deeper
     assert [name for name in last if name.startswith("acceptance")] == names
@@ -84,14 +84,15 @@ def test_run_logs_acceptance_by_depth_and_saves_a_drafter(runs, target, method):
     assert drafter.drafter.num_speculative_tokens == 4
 
 
-def test_interrupted_run_ends_with_the_same_weights(runs, texts, target, tmp_path):
+@pytest.mark.parametrize("method", ["eagle", "falcon", "blockwise"])
+def test_interrupted_run_ends_with_the_same_weights(runs, texts, target, tmp_path, method):
     """Without its last checkpoint a run goes on from the one before."""
-    again = tmp_path / "eagle"
-    shutil.copytree(runs / "eagle", again)
+    again = tmp_path / method
+    shutil.copytree(runs / method, again)
     shutil.rmtree(again / "checkpoints" / "step_30")
     shutil.rmtree(again / "drafter")
-    train_head(config("eagle", texts, target), again)
-    one, other = (folder / "drafter" / "model.safetensors" for folder in (runs / "eagle", again))
+    train_head(config(method, texts, target), again)
+    one, other = (folder / "drafter" / "model.safetensors" for folder in (runs / method, again))
     assert one.read_bytes() == other.read_bytes()
 
 

@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
             # Children of every node, level by level, of trees whose tokens are drawn.
             "branching": ((4, 2, 1, 1),),
             "dynamic": ((16, 5, 4),),  # nodes, levels and width of trees like EAGLE-2's
-            "run_settings": ("sampled", "cold", "greedy"),
+            "run_settings": ("sampled", "nucleus", "greedy"),
             "settings": {
                 "sampled": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
                 "nucleus": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},

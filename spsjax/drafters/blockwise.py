@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.drafters import states
-from spsjax.errors import check_integer
+from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.layers import make_linear, two_rows
 
@@ -49,6 +49,16 @@ class Drafter(states.HeadsDrafter):
     @property
     def shares_head(self):
         return True
+
+    def shardings(self, mesh, replicate=None):
+        if mesh is not None and replicate is False:
+            units, devices = self.num_heads * self.d_ff, mesh.shape["model"]
+            if units % devices:
+                raise InputError(
+                    f"num_heads, d_ff: expected {devices}, the mesh's model axis, to divide their "
+                    f"product, found {units}"
+                )
+        return super().shardings(mesh, replicate)
 
     def outputs(self, params, features_BTD, depth):
         weights = params["drafter"]

@@ -49,6 +49,11 @@ class FeatureDrafter(base.TrainableDrafter):
         return None
 
     @property
+    def least_steps(self) -> int:
+        """Steps that a training needs, so that it reaches all weights."""
+        return self.max_steps or self.tokens_per_step
+
+    @property
     @abc.abstractmethod
     def split_like(self) -> Config:
         """Shape of the model by whose sharding rules the weights can be split."""

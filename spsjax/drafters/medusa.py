@@ -13,6 +13,7 @@ from flax import nnx
 from spsjax.drafters import states
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure, transformer
+from spsjax.models.attention import capped
 from spsjax.models.layers import INIT, head_logits, two_rows
 
 
@@ -96,7 +97,8 @@ class Drafter(states.HeadsDrafter):
             outputs = outputs_BTD.astype(params["target"]["norm"]["scale"].dtype)
             return transformer.head(self.target, params["target"], outputs)
         kernel = self._bind(params["drafter"]).heads[depth].head.kernel[...]
-        return head_logits(outputs_BTD, kernel)[..., : self.target.vocab_size]
+        logits = head_logits(outputs_BTD, kernel)[..., : self.target.vocab_size]
+        return capped(logits, self.target.logit_softcap)
 
     def param_shapes(self, dtype):
         return pure.param_shapes(Medusa, self, dtype)

@@ -16,8 +16,26 @@ from spsjax.drafters import states
 from spsjax.errors import InputError, check_flag, check_integer
 from spsjax.models import pure
 from spsjax.models.layers import head_logits, two_rows
+from spsjax.types import Array
 
 _NORM_EPS = 1e-6
+
+
+class _Norm(nnx.Module):
+    """Root mean square norm with a scale and a bias; the mean is not taken away."""
+
+    def __init__(self, width: int, *, dtype):
+        self.scale = nnx.Param(jnp.ones(width, dtype))
+        self.bias = nnx.Param(jnp.zeros(width, dtype))
+
+    def __call__(self, x):
+        return _normed(x) * self.scale[...] + self.bias[...]
+
+
+def _normed(x: Array) -> Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    square = jnp.mean(wide**2, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(square + _NORM_EPS)).astype(x.dtype)
 
 
 class _Step(nnx.Module):
@@ -33,7 +51,7 @@ class _Step(nnx.Module):
             self.project = nnx.Linear(wide, width, use_bias=False, kernel_init=normal, **make)
         if own:
             self.embed = nnx.Embed(vocab, width, embedding_init=normal, **make)
-            self.norm = nnx.LayerNorm(width, epsilon=_NORM_EPS, **make)
+            self.norm = _Norm(width, dtype=dtype)
             self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=normal, **make)
 
 
@@ -109,17 +127,13 @@ class Drafter(states.StateDrafter):
             if depth == 1 and later is not None:
                 index, state = later, state[:, later]
             tokens = jnp.take(next_BT, index + depth, axis=1, mode="clip")
-            state = run(params, lax.stop_gradient(state) if detached else state, tokens, depth)
+            before = lax.stop_gradient(state) if detached and depth else state
+            state = run(params, before, tokens, depth)
             yield state
 
     def begin(self, features_BTD):
         """Returns what the first step reads of the target's states."""
-        if not self.scale_input:
-            return features_BTD
-        wide = features_BTD.astype(jnp.promote_types(features_BTD.dtype, jnp.float32))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(centred**2, axis=-1, keepdims=True)
-        return (centred * lax.rsqrt(2 * (variance + _NORM_EPS))).astype(features_BTD.dtype)
+        return _normed(features_BTD) * 0.5**0.5 if self.scale_input else features_BTD
 
     def step(self, params, state_BTM, tokens_BT, depth):
         """Returns the states [B, T, M] after some tokens, of a depth."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import draft_shapes, growth, sampling
+from spsjax.errors import InputError
 from spsjax.evaluation import text_pass
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
@@ -95,11 +96,19 @@ def rank_rates(
     Args:
         target: target model.
         head: drafter of the target's features.
-        texts, params, progress: as of `child_rates`.
+        texts, params, progress: as of `child_rates`; prompts are longer than K tokens.
         width: number of ranks.
+
+    Raises:
+        InputError: a prompt is too short.
     """
-    means = []
+    means, K = [], head.drafter.num_speculative_tokens
     for prompt, tokens in progress(texts):
+        if len(prompt) <= K:
+            raise InputError(
+                f"texts: expected prompts of more than {K} tokens, as deep as drafts are, "
+                f"found one of {len(prompt)}"
+            )
         padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
         with target.in_mesh():
             rates = _rank_rates(head.drafter, width, target.params, head.params, padded, rows)

@@ -1,4 +1,4 @@
-"""Training objective of drafters that continue the target's features (EAGLE-1, EAGLE-3, HASS).
+"""Training objective of drafters of the target's features.
 
 Drafting feeds a drafter with its own outputs, so training does, too: a batch is run in several
 steps, of which each continues the outputs of the one before, as deep as drafts are to be. The
@@ -111,11 +111,11 @@ def feature_metrics(
         values = {}
         judge = _judge(drafter, both, objective, target, features, temperature)
         if objective.one:
-            judge = _judge_of(_number_of(tokens) % objective.steps, objective.steps, judge)
+            judge = _judge_of(_drawn(tokens, 0, objective.steps), objective.steps, judge)
         index = jnp.arange(features.shape[1])
         # Those beyond the text count in no column.
         later = index[: -(-len(index) // objective.every)] * objective.every
-        later += _number_of(tokens) % objective.every
+        later += _drawn(tokens, 1, objective.every)
         options = max(objective.steps, depth), objective.detached, precision.remat
         unrolled, glanced = drafter.unrolled, None
         if objective.glance:
@@ -126,7 +126,7 @@ def feature_metrics(
             columns = (later if step else index) + 1 + step
             suffix, weight = (f"_{step + 1}", objective.every) if step else ("", 1)
             for name, value in judge(outputs, columns, step).items():
-                if glanced is not None and step == 0 and name == "loss":
+                if glanced is not None and step == 0:
                     value *= ~glanced
                 whole = jnp.zeros(features.shape[:2], value.dtype)
                 values[name + suffix] = whole.at[:, columns].set(weight * value, mode="drop")
@@ -137,6 +137,8 @@ def feature_metrics(
             divergence = losses.divergence(objective.divergence)
             values["target_divergence"] = divergence(before.logits, live.logits)
             loss += objective.target * values["target_divergence"]
+        if objective.one or objective.glance:
+            return {"loss": loss}  # what was not judged, or shown, would be counted
         return {"loss": loss} | values
 
     return metrics
@@ -152,7 +154,8 @@ def _run_targets(
         both = {"target": frozen["target"], "drafter": weights | frozen["drafter"]}
         return both, before, before
     both = {"target": weights["target"], "drafter": weights["drafter"] | frozen["drafter"]}
-    return both, before, _run_target(drafter, both["target"], batch["tokens"], precision)
+    live = _run_target(drafter, both["target"], batch["tokens"], precision, precision.remat)
+    return both, before, live
 
 
 def target_output(
@@ -170,9 +173,15 @@ def target_output(
     return jax.lax.stop_gradient(ModelOutput(logits, states, tuple(taps), None))
 
 
-def _run_target(drafter, params, tokens, precision) -> ModelOutput:
-    taps, dtype = drafter.tap_layers, precision.dtype
-    return transformer.apply(drafter.target, params, tokens[:, :-1], tap_layers=taps, dtype=dtype)
+def _run_target(drafter, params, tokens, precision, remat=False) -> ModelOutput:
+    return transformer.apply(
+        drafter.target,
+        params,
+        tokens[:, :-1],
+        tap_layers=drafter.tap_layers,
+        dtype=precision.dtype,
+        remat=remat,
+    )
 
 
 def _judge(
@@ -203,6 +212,11 @@ def _judge(
             loss += objective.top_k * _top_cross_entropy(logits, draft_logits)
         loss *= counts
         if objective.feature:
+            if outputs.shape[-1] != wanted.shape[-1]:
+                raise InputError(
+                    f"objective.feature: expected 0, as features have {wanted.shape[-1]} numbers "
+                    f"and the drafter's outputs {outputs.shape[-1]}, found {objective.feature}"
+                )
             loss += objective.feature * _smooth_l1(outputs, wanted)
         draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
         at_best = jnp.take_along_axis(draft_logits, best[..., None], axis=-1)[..., 0]
@@ -254,7 +268,7 @@ def _noise(width: float, tokens: Array, features: Array) -> Array:
     """Returns uniform noise that depends on the texts alone, so that a resumed run repeats it."""
     if not width:
         return jnp.zeros((), features.dtype)
-    key = jax.random.key(_number_of(tokens))
+    key = _key(tokens, 2)
     scale = width * 512 / features.shape[1]
     return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
 
@@ -272,12 +286,18 @@ def _glanced(drafter, params, share, target, tokens, features) -> Array:
         drafted = jnp.argmax(drafter.draft_logits(params, outputs, step), axis=-1)
         wanted = jnp.take(best, index + 1 + step, axis=1, mode="clip")
         wrong += jnp.sum((drafted != wanted) & (index + 1 + step < len(index)), axis=1)
-    numbers = jax.random.uniform(jax.random.key(~_number_of(tokens)), best.shape)
+    numbers = jax.random.uniform(_key(tokens, 3), best.shape)
     rank = jnp.argsort(jnp.argsort(numbers, axis=1), axis=1)
     return jax.lax.stop_gradient(rank < share * wrong[:, None])
 
 
-def _number_of(tokens: Array) -> Array:
-    """Returns a number that texts determine, and that differs from batch to batch."""
+def _drawn(tokens: Array, role: int, count: int) -> Array:
+    """Returns a number below `count` that texts determine, another one for each role."""
+    return jax.random.randint(_key(tokens, role), (), 0, count)
+
+
+def _key(tokens: Array, role: int) -> Array:
+    """Returns a key that texts determine, and that differs from batch to batch."""
     weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
-    return jnp.sum(tokens.astype(jnp.uint32) * weights)
+    number = jnp.sum(tokens.astype(jnp.uint32) * weights)
+    return jax.random.fold_in(jax.random.key(number), role)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from spsjax import drafters, loading
 from spsjax.drafters.features import FeatureDrafter
+from spsjax.drafters.states import HeadsDrafter
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
@@ -28,7 +29,7 @@ METHODS = (*LAYERS, "falcon", "medusa", "blockwise", "mlp_speculator")
 
 
 def default_config() -> ConfigDict:
-    """Returns the options that EAGLE-1, EAGLE-3 and HASS share, for the shipped target."""
+    """Returns the options that drafters of features share, for the shipped target."""
     return ConfigDict(
         {
             "target": "pystdlib/target",
@@ -183,11 +184,11 @@ def train_head(
             cast = jax.tree.map(
                 lambda x, like: x.astype(like.dtype), params["target"], target.params
             )
-            params, served = params["drafter"], dataclasses.replace(target, params=cast)
+            name = str(trainer.workdir / "model")
+            params, served = params["drafter"], dataclasses.replace(target, name=name, params=cast)
         params = params | constants
         return served, LoadedDrafter("draft", drafter, params, context, corpus.tokenizer)
 
-    runs_target = setup.target_cache.store == "nothing"
     params = trainer.run(
         f"{config.drafter.method} for {config.target}",
         {"drafter": shapes, "target": target_shapes} if objective.target else shapes,
@@ -204,8 +205,7 @@ def train_head(
             first=objective.steps + 1,
         ),
         _evaluator(setup, trainer, corpus, frozen, pair_of).evaluate,
-        flops_per_token=6 * objective.steps * transformer.num_params(shapes)
-        + 2 * transformer.num_params(target.params) * runs_target,
+        flops_per_token=_flops_per_token(setup, shapes),
     )
     served, trained = pair_of(params)
     if objective.target:
@@ -214,6 +214,16 @@ def train_head(
         )
         trainer.save(target.config, params["target"], target.tokenizer)
     return trainer.save_drafter(trained, served)
+
+
+def _flops_per_token(setup: _HeadSetup, shapes: PyTree) -> float:
+    """Returns the floating-point operations per token, without the vocabulary's."""
+    objective, target = setup.objective, transformer.num_params(setup.target.params)
+    # Each head runs in one step only.
+    alone = objective.one or isinstance(setup.drafter, HeadsDrafter)
+    runs = 1 if alone else 1 + (objective.steps - 1) / objective.every
+    passes = (setup.target_cache.store == "nothing") + 3 * bool(objective.target)
+    return 6 * runs * transformer.num_params(shapes) + 2 * target * passes
 
 
 def _to_float32(leaf: jax.Array) -> jax.Array:
@@ -252,10 +262,15 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
             f"objective.steps, draft_eval.num_speculative_tokens: expected at most the drafter's "
             f"{drafter.max_steps} steps, found {setup.depth}"
         )
-    if objective.glance and drafter.tokens_per_step == 1:
+    if objective.steps < drafter.least_steps:
         raise InputError(
-            f"objective.glance: expected 0 for a drafter of one token per step, "
-            f"found {objective.glance}"
+            f"objective.steps: expected at least {drafter.least_steps}, which train the whole "
+            f"drafter, found {objective.steps}"
+        )
+    if objective.glance and not objective.steps == drafter.tokens_per_step > 1:
+        raise InputError(
+            "objective.glance: expected 0, unless objective.steps are the drafter's tokens per "
+            f"step, and more than one, found {objective.glance}"
         )
     if objective.every > config.length:
         raise InputError(f"objective.every: expected at most the length, found {objective.every}")
@@ -272,15 +287,19 @@ def _check_setup(config: ConfigDict, trainer: Trainer) -> _HeadSetup:
 def _initial(name: str, target: Model, drafter: FeatureDrafter) -> PyTree:
     """Returns the parameters of the drafter `name`; raises InputError if it has another shape."""
     loaded = loading.load_drafter(name, target)
-    K, found = drafter.num_speculative_tokens, loaded.drafter
-    if isinstance(found, FeatureDrafter):
-        found = dataclasses.replace(found, num_speculative_tokens=K)
-    if found != drafter:
+    if type(loaded.drafter) is not type(drafter) or _sizes(loaded.drafter) != _sizes(drafter):
         raise InputError(
             f"init: expected a drafter of the shape in the config's section drafter, found "
             f"another one in {name}"
         )
     return loaded.params
+
+
+def _sizes(drafter: FeatureDrafter) -> dict[str, object]:
+    """Returns the fields of a drafter on which its weights depend."""
+    drafts = "num_speculative_tokens", "tree"
+    names = (field.name for field in dataclasses.fields(drafter))
+    return {name: getattr(drafter, name) for name in names if name not in drafts}
 
 
 def _evaluator(

@@ -1,4 +1,4 @@
-"""Folders of drafters on the target's last state: Medusa, MLP speculator, blockwise, Falcon.
+"""Folders of drafters that are no EAGLE: Medusa, MLP speculator, blockwise heads, Falcon.
 
 Medusa has the layout of its authors (`medusa_lm_head.safetensors`, with or without vocabulary
 matrices), the MLP speculator that of IBM's published accelerators. Blockwise heads and Falcon have
@@ -119,7 +119,8 @@ def _is_tied_copy(name: str, layout: Layout) -> bool:
         return False
     kind, _, index = name.removeprefix("speculator.").partition(".")
     index = index.partition(".")[0]
-    return kind in ("emb", "ln", "head", "proj") and index.isdecimal()
+    known = index.isdecimal() and int(index) < layout.fields["num_steps"]
+    return kind in ("emb", "ln", "head", "proj") and known
 
 
 _MLP = {"project": "proj", "embed": "emb", "norm": "ln", "head": "head"}
