@@ -13,6 +13,7 @@ Every key of the config is a flag; configs/experiments/compare_drafters.py lists
 import dataclasses
 import json
 import pathlib
+import statistics
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jax
@@ -26,7 +27,7 @@ from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.evaluation import samplers, speed
 from spsjax.evaluation.samplers import Role
 from spsjax.models import transformer
-from spsjax.performance import hardware
+from spsjax.performance import hardware, microbenchmarks
 from spsjax.utils import atomic_files, compilation
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -37,6 +38,7 @@ _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target mode
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
 main.require("workdir", "drafters")
 
+_DRAFTS_TIMED = 5
 OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
 
 
@@ -77,7 +79,9 @@ def run():
             config.seed,
             progress=terminal.progress(name),
         )
-        rows += [row_of(name, drafts, each) for each in summaries if each.role != Role.BASELINE]
+        times = draft_times(target, drafts, next(iter(settings.values())), config)
+        drafted = [each for each in summaries if each.role != Role.BASELINE]
+        rows += [row_of(name, drafts[each.system], times, each) for each in drafted]
         compilation.clear()  # one process cannot hold the programs of all drafters
     rows.sort(key=lambda row: list(settings).index(row["setting"]))
     write(rows, hardware.machine(target), workdir)
@@ -139,15 +143,29 @@ def of_shapes(folder: str, target: loading.Model, shapes) -> dict[str, loading.L
     return found
 
 
-def row_of(name: str, drafts: dict[str, loading.LoadedDrafter], summary) -> dict:
+def draft_times(target, drafts, params, config) -> dict[str, float]:
+    """Returns the milliseconds of a draft in each shape, timed alone: medians."""
+    length = config.prompt_tokens + config.max_new_tokens
+    timers = {
+        name: microbenchmarks.draft_timer(target, drafter, params, length)
+        for name, drafter in drafts.items()
+    }
+    return {
+        name: 1e3 * statistics.median(timer() for _ in range(_DRAFTS_TIMED))
+        for name, timer in timers.items()
+    }
+
+
+def row_of(name: str, drafter: loading.LoadedDrafter, times: dict[str, float], summary) -> dict:
     """Returns a row of the table."""
-    drafter = drafts[summary.system]
     return {
         "setting": summary.setting,
         "drafter": name,
         "shape": summary.system,
         "draft_tokens": drafter.drafter.num_nodes,
         "parameters": transformer.num_params(drafter.params),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.params)),
+        "ms_per_draft": times[summary.system],
         "tokens_per_call": summary.block_efficiency,
         "acceptance_by_depth": summary.acceptance_by_position,
         "ms_per_round": summary.ms_per_round,
@@ -160,13 +178,15 @@ def row_of(name: str, drafts: dict[str, loading.LoadedDrafter], summary) -> dict
 
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
-    header = ["sampling", "drafter", "parameters", "drafts", "tokens per call", "ms per round"]
+    header = ["sampling", "drafter", "parameters", "MB", "drafts", "tokens per call"]
+    header += ["ms per draft", "ms per round"]
     lines = [[*header, "speed-up", "texts"], ["---"] * (len(header) + 2)]
     for row in rows:
         low, high = row["speedup_interval"] or 2 * [row["speedup"]]
         texts = {None: "-", True: "same", False: "other"}[row["same_tokens"]]
-        cells = [row["setting"], row["drafter"], f"{row['parameters'] / 1e6:.2f}M", row["shape"]]
-        cells += [f"{row['tokens_per_call']:.2f}", f"{row['ms_per_round']:.2f}"]
+        cells = [row["setting"], row["drafter"], f"{row['parameters'] / 1e6:.2f}M"]
+        cells += [f"{row['bytes'] / 1e6:.1f}", row["shape"], f"{row['tokens_per_call']:.2f}"]
+        cells += [f"{row['ms_per_draft']:.2f}", f"{row['ms_per_round']:.2f}"]
         lines.append([*cells, f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})", texts])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

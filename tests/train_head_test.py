@@ -225,6 +225,8 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
             found = [row for row in rows if (row["setting"], row["drafter"]) == (setting, name)]
             assert [row["shape"] for row in found] == expected
             assert all(1 <= row["tokens_per_call"] <= 4 and row["speedup"] > 0 for row in found)
+            assert all(row["ms_per_draft"] > 0 for row in found)
+            assert (found[0]["bytes"] == 0) == (name == "look up")
             assert {row["same_tokens"] for row in found} == {True if setting == "greedy" else None}
             # The look-up may find nothing in so short a text.
             most = 2 if name == "Medusa" else 3

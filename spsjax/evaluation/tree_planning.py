@@ -1,5 +1,6 @@
 """Measures what the choice of a tree depends on: acceptance by child, and costs by tokens."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -168,11 +169,12 @@ def draft_costs(
     progress: Callable[[Sequence], Iterable] = iter,
 ) -> dict[int, float]:
     """Returns the seconds of drafting chains of 1 to `levels` tokens; as of `pass_costs`."""
-    counts = range(1, levels + 1)
-    timers = {
-        K: microbenchmarks.round_cost_timer(target, drafter, K, params, length) for K in counts
-    }
+    counts, timers = range(1, levels + 1), {}
+    for K in counts:
+        chain = dataclasses.replace(drafter.drafter, num_speculative_tokens=K)
+        chain = dataclasses.replace(drafter, drafter=chain)
+        timers[K] = microbenchmarks.draft_timer(target, chain, params, length)
     times = {K: [] for K in counts}
     for K in progress([K for _ in range(repetitions) for K in counts]):
-        times[K].append(K * timers[K]().draft_step)
+        times[K].append(timers[K]())
     return {K: float(np.median(seconds)) for K, seconds in times.items()}

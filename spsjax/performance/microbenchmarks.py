@@ -16,7 +16,7 @@ from spsjax.parallel import sharding
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
-from spsjax.verifiers import rejection
+from spsjax.verifiers import match, rejection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def median(costs: Sequence[RoundCost]) -> RoundCost:
 
 def round_cost_timer(
     target: Model,
-    draft: Model | LoadedDrafter | None,
+    draft: Model | None,
     num_speculative_tokens: int,
     params: SamplingParams,
     length: int,
@@ -54,14 +54,42 @@ def round_cost_timer(
     Call it repeatedly, in turn with what is compared, because the speed of machines drifts.
     """
     K = num_speculative_tokens
-    drafter = none.Drafter()
-    if K and isinstance(draft, LoadedDrafter):
-        drafter = dataclasses.replace(draft.drafter, num_speculative_tokens=K)
-    elif K and draft:
-        drafter = draft_model.Drafter(draft.config, K)
+    drafter = draft_model.Drafter(draft.config, K) if draft and K else none.Drafter()
     program = decode.Program(target.config, drafter, rejection.Verifier())
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
-    slots = decode.num_slots(length + K + 1)
+    begin = _beginner(target, program, weights, params, decode.num_slots(length + K + 1))
+    B = 1 if target.mesh is None else target.mesh.shape["data"]
+    drafts = jax.device_put(np.zeros((B, K), np.int32), sharding.batch_sharding(target.mesh))
+
+    def measure() -> RoundCost:
+        with target.in_mesh():
+            state = begin()
+            many = compiled(_score_often, program, repeats)
+            scoring = _seconds(many, weights, state, drafts) / repeats
+            step = _draft_seconds(program, weights, state, repeats) / K if K and draft else 0.0
+        return RoundCost(step, scoring)
+
+    return measure
+
+
+def draft_timer(
+    target: Model, drafter: LoadedDrafter, params: SamplingParams, length: int, repeats: int = 8
+) -> Callable[[], float]:
+    """Returns a function that times a whole draft, chain or tree, in seconds; as above."""
+    program = decode.Program(target.config, drafter.drafter, match.Verifier())
+    weights = {"target": target.params, "drafter": drafter.params}
+    slots = decode.num_slots(length + drafter.drafter.num_speculative_tokens + 1)
+    begin = _beginner(target, program, weights, params, slots)
+
+    def measure() -> float:
+        with target.in_mesh():
+            return _draft_seconds(program, weights, begin(), repeats)
+
+    return measure
+
+
+def _beginner(target, program, weights, params, slots) -> Callable[[], decode.DecodeState]:
+    """Returns a function that makes a state whose rows fill half of the caches."""
     where = sharding.batch_sharding(target.mesh)
     B = 1 if target.mesh is None else target.mesh.shape["data"]
     with target.in_mesh():
@@ -69,20 +97,12 @@ def round_cost_timer(
     ones, tokens = np.ones(B, np.int32), np.zeros((B, slots), np.int32)
     inputs = jax.device_put((params.rows(B), tokens, ones, ones), where)
     middle = jax.device_put(np.full(B, slots // 2, np.int32), where)
-    drafts = jax.device_put(np.zeros((B, K), np.int32), where)
+    return lambda: compiled(_halfway, program, slots)(weights, middle, *inputs, keys)[0]
 
-    def measure() -> RoundCost:
-        with target.in_mesh():
-            state, _ = compiled(_halfway, program, slots)(weights, middle, *inputs, keys)
-            many = compiled(_score_often, program, repeats)
-            scoring = _seconds(many, weights, state, drafts) / repeats
-            step = 0.0
-            if K and draft:
-                many = compiled(_draft_often, program, repeats)
-                step = _seconds(many, weights, state) / (repeats * K)
-        return RoundCost(step, scoring)
 
-    return measure
+def _draft_seconds(program, weights, state, repeats: int) -> float:
+    many = compiled(_draft_often, program, repeats)
+    return _seconds(many, weights, state) / repeats
 
 
 def _halfway(program, slots, params, lengths_B, *inputs):
