@@ -60,7 +60,7 @@ def run():
     prompts = speed.prompts_of(config, target)
     # All of them are loaded before the first is run, to find what does not fit.
     drafters = {
-        name: of_shapes(folder, target, shapes | own.get(name, {}))
+        name: of_shapes(folder, target, shapes, own.get(name, {}))
         for name, folder in folders.items()
     }
     configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
@@ -124,15 +124,15 @@ def own_tree(file: str) -> dict[str, Shape]:
     return {f"own tree of {tree.num_nodes}": tree}
 
 
-def of_shapes(folder: str, target: loading.Model, shapes) -> dict[str, loading.LoadedDrafter]:
-    """Returns a drafter in every shape that it can draft."""
+def of_shapes(folder: str, target: loading.Model, shapes, own) -> dict[str, loading.LoadedDrafter]:
+    """Returns a drafter in every shape that it can draft, and in all shapes of its own."""
     loaded, found = loading.load_drafter(folder, target), {}
     most = getattr(loaded.drafter, "max_steps", None)
-    for name, shape in shapes.items():
+    for name, shape in (shapes | own).items():
         chain = isinstance(shape, int)
         K = shape if chain else shape.depth
         if (most and most < K) or (folder in loading.WEIGHTLESS and not chain):
-            if name.startswith("own"):
+            if name in own:
                 raise InputError(f"trees: expected a tree that {folder} can draft, found {name}")
             continue
         fields = {"num_speculative_tokens": K} | ({} if chain else {"tree": shape})

@@ -100,7 +100,7 @@ class Tree:
 
     @functools.cached_property
     def fed_levels(self) -> list[int]:
-        """How many nodes of each level are fed to the draft."""
+        """Number of nodes per level that are fed to the draft."""
         counts = [sum(bool(self.children[node]) for node in level) for level in self.levels]
         return [count for count in counts if count]
 
@@ -143,7 +143,7 @@ class DynamicTree:
 
     @property
     def fed_levels(self) -> list[int]:
-        """How many nodes of each level are fed to the draft."""
+        """Number of nodes per level that are fed to the draft."""
         return [1] + [self.width] * (self.depth - 1)
 
 
@@ -173,7 +173,7 @@ def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: 
 
 
 def fed_levels(shape: Shape, num_speculative_tokens: int) -> list[int]:
-    """Returns how many nodes of each level are fed to the draft, the root's level first."""
+    """Returns the number of nodes per level that are fed to the draft, the root's level first."""
     return shape.fed_levels if shape else [1] * num_speculative_tokens
 
 

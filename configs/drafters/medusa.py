@@ -2,7 +2,8 @@ r"""Medusa-1 for the shipped target: a head per draft token, on the last state.
 
 python scripts/train_drafter.py --config=configs/drafters/medusa.py --workdir=runs/medusa
 
-Each head counts 0.8 times as much as the one before (Cai et al. 2024, arXiv 2401.10774).
+Each head counts 0.8 times as much as the one before (Cai et al. 2024, arXiv 2401.10774); all count
+alike with --config.objective.decay=1.
 Hardware: any.
 """
 

@@ -1,4 +1,4 @@
-"""One feed-forward layer predicts several tokens (Stern et al. 2018, arXiv 1811.03115).
+"""A feed-forward layer that predicts several tokens (Stern et al. 2018, arXiv 1811.03115).
 
 **Lossless** with every lossless verifier; the paper's own acceptance is greedy.
 """

@@ -1,4 +1,4 @@
-"""A decoder layer drafts several tokens per pass (Falcon; Gao et al. 2024, arXiv 2412.12639).
+"""Decoder layer that drafts several tokens per pass (Falcon; Gao et al. 2024, arXiv 2412.12639).
 
 An LSTM joins each feature with the token that follows it. The layer runs over a unit of k such
 pairs, which all see each other, and gives k tokens, none of which depends on the others.
@@ -45,7 +45,7 @@ class State:
 
 @pytree_dataclass
 class _Draft:
-    """What was drafted in a round: F fed nodes, and U units, each of which ends at such a node."""
+    """Draft of one round: F fed nodes, and U units, each of which ends at such a node."""
 
     tokens: Array  # [B, F] int32
     parents: Array  # [B, F] int32, fed node above

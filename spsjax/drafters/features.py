@@ -1,4 +1,4 @@
-"""What drafters that read the target's features share.
+"""Base class of drafters that read the target's features.
 
 A feature is what the target has computed of a token, such as its final hidden state.
 """
@@ -28,19 +28,29 @@ class FeatureDrafter(base.TrainableDrafter):
 
     Attributes:
         target: shape of the target.
-        num_speculative_tokens: K. None: 4, or the depth of the tree.
+        num_speculative_tokens: K. None: the depth of the tree, or of a chain the most steps that it
+            can take, else 4.
         tree: shape of the tree; None: a chain.
         tokens_per_step: tokens that are drafted from one output, without seeing each other.
     """
 
     target: Config
     tokens_per_step: ClassVar[int] = 1
+    steps_name: ClassVar[str] = "steps"  # for messages
 
     def __post_init__(self):
+        most = self.max_steps
         if self.num_speculative_tokens is not None:
             check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
+        elif self.tree is None:
+            object.__setattr__(self, "num_speculative_tokens", most)
         vocab = self.target.vocab_size
         K = draft_shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        if most is not None and most < K:
+            raise InputError(
+                f"num_speculative_tokens: expected at most one for each of {most} "
+                f"{self.steps_name}, found {K}"
+            )
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @property

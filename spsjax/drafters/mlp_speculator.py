@@ -13,7 +13,7 @@ from jax import lax
 
 from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import states
-from spsjax.errors import InputError, check_flag, check_integer
+from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure
 from spsjax.models.layers import head_logits, two_rows
 from spsjax.types import Array
@@ -39,7 +39,7 @@ def _normed(x: Array) -> Array:
 
 
 class _Step(nnx.Module):
-    """What one step owns; a tied step owns nothing but, sometimes, its projection."""
+    """Weights of one step. A tied step has at most a projection, and shares the rest."""
 
     def __init__(self, drafter: "Drafter", index: int, *, dtype, rngs: nnx.Rngs):
         width, own = drafter.width, index == 0 or not drafter.tied
@@ -68,7 +68,7 @@ class Drafter(states.StateDrafter):
     """Drafts with a recurrent network of `num_steps` steps. Lossless.
 
     Attributes:
-        num_steps: n; K is at most n. K is n, or the depth of the tree, if it is None.
+        num_steps: n; K is at most n.
         width: M, width of the network.
         tied: whether all steps share embedding, norm and head, and all but the first their
             projection.
@@ -85,14 +85,7 @@ class Drafter(states.StateDrafter):
         check_integer("width", self.width, 1)
         check_flag("tied", self.tied)
         check_flag("scale_input", self.scale_input)
-        if self.num_speculative_tokens is None and self.tree is None:
-            object.__setattr__(self, "num_speculative_tokens", self.num_steps)
         super().__post_init__()
-        if self.num_speculative_tokens > self.num_steps:
-            raise InputError(
-                f"num_speculative_tokens: expected at most one for each of {self.num_steps} steps, "
-                f"found {self.num_speculative_tokens}"
-            )
 
     @property
     def max_steps(self):

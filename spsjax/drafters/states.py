@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 
 from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features
-from spsjax.errors import InputError, check_integer
+from spsjax.errors import check_integer
 from spsjax.models.config import Config
 from spsjax.types import Array, PyTree
 
@@ -57,21 +58,15 @@ class HeadsDrafter(StateDrafter):
     """Drafts with one head per depth, which does not see the tokens before.
 
     Attributes:
-        num_heads: H; K is at most H. K is H, or the depth of the tree, if it is None.
+        num_heads: H; K is at most H.
     """
 
+    steps_name: ClassVar[str] = "heads"
     num_heads: int = 4
 
     def __post_init__(self):
         check_integer("num_heads", self.num_heads, 1)
-        if self.num_speculative_tokens is None and self.tree is None:
-            object.__setattr__(self, "num_speculative_tokens", self.num_heads)
         super().__post_init__()
-        if self.num_speculative_tokens > self.num_heads:
-            raise InputError(
-                f"num_speculative_tokens: expected at most one for each of {self.num_heads} heads, "
-                f"found {self.num_speculative_tokens}"
-            )
 
     @property
     def max_steps(self):

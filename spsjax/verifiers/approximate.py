@@ -1,4 +1,4 @@
-"""What rules share that accept tokens for being probable enough. They are **lossy**."""
+"""Base class of rules that accept whatever is probable enough. They are **lossy**."""
 
 import abc
 

@@ -215,21 +215,34 @@ def save(
     config = dataclasses.replace(fields["config"], vocab_size=target.vocab_rows)
     layer = config_json.to_json(config, jnp.dtype(dtype).name)
     raw = layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
-    tensors = {}
-    for path, (name, transposed) in _names("layers.0.", params, config).items():
-        array = params
-        for entry in path:
-            array = array[entry]
-        array = np.asarray(array).astype(dtype)
-        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+    tensors = tensors_of(params, _names("layers.0.", params, config), dtype)
     if method == "eagle3":
         ids = np.asarray(params["ids"])
         tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(target.vocab_rows), ids)
         raw = _speculators(fields, layer, target, target_name, num_speculative_tokens)
+    write(folder, raw, tensors)
+
+
+def tensors_of(
+    params: PyTree, names: dict[tuple, tuple[str, bool]], dtype
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a folder, from the names and whether they are stored transposed."""
+    tensors = {}
+    for path, (name, transposed) in names.items():
+        array = params
+        for entry in path:
+            array = array[entry]
+        array = np.asarray(array).astype(dtype)
+        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+    return tensors
+
+
+def write(folder: pathlib.Path, raw: dict, tensors: dict, file: str = weights.SINGLE) -> None:
+    """Writes a folder's config.json and tensors, each of them atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
-    with atomic_files.atomic_write(folder / weights.SINGLE) as partial:
+    with atomic_files.atomic_write(folder / file) as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
 
 

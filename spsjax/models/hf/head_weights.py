@@ -6,22 +6,17 @@ layouts of their own.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import safetensors.numpy
 
 from spsjax.errors import InputError
 from spsjax.models.config import Config
-from spsjax.models.hf import config_json, weights
-from spsjax.models.hf.feature_weights import Layout
+from spsjax.models.hf import config_json, feature_weights, weights
 from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, OBJECT, Fields, read_json
 from spsjax.types import PyTree
-from spsjax.utils import atomic_files
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 _OWN = "blockwise", "falcon"
@@ -39,7 +34,7 @@ def method_of(folder: pathlib.Path) -> str | None:
     return raw["model_type"] if raw.get("model_type") in _TYPES else None
 
 
-def describe(folder: pathlib.Path, target: Config) -> Layout:
+def describe(folder: pathlib.Path, target: Config) -> feature_weights.Layout:
     """Returns what a drafter's folder holds; raises InputError if it does not fit the target."""
     path, method = folder / "config.json", method_of(folder)
     fields = Fields(path, read_json(path))
@@ -73,7 +68,7 @@ def describe(folder: pathlib.Path, target: Config) -> Layout:
         found = {"config": layer, "tokens_per_step": fields.get("tokens_per_step", COUNT)}
     else:
         found = {"num_heads": fields.get("num_heads", COUNT), "d_ff": fields.get("d_ff", COUNT)}
-    return Layout(folder, method, found, "", stored)
+    return feature_weights.Layout(folder, method, found, "", stored)
 
 
 def _stored(folder: pathlib.Path, method: str) -> dict[str, pathlib.Path]:
@@ -86,7 +81,7 @@ def _stored(folder: pathlib.Path, method: str) -> dict[str, pathlib.Path]:
 
 
 def read(
-    layout: Layout,
+    layout: feature_weights.Layout,
     shapes: PyTree,
     target: Config,
     sharding_of: Callable[[tuple], jax.sharding.Sharding],
@@ -113,7 +108,7 @@ def read(
     return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
-def _is_tied_copy(name: str, layout: Layout) -> bool:
+def _is_tied_copy(name: str, layout: feature_weights.Layout) -> bool:
     """Whether a tensor repeats one that all steps of an MLP speculator share."""
     if layout.method != "mlp_speculator" or not layout.fields["tied"]:
         return False
@@ -181,15 +176,6 @@ def save(
     else:
         raw |= {"model_type": method, "num_heads": fields["num_heads"], "d_ff": fields["d_ff"]}
     raw["torch_dtype"] = jnp.dtype(dtype).name
-    tensors = {}
-    for path, (name, transposed) in _names(method, fields, params).items():
-        array = params
-        for entry in path:
-            array = array[entry]
-        array = np.asarray(array).astype(dtype)
-        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    tensors = feature_weights.tensors_of(params, _names(method, fields, params), dtype)
     file = MEDUSA_FILE if method == "medusa" else weights.SINGLE
-    with atomic_files.atomic_write(folder / file) as partial:
-        safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
+    feature_weights.write(folder, raw, tensors, file)
