@@ -1,5 +1,6 @@
 """Tests of whole training runs of tiny size: their results, and the configs that they refuse."""
 
+import functools
 import json
 import pathlib
 import runpy
@@ -170,8 +171,28 @@ def test_init_sets_the_first_weights_and_the_shape(target, texts, tmp_path):
     np.testing.assert_allclose(model.params["norm"]["scale"], start, atol=1e-6)
     wrong = config("target", texts, **options)
     wrong.model.num_layers = 3
-    with pytest.raises(InputError, match=r"^init: expected a model with num_layers=3, found 2 in "):
+    message = r"^init: expected a model with num_layers=3 or a divisor of it, found 2 in "
+    with pytest.raises(InputError, match=message):
         train_target(wrong, tmp_path / "other")
+
+
+def test_init_with_a_shallower_model_repeats_its_layers(target, texts, tmp_path):
+    start = spsjax.load(target / "model", dtype="float32").params["layers"]
+    deeper = config(
+        "target",
+        texts,
+        init=str(target / "model"),
+        steps=2,
+        optimization={"warmup": 1, "learning_rate": 1e-9},
+    )
+    deeper.model.num_layers = 4
+    layers = train_target(deeper, tmp_path / "run").params["layers"]
+    for index in range(4):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=1e-6),
+            layers[index],
+            start[index % 2],
+        )
 
 
 def test_init_sets_the_tokenizer(target, texts, tmp_path):

@@ -20,6 +20,7 @@ from spsjax.models.attention import (
     scores_of_slots,
 )
 from spsjax.models.config import Config
+from spsjax.models.products import product
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
 
@@ -66,7 +67,11 @@ class Linear(nnx.Linear):
     """A linear layer that is never given one row alone."""
 
     def __call__(self, x):
-        return two_rows(super().__call__, x)
+        return two_rows(self._of_rows, x)
+
+    def _of_rows(self, x):
+        outputs = product(x.astype(self.dtype), self.kernel[...])
+        return outputs if self.bias is None else outputs + self.bias[...].astype(self.dtype)
 
 
 KeysValues = tuple[Array, Array]  # [B, G, P, C] each
@@ -320,14 +325,16 @@ class DecoderBlock(nnx.Module):
 _ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
-def head_logits(x_BTD: Array, kernel_DV: Array) -> Array:
-    """Returns logits [B, T, V] of at least float32: the sampler's ratios need the bits."""
-    wide = jnp.promote_types(kernel_DV.dtype, jnp.float32)
+def head_logits(x_BTD: Array, kernel: Array, multiply=product) -> Array:
+    """Returns logits [B, T, V] of at least float32: the sampler's ratios need the bits.
 
-    def product(x):
-        return jnp.einsum("btd,dv->btv", x, kernel_DV, preferred_element_type=wide)
-
-    return two_rows(product, x_BTD)
+    Args:
+        x_BTD: final hidden states.
+        kernel: [D, V], or [V, D] for an embedding that is multiplied by `row_product`.
+        multiply: `product` or `row_product`.
+    """
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    return two_rows(lambda x: multiply(x, kernel, wide), x_BTD)
 
 
 def make_linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):

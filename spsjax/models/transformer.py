@@ -18,7 +18,8 @@ from spsjax.errors import InputError
 from spsjax.models import pure
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
-from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, context_of, two_rows
+from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, context_of, head_logits
+from spsjax.models.products import row_product
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
 
@@ -83,14 +84,10 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden_BTD) -> Array:
         """Returns logits [B, T, V] of final hidden states."""
-        kernel, spec = (
-            (self.embed.embedding[...], "btd,vd->btv")
-            if self.config.tie_embeddings
-            else (self.head.kernel[...], "btd,dv->btv")
-        )
-        # Float32 whatever the compute type: the sampler's ratios need the bits.
-        product = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
-        logits = two_rows(lambda x: product(x, kernel.astype(x.dtype)), hidden_BTD)
+        if self.config.tie_embeddings:
+            logits = head_logits(hidden_BTD, self.embed.embedding[...], row_product)
+        else:
+            logits = head_logits(hidden_BTD, self.head.kernel[...])
         logits = sharding.split_rows(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
@@ -194,6 +191,17 @@ def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block
 
 def _dtype(params: PyTree):
     return params["norm"]["scale"].dtype
+
+
+def repeat_layers(params: PyTree, num_layers: int) -> PyTree:
+    """Returns the parameters of a deeper model, whose layer i is layer i mod L of these.
+
+    The layers are copies, so that a training step can consume them.
+    """
+    L = len(params["layers"])
+    copy = functools.partial(jax.tree.map, jnp.copy)
+    layers = {layer: copy(params["layers"][layer % L]) for layer in range(num_layers)}
+    return params | {"layers": layers}
 
 
 def num_params(params: PyTree) -> int:

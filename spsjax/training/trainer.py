@@ -117,9 +117,13 @@ class Trainer:
         initial = loading.load_config(self.config.init)
         for field in dataclasses.fields(model):
             wanted, value = getattr(model, field.name), getattr(initial, field.name)
-            if wanted != value and field.name not in ("bos_id", "eos_ids"):
+            fits = wanted == value or field.name in ("bos_id", "eos_ids")
+            divisor = ""
+            if field.name == "num_layers":
+                fits, divisor = wanted % value == 0, " or a divisor of it"
+            if not fits:
                 raise InputError(
-                    f"init: expected a model with {field.name}={wanted}, found {value} in "
+                    f"init: expected a model with {field.name}={wanted}{divisor}, found {value} in "
                     f"{self.config.init}"
                 )
 
@@ -176,9 +180,13 @@ class Trainer:
         return TrainingCorpus(train, held_out[rows], tokenizer, digest[:16])
 
     def init_model(self, model: transformer.Config, shapes: PyTree) -> PyTree:
-        """Returns a model's initial parameters: random, or those of the folder `config.init`."""
+        """Returns a model's initial parameters: random, or those of the folder `config.init`.
+
+        A shallower initial model's layers are repeated (Du et al. 2024, arXiv 2405.15319).
+        """
         if self.config.init:
-            return loading.load(self.config.init, self.mesh, dtype="float32").params
+            params = loading.load(self.config.init, self.mesh, dtype="float32").params
+            return transformer.repeat_layers(params, model.num_layers)
         init = functools.partial(transformer.init, model)
         return train_step.random_params(init, shapes, self.config.seed)
 
