@@ -4,9 +4,10 @@ python scripts/compare_drafters.py --workdir=runs/drafters \
     --drafters=model=pystdlib/draft,EAGLE-1=runs/eagle/drafter,EAGLE-3=runs/eagle3/drafter
 
 A drafter is whatever `spsjax.load_drafter` takes. Each is run in every shape of the config that it
-can draft; `--trees=EAGLE-1=runs/tree.json` adds a tree of its own, from plan_tree.py. The table is
-in `table.md`, its figures in `table.json`, a plot in `table.png`: acceptance by depth, and tokens
-per call by kind of draft.
+can draft; `--trees=EAGLE-1=runs/tree.json` adds a tree of its own, from plan_tree.py, and
+`--verifiers=Medusa=typical` runs all its drafts by another rule, too. The tables are in `table.md`:
+the fastest draft of every drafter, and all drafts. The figures are in `table.json`, a plot in
+`table.png`: acceptance by depth, and tokens per call by kind of draft.
 Every key of the config is a flag; configs/experiments/compare_drafters.py lists them.
 """
 
@@ -20,12 +21,14 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import loading
+from spsjax import loading, verifiers
 from spsjax.cli import configs, main, terminal
 from spsjax.draft_shapes import DynamicTree, Shape, Tree
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.evaluation import samplers, speed
+from spsjax.evaluation import runner, samplers, speed, surprise
+from spsjax.evaluation.journal import Records
 from spsjax.evaluation.samplers import Role
+from spsjax.evaluation.summary import SystemSummary
 from spsjax.models import transformer
 from spsjax.performance import hardware, microbenchmarks
 from spsjax.utils import atomic_files, compilation
@@ -34,6 +37,7 @@ _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experim
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
 _DRAFTERS = flags.DEFINE_list("drafters", [], "Drafters, as NAME=FOLDER.")
 _TREES = flags.DEFINE_list("trees", [], "Trees of single drafters, as NAME=FILE.")
+_VERIFIERS = flags.DEFINE_list("verifiers", [], "Further rules of drafters, as NAME=RULE.")
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
 main.require("workdir", "drafters")
@@ -52,8 +56,12 @@ def run():
         check_integer(field, config[field], 1)
     settings, shapes = speed.sampling_settings(config), all_shapes(config)
     folders, trees = named("drafters", _DRAFTERS.value), named("trees", _TREES.value)
-    for name in trees.keys() - folders.keys():
-        raise InputError(f"trees: expected a name of --drafters, found {short_repr(name)}")
+    rules = named("verifiers", _VERIFIERS.value)
+    for flag, names in (("trees", trees), ("verifiers", rules)):
+        for name in names.keys() - folders.keys():
+            raise InputError(f"{flag}: expected a name of --drafters, found {short_repr(name)}")
+    for rule in rules.values():
+        verifiers.by_name(rule)
     own = {name: own_tree(file) for name, file in trees.items()}
     config.target = _TARGET.value or config.target
     target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
@@ -66,25 +74,52 @@ def run():
     configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
     rows = []
     for name, drafts in drafters.items():
-        systems = [samplers.spsjax_system("ArS", target)]
-        for shape, drafter in drafts.items():
-            K = drafter.drafter.num_speculative_tokens
-            systems.append(samplers.spsjax_system(shape, target, drafter, K))
-        summaries = speed.compare_speed(
-            systems,
-            prompts,
-            settings,
-            config.max_new_tokens,
-            config.repetitions,
-            config.seed,
-            progress=terminal.progress(name),
-        )
-        times = draft_times(target, drafts, next(iter(settings.values())), config)
-        drafted = [each for each in summaries if each.role != Role.BASELINE]
-        rows += [row_of(name, drafts[each.system], times, each) for each in drafted]
+        rows += rows_of(name, drafts, rules.get(name), target, prompts, settings, config)
         compilation.clear()  # one process cannot hold the programs of all drafters
     rows.sort(key=lambda row: list(settings).index(row["setting"]))
     write(rows, hardware.machine(target), workdir)
+
+
+def rows_of(name, drafts, rule, target, prompts, settings, config) -> list[dict]:
+    """Runs a drafter in all its shapes, and returns its rows of the table."""
+    systems, drafted = [samplers.spsjax_system("ArS", target)], {}
+    for verifier in (None, rule) if rule else (None,):
+        for shape, drafter in drafts.items():
+            title = titled(shape, verifier)
+            K, drafted[title] = drafter.drafter.num_speculative_tokens, (shape, verifier)
+            systems.append(samplers.spsjax_system(title, target, drafter, K, verifier=verifier))
+    records = Records(runner.RECORD_KEY)
+    summaries = speed.compare_speed(
+        systems,
+        prompts,
+        settings,
+        config.max_new_tokens,
+        config.repetitions,
+        config.seed,
+        progress=terminal.progress(name),
+        records=records,
+    )
+    times = draft_times(target, drafts, next(iter(settings.values())), config)
+    rows = []
+    for summary in summaries:
+        if summary.role == Role.BASELINE:
+            continue
+        shape, verifier = drafted[summary.system]
+        texts = [
+            record
+            for record in records.records
+            if (record["setting"], record["system"]) == (summary.setting, summary.system)
+            and record["repetition"] == 0
+        ]
+        figures = surprise.of_records(target, texts, prompts, settings[summary.setting]).figures()
+        row = row_of(name, shape, drafts[shape], verifier, times[shape], summary)
+        rows.append(row | figures)
+    return rows
+
+
+def titled(shape: str, rule: str | None) -> str:
+    """Returns a shape's name with that of a rule other than the default one."""
+    return f"{shape}, {rule}" if rule else shape
 
 
 def named(flag: str, pairs: list[str]) -> dict[str, str]:
@@ -156,16 +191,24 @@ def draft_times(target, drafts, params, config) -> dict[str, float]:
     }
 
 
-def row_of(name: str, drafter: loading.LoadedDrafter, times: dict[str, float], summary) -> dict:
-    """Returns a row of the table."""
+def row_of(
+    name: str,
+    shape: str,
+    drafter: loading.LoadedDrafter,
+    rule: str | None,
+    ms_per_draft: float,
+    summary: SystemSummary,
+) -> dict:
+    """Returns a row of the table, without what its texts say of their distribution."""
     return {
         "setting": summary.setting,
         "drafter": name,
-        "shape": summary.system,
+        "shape": shape,
+        "rule": rule,
         "draft_tokens": drafter.drafter.num_nodes,
         "parameters": transformer.num_params(drafter.params),
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.params)),
-        "ms_per_draft": times[summary.system],
+        "ms_per_draft": ms_per_draft,
         "tokens_per_call": summary.block_efficiency,
         "acceptance_by_depth": summary.acceptance_by_position,
         "ms_per_round": summary.ms_per_round,
@@ -176,18 +219,32 @@ def row_of(name: str, drafter: loading.LoadedDrafter, times: dict[str, float], s
     }
 
 
+def fastest(rows: list[dict]) -> list[dict]:
+    """Returns the row with the highest speed-up of every drafter in every setting.
+
+    Rows of further rules count as drafters of their own.
+    """
+    best = {}
+    for row in rows:
+        key = row["setting"], row["drafter"], row["rule"]
+        if key not in best or row["speedup"] > best[key]["speedup"]:
+            best[key] = row
+    return list(best.values())
+
+
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
     header = ["sampling", "drafter", "parameters", "MB", "drafts", "tokens per call"]
-    header += ["ms per draft", "ms per round"]
-    lines = [[*header, "speed-up", "texts"], ["---"] * (len(header) + 2)]
+    header += ["ms per draft", "ms per round", "speed-up", "texts"]
+    lines = [header, ["---"] * len(header)]
     for row in rows:
         low, high = row["speedup_interval"] or 2 * [row["speedup"]]
-        texts = {None: "-", True: "same", False: "other"}[row["same_tokens"]]
         cells = [row["setting"], row["drafter"], f"{row['parameters'] / 1e6:.2f}M"]
-        cells += [f"{row['bytes'] / 1e6:.1f}", row["shape"], f"{row['tokens_per_call']:.2f}"]
+        cells += [f"{row['bytes'] / 1e6:.1f}", titled(row["shape"], row["rule"])]
+        cells.append(f"{row['tokens_per_call']:.2f}")
         cells += [f"{row['ms_per_draft']:.2f}", f"{row['ms_per_round']:.2f}"]
-        lines.append([*cells, f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})", texts])
+        cells.append(f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})")
+        lines.append([*cells, surprise.described(row)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -197,9 +254,11 @@ def write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> None:
 
     figures = {"machine": machine, "rows": rows}
     atomic_files.write(workdir / "table.json", json.dumps(figures, indent=2) + "\n")
-    atomic_files.write(workdir / "table.md", table(rows))
-    plots.drafters(rows, workdir / "table.png")
-    print(f"\n{table(rows)}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
+    text = f"The fastest draft of every drafter:\n\n{table(fastest(rows))}"
+    text += f"\nAll drafts:\n\n{table(rows)}"
+    atomic_files.write(workdir / "table.md", text)
+    plots.drafters([row for row in rows if row["rule"] is None], workdir / "table.png")
+    print(f"\n{text}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,15 @@ from ml_collections import config_flags
 from spsjax import generation, loading, verifiers
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, check_flag, check_integer, one_line
-from spsjax.evaluation import runner, samplers, significance, speed, summary, tree_planning
+from spsjax.evaluation import (
+    runner,
+    samplers,
+    significance,
+    speed,
+    summary,
+    surprise,
+    tree_planning,
+)
 from spsjax.evaluation import verifier_comparison as comparison
 from spsjax.evaluation.journal import Journal
 from spsjax.performance import hardware
@@ -219,18 +227,12 @@ def ratio(values, base, axis=-1):
 
 def of_loop(target, summarized, records, prompts, params) -> dict:
     """Returns the figures of a rule's runs."""
-    total = comparison.Surprise(0.0, 0.0, 0, 0)
-    for record in records:
-        total += comparison.surprise(target, prompts[record["example"]], record["tokens"], params)
     return {
         "tokens_per_call": summarized.block_efficiency,
         "ms_per_token": summarized.ms_per_token,
         "speedup": summarized.speedup,
         "same_tokens": summarized.same_tokens,
-        "surprise": total.score,
-        "impossible": total.impossible,
-        "tokens": total.tokens,
-    }
+    } | surprise.of_records(target, records, prompts, params).figures()
 
 
 def table(rows: list[dict]) -> str:
@@ -245,7 +247,7 @@ def table(rows: list[dict]) -> str:
         for field in ("tokens_per_call", "ms_per_token", "speedup"):
             value = row.get(field)
             cells.append("-" if value is None else f"{value:.2f}")
-        lines.append([*cells, law(row)])
+        lines.append([*cells, surprise.described(row)])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
@@ -255,17 +257,6 @@ def gain(row: dict) -> str:
         return "-" if row["gain"] == 1 else f"{100 * (row['gain'] - 1):+.1f}%"
     low, high = (100 * (end - 1) for end in row["gain_interval"])
     return f"{100 * (row['gain'] - 1):+.1f}% ({low:+.1f} to {high:+.1f})"
-
-
-def law(row: dict) -> str:
-    """Returns what the runs say of the texts' law: a standard score; of greedy ones, whether equal.
-
-    Tokens that the target cannot emit are counted.
-    """
-    if row.get("same_tokens") is not None:
-        return "same texts" if row["same_tokens"] else "other texts"
-    score = "-" if row.get("surprise") is None else f"{row['surprise']:+.2f}"
-    return f"{score}, {row['impossible']} impossible" if row.get("impossible") else score
 
 
 def write(rows: list[dict], rates: list[float], workdir: pathlib.Path) -> None:

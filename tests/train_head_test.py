@@ -212,7 +212,8 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
     drafters = f"EAGLE-3={runs}/eagle3/drafter,look up=ngram,Medusa={tmp_path / 'medusa'}"
     source = f"--config.data.train=('{texts}',)", f"--target={target}/model"
     flags = *source, *SMALL_COMPARISON, f"--drafters={drafters}", f"--workdir={tmp_path}"
-    shown = command_line.succeeds("compare_drafters.py", *flags, f"--trees=Medusa={tree}").stdout
+    more = f"--trees=Medusa={tree}", "--verifiers=Medusa=typical"
+    shown = command_line.succeeds("compare_drafters.py", *flags, *more).stdout
     assert (tmp_path / "table.png").stat().st_size and (tmp_path / "table.md").read_text() in shown
     rows = json.loads((tmp_path / "table.json").read_text("utf-8"))["rows"]
     shapes = {
@@ -222,8 +223,13 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
     }
     for setting in ("cold", "greedy"):
         for name, expected in shapes.items():
-            found = [row for row in rows if (row["setting"], row["drafter"]) == (setting, name)]
+            own = [row for row in rows if (row["setting"], row["drafter"]) == (setting, name)]
+            found = [row for row in own if row["rule"] is None]
             assert [row["shape"] for row in found] == expected
+            lossy = [row["shape"] for row in own if row["rule"] == "typical"]
+            assert lossy == (expected if name == "Medusa" else [])
+            assert {row["tokens"] for row in own} == {16}
+            assert all((row["surprise"] is None) == (setting == "greedy") for row in own)
             assert all(1 <= row["tokens_per_call"] <= 4 and row["speedup"] > 0 for row in found)
             assert all(row["ms_per_draft"] > 0 for row in found)
             assert (found[0]["bytes"] == 0) == (name == "look up")
@@ -234,6 +240,8 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
     for flag, part in (
         ("--drafters=EAGLE-3", "drafters: expected NAME=PATH, each name once, found 'EAGLE-3'"),
         ("--trees=Falcon=tree.json", "trees: expected a name of --drafters, found 'Falcon'"),
+        ("--verifiers=Falcon=match", "verifiers: expected a name of --drafters, found 'Falcon'"),
+        ("--verifiers=Medusa=odd", "verifier: expected block, "),
         ("--trees=Medusa=nowhere", "nowhere: expected a file that plan_tree.py wrote"),
         ("--drafters=a=ngram,a=ngram", "each name once, found 'a=ngram'"),
         ("--drafters=a=nowhere", "nowhere"),

@@ -7,7 +7,7 @@ from conftest import nearby_model, spread_model
 
 import spsjax
 from spsjax import SamplingParams, Tree
-from spsjax.evaluation import acceptance_analysis, tree_planning
+from spsjax.evaluation import acceptance_analysis, surprise, tree_planning
 from spsjax.evaluation import verifier_comparison as comparison
 from spsjax.models import transformer
 
@@ -32,8 +32,8 @@ def texts(pair):
 
 def total(target, texts, params):
     return sum(
-        (comparison.surprise(target, *text, params) for text in texts),
-        start=comparison.Surprise(0.0, 0.0, 0, 0),
+        (surprise.surprise(target, *text, params) for text in texts),
+        start=surprise.Surprise(0.0, 0.0, 0, 0),
     )
 
 
@@ -52,7 +52,7 @@ def test_probable_texts_are_less_surprising_than_samples(pair):
         )
         texts = [(PROMPT, tokens.tolist()) for tokens in out.tokens]
         assert total(target, texts, SamplingParams(1.0)).score < -5
-    assert comparison.surprise(target, *texts[0], SamplingParams(0.0)).score is None
+    assert surprise.surprise(target, *texts[0], SamplingParams(0.0)).score is None
     assert total(target, texts, SamplingParams(0.0)).impossible > 0
 
 
@@ -67,7 +67,7 @@ def test_surprise_is_that_of_the_distributions(pair):
         logs = np.log(probs)
         excess -= logs[token] - probs @ logs
         variance += probs @ logs**2 - (probs @ logs) ** 2
-    measured = comparison.surprise(target, PROMPT, tokens, SamplingParams(1.3))
+    measured = surprise.surprise(target, PROMPT, tokens, SamplingParams(1.3))
     assert measured.excess == pytest.approx(excess, rel=1e-4)
     assert measured.variance == pytest.approx(variance, rel=1e-4)
 

@@ -194,6 +194,7 @@ def compare_speed(
     seed: int = 0,
     time_rounds: bool = False,
     progress: Callable[[Sequence], Iterable] = iter,
+    records: Records | None = None,
 ) -> list[SystemSummary]:
     """Returns a summary per setting and system, all of which fill the same token budget.
 
@@ -206,13 +207,14 @@ def compare_speed(
         seed: random seed.
         time_rounds: whether the costs of a round are timed too.
         progress: wrapper of the list of jobs, for a progress bar.
+        records: empty records, which receive what every system wrote.
     """
     if not prompts or repetitions < 1:
         raise InputError(
             "prompts, repetitions: expected at least one each, "
             f"found {len(prompts)} and {repetitions}"
         )
-    records = Records(runner.RECORD_KEY)
+    records = Records(runner.RECORD_KEY) if records is None else records
     timed = frozenset(prompts if time_rounds else ())
     jobs = workload(prompts, settings, max_new_tokens, seed, repetitions=repetitions, timed=timed)
     runner.run_all(systems, jobs, records, progress)

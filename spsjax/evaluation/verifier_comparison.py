@@ -1,16 +1,14 @@
 """Rules of verification on the same drafts: tokens per call, time, and a test of their law."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spsjax import decode, sampling, verifiers
 from spsjax.draft_shapes import DynamicTree, Shape, Tree
-from spsjax.evaluation import samplers, text_pass
+from spsjax.evaluation import samplers
 from spsjax.generation import prefill
 from spsjax.loading import LoadedDrafter, Model, as_drafter
 from spsjax.parallel import multihost
@@ -153,62 +151,3 @@ def _judge(program, rules, params, state):
     return jnp.stack(
         [1 + jnp.sum(rule.accept_probs(proposal, probs), axis=1) for rule in rules], axis=1
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Surprise:
-    """Excess of the target's surprise at texts over that at its own samples.
-
-    For samples of the target the excess has mean 0 and this variance, whatever the texts.
-
-    Attributes:
-        excess: sum over tokens of -log p(token) minus the entropy of p.
-        variance: sum over tokens of the variance of -log p.
-        impossible: number of tokens to which the target gives no probability, left out above.
-        tokens: number of tokens.
-    """
-
-    excess: float
-    variance: float
-    impossible: int
-    tokens: int
-
-    def __add__(self, other: "Surprise") -> "Surprise":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
-        return Surprise(*(mine + theirs for mine, theirs in pairs))
-
-    @property
-    def score(self) -> float | None:
-        """Standard score of the excess; None if nothing was random."""
-        return self.excess / self.variance**0.5 if self.variance > 1e-9 else None
-
-
-def surprise(
-    target: Model, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
-) -> Surprise:
-    """Returns the surprise of `tokens` after a prompt, from one pass of the target over the text.
-
-    A rule that prefers probable tokens has a negative excess, whatever the draft.
-    """
-    padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
-    with target.in_mesh():
-        columns = multihost.to_host(_surprise(target.config, target.params, padded, rows))
-    excess, variance, possible = (np.asarray(column)[0, span] for column in columns)
-    return Surprise(
-        float(excess[possible].sum()),
-        float(variance[possible].sum()),
-        int((~possible).sum()),
-        len(tokens),
-    )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _surprise(config, params, tokens_BT, rows):
-    probs = sampling.to_probs(text_pass.logits(config, params, tokens_BT), rows)
-    logs = jnp.log(jnp.where(probs > 0, probs, 1))
-    entropy = -jnp.sum(probs * logs, axis=-1)
-    variance = jnp.sum(probs * jnp.square(logs), axis=-1) - jnp.square(entropy)
-    following = jnp.roll(tokens_BT, -1, axis=1)[..., None]
-    chosen = jnp.take_along_axis(probs, following, axis=2)[..., 0]
-    log = jnp.take_along_axis(logs, following, axis=2)[..., 0]
-    return -log - entropy, jnp.maximum(variance, 0), chosen > 0
