@@ -18,7 +18,7 @@ import reference
 import toy_drafters
 
 from spsjax import DynamicTree, Tree, sampling
-from spsjax.drafters import draft_model, ngram, none
+from spsjax.drafters import copy, draft_model, ngram, none, suffix
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
 from spsjax.verifiers import lenience as lenient
@@ -50,11 +50,13 @@ def drafters(K, length):
     heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
     table_config = enumeration.config(VOCAB)
     return {
+        "copy": LoadedDrafter("", copy.Drafter(K), {}),
         "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), {}),
         **{name: head(name, K) for name in drafting.HEADS},
         "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
         "none": LoadedDrafter("", none.Drafter(), {}),
         "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), {}),
+        "suffix": LoadedDrafter("", suffix.Drafter(K), {}),
         "tapped": LoadedDrafter(
             "", toy_drafters.Tapped(VOCAB, VOCAB, K), {"heads": jnp.asarray(heads)}
         ),
@@ -113,12 +115,22 @@ def test_draft_model_is_lossless(K, new, eos_ids):
         assert_lossless(studied, **params)
 
 
-def test_ngram_is_lossless():
+@pytest.mark.parametrize("name", ["copy", "ngram", "suffix"])
+def test_drafter_without_weights_is_lossless(name):
     # The prompt repeats itself, so that most contexts have a match. Some have none.
     for prompt, new in (((0, 1, 0), 4), ((0,), 4)):
-        studied = loop("ngram", 3, new, prompt=prompt)
+        studied = loop(name, 3, new, prompt=prompt)
         for params in PARAMS:
             assert_lossless(studied, **params)
+
+
+def test_trees_of_suffix_decoding_are_lossless():
+    """The prompt's 0 was followed by 1 and by 0: the tree has both."""
+    loaded = LoadedDrafter("", suffix.Drafter(2, num_tree_tokens=4, factor=2.0), {})
+    studied = loop("suffix", 2, 3, prompt=(0, 1, 0, 0), verifier=match.Verifier())
+    studied = dataclasses.replace(studied, loaded=loaded)
+    for params in (PARAMS[0], PARAMS[5]):
+        assert_lossless(studied, **params)
 
 
 @pytest.mark.parametrize("name", drafting.HEADS)

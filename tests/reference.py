@@ -7,6 +7,7 @@ must give the tokens of spsjax.
 """
 
 import collections
+from fractions import Fraction
 
 import numpy as np
 
@@ -65,6 +66,71 @@ def lookup(tokens, K, min_ngram=1, max_ngram=3):
             if tokens[end - size + 1 : end + 1] == tokens[len(tokens) - size :]:
                 return [tokens[end + 1 + k % (last - end)] for k in range(K)]
     return [-1] * K
+
+
+def suffix_proposals(tokens, K, N, max_match, factor, min_prob):
+    """Returns the nodes of suffix decoding for every length of the match, the longest first.
+
+    Nodes are (path, probability), in the order in which they are added. N is 0 for a chain
+    (Oliaro et al. 2024). Tokens that follow equally often go by their last place.
+    """
+    last = len(tokens) - 1
+
+    def children(path, match):
+        """Counts of the next token after the last `match` tokens and then `path`."""
+        context = [*tokens[len(tokens) - match :], *path]
+        ends = [
+            end
+            for end in range(len(context) - 1, last)
+            if tokens[end + 1 - len(context) : end + 1] == context and end - len(path) < last
+        ]
+        following = [tokens[end + 1] for end in ends][::-1]  # the latest first
+        counts = collections.Counter(following).most_common()  # of equal ones the first
+        return [(token, Fraction(count, len(ends))) for token, count in counts]
+
+    proposals = []
+    for match in range(min(max_match, last), 0, -1):
+        limit = min(K, int(match * factor + 1e-6))
+        nodes, frontier = [], [(Fraction(1), ())]
+        while frontier and len(nodes) < (N or K):
+            options = [
+                (prob * share, (*path, token))
+                for prob, path in frontier
+                for token, share in children(path, match)
+                if len(path) < limit and (*path, token) not in [node for node, _ in nodes]
+            ]
+            options = [option for option in options if option[0] >= min_prob]
+            if not options:
+                break
+            prob, path = max(options, key=lambda option: option[0])
+            nodes.append((path, prob))
+            frontier = [*frontier, (prob, path)] if N else [(prob, path)]
+        if nodes:
+            proposals.append(nodes)
+    return proposals
+
+
+def aggressive_place(prompt, output, start, max_suffix):
+    """Returns the index in the prompt of the token to copy next, or -1 (Sun et al. 2021)."""
+    place = start if start < len(prompt) else -1
+    for count in range(1, len(output) + 1):
+        if place >= 0 and prompt[place] == output[count - 1]:
+            place += 1
+        else:
+            place = -1
+            for size in range(1, min(max_suffix, count) + 1):
+                suffix = output[count - size : count]
+                ends = [
+                    end
+                    for end in range(size, len(prompt) + 1)
+                    if prompt[end - size : end] == suffix
+                ]
+                if len(ends) <= 1:
+                    place = ends[0] if ends else -1
+                    break
+        if place >= len(prompt):
+            place = -1
+    return place
 
 
 def speculative(target, draft, prompt, K, limit, uniforms, eos_ids=(), rounds=None, **params):

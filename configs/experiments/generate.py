@@ -27,6 +27,8 @@ def get_config() -> ml_collections.ConfigDict:
             "tree": "",  # file that plan_tree.py wrote: the draft model drafts trees
             "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"max_ngram": 3, "min_ngram": 1},
+            "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},
+            "copy": {"start": 0, "max_suffix": 3},
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,
             "stop_at_eos": True,

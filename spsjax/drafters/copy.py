@@ -1,0 +1,110 @@
+"""Aggressive decoding: the input's continuation, for texts that are edited.
+
+Sun et al. 2021 (arXiv 2106.04970) and Ge et al. 2022 (arXiv 2205.10350), input-guided.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax.drafters import base
+from spsjax.errors import check_integer
+from spsjax.types import Array, Proposal, pytree_dataclass
+
+
+@pytree_dataclass
+class State:
+    """Where a row copies from.
+
+    Attributes:
+        prompts: [B] int32, lengths of the prompts.
+        lengths: [B] int32, committed tokens that have been compared with the prompt.
+        next: [B] int32, index in the prompt of the token that should come next; -1: unknown.
+    """
+
+    prompts: Array
+    lengths: Array
+    next: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Drafter):
+    """Copies the prompt from where the output has come to. Lossless: its tokens are point masses.
+
+    As long as the output repeats the prompt, the prompt's next tokens are proposed. After another
+    token, the shortest suffix of the output that occurs once in the prompt shows where to go on.
+    While there is none, nothing is proposed. (`ngram` takes the latest place instead.)
+
+    Attributes:
+        num_speculative_tokens: K, tokens that are copied per round.
+        start: index of the prompt's token with which the output is expected to begin.
+        max_suffix: longest suffix of the output that is looked up, of its shortest first.
+    """
+
+    num_speculative_tokens: int = 16
+    start: int = 0
+    max_suffix: int = 3
+
+    def __post_init__(self):
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
+        check_integer("start", self.start, 0)
+        check_integer("max_suffix", self.max_suffix, 1)
+
+    @property
+    def score_sizes(self) -> tuple[int, ...]:
+        return 0, self.num_speculative_tokens // 4
+
+    def init(self, params, batch, slots):
+        zeros = jnp.zeros(batch, jnp.int32)
+        return State(zeros, zeros, zeros - 1)
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        begin = jnp.where(self.start < lengths_B, self.start, -1).astype(jnp.int32)
+        return State(lengths_B, lengths_B, begin)
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        index = state.next[:, None] + jnp.arange(self.num_speculative_tokens)
+        known = (state.next[:, None] >= 0) & (index < state.prompts[:, None])
+        copied = jnp.take_along_axis(tokens_BS, jnp.where(known, index, 0), axis=1)
+        return Proposal(jnp.where(known, copied, -1), None), state
+
+    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+        follow = functools.partial(_follow, most=self.max_suffix)
+        steps = jnp.arange(self.num_speculative_tokens + 1)  # a round commits at most so many
+
+        def compare(tokens_S, prompt, compared, place, length):
+            def one(place, step):
+                end = jnp.minimum(compared + step, len(tokens_S) - 1)
+                later = follow(tokens_S, prompt, end, place)
+                return jnp.where(end < length, later, place), None
+
+            return lax.scan(one, place, steps)[0]
+
+        place = jax.vmap(compare)(tokens_BS, state.prompts, state.lengths, state.next, lengths_B)
+        return State(state.prompts, lengths_B, place)
+
+
+def _follow(tokens_S: Array, prompt: Array, end: Array, place: Array, most: int) -> Array:
+    """Returns the place in the prompt after one more token of the output; -1: unknown.
+
+    Args:
+        tokens_S: prompt and output.
+        prompt: length of the prompt.
+        end: index of the output's token.
+        place: index in the prompt of the token that was expected; -1: none.
+        most: longest suffix of the output that is looked up.
+    """
+    slots = jnp.arange(len(tokens_S))
+    as_expected = (place >= 0) & (tokens_S[place] == tokens_S[end])
+    # matches[e]: whether the prompt's tokens up to e equal the output's last ones.
+    matches, aligned = slots < prompt, jnp.full((), -1, jnp.int32)
+    for size in range(most):
+        matches &= (slots >= size) & (jnp.roll(tokens_S, size) == tokens_S[end - size])
+        matches &= end - size >= prompt
+        unique = jnp.sum(matches) == 1
+        aligned = jnp.where(unique & (aligned < 0), jnp.argmax(matches) + 1, aligned)
+    later = jnp.where(as_expected, place + 1, aligned)
+    return jnp.where(later < prompt, later, -1).astype(jnp.int32)

@@ -1,0 +1,226 @@
+"""Suffix decoding: what most often followed the last tokens when they occurred before.
+
+Oliaro et al. 2024 (arXiv 2411.04975). Their suffix trie is not built: a node of it is the set of
+places in the row's text where its tokens occur, and such a set is a mask over the text.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax.drafters import base
+from spsjax.errors import InputError, check_integer, check_number
+from spsjax.types import Array, Proposal, pytree_dataclass
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Drafter):
+    """Proposes the likeliest continuations of the last tokens, by counts in the row's own text.
+
+    Lossless: a proposed token is a point mass. The text is the prompt and what was generated after
+    it. The last p tokens are looked up for every p at which they occurred before. The proposal is
+    that of the p with the highest score, the sum of its tokens' probabilities by counts, and so
+    the number of tokens that are expected to be accepted. A longer match may propose more tokens.
+
+    Departure from the paper: the last tokens themselves do not count as an occurrence, since it is
+    not known what follows them.
+
+    Attributes:
+        num_speculative_tokens: K, the most tokens in a row.
+        num_tree_tokens: N, the most tokens of a tree; 0: a chain, the likeliest token after each.
+        max_match: longest suffix that is looked up.
+        factor: tokens that are proposed in a row per matched token.
+        min_prob: tokens that follow with a lower probability are not proposed.
+    """
+
+    num_speculative_tokens: int = 8
+    num_tree_tokens: int = 0
+    max_match: int = 64
+    factor: float = 1.0
+    min_prob: float = 0.1
+
+    def __post_init__(self):
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
+        check_integer("num_tree_tokens", self.num_tree_tokens, 0)
+        check_integer("max_match", self.max_match, 1)
+        check_number("factor", self.factor, 0, 1e6)
+        check_number("min_prob", self.min_prob, 0, 1)
+        if 0 < self.num_tree_tokens < self.num_speculative_tokens:
+            raise InputError(
+                f"num_tree_tokens: expected 0 or at least num_speculative_tokens = "
+                f"{self.num_speculative_tokens}, found {self.num_tree_tokens}"
+            )
+
+    @property
+    def trees(self) -> bool:
+        return self.num_tree_tokens > 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_tree_tokens or self.num_speculative_tokens
+
+    @property
+    def score_sizes(self) -> tuple[int, ...]:
+        return 0, 2, self.num_nodes // 2  # matches are often short, or missing
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+        if not self.num_nodes:
+            return Proposal(jnp.zeros((len(tokens_BS), 0), jnp.int32), None), state
+        tokens, parents = jax.vmap(self._best)(tokens_BS, lengths_B)
+        return Proposal(tokens, None, parents if self.trees else None), state
+
+    def _best(self, tokens_S: Array, length: Array) -> tuple[Array, Array]:
+        """Returns tokens and parents [N] of the best proposal over all lengths of the match."""
+        text = _Text(tokens_S, _token_ids(tokens_S), length - 1)
+        matched_S = _matched(text, self.max_match)
+        nothing = jnp.full(self.num_nodes, -1), jnp.zeros(self.num_nodes, jnp.int32)
+
+        def limit(match):
+            steps = jnp.floor(match * self.factor + 1e-6).astype(jnp.int32)
+            return jnp.minimum(steps, self.num_speculative_tokens)
+
+        def may_win(carry):
+            match, best, _ = carry
+            # A score is at most the number of nodes, so that most short matches are not looked at.
+            return (match > 0) & (best < (self.num_nodes if self.trees else limit(match)))
+
+        def look(carry):
+            match, best, proposal = carry
+            nodes = self._grow(text, matched_S >= match, limit(match))
+            score = jnp.sum(nodes.probs[1:])
+            grown = nodes.tokens[1:], nodes.parents[1:]
+            better = score > best  # of equal scores the longer match counts
+            proposal = jax.tree.map(lambda new, old: jnp.where(better, new, old), grown, proposal)
+            return match - 1, jnp.maximum(score, best), proposal
+
+        start = jnp.max(matched_S), jnp.zeros(()), nothing
+        return lax.while_loop(may_win, look, start)[2]
+
+    def _grow(self, text: "_Text", starts_S: Array, limit: Array) -> "_Nodes":
+        """Returns the proposal after the matches that end at `starts_S`, at most `limit` deep."""
+
+        def add(node, nodes):
+            # A chain goes on after its last node, a tree after the node of the likeliest child.
+            open_nodes = nodes.depths < limit
+            if not self.trees:
+                open_nodes &= jnp.arange(len(open_nodes)) == node - 1
+            probs = jnp.where(open_nodes, nodes.next_probs, 0)
+            parent = jnp.argmax(probs)
+            found = (probs[parent] > 0) & (probs[parent] >= self.min_prob)
+            grown = _with_child(text, nodes, node, parent)
+            return jax.tree.map(lambda new, old: jnp.where(found, new, old), grown, nodes)
+
+        root = _empty(self.num_nodes, text)
+        places = starts_S & (jnp.arange(len(starts_S)) < text.last)
+        root = dataclasses.replace(
+            root,
+            probs=root.probs.at[0].set(1),
+            places=root.places.at[0].set(places),
+            totals=root.totals.at[0].set(jnp.sum(places, dtype=jnp.int32)),
+        )
+        return lax.fori_loop(1, self.num_nodes + 1, add, _with_next(text, root, 0))
+
+
+@pytree_dataclass
+class _Text:
+    """One row's text: tokens [S], their small ids [S], and the index of the last token."""
+
+    tokens: Array
+    ids: Array
+    last: Array
+
+
+@pytree_dataclass
+class _Nodes:
+    """Nodes of a proposal, the root first, and where their tokens occur."""
+
+    tokens: Array  # [N+1] int32; -1: no node
+    parents: Array  # [N+1] int32
+    depths: Array  # [N+1] int32
+    probs: Array  # [N+1] float32, probability of the path; 0: no node
+    totals: Array  # [N+1] int32, occurrences that something follows
+    places: Array  # [N+1, S] bool: matches whose node is followed by a token that is no child yet
+    next_probs: Array  # [N+1] float32, probability of the path to the next child
+    next_place: Array  # [N+1] int32, a match that the next child follows
+
+
+def _empty(count: int, text: _Text) -> _Nodes:
+    zeros = jnp.zeros(count + 1, jnp.int32)
+    none = jnp.zeros(count + 1)
+    places = jnp.zeros((count + 1, len(text.tokens)), bool)
+    return _Nodes(zeros - 1, zeros, zeros, none, zeros, places, none, zeros)
+
+
+def _following(text: _Text, depth: Array) -> tuple[Array, Array]:
+    """Returns the index [S] of the token `depth` + 1 after each place, and whether there is one."""
+    slots = jnp.arange(len(text.tokens))
+    index = slots + 1 + depth
+    return jnp.minimum(index, len(slots) - 1), index <= text.last
+
+
+def _with_next(text: _Text, nodes: _Nodes, node: Array) -> _Nodes:
+    """Returns the nodes with the next child of one of them: the token that follows most often."""
+    index, _ = _following(text, nodes.depths[node])
+    ids, places = text.ids[index], nodes.places[node]
+    counts = jnp.zeros(len(places), jnp.int32).at[ids].add(places.astype(jnp.int32))
+    counts = jnp.where(places, counts[ids], 0)
+    # Of tokens that follow equally often the one that did so last.
+    place = len(places) - 1 - jnp.argmax(counts[::-1])
+    prob = nodes.probs[node] * counts[place] / jnp.maximum(nodes.totals[node], 1)
+    return dataclasses.replace(
+        nodes,
+        next_probs=nodes.next_probs.at[node].set(prob),
+        next_place=nodes.next_place.at[node].set(place.astype(jnp.int32)),
+    )
+
+
+def _with_child(text: _Text, nodes: _Nodes, node: Array, parent: Array) -> _Nodes:
+    """Returns the nodes with the next child of `parent` as node number `node`."""
+    index, _ = _following(text, nodes.depths[parent])
+    place = nodes.next_place[parent]
+    ids = text.ids[index]
+    same = nodes.places[parent] & (ids == ids[place])
+    depth = nodes.depths[parent] + 1
+    followed = same & _following(text, depth)[1]
+    nodes = _Nodes(
+        nodes.tokens.at[node].set(text.tokens[index[place]]),
+        nodes.parents.at[node].set(parent.astype(jnp.int32)),
+        nodes.depths.at[node].set(depth),
+        nodes.probs.at[node].set(nodes.next_probs[parent]),
+        nodes.totals.at[node].set(jnp.sum(followed, dtype=jnp.int32)),
+        nodes.places.at[parent].set(nodes.places[parent] & ~same).at[node].set(followed),
+        nodes.next_probs,
+        nodes.next_place,
+    )
+    return _with_next(text, _with_next(text, nodes, parent), node)
+
+
+def _matched(text: _Text, most: int) -> Array:
+    """Returns [S]: the number of tokens, this one the last, that equal the text's last ones.
+
+    It is 0 at the last token and behind it.
+
+    Args:
+        text: the row's text.
+        most: number at which counting ends.
+    """
+    slots = jnp.arange(len(text.tokens))
+
+    def longer(carry):
+        back, run, matched = carry
+        suffix = text.tokens[jnp.maximum(text.last - back, 0)]
+        run &= (slots >= back) & (jnp.roll(text.tokens, back) == suffix)
+        return back + 1, run, matched + run
+
+    start = jnp.zeros((), jnp.int32), slots < text.last, jnp.zeros_like(slots)
+    return lax.while_loop(lambda carry: (carry[0] < most) & jnp.any(carry[1]), longer, start)[2]
+
+
+def _token_ids(tokens_S: Array) -> Array:
+    """Returns ids [S] below S that are equal where tokens are equal, to count them in S bins."""
+    order = jnp.argsort(tokens_S)
+    ordered = tokens_S[order]
+    is_new = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]])
+    return jnp.zeros_like(tokens_S).at[order].set(jnp.cumsum(is_new, dtype=tokens_S.dtype))

@@ -1,0 +1,71 @@
+"""The place from which aggressive decoding copies, compared with a plain loop."""
+
+import jax
+import numpy as np
+import pytest
+import reference
+
+from spsjax import InputError
+from spsjax.drafters import copy
+
+SLOTS = 40
+
+
+@pytest.mark.parametrize(("K", "start", "suffix"), [(4, 0, 3), (2, 3, 1), (7, 9, 2)])
+def test_place_is_that_of_a_plain_loop(K, start, suffix):
+    """After every round of random lengths, whatever the output.
+
+    The outputs are the prompts with some tokens replaced, left out or inserted.
+    """
+    drafter = copy.Drafter(K, start=start, max_suffix=suffix)
+    rng, rows = np.random.default_rng(K), 200
+    prompts = rng.integers(0, 9, (rows, 16))
+    sizes = rng.integers(4, 17, rows)
+    tokens = np.zeros((rows, SLOTS), np.int32)
+    for row, size in enumerate(sizes):
+        prompt = prompts[row, :size].tolist()
+        edited = [token for token in prompt for _ in range(rng.choice([0, 1, 1, 1, 1, 1, 2]))]
+        noisy = [token if rng.random() < 0.9 else int(rng.integers(9)) for token in edited]
+        text = [*prompt, *noisy, *rng.integers(0, 9, SLOTS)][:SLOTS]
+        tokens[row] = text
+    commit, propose = jax.jit(drafter.commit), jax.jit(drafter.propose)
+    state = drafter.prefill(None, None, None, None, None, sizes.astype(np.int32), None)
+    lengths, patterns = sizes.astype(np.int32), set()
+    for _ in range(6):
+        proposed = np.asarray(propose(None, state, tokens, lengths, None, None)[0].tokens)
+        for row, size in enumerate(sizes):
+            text = tokens[row, : lengths[row]].tolist()
+            place = reference.aggressive_place(text[:size], text[size:], start, suffix)
+            copied = text[place:size][:K] if place >= 0 else []
+            assert proposed[row].tolist() == [*copied, *[-1] * (K - len(copied))], text
+            patterns.add(len(copied))
+        lengths = np.minimum(lengths + rng.integers(1, K + 2, rows), SLOTS).astype(np.int32)
+        state = commit(None, state, tokens, lengths, None, None, None)
+    assert patterns == set(range(K + 1))
+
+
+def test_repeated_tokens_do_not_show_where_to_go_on():
+    """The prompt has 1 2 twice; 2 3 occurs once."""
+    drafter = copy.Drafter(2, start=99)
+    prompt = [1, 2, 4, 1, 2, 3, 5, 6]
+    for output, expected in (([1, 2], [-1, -1]), ([1, 2, 3], [5, 6]), ([7, 2], [-1, -1])):
+        text = np.asarray([[*prompt, *output, 9, 9]], np.int32)
+        lengths = np.asarray([len(prompt)], np.int32)
+        state = drafter.prefill(None, None, None, None, None, lengths, None)
+        after = lengths + len(output)
+        state = drafter.commit(None, state, text, after, None, None, None)
+        proposal, _ = drafter.propose(None, state, text, after, None, None)
+        np.testing.assert_array_equal(proposal.tokens, [expected])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
+        ({"start": -1}, "start: expected an integer >= 0, found -1"),
+        ({"max_suffix": 0}, "max_suffix: expected an integer >= 1, found 0"),
+    ],
+)
+def test_odd_options_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        copy.Drafter(**options)
