@@ -104,7 +104,7 @@ def _follow(tokens_S: Array, prompt: Array, end: Array, place: Array, most: int)
     for size in range(most):
         matches &= (slots >= size) & (jnp.roll(tokens_S, size) == tokens_S[end - size])
         matches &= end - size >= prompt
-        unique = jnp.sum(matches) == 1
-        aligned = jnp.where(unique & (aligned < 0), jnp.argmax(matches) + 1, aligned)
+        unique = jnp.sum(matches) == 1  # then a longer suffix ends there, too, or nowhere
+        aligned = jnp.where(unique, jnp.argmax(matches) + 1, aligned)
     later = jnp.where(as_expected, place + 1, aligned)
     return jnp.where(later < prompt, later, -1).astype(jnp.int32)
