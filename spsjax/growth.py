@@ -47,6 +47,9 @@ class Level:
 # Runs a drafter over a level. Takes its state, and returns the logits [B, T, V] of what follows
 # each node, and the new state.
 Feed = Callable[[PyTree, Level], tuple[Array, PyTree]]
+# Takes the logits [B, V] of a chain's newest tokens and these tokens [B], and returns [B] bool:
+# whether a row's chain ends with its token.
+Stops = Callable[[Array, Array], Array]
 
 
 def grow(
@@ -57,6 +60,7 @@ def grow(
     root_B: Array,
     rows: RowParams,
     keys_B: Array,
+    stops: Stops | None = None,
 ) -> tuple[Proposal, Array, PyTree]:
     """Returns a proposal of a shape.
 
@@ -68,6 +72,7 @@ def grow(
         root_B: last committed token.
         rows: sampling parameters per row.
         keys_B: one key per row and round.
+        stops: for chains, when to end one early; see `Stops`. None: never.
 
     Returns:
         The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
@@ -77,36 +82,58 @@ def grow(
         return _choose_tree(shape, feed, state, root_B)
     N = shape.num_nodes if shape else num_speculative_tokens
     uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
-    draw = functools.partial(draw_tree, shape) if shape else _draw_chain
+    draw = functools.partial(draw_tree, shape)
+    if shape is None:
+        draw = functools.partial(_draw_chain, stops)
     return draw(feed, state, root_B, rows, uniforms)
 
 
 def _draw_chain(
-    feed: Feed, state: PyTree, root_B: Array, rows: RowParams, uniforms_BK2: Array
+    stops: Stops | None,
+    feed: Feed,
+    state: PyTree,
+    root_B: Array,
+    rows: RowParams,
+    uniforms_BK2: Array,
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a chain of K tokens, each sampled after the one before, and what `grow` returns."""
+    """Returns a chain of K tokens, each sampled after the one before, and what `grow` returns.
+
+    A row whose chain has ended proposes nothing more. When all have ended, no step is run.
+    """
     B, K = uniforms_BK2.shape[:2]
     node = jnp.arange(K)[None, None]
 
     def draft(carry, inputs):
-        (last, state), (k, uniforms_B2) = carry, inputs
+        (last, state, goes_on), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
         logits, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
         probs = sampling.to_probs(logits[:, 0], rows)
         token = sampling.draw(probs, uniforms_B2)
-        return (token, state), (token, probs)
+        if stops is None:
+            return (token, state, goes_on), (token, probs)
+        proposed = jnp.where(goes_on, token, -1)
+        return (token, state, goes_on & ~stops(logits[:, 0], token)), (proposed, probs)
+
+    def draft_if_any(carry, inputs):
+        if stops is None:
+            return draft(carry, inputs)
+
+        def nothing(carry, inputs):
+            return carry, (jnp.full_like(first[0], -1), jnp.zeros_like(first[1]))
+
+        return lax.cond(jnp.any(carry[2]), draft, nothing, carry, inputs)
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
-    carry, first = draft((root_B, state), (0, uniforms[0]))
-    (_, state), drafted = carry, tuple(one[None] for one in first)
+    carry, first = draft((root_B, state, jnp.ones(B, bool)), (0, uniforms[0]))
+    drafted = tuple(one[None] for one in first)
     if K > 1:  # for one token the drafter need not be able to take a second step
         later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]
-        (_, state), rest = lax.scan(draft, carry, later)
+        carry, rest = lax.scan(draft_if_any, carry, later)
         drafted = (jnp.concatenate(both) for both in zip(drafted, rest))
     tokens, probs = drafted
     # The last token of a chain is not fed, but counts as if: nothing ever looks at its row.
     fed_as = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
-    return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), fed_as, state
+    return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), fed_as, carry[1]
 
 
 def draw_tree(

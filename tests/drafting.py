@@ -19,7 +19,7 @@ from spsjax.verifiers import match, rejection
 PACKAGE = sorted(
     module.name
     for module in pkgutil.iter_modules(drafters.__path__)
-    if module.name not in ("base", "features", "pairs", "states")
+    if module.name not in ("base", "features", "pairs", "states", "stopping")
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens

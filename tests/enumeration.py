@@ -216,10 +216,12 @@ class Loop:
         middles, mass = np.zeros((R, K)), np.ones(R)
         for k in range(K):
             uniforms = doubled(middles), np.zeros((R, K)), np.zeros((R, 2))
-            probs = np.asarray(probe(self.params, state, uniforms, 0)[1].probs)[:, k]
+            proposal = probe(self.params, state, uniforms, 0)[1]
+            probs = np.asarray(proposal.probs)[:, k]
             own = probs[np.arange(R), drafted[:, k]]
             middles[:, k] = np.cumsum(probs, axis=1)[np.arange(R), drafted[:, k]] - own / 2
-            mass *= own
+            # After the end of a chain one path stands for all.
+            mass *= np.where(np.asarray(proposal.tokens)[:, k] < 0, drafted[:, k] == 0, own)
         columns = zip(paths, middles, mass)
         return [(prefix, path, middle, share) for (prefix, path), middle, share in columns]
 
@@ -329,13 +331,14 @@ class Loop:
             [paths[index][field] for index in owner] for field in (0, 1, 3)
         )
         real, model = np.asarray(masses) > 0, model_of(self.draft)
-        np.testing.assert_array_equal(np.asarray(proposal.tokens)[real], np.asarray(drafted)[real])
+        tokens = np.asarray(proposal.tokens)[real]
+        np.testing.assert_array_equal(tokens[tokens >= 0], np.asarray(drafted)[real][tokens >= 0])
         expected = [
             [reference.to_probs(model([*prefix, *path[:k]]), **params) for k in range(self.K)]
             for prefix, path in zip(prefixes, drafted)
         ]
-        probs = np.asarray(proposal.probs)
-        np.testing.assert_allclose(probs[real], np.asarray(expected)[real], atol=1e-12)
+        probs, expected = np.asarray(proposal.probs)[real], np.asarray(expected)[real]
+        np.testing.assert_allclose(probs[tokens >= 0], expected[tokens >= 0], atol=1e-12)
 
     def _check_caches(self, output):
         """Asserts that the caches hold what a fresh prefill would have written."""

@@ -18,7 +18,7 @@ import reference
 import toy_drafters
 
 from spsjax import DynamicTree, Tree, sampling
-from spsjax.drafters import copy, draft_model, ngram, none, suffix
+from spsjax.drafters import copy, draft_model, ngram, none, stopping, suffix
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
 from spsjax.verifiers import lenience as lenient
@@ -113,6 +113,35 @@ def test_draft_model_is_lossless(K, new, eos_ids):
     studied = loop("draft_model", K, new, eos_ids, seed=K)
     for params in PARAMS:
         assert_lossless(studied, **params)
+
+
+RULES = stopping.Confidence(0.5), stopping.Entropy(scale=1.0, threshold=0.9)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=("confidence", "entropy"))
+def test_chain_that_ends_early_is_lossless(rule):
+    studied = loop("draft_model", 3, 3)
+    drafter = dataclasses.replace(studied.drafter, stop_rule=rule)
+    studied = dataclasses.replace(studied, loaded=LoadedDrafter("", drafter, {}))
+    for params in PARAMS:
+        assert_lossless(studied, **params)
+
+
+def test_dropping_the_token_that_ends_a_chain_is_rejected(monkeypatch):
+    """Then improbable tokens are never proposed, though the draft's distribution has them."""
+    propose = draft_model.Drafter.propose
+
+    def drops(*args):
+        proposal, state = propose(*args)
+        chosen = jnp.take_along_axis(proposal.probs, proposal.tokens[..., None], axis=2)[..., 0]
+        kept = jnp.cumprod(chosen >= 0.3, axis=1) > 0
+        tokens = jnp.where(kept, proposal.tokens, -1)
+        return dataclasses.replace(proposal, tokens=tokens), state
+
+    monkeypatch.setattr(draft_model.Drafter, "propose", drops)
+    enumeration._step.cache_clear()
+    assert rejected(loop("draft_model", 1, 2))
+    enumeration._step.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["copy", "ngram", "suffix"])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from spsjax import cache as kv
 from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import base
+from spsjax.drafters import base, stopping
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
@@ -36,17 +36,24 @@ class Drafter(base.Drafter):
             only the draft has are never proposed, and those that only the target has get
             probability 0. None: both vocabularies have the same size.
         tree: shape of the tree; None: a chain.
+        stop_rule: rule that ends a chain early; None: all have K tokens.
     """
 
     config: transformer.Config
     num_speculative_tokens: int | None = None
     vocab_size: int | None = None
     tree: draft_shapes.Shape = None
+    stop_rule: stopping.Rule | None = None
 
     def __post_init__(self):
+        stopping.check(self.stop_rule, self.tree)
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
         K = draft_shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
+
+    @property
+    def score_sizes(self):
+        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
 
     def init(self, params, batch, slots):
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
@@ -92,7 +99,9 @@ class Drafter(base.Drafter):
             return logits[..., : self.vocab_size], output.block
 
         start = transformer.empty_block(self.config, weights, len(root), 1 + num_fed)
-        proposal, fed_as, block = growth.grow(self.tree, K, feed, start, root[:, 0], rows, keys_B)
+        proposal, fed_as, block = growth.grow(
+            self.tree, K, feed, start, root[:, 0], rows, keys_B, self.stop_rule
+        )
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])

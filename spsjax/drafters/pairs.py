@@ -9,7 +9,7 @@ from jax import lax
 
 from spsjax import cache as kv
 from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import features
+from spsjax.drafters import features, stopping
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
@@ -33,12 +33,22 @@ class PairDrafter(features.FeatureDrafter):
 
     Attributes:
         config: shape of the layer.
+        stop_rule: rule that ends a chain early; None: all have K tokens.
     """
 
     config: Config
     target: Config
     num_speculative_tokens: int | None = None
     tree: draft_shapes.Shape = None
+    stop_rule: stopping.Rule | None = None
+
+    def __post_init__(self):
+        stopping.check(self.stop_rule, self.tree)
+        super().__post_init__()
+
+    @property
+    def score_sizes(self):
+        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
 
     @property
     def split_like(self):
@@ -99,7 +109,7 @@ class PairDrafter(features.FeatureDrafter):
         shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B, self.stop_rule)
         return proposal, state
 
     def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
