@@ -55,6 +55,7 @@ def run():
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
     drafter = configs.load_drafter(config.drafter, config.draft, config, target, config.dtype)
     drafter = configs.with_tree(drafter, target, config.tree)
+    drafter = configs.with_stop_rule(drafter, target, config.stop_rule)
     count = config.num_speculative_tokens
     inputs = prompts
     if _CHAT.value:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import draft_shapes, drafters, tokenization
-from spsjax.drafters import draft_model, features, pairs
+from spsjax.drafters import draft_model, features, pairs, stopping
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
@@ -147,6 +147,7 @@ def load_drafter(
     target: Model,
     replicate: bool | None = None,
     tree: draft_shapes.Shape = None,
+    stop_rule: stopping.Rule | None = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
 
@@ -159,10 +160,30 @@ def load_drafter(
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
             features whole, and a draft model split.
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
+        stop_rule: rule of `drafters.stopping` that ends chains early, for draft models and EAGLE;
+            None: all have K tokens.
 
     Raises:
-        InputError: no drafter of that name, or one that does not fit the target or the tree.
+        InputError: no drafter of that name, or one that does not fit the target, the tree or the
+            rule.
     """
+    loaded = _load_drafter(name, target, replicate, tree)
+    return loaded if stop_rule is None else with_stop_rule(loaded, stop_rule)
+
+
+def with_stop_rule(loaded: LoadedDrafter, stop_rule: stopping.Rule) -> LoadedDrafter:
+    """Returns a drafter that ends chains early; raises InputError for one that cannot."""
+    if not hasattr(loaded.drafter, "stop_rule"):
+        raise InputError(
+            f"stop_rule: expected None for {loaded.name}, which does not draft step by step, "
+            "found a rule"
+        )
+    drafter = dataclasses.replace(loaded.drafter, stop_rule=stop_rule)
+    return dataclasses.replace(loaded, drafter=drafter)
+
+
+def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
+    """Returns a drafter as `load_drafter` does, without a rule that ends chains."""
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
     if replicate is not None:

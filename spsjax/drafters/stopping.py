@@ -74,6 +74,26 @@ class Entropy(Rule):
         return jnp.sqrt(self.scale * entropy) > self.threshold
 
 
+RULES = {"confidence": Confidence, "entropy": Entropy}
+
+
+def by_name(text: str) -> Rule:
+    """Returns the rule of a name, with its threshold if it has one: "entropy" or "entropy:0.5".
+
+    Raises InputError for another text.
+    """
+    name, colon, number = text.partition(":")
+    try:
+        if name not in RULES:
+            raise ValueError
+        return RULES[name](threshold=float(number)) if colon else RULES[name]()
+    except ValueError:
+        raise InputError(
+            f"stop_rule: expected {' or '.join(RULES)}, also with a threshold as in entropy:0.5, "
+            f"found {short_repr(text)}"
+        ) from None
+
+
 def check(rule, tree) -> None:
     """Raises InputError unless `rule` is a rule or None, and only chains have one."""
     if rule is not None and not isinstance(rule, Rule):

@@ -1,0 +1,94 @@
+"""Rules that end a chain of draft tokens: their arithmetic, the saved work, what is refused.
+
+That they are lossless is enumerated in `exactness_test`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spsjax
+from spsjax import InputError, SamplingParams, Tree, growth, loading
+from spsjax.drafters import ngram, stopping
+
+LOGITS = np.log(np.asarray([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3], [1.0, 1e-30, 1e-30]], np.float32))
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_confidence_ends_after_a_token_of_low_probability():
+    ends = stopping.Confidence(0.25)(jnp.asarray(LOGITS), jnp.asarray([1, 1, 0]))
+    np.testing.assert_array_equal(ends, [True, False, False])
+
+
+def test_entropy_ends_after_an_uncertain_distribution():
+    """The entropies are 0.80, 1.09 and 0 nats, and 0.35 and 0.40 the roots of 0.15 of them."""
+    for threshold, expected in ((0.3, [True, True, False]), (0.37, [False, True, False])):
+        ends = stopping.Entropy(threshold=threshold)(jnp.asarray(LOGITS), jnp.asarray([0, 0, 0]))
+        np.testing.assert_array_equal(ends, expected)
+    never = jnp.asarray([[0.0, -jnp.inf, -jnp.inf]])
+    assert not stopping.Entropy()(never, jnp.asarray([0]))[0]
+
+
+def test_steps_after_the_end_of_all_chains_are_not_run():
+    """Row 0 ends after token 2, row 1 after token 3: of 6 steps 3 are run."""
+    steps = []
+
+    def feed(state, level):
+        jax.debug.callback(lambda: steps.append(1))
+        return jnp.zeros((2, 1, 8)).at[:, 0, level.depth].set(99.0), state
+
+    ends = jnp.asarray([1, 2])
+    proposal, _, _ = jax.jit(
+        lambda: growth.grow(
+            None,
+            6,
+            feed,
+            (),
+            jnp.zeros(2, jnp.int32),
+            GREEDY.rows(2),
+            jax.random.split(jax.random.key(0), 2),
+            lambda logits, tokens: tokens == ends,
+        )
+    )()
+    np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [0, 1, 2, -1, -1, -1]])
+    jax.effects_barrier()
+    assert len(steps) == 3
+
+
+def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):
+    loaded = loading.as_drafter(draft, target)
+    prompts = [[3, 4, 5], [9]]
+    options = {"sampling": GREEDY, "max_new_tokens": 16}
+    expected = spsjax.generate(target, prompts, **options)
+    whole = spsjax.generate(target, prompts, loaded, 6, **options)
+    for rule in (stopping.Confidence(0.5), stopping.Entropy()):
+        out = spsjax.generate(target, prompts, loading.with_stop_rule(loaded, rule), 6, **options)
+        for tokens, same in zip(out.tokens, expected.tokens):
+            np.testing.assert_array_equal(tokens, same)
+        per_round = out.stats.proposed_tokens / out.stats.target_calls
+        assert 1 <= per_round < whole.stats.proposed_tokens / whole.stats.target_calls
+
+
+def test_rules_have_names():
+    assert stopping.by_name("entropy") == stopping.Entropy()
+    assert stopping.by_name("confidence:0.25") == stopping.Confidence(0.25)
+    for text in ("odd", "entropy:x", "entropy:", ""):
+        with pytest.raises(InputError, match=r"^stop_rule: expected confidence or entropy, also"):
+            stopping.by_name(text)
+
+
+def test_rule_that_does_not_fit_is_refused(target, draft):
+    rule, loaded = stopping.Entropy(), loading.as_drafter(draft, target)
+    with pytest.raises(InputError, match=r"^stop_rule: expected None for ngram, which does not"):
+        spsjax.load_drafter("ngram", target, stop_rule=rule)
+    with pytest.raises(InputError, match=r"^stop_rule: expected None with a tree, as only chains"):
+        dataclasses.replace(loaded.drafter, tree=Tree((0, 0)), stop_rule=rule)
+    with pytest.raises(InputError, match=r"^stop_rule: expected a rule of drafters.stopping"):
+        loading.with_stop_rule(loaded, 0.5)
+    with pytest.raises(InputError, match=r"^stop_rule: expected None for x"):
+        loading.with_stop_rule(loading.LoadedDrafter("x", ngram.Drafter(), {}), rule)
+    with pytest.raises(InputError, match=r"^threshold: expected a finite number"):
+        stopping.Confidence(2.0)
