@@ -48,6 +48,14 @@ def finish(request, state):
     return np.asarray(state.tokens), np.asarray(state.lengths)
 
 
+def test_logits_of_the_last_tokens_are_those_of_all(target):
+    tokens = jnp.asarray([[3, 5, 7, 2], [1, 4, 4, 9]])
+    whole = transformer.apply(target.config, target.params, tokens)
+    last = transformer.apply(target.config, target.params, tokens, num_logits=2)
+    np.testing.assert_allclose(last.logits, whole.logits[:, 2:], atol=1e-5)
+    assert last.hidden.shape == whole.hidden.shape
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):

@@ -60,7 +60,9 @@ def params_of(table: np.ndarray):
     return {"table": jnp.asarray(table), "norm": {"scale": jnp.ones(1, table.dtype)}}
 
 
-def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), **where):
+def apply(
+    config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), num_logits=None, **where
+):
     """Replaces `transformer.apply`: looks a table up by the tokens that a node can see.
 
     Caches hold tokens. The real code decides which slots and nodes are visible.
@@ -96,7 +98,8 @@ def apply(config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), *
     positions = jnp.broadcast_to(context.block_positions, (B, P))
     size = jnp.int32(T) + (0 if block is None else block.size)
     extended = Block((rows,), (rows,), positions, size)
-    return ModelOutput(logits, logits, (logits,) * len(tap_layers), extended)
+    last = logits if num_logits is None else logits[:, -num_logits:]
+    return ModelOutput(last, logits, (logits,) * len(tap_layers), extended)
 
 
 def embed(config, params, tokens_BT):

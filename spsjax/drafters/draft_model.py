@@ -94,8 +94,9 @@ class Drafter(base.Drafter):
                 block=block,
                 positions_BT=positions,
                 ancestors=seen,
+                num_logits=T,
             )
-            logits = sharding.gather_vocab(output.logits[:, -T:])
+            logits = sharding.gather_vocab(output.logits)
             return logits[..., : self.vocab_size], output.block
 
         start = transformer.empty_block(self.config, weights, len(root), 1 + num_fed)

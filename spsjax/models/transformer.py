@@ -54,7 +54,14 @@ class Transformer(nnx.Module):
             )
 
     def __call__(
-        self, tokens_BT, context: Context, cache, block, tap_layers=(), remat=False
+        self,
+        tokens_BT,
+        context: Context,
+        cache,
+        block,
+        tap_layers=(),
+        remat=False,
+        num_logits: int | None = None,
     ) -> ModelOutput:
         x_BTD = self.embedded(tokens_BT)
         if self.config.positions == "learned":
@@ -73,7 +80,8 @@ class Transformer(nnx.Module):
         stream.append(x_BTD)
         hidden = self.norm(x_BTD)
         taps = tuple(stream[layer] for layer in tap_layers)
-        return ModelOutput(self.logits(hidden), hidden, taps, context.block(rows))
+        last = hidden if num_logits is None else hidden[:, -num_logits:]
+        return ModelOutput(self.logits(last), hidden, taps, context.block(rows))
 
     def embedded(self, tokens_BT) -> Array:
         """Returns the embeddings [B, T, D] of tokens, without their positions."""
@@ -122,6 +130,7 @@ def apply(
     tap_layers: tuple[int, ...] = (),
     dtype=None,
     remat: bool = False,
+    num_logits: int | None = None,
 ) -> ModelOutput:
     """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
 
@@ -141,6 +150,7 @@ def apply(
         tap_layers: layers whose input is returned in `taps`; `num_layers` is the final stream.
         dtype: compute type; None: the type of the parameters.
         remat: whether to recompute a block's activations for its gradient instead of storing them.
+        num_logits: number of last tokens whose logits are computed; None: all.
     """
     for layer in tap_layers:
         if not 0 <= layer <= config.num_layers:
@@ -149,7 +159,8 @@ def apply(
             )
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
-    return _bind(config, params, dtype)(tokens_BT, context, cache, block, tap_layers, remat)
+    model = _bind(config, params, dtype)
+    return model(tokens_BT, context, cache, block, tap_layers, remat, num_logits)
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
