@@ -7,11 +7,14 @@ A drafter is whatever `spsjax.load_drafter` takes. Each is run in every shape of
 can draft; `--trees=EAGLE-1=runs/tree.json` adds a tree of its own, from plan_tree.py, and
 `--verifiers=Medusa=typical` runs all its drafts by another rule, too. The tables are in `table.md`:
 the fastest draft of every drafter, and all drafts. The figures are in `table.json`, a plot in
-`table.png`: acceptance by depth, and tokens per call by kind of draft.
+`table.png`: acceptance by depth, and tokens per call by kind of draft. The column "texts" says
+whether greedy texts are those of plain decoding, and of others by how many standard deviations the
+target finds them more surprising than its own samples: around 0 for a lossless rule.
 Every key of the config is a flag; configs/experiments/compare_drafters.py lists them.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -21,7 +24,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax import loading, verifiers
+from spsjax import decode, loading, request, verifiers
 from spsjax.cli import configs, main, terminal
 from spsjax.draft_shapes import DynamicTree, Shape, Tree
 from spsjax.errors import InputError, check_integer, short_repr
@@ -31,6 +34,7 @@ from spsjax.evaluation.samplers import Role
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.models import transformer
 from spsjax.performance import hardware, microbenchmarks
+from spsjax.sampling import SamplingParams
 from spsjax.utils import atomic_files, compilation
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -62,6 +66,8 @@ def run():
             raise InputError(f"{flag}: expected a name of --drafters, found {short_repr(name)}")
     for rule in rules.values():
         verifiers.by_name(rule)
+    if "none" in folders.values():
+        raise InputError("drafters: expected drafters, found none, which drafts nothing")
     own = {name: own_tree(file) for name, file in trees.items()}
     config.target = _TARGET.value or config.target
     target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
@@ -71,23 +77,45 @@ def run():
         name: of_shapes(folder, target, shapes, own.get(name, {}))
         for name, folder in folders.items()
     }
+    drafted = {
+        name: [(shape, None) for shape in drafts] + judged_by(name, drafts, rules.get(name), target)
+        for name, drafts in drafters.items()
+    }
     configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
     rows = []
     for name, drafts in drafters.items():
-        rows += rows_of(name, drafts, rules.get(name), target, prompts, settings, config)
+        rows += rows_of(name, drafts, drafted[name], target, prompts, settings, config)
         compilation.clear()  # one process cannot hold the programs of all drafters
     rows.sort(key=lambda row: list(settings).index(row["setting"]))
     write(rows, hardware.machine(target), workdir)
 
 
-def rows_of(name, drafts, rule, target, prompts, settings, config) -> list[dict]:
-    """Runs a drafter in all its shapes, and returns its rows of the table."""
+def judged_by(name: str, drafts, rule: str | None, target) -> list[tuple[str, str]]:
+    """Returns the shapes that a rule fits, with the rule; raises InputError if it fits none."""
+    fits, refusal = [], None
+    for shape, drafter in drafts.items() if rule else ():
+        call = request.Request(
+            "verifiers", target, [[0]], drafter, None, SamplingParams(), 1, 0, rule, False
+        )
+        prefill = functools.partial(decode.prefill, call.program, call.slots)
+        try:
+            state = jax.eval_shape(prefill, call.params, *call.inputs)
+            jax.eval_shape(functools.partial(decode.step, call.program), call.params, state)
+            fits.append((shape, rule))
+        except InputError as error:
+            refusal = error
+    if refusal and not fits:
+        raise InputError(f"verifiers: {name}: {refusal}")
+    return fits
+
+
+def rows_of(name, drafts, judged, target, prompts, settings, config) -> list[dict]:
+    """Runs a drafter in its shapes, by its rules, and returns its rows of the table."""
     systems, drafted = [samplers.spsjax_system("ArS", target)], {}
-    for verifier in (None, rule) if rule else (None,):
-        for shape, drafter in drafts.items():
-            title = titled(shape, verifier)
-            K, drafted[title] = drafter.drafter.num_speculative_tokens, (shape, verifier)
-            systems.append(samplers.spsjax_system(title, target, drafter, K, verifier=verifier))
+    for shape, rule in judged:
+        title, drafter = titled(shape, rule), drafts[shape]
+        K, drafted[title] = drafter.drafter.num_speculative_tokens, (shape, rule)
+        systems.append(samplers.spsjax_system(title, target, drafter, K, verifier=rule))
     records = Records(runner.RECORD_KEY)
     summaries = speed.compare_speed(
         systems,
@@ -104,7 +132,7 @@ def rows_of(name, drafts, rule, target, prompts, settings, config) -> list[dict]
     for summary in summaries:
         if summary.role == Role.BASELINE:
             continue
-        shape, verifier = drafted[summary.system]
+        shape, rule = drafted[summary.system]
         texts = [
             record
             for record in records.records
@@ -112,7 +140,7 @@ def rows_of(name, drafts, rule, target, prompts, settings, config) -> list[dict]
             and record["repetition"] == 0
         ]
         figures = surprise.of_records(target, texts, prompts, settings[summary.setting]).figures()
-        row = row_of(name, shape, drafts[shape], verifier, times[shape], summary)
+        row = row_of(name, shape, drafts[shape], rule, times[shape], summary)
         rows.append(row | figures)
     return rows
 

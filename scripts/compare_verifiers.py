@@ -238,7 +238,7 @@ def of_loop(target, summarized, records, prompts, params) -> dict:
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
     header = ["sampling", "draft", "draft tokens", "rule", "tokens per call", "gain", "measured"]
-    header += ["ms per token", "speed-up", "law"]
+    header += ["ms per token", "speed-up", "texts"]
     lines = [header, ["---"] * len(header)]
     for row in rows:
         cells = [row["setting"], row["draft"], row["num_nodes"], row["rule"]]

@@ -104,15 +104,15 @@ def _draw_chain(
     node = jnp.arange(K)[None, None]
 
     def draft(carry, inputs):
-        (last, state, goes_on), (k, uniforms_B2) = carry, inputs
+        (last, state, unended), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
         logits, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
         probs = sampling.to_probs(logits[:, 0], rows)
         token = sampling.draw(probs, uniforms_B2)
         if stops is None:
-            return (token, state, goes_on), (token, probs)
-        proposed = jnp.where(goes_on, token, -1)
-        return (token, state, goes_on & ~stops(logits[:, 0], token)), (proposed, probs)
+            return (token, state, unended), (token, probs)
+        proposed = jnp.where(unended, token, -1)
+        return (token, state, unended & ~stops(logits[:, 0], token)), (proposed, probs)
 
     def draft_if_any(carry, inputs):
         if stops is None:

@@ -175,8 +175,8 @@ def with_stop_rule(loaded: LoadedDrafter, stop_rule: stopping.Rule) -> LoadedDra
     """Returns a drafter that ends chains early; raises InputError for one that cannot."""
     if not hasattr(loaded.drafter, "stop_rule"):
         raise InputError(
-            f"stop_rule: expected None for {loaded.name}, which does not draft step by step, "
-            "found a rule"
+            f"stop_rule: expected None for {loaded.name}, as only draft models and EAGLE end "
+            "chains early, found a rule"
         )
     drafter = dataclasses.replace(loaded.drafter, stop_rule=stop_rule)
     return dataclasses.replace(loaded, drafter=drafter)

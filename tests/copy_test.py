@@ -64,6 +64,7 @@ def test_repeated_tokens_do_not_show_where_to_go_on():
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
         ({"start": -1}, "start: expected an integer >= 0, found -1"),
         ({"max_suffix": 0}, "max_suffix: expected an integer >= 1, found 0"),
+        ({"max_suffix": 9}, "max_suffix: expected at most 8, found 9"),
     ],
 )
 def test_odd_options_are_refused(options, message):

@@ -395,7 +395,7 @@ MUTANTS = [
         ("nodes.probs[node] * counts[place]", "counts[place]"),
         ("nodes.places[parent] & ~same", "nodes.places[parent]"),
         ("open_nodes = nodes.depths < limit", "open_nodes = nodes.depths < 99"),
-        ("(best < (self", "(best < 0.5 * (self"),
+        ("best < limit(match)", "best < 0.5 * limit(match)"),
     ),
     *of(
         "drafters/copy.py",

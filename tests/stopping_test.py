@@ -78,11 +78,13 @@ def test_rules_have_names():
     for text in ("odd", "entropy:x", "entropy:", ""):
         with pytest.raises(InputError, match=r"^stop_rule: expected confidence or entropy, also"):
             stopping.by_name(text)
+    with pytest.raises(InputError, match=r"^threshold: expected a finite number"):
+        stopping.by_name("confidence:2")
 
 
 def test_rule_that_does_not_fit_is_refused(target, draft):
     rule, loaded = stopping.Entropy(), loading.as_drafter(draft, target)
-    with pytest.raises(InputError, match=r"^stop_rule: expected None for ngram, which does not"):
+    with pytest.raises(InputError, match=r"^stop_rule: expected None for ngram, as only draft"):
         spsjax.load_drafter("ngram", target, stop_rule=rule)
     with pytest.raises(InputError, match=r"^stop_rule: expected None with a tree, as only chains"):
         dataclasses.replace(loaded.drafter, tree=Tree((0, 0)), stop_rule=rule)

@@ -27,6 +27,7 @@ def paths_of(tokens, parents):
         (6, 0, {"factor": 0.5, "min_prob": 0.27}),
         (3, 0, {"max_match": 2, "factor": 2.0, "min_prob": 0.0}),
         (3, 6, {}),
+        (4, 2, {}),
         (4, 5, {"factor": 1.5, "min_prob": 0.0}),
     ],
 )
@@ -73,7 +74,7 @@ def test_text_behind_the_last_token_is_not_read():
     ("options", "message"),
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
-        ({"num_tree_tokens": 3}, "num_tree_tokens: expected 0 or at least num_speculative_tokens"),
+        ({"num_tree_tokens": -3}, "num_tree_tokens: expected an integer >= 0, found -3"),
         ({"max_match": 0}, "max_match: expected an integer >= 1, found 0"),
         ({"factor": -1.0}, "factor: expected a finite number"),
         ({"min_prob": 2.0}, "min_prob: expected a finite number"),

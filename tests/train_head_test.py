@@ -242,6 +242,8 @@ def test_compare_drafters_shows_every_drafter_in_every_shape(runs, texts, target
         ("--trees=Falcon=tree.json", "trees: expected a name of --drafters, found 'Falcon'"),
         ("--verifiers=Falcon=match", "verifiers: expected a name of --drafters, found 'Falcon'"),
         ("--verifiers=Medusa=odd", "verifier: expected block, "),
+        ("--verifiers=Medusa=kseq", "verifiers: Medusa: verifier: expected "),
+        ("--drafters=a=none", "drafters: expected drafters, found none, which drafts nothing"),
         ("--trees=Medusa=nowhere", "nowhere: expected a file that plan_tree.py wrote"),
         ("--drafters=a=ngram,a=ngram", "each name once, found 'a=ngram'"),
         ("--drafters=a=nowhere", "nowhere"),

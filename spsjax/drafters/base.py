@@ -104,6 +104,8 @@ class Drafter(abc.ABC):
     ) -> PyTree:
         """Returns the state after a verdict, equal to that of a fresh prefill.
 
+        (A state that holds what was the prompt, like that of `copy`, is the exception.)
+
         Args:
             params: parameters of target and drafter.
             state: state that `propose` returned.

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.errors import check_integer
+from spsjax.errors import InputError, check_integer
 from spsjax.types import Array, Proposal, pytree_dataclass
 
 
 @pytree_dataclass
 class State:
-    """Where a row copies from.
+    """Place in the prompt from which a row copies.
 
     Attributes:
         prompts: [B] int32, lengths of the prompts.
@@ -35,13 +35,13 @@ class Drafter(base.Drafter):
     """Copies the prompt from where the output has come to. Lossless: its tokens are point masses.
 
     As long as the output repeats the prompt, the prompt's next tokens are proposed. After another
-    token, the shortest suffix of the output that occurs once in the prompt shows where to go on.
+    token, the shortest suffix of the output that occurs once in the prompt shows the new place.
     While there is none, nothing is proposed. (`ngram` takes the latest place instead.)
 
     Attributes:
         num_speculative_tokens: K, tokens that are copied per round.
         start: index of the prompt's token with which the output is expected to begin.
-        max_suffix: longest suffix of the output that is looked up, of its shortest first.
+        max_suffix: longest suffix of the output that is looked up, at most 8.
     """
 
     num_speculative_tokens: int = 16
@@ -52,6 +52,8 @@ class Drafter(base.Drafter):
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
         check_integer("start", self.start, 0)
         check_integer("max_suffix", self.max_suffix, 1)
+        if self.max_suffix > 8:  # every round compares all of them
+            raise InputError(f"max_suffix: expected at most 8, found {self.max_suffix}")
 
     @property
     def score_sizes(self) -> tuple[int, ...]:

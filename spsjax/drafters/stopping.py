@@ -84,14 +84,15 @@ def by_name(text: str) -> Rule:
     """
     name, colon, number = text.partition(":")
     try:
-        if name not in RULES:
-            raise ValueError
-        return RULES[name](threshold=float(number)) if colon else RULES[name]()
+        threshold = {"threshold": float(number)} if colon else {}
     except ValueError:
+        name = ""
+    if name not in RULES:
         raise InputError(
             f"stop_rule: expected {' or '.join(RULES)}, also with a threshold as in entropy:0.5, "
             f"found {short_repr(text)}"
-        ) from None
+        )
+    return RULES[name](**threshold)
 
 
 def check(rule, tree) -> None:

@@ -1,7 +1,7 @@
 """Suffix decoding: what most often followed the last tokens when they occurred before.
 
 Oliaro et al. 2024 (arXiv 2411.04975). Their suffix trie is not built: a node of it is the set of
-places in the row's text where its tokens occur, and such a set is a mask over the text.
+places in the row's text where its tokens occur, and this set is a mask over the text.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.errors import InputError, check_integer, check_number
+from spsjax.errors import check_integer, check_number
 from spsjax.types import Array, Proposal, pytree_dataclass
 
 
@@ -32,7 +32,7 @@ class Drafter(base.Drafter):
         num_tree_tokens: N, the most tokens of a tree; 0: a chain, the likeliest token after each.
         max_match: longest suffix that is looked up.
         factor: tokens that are proposed in a row per matched token.
-        min_prob: tokens that follow with a lower probability are not proposed.
+        min_prob: tokens whose path has a lower probability are not proposed.
     """
 
     num_speculative_tokens: int = 8
@@ -47,11 +47,6 @@ class Drafter(base.Drafter):
         check_integer("max_match", self.max_match, 1)
         check_number("factor", self.factor, 0, 1e6)
         check_number("min_prob", self.min_prob, 0, 1)
-        if 0 < self.num_tree_tokens < self.num_speculative_tokens:
-            raise InputError(
-                f"num_tree_tokens: expected 0 or at least num_speculative_tokens = "
-                f"{self.num_speculative_tokens}, found {self.num_tree_tokens}"
-            )
 
     @property
     def trees(self) -> bool:
@@ -83,8 +78,9 @@ class Drafter(base.Drafter):
 
         def may_win(carry):
             match, best, _ = carry
-            # A score is at most the number of nodes, so that most short matches are not looked at.
-            return (match > 0) & (best < (self.num_nodes if self.trees else limit(match)))
+            # The probabilities of one depth add up to at most 1, and a score to at most the depth,
+            # so that most short matches are not looked at.
+            return (match > 0) & (best < limit(match))
 
         def look(carry):
             match, best, proposal = carry
@@ -93,7 +89,9 @@ class Drafter(base.Drafter):
             grown = nodes.tokens[1:], nodes.parents[1:]
             better = score > best  # of equal scores the longer match counts
             proposal = jax.tree.map(lambda new, old: jnp.where(better, new, old), grown, proposal)
-            return match - 1, jnp.maximum(score, best), proposal
+            # Of matches at the same places only the longest can win.
+            shorter = jnp.max(jnp.where(matched_S < match, matched_S, 0))
+            return shorter, jnp.maximum(score, best), proposal
 
         start = jnp.max(matched_S), jnp.zeros(()), nothing
         return lax.while_loop(may_win, look, start)[2]
@@ -102,15 +100,15 @@ class Drafter(base.Drafter):
         """Returns the proposal after the matches that end at `starts_S`, at most `limit` deep."""
 
         def add(node, nodes):
-            # A chain goes on after its last node, a tree after the node of the likeliest child.
+            # A chain continues after its last node, a tree after the node of the likeliest child.
             open_nodes = nodes.depths < limit
             if not self.trees:
                 open_nodes &= jnp.arange(len(open_nodes)) == node - 1
             probs = jnp.where(open_nodes, nodes.next_probs, 0)
             parent = jnp.argmax(probs)
-            found = (probs[parent] > 0) & (probs[parent] >= self.min_prob)
+            likely = (probs[parent] > 0) & (probs[parent] >= self.min_prob)
             grown = _with_child(text, nodes, node, parent)
-            return jax.tree.map(lambda new, old: jnp.where(found, new, old), grown, nodes)
+            return jax.tree.map(lambda new, old: jnp.where(likely, new, old), grown, nodes)
 
         root = _empty(self.num_nodes, text)
         places = starts_S & (jnp.arange(len(starts_S)) < text.last)

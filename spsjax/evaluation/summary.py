@@ -86,8 +86,8 @@ class SystemSummary:
 def acceptance_by_position(histogram: Sequence[int]) -> list[float | None]:
     """Returns the acceptance rate of each position, among the rounds that reach the position.
 
-    A round that proposes nothing counts as one that accepts nothing. A position that no round
-    reaches has None.
+    A round that proposes nothing counts as one that accepts nothing, and a chain that ends early as
+    rejected where it ends. A position that no round reaches has None.
 
     Args:
         histogram: [K+1] number of rounds by the number of draft tokens that they accepted.

@@ -13,7 +13,9 @@ from spsjax.types import Array
 def product(x: Array, kernel_DF: Array, dtype=None) -> Array:
     """Returns x [..., D] times the kernel: [..., F].
 
-    The kernel is rounded to the type of `x` first. Its gradient is not rounded.
+    The kernel is rounded to the type of `x` first, and so is the gradient that arrives from the
+    result. A float32 kernel's own gradient is a float32 sum over the rows. There is no forward-mode
+    derivative.
 
     Args:
         x: rows.
@@ -78,6 +80,7 @@ def _transposed(matrix: Array) -> Array:
         half = len(matrix) // 2
         return jnp.concatenate([matrix[:half].T, matrix[half:].T], axis=1)
 
-    if matrix.dtype != jnp.bfloat16:
+    # On a mesh the halves of a split dimension would have to be exchanged.
+    if matrix.dtype != jnp.bfloat16 or not jax.sharding.get_abstract_mesh().empty:
         return matrix.T
     return lax.platform_dependent(matrix, cpu=in_halves, default=jnp.transpose)

@@ -80,7 +80,8 @@ class Transformer(nnx.Module):
         stream.append(x_BTD)
         hidden = self.norm(x_BTD)
         taps = tuple(stream[layer] for layer in tap_layers)
-        last = hidden if num_logits is None else hidden[:, -num_logits:]
+        first = 0 if num_logits is None else hidden.shape[1] - num_logits
+        last = hidden[:, first:]
         return ModelOutput(self.logits(last), hidden, taps, context.block(rows))
 
     def embedded(self, tokens_BT) -> Array:
@@ -207,12 +208,11 @@ def _dtype(params: PyTree):
 def repeat_layers(params: PyTree, num_layers: int) -> PyTree:
     """Returns the parameters of a deeper model, whose layer i is layer i mod L of these.
 
-    The layers are copies, so that a training step can consume them.
+    Repeated layers are copies, so that a training step can consume all of them.
     """
-    L = len(params["layers"])
-    copy = functools.partial(jax.tree.map, jnp.copy)
-    layers = {layer: copy(params["layers"][layer % L]) for layer in range(num_layers)}
-    return params | {"layers": layers}
+    layers, L = params["layers"], len(params["layers"])
+    copies = {layer: jax.tree.map(jnp.copy, layers[layer % L]) for layer in range(L, num_layers)}
+    return params | {"layers": layers | copies}
 
 
 def num_params(params: PyTree) -> int:

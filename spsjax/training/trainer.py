@@ -120,7 +120,10 @@ class Trainer:
             fits = wanted == value or field.name in ("bos_id", "eos_ids")
             divisor = ""
             if field.name == "num_layers":
-                fits, divisor = wanted % value == 0, " or a divisor of it"
+                # A repeated layer has the same window as the one that was trained.
+                period = len(model.windows) or 1
+                fits = wanted == value or (wanted % value == 0 and value % period == 0)
+                divisor = " or a divisor of it" + f" by {period}" * (period > 1)
             if not fits:
                 raise InputError(
                     f"init: expected a model with {field.name}={wanted}{divisor}, found {value} in "
