@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from spsjax import decode, sampling
+from spsjax.cache import KVCache
 from spsjax.drafters import draft_model, none
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import sharding
@@ -144,8 +145,19 @@ def _draft_often(program, repeats, params, state):
     """Drafts K tokens again and again, each time after a token of the proposal before."""
 
     def once(_, carry):
-        tokens, _ = carry
-        now = dataclasses.replace(state, tokens=tokens)
+        tokens, before = carry
+        never = before.tokens[:, -1] < -1  # but the compiler cannot know
+
+        def changing(leaf):
+            """A feature with which the draft begins. From a constant one it would be run once."""
+            if isinstance(leaf, KVCache) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            return leaf + never.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
+
+        drafter = jax.tree.map(
+            changing, state.drafter, is_leaf=lambda leaf: isinstance(leaf, KVCache)
+        )
+        now = dataclasses.replace(state, tokens=tokens, drafter=drafter)
         proposal, _ = decode.propose(program, params, now, decode.round_keys(now))
         last = jnp.arange(tokens.shape[1]) == state.lengths[:, None] - 1
         return jnp.where(last, proposal.tokens[:, -1:], tokens), proposal
