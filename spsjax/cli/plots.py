@@ -1,6 +1,7 @@
 """Plots of the scripts as PNG files; needs matplotlib."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import matplotlib
@@ -252,9 +253,9 @@ def drafters(rows: Sequence[Mapping], path) -> None:
         path: path of the PNG.
     """
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    colours = {
-        name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["drafter"] for row in rows))
-    }
+    palette = matplotlib.colormaps["tab20"].colors
+    palette = [*palette[::2], *palette[1::2]]  # ten strong colours, then ten light ones
+    colours = dict(zip(dict.fromkeys(row["drafter"] for row in rows), itertools.cycle(palette)))
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     size = 4.2 * len(settings), 7
     with panels(path, 2, len(settings), figsize=size, sharey="row") as axes:
