@@ -226,7 +226,7 @@ CONFIGS = {
         (["--prompt=x", "--config=zero.py"], "ZeroDivisionError"),
         (["--prompt=x", "--config=number.py"], "ConfigDict, found one that returns int"),
         (["--prompt=x", "--config=frozen.py"], "found one that returns Frozen"),
-        (["--prompt=x", "--config=short.py"], "expected a key draft,"),
+        (["--prompt=x", "--config=short.py"], "expected a key copy,"),
         (["--prompt=x", "--config=shallow.py"], "expected a key sampling.min_p"),
         (["--prompt=x", "--config=more.py"], "sampling: expected the fields of SamplingParams"),
     ],
