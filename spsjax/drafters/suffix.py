@@ -123,7 +123,7 @@ class Drafter(base.Drafter):
 
 @pytree_dataclass
 class _Text:
-    """One row's text: tokens [S], their small ids [S], and the index of the last token."""
+    """Text of a row: tokens [S], their small ids [S], and the index of the last token."""
 
     tokens: Array
     ids: Array
