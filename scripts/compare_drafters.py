@@ -47,6 +47,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
 main.require("workdir", "drafters")
 
 _DRAFTS_TIMED = 5
+AUTO = "chain, K chosen"
 OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
 
 
@@ -115,6 +116,7 @@ def rows_of(name, drafts, judged, target, prompts, settings, config) -> list[dic
     for shape, rule in judged:
         title, drafter = titled(shape, rule), drafts[shape]
         K, drafted[title] = drafter.drafter.num_speculative_tokens, (shape, rule)
+        K = request.AUTO if shape == AUTO else K
         systems.append(samplers.spsjax_system(title, target, drafter, K, verifier=rule))
     records = Records(runner.RECORD_KEY)
     summaries = speed.compare_speed(
@@ -167,6 +169,8 @@ def all_shapes(config) -> dict[str, Shape | int]:
     for K in config.chains:
         check_integer("chains", K, 1)
         shapes[f"chain of {K}"] = K
+    if config.auto:
+        shapes[AUTO] = None
     for counts in config.branching:
         if not isinstance(counts, (tuple, list)):
             found = short_repr(counts)
@@ -192,6 +196,9 @@ def of_shapes(folder: str, target: loading.Model, shapes, own) -> dict[str, load
     loaded, found = loading.load_drafter(folder, target), {}
     most = getattr(loaded.drafter, "max_steps", None)
     for name, shape in (shapes | own).items():
+        if name == AUTO:
+            found[name] = dataclasses.replace(loaded, drafter=loaded.drafter.paced())
+            continue
         chain = isinstance(shape, int)
         K = shape if chain else shape.depth
         if (most and most < K) or (folder in loading.WEIGHTLESS and not chain):

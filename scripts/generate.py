@@ -1,7 +1,7 @@
 """Continues a text by speculative sampling.
 
 python scripts/generate.py --prompt="def read_json(path):" --show
-python scripts/generate.py --file=some.py --config.num_speculative_tokens=6
+python scripts/generate.py --file=some.py --config.num_speculative_tokens=6   # auto: by itself
 python scripts/generate.py --prompt="import os" --config.sampling.temperature=0 --json
 python scripts/generate.py --prompts=prompts.txt --config.mesh.data=4   # one per line, in one batch
 python scripts/generate.py --target=FOLDER --draft=FOLDER --prompt="Who are you?" --chat
@@ -56,7 +56,7 @@ def run():
     drafter = configs.load_drafter(config.drafter, config.draft, config, target, config.dtype)
     drafter = configs.with_tree(drafter, target, config.tree)
     drafter = configs.with_stop_rule(drafter, target, config.stop_rule)
-    count = config.num_speculative_tokens
+    count = configs.draft_length(config.num_speculative_tokens)
     inputs = prompts
     if _CHAT.value:
         inputs = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]

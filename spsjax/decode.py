@@ -22,6 +22,7 @@ from spsjax import tree
 from spsjax.drafters.base import Drafter, check_proposal
 from spsjax.errors import InputError
 from spsjax.models import transformer
+from spsjax.pacing import Pacer
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Verdict, pytree_dataclass
@@ -34,13 +35,17 @@ PREFILL_SCORES = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Static configuration of the compiled loop: every choice that is not data."""
+    """Static configuration of the compiled loop: every choice that is not data.
+
+    With a pacer, each round is drafted as deep as it says, and `params["costs"]` are its costs.
+    """
 
     target: transformer.Config
     drafter: Drafter
     verifier: Verifier
     eos_ids: tuple[int, ...] = ()
     prefill_tokens: int = PREFILL_TOKENS
+    pacer: Pacer | None = None
 
 
 @pytree_dataclass
@@ -53,6 +58,7 @@ class DecodeState:
     done: Array  # [B] bool
     cache: kv.KVCache  # the target's
     drafter: PyTree  # the drafter's own state
+    pace: PyTree  # the pacer's own state
     # Fixed.
     rows: RowParams  # sampling parameters per row
     limits: Array  # [B] int32, where `lengths` must stop
@@ -66,9 +72,11 @@ class DecodeState:
 
 def step(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
     """Runs one round: between 1 and K + 1 tokens for every row that is not done."""
-    keys = round_keys(state)
+    keys, depths = round_keys(state), None
+    if program.pacer is not None:
+        depths, state = pace(program, params, state)
     with jax.named_scope("propose"):
-        proposal, drafter_state = propose(program, params, state, keys)
+        proposal, drafted = propose(program, params, state, keys, depths)
 
     def judge(proposal: Proposal) -> tuple[ModelOutput, Verdict]:
         with jax.named_scope("score"):
@@ -76,18 +84,27 @@ def step(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
         with jax.named_scope("verify"):
             return output, program.verifier(keys, proposal, output.logits, state.rows)
 
-    output, verdict = at_smallest_size(program.drafter, state.done, proposal, judge)
+    least = None if depths is None else params["costs"].least
+    output, verdict = at_smallest_size(program.drafter, state.done, proposal, judge, least)
     with jax.named_scope("commit"):
-        return commit(program, params, state, drafter_state, proposal, output, verdict)
+        return commit(program, params, state, drafted, proposal, output, verdict, depths)
 
 
-def run(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
-    """Runs rounds until every row is done, or one has failed."""
-    return lax.while_loop(
-        lambda state: ~jnp.all(state.done) & ~jnp.any(state.failed),
-        lambda state: step(program, params, state),
-        state,
-    )
+def run(
+    program: Program, params: PyTree, state: DecodeState, max_rounds: Array | None = None
+) -> DecodeState:
+    """Runs rounds until every row is done, or one has failed; at most `max_rounds`, if given."""
+
+    def goes_on(carry):
+        count, state = carry
+        unfinished = ~jnp.all(state.done) & ~jnp.any(state.failed)
+        return unfinished if max_rounds is None else unfinished & (count < max_rounds)
+
+    def advance(carry):
+        count, state = carry
+        return count + 1, step(program, params, state)
+
+    return lax.while_loop(goes_on, advance, (jnp.zeros((), jnp.int32), state))[1]
 
 
 def round_keys(state: DecodeState) -> Array:
@@ -99,31 +116,62 @@ def round_keys(state: DecodeState) -> Array:
     return jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
 
 
-def propose(
-    program: Program, params: PyTree, state: DecodeState, keys_B: Array
-) -> tuple[Proposal, PyTree]:
-    """Returns what the drafter proposes, and its state for `commit`.
-
-    Raises InputError, when traced, for a proposal that target, drafter or verifier do not allow.
-    """
-    drafter = program.drafter
-    result = drafter.propose(params, state.drafter, state.tokens, state.lengths, state.rows, keys_B)
-    proposal, drafter_state = check_proposal(
-        drafter, result, len(state.tokens), program.target.vocab_size
+def pace(program: Program, params: PyTree, state: DecodeState) -> tuple[Array, DecodeState]:
+    """Returns how deep each row is drafted in this round, and a state that is ready for it."""
+    depths = program.pacer.depths(params["costs"], state.pace, state.done)
+    drafter = program.drafter.catch_up(
+        params, state.drafter, state.tokens, state.lengths, jnp.any(depths > 0)
     )
+    return depths, dataclasses.replace(state, drafter=drafter)
+
+
+def propose(
+    program: Program,
+    params: PyTree,
+    state: DecodeState,
+    keys_B: Array,
+    depths_B: Array | None = None,
+) -> tuple[Proposal, PyTree]:
+    """Returns what the drafter proposes, and what it tells its `commit`.
+
+    Args:
+        program, params: static configuration of the loop; parameters of target and drafter.
+        state: state between rounds.
+        keys_B: keys of the round.
+        depths_B: greatest depth of a token per row; None: K. If all are 0, nothing is run.
+
+    Raises:
+        InputError: when traced, for a proposal that target, drafter or verifier do not allow.
+    """
+    drafter, arrays = program.drafter, (state.tokens, state.lengths, state.rows, keys_B, depths_B)
+
+    def draft():
+        result = drafter.propose(params, state.drafter, *arrays)
+        return check_proposal(drafter, result, len(state.tokens), program.target.vocab_size)
+
+    if depths_B is None:
+        proposal, drafted = draft()
+    else:
+        nothing = functools.partial(_nothing, jax.eval_shape(draft))
+        proposal, drafted = lax.cond(jnp.any(depths_B > 0), draft, nothing)
+        too_deep = _node_depths(proposal) > depths_B[:, None]
+        if proposal.eligible is not None:  # others are there to be scored
+            too_deep &= proposal.eligible
+        tokens = jnp.where(too_deep, -1, proposal.tokens)
+        proposal = dataclasses.replace(proposal, tokens=tokens)
     program.verifier.check(proposal)
     if proposal.parents is None:
         if proposal.eligible is not None:
             tokens = jnp.where(proposal.eligible, proposal.tokens, -1)
             proposal = dataclasses.replace(proposal, tokens=tokens, eligible=None)
-        return proposal, drafter_state
+        return proposal, drafted
     # A round cannot commit more than K draft tokens, so deeper nodes are not eligible.
-    eligible = tree.depths(proposal.parents)[:, 1:] <= drafter.num_speculative_tokens
+    eligible = _node_depths(proposal) <= drafter.num_speculative_tokens
     eligible &= proposal.tokens >= 0
     if proposal.eligible is not None:
         eligible &= proposal.eligible
     eligible = tree.reached(proposal.parents, eligible)[:, 1:]  # as all nodes above are
-    return dataclasses.replace(proposal, eligible=eligible), drafter_state
+    return dataclasses.replace(proposal, eligible=eligible), drafted
 
 
 def score(program: Program, params: PyTree, state: DecodeState, proposal: Proposal) -> ModelOutput:
@@ -150,12 +198,16 @@ def commit(
     program: Program,
     params: PyTree,
     state: DecodeState,
-    drafter_state: PyTree,
+    drafted: PyTree,
     proposal: Proposal,
     output: ModelOutput,
     verdict: Verdict,
+    depths_B: Array | None = None,
 ) -> DecodeState:
-    """Appends the verdict's tokens, up to an end of sequence or the row's limit."""
+    """Appends the verdict's tokens, up to an end of sequence or the row's limit.
+
+    `drafted` and `depths_B` are what `propose` returned and was given.
+    """
     active = ~state.done
     room = state.limits - state.lengths
     count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
@@ -175,12 +227,16 @@ def commit(
     # from them.
     failed = active & ~verdict.valid & ~ended & (lengths < state.limits)
     accepted = verdict.num_tokens - verdict.valid
-    accepted = jax.nn.one_hot(accepted, state.accepted.shape[1], dtype=jnp.int32)
+    histogram = jax.nn.one_hot(accepted, state.accepted.shape[1], dtype=jnp.int32)
     offered = proposal.tokens >= 0
     if proposal.eligible is not None:
         offered &= proposal.eligible
-    offered = jnp.sum(offered, axis=1, dtype=jnp.int32)
+    number = jnp.sum(offered, axis=1, dtype=jnp.int32)
     path = None if proposal.parents is None else verdict.path
+    paced = state.pace
+    if depths_B is not None:
+        deepest = jnp.max(jnp.where(offered, _node_depths(proposal), 0), axis=1, initial=0)
+        paced = program.pacer.update(paced, depths_B, deepest, accepted)
     return dataclasses.replace(
         state,
         tokens=tokens,
@@ -188,24 +244,33 @@ def commit(
         done=state.done | failed | ended | (lengths >= state.limits),
         cache=state.cache.write(output.block, path, lengths - 1, output.hidden),
         drafter=program.drafter.commit(
-            params, drafter_state, tokens, lengths, proposal, output, verdict
+            params, state.drafter, drafted, tokens, lengths, proposal, output, verdict
         ),
+        pace=paced,
         failed=state.failed | failed,
         rounds=state.rounds + active,
-        proposed=state.proposed + jnp.where(active, offered, 0),
-        accepted=state.accepted + jnp.where(active[:, None], accepted, 0),
+        proposed=state.proposed + jnp.where(active, number, 0),
+        accepted=state.accepted + jnp.where(active[:, None], histogram, 0),
     )
 
 
-def at_smallest_size(drafter: Drafter, done: Array, proposal: Proposal, judge):
+def at_smallest_size(
+    drafter: Drafter, done: Array, proposal: Proposal, judge, least: Array | None = None
+):
     """Calls `judge` on as few of the proposal's nodes as hold the longest proposal of the batch.
+
+    With a pacer, `least` are the depths that are scored in any case, and more sizes are compiled.
 
     A pass has a static number of rows, so that one is compiled per size and `lax.switch` chooses:
     a round in which nothing was proposed costs what a round of autoregressive sampling costs. The
     branches only read the cache. With the cache as their result it would be copied every round.
     """
     K, N = drafter.num_speculative_tokens, proposal.tokens.shape[1]
-    sizes = sorted({size for size in drafter.score_sizes if size < N} | {N})
+    sizes = {*drafter.score_sizes}
+    if least is not None:
+        within = [drafter.nodes_within(depth) for depth in range(K + 1)]
+        sizes |= {within[depth] for depth in range(K + 1) if depth & (depth - 1) == 0}
+    sizes = sorted({size for size in sizes if size < N} | {N})
 
     def branch(size: int):
         output, verdict = judge(_first_nodes(proposal, size))
@@ -215,6 +280,8 @@ def at_smallest_size(drafter: Drafter, done: Array, proposal: Proposal, judge):
         return branch(N)
     offered = (proposal.tokens >= 0) & ~done[:, None]
     used = jnp.max(jnp.where(offered, jnp.arange(1, N + 1), 0))
+    if least is not None:
+        used = jnp.maximum(used, jnp.asarray(within)[least])
     index = jnp.sum(used > jnp.asarray(sizes[:-1]))
     return lax.switch(index, [functools.partial(branch, size) for size in sizes])
 
@@ -265,20 +332,21 @@ def prefill(
     cache = transformer.empty_cache(program.target, params["target"], B, slots)
     carry = cache, program.drafter.init(params, B, slots)
     cache, drafter = chunk(0, carry, True) if count == 1 else lax.fori_loop(0, count, chunk, carry)
-    zeros = jnp.zeros(B, jnp.int32)
+    zeros, K = jnp.zeros(B, jnp.int32), program.drafter.num_speculative_tokens
     return DecodeState(
         tokens=jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge"),
         lengths=lengths_B,
         done=lengths_B >= limits_B,
         cache=cache.at(lengths_B - 1),
         drafter=drafter,
+        pace=() if program.pacer is None else program.pacer.init(B, K),
         rows=rows,
         limits=limits_B,
         keys=keys_B,
         failed=jnp.zeros(B, bool),
         rounds=zeros,
         proposed=zeros,
-        accepted=jnp.zeros((B, program.drafter.num_speculative_tokens + 1), jnp.int32),
+        accepted=jnp.zeros((B, K + 1), jnp.int32),
     )
 
 
@@ -304,6 +372,19 @@ def num_slots(length: int) -> int:
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
+
+
+def _nothing(shapes: tuple[Proposal, PyTree]) -> tuple[Proposal, PyTree]:
+    """Returns a proposal without tokens, and zeros for the drafter."""
+    proposal, drafted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return dataclasses.replace(proposal, tokens=proposal.tokens - 1), drafted
+
+
+def _node_depths(proposal: Proposal) -> Array:
+    """Returns the depths [B or 1, N] of the draft tokens, 1 for the root's children."""
+    if proposal.parents is None:
+        return jnp.arange(1, proposal.tokens.shape[1] + 1)[None]
+    return tree.depths(proposal.parents)[:, 1:]
 
 
 def _first_nodes(proposal: Proposal, count: int) -> Proposal:

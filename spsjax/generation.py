@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode
+from spsjax import decode, execution
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import LoadedDrafter, Model
@@ -34,7 +34,8 @@ class Stats:
             sequence or a full budget cut the block off.
         seconds: run time in seconds, prompt included.
         prompt_seconds: seconds of it that the prompt took.
-        compile_seconds: seconds to compile, once for each new bucket of lengths.
+        compile_seconds: seconds to compile, and to measure costs for K = "auto"; once for each new
+            bucket of lengths.
     """
 
     target_calls: int
@@ -83,7 +84,7 @@ def generate(
     model: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int | Sequence[int] = 128,
     seed: int = 0,
@@ -99,6 +100,8 @@ def generate(
         drafter: None for autoregressive sampling; a loaded model, which then drafts; what
             `load_drafter` returns; or a `spsjax.drafters.*.Drafter` that has no weights.
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
+            "auto": chosen in every round, 0 included, by what was accepted before and by measured
+            costs (`spsjax.pacing.Fastest`); the first call takes about a second to measure.
             Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
@@ -131,7 +134,7 @@ def stream(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     **options,
 ) -> Iterator[str]:
     """Yields the text of one continuation as it grows; the pieces join to `generate`'s text.
@@ -150,7 +153,7 @@ def rounds(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -178,7 +181,7 @@ def propose(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     sampling: SamplingParams = SamplingParams(),
     seed: int = 0,
 ) -> Proposal:
@@ -201,7 +204,7 @@ def propose(
         match.Verifier(),  # verifies nothing here, but allows chains and trees
         False,
     )
-    state, _ = prefill(request)
+    state, _ = execution.prefill(request)
     with model.in_mesh():
         proposal, _ = compiled(_propose, request.program)(request.params, state)
     return jax.tree.map(lambda leaf: leaf[:1], multihost.to_host(proposal))
@@ -211,23 +214,15 @@ def _propose(program: decode.Program, params, state: decode.DecodeState) -> Prop
     return decode.propose(program, params, state, decode.round_keys(state))[0]
 
 
-def prefill(request: Request) -> tuple[decode.DecodeState, float]:
-    """Returns the state after the prompts, and the seconds it took to compile."""
-    start = compiled(decode.prefill, request.program, request.slots)
-    with request.model.in_mesh():
-        return start(request.params, *request.inputs)
-
-
 def _run(request: Request) -> Generation:
     """Runs the whole request in one jitted loop."""
+    preparing = execution.prepare(request)
     start = time.perf_counter()
-    state, first = prefill(request)
+    state, first = execution.prefill(request)
     jax.block_until_ready(state)
     prompt_seconds = time.perf_counter() - start - first
-    with request.model.in_mesh():
-        loop = compiled(decode.run, request.program, donate=1)
-        state, second = loop(request.params, state)
-        result = multihost.to_host(_small(state))
+    state, second = execution.run(request, state)
+    result = multihost.to_host(_small(state))
     seconds = time.perf_counter() - start - first - second
     _check_finite(result)
     count = len(request.prompts)
@@ -244,7 +239,7 @@ def _run(request: Request) -> Generation:
         accepted_histogram=histogram.tolist(),
         seconds=seconds,
         prompt_seconds=prompt_seconds,
-        compile_seconds=first + second,
+        compile_seconds=preparing + first + second,
     )
     texts, tokenizer = None, request.model.tokenizer
     if tokenizer is not None:
@@ -255,12 +250,11 @@ def _run(request: Request) -> Generation:
 
 def _rounds(request: Request) -> Iterator[Round]:
     """Yields the rounds of a request of one row: the same step, called from here."""
-    state, _ = prefill(request)
+    execution.prepare(request)
+    state, _ = execution.prefill(request)
     before = multihost.to_host(_small(state))
-    step = compiled(decode.step, request.program, donate=1)
     while not before["done"].all():
-        with request.model.in_mesh():
-            state, _ = step(request.params, state)
+        state, _ = execution.run(request, state, 1)
         after = multihost.to_host(_small(state))
         _check_finite(after)
         proposed = int(after["proposed"][0] - before["proposed"][0])

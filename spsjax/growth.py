@@ -61,6 +61,7 @@ def grow(
     rows: RowParams,
     keys_B: Array,
     stops: Stops | None = None,
+    depths_B: Array | None = None,
 ) -> tuple[Proposal, Array, PyTree]:
     """Returns a proposal of a shape.
 
@@ -73,6 +74,7 @@ def grow(
         rows: sampling parameters per row.
         keys_B: one key per row and round.
         stops: for chains, when to end one early; see `Stops`. None: never.
+        depths_B: for chains, the most tokens of each row's; None: K. (Trees are grown whole.)
 
     Returns:
         The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
@@ -84,12 +86,13 @@ def grow(
     uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
     draw = functools.partial(draw_tree, shape)
     if shape is None:
-        draw = functools.partial(_draw_chain, stops)
+        draw = functools.partial(_draw_chain, stops, depths_B)
     return draw(feed, state, root_B, rows, uniforms)
 
 
 def _draw_chain(
     stops: Stops | None,
+    depths_B: Array | None,
     feed: Feed,
     state: PyTree,
     root_B: Array,
@@ -102,6 +105,7 @@ def _draw_chain(
     """
     B, K = uniforms_BK2.shape[:2]
     node = jnp.arange(K)[None, None]
+    may_end = stops is not None or depths_B is not None
 
     def draft(carry, inputs):
         (last, state, unended), (k, uniforms_B2) = carry, inputs
@@ -109,13 +113,15 @@ def _draw_chain(
         logits, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
         probs = sampling.to_probs(logits[:, 0], rows)
         token = sampling.draw(probs, uniforms_B2)
-        if stops is None:
-            return (token, state, unended), (token, probs)
-        proposed = jnp.where(unended, token, -1)
-        return (token, state, unended & ~stops(logits[:, 0], token)), (proposed, probs)
+        proposed = jnp.where(unended, token, -1) if may_end else token
+        if depths_B is not None:
+            unended &= k + 1 < depths_B
+        if stops is not None:
+            unended &= ~stops(logits[:, 0], token)
+        return (token, state, unended), (proposed, probs)
 
     def draft_if_any(carry, inputs):
-        if stops is None:
+        if not may_end:
             return draft(carry, inputs)
 
         def nothing(carry, inputs):
@@ -124,7 +130,8 @@ def _draw_chain(
         return lax.cond(jnp.any(carry[2]), draft, nothing, carry, inputs)
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
-    carry, first = draft((root_B, state, jnp.ones(B, bool)), (0, uniforms[0]))
+    unended = jnp.ones(B, bool) if depths_B is None else depths_B > 0
+    carry, first = draft((root_B, state, unended), (0, uniforms[0]))
     drafted = tuple(one[None] for one in first)
     if K > 1:  # for one token the drafter need not be able to take a second step
         later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]

@@ -21,7 +21,7 @@ from spsjax.types import PyTree
 from spsjax.utils import bfloat16
 
 # Drafting methods that need no weights, by the names of their modules.
-WEIGHTLESS = "none", "ngram", "suffix", "copy"
+WEIGHTLESS = "none", "ngram", "suffix", "copy", "lookahead"
 # Files of a model folder that `save` writes or removes.
 FILES = (
     "config.json",
@@ -152,9 +152,9 @@ def load_drafter(
     """Loads a drafter for a target.
 
     Args:
-        name: name of a drafting method that needs no weights ("ngram", "suffix" or "copy"); or
-            whatever `load` takes: a smaller model with the target's tokenizer, or a drafter of the
-            target's features (docs/drafters.md lists methods and layouts).
+        name: name of a drafting method that needs no weights ("ngram", "suffix", "copy" or
+            "lookahead"); or whatever `load` takes: a smaller model with the target's tokenizer, or
+            a drafter of the target's features (docs/drafters.md lists methods and layouts).
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, loading, sampling, verifiers
+from spsjax import decode, loading, pacing, sampling, verifiers
 from spsjax.drafters import base, draft_model, features, none
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
@@ -19,6 +19,7 @@ from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers import base as base_verifier
 
+AUTO = "auto"  # for num_speculative_tokens: chosen in every round
 _NO_DRAFTER = LoadedDrafter("none", none.Drafter(), {})
 
 
@@ -41,7 +42,7 @@ class Request:
         model: Model,
         prompts,
         drafter,
-        num_speculative_tokens: int | None,
+        num_speculative_tokens: int | str | None,
         params: SamplingParams,
         max_new_tokens,
         seed: int,
@@ -67,8 +68,10 @@ class Request:
             contexts[loaded.name] = loaded.max_positions
         check_lengths(self.prompts, new_tokens, contexts, name)
         eos_ids = model.config.eos_ids if stop_at_eos else ()
-        self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids)
-        self.params = {"target": model.params, "drafter": loaded.params}
+        paced = num_speculative_tokens == AUTO and loaded.drafter.num_speculative_tokens > 0
+        pacer = pacing.Fastest() if paced else None
+        self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids, pacer=pacer)
+        self.params = {"target": model.params, "drafter": loaded.params}  # and costs of a pacer
         multihost.check_same_everywhere(
             caller, self.program, self.prompts, new_tokens, params, seed, model.mesh
         )
@@ -145,9 +148,11 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     drafting, K is ignored, so that one K serves a sweep over drafters.
     """
     count, context = num_speculative_tokens, model.config.max_positions
-    if count is not None and (not _is_integer(count) or count < 0):
+    automatic = isinstance(count, str) and count == AUTO
+    if count is not None and not automatic and (not _is_integer(count) or count < 0):
         raise InputError(
-            f"num_speculative_tokens: expected an integer >= 0, found {short_repr(count)}"
+            f'num_speculative_tokens: expected an integer >= 0 or "{AUTO}", '
+            f"found {short_repr(count)}"
         )
     if drafter is None or (isinstance(drafter, LoadedDrafter) and count == 0):
         return _NO_DRAFTER
@@ -169,7 +174,9 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             "drafter: expected the loaded draft model itself, found a drafter without its weights"
         )
     _check_frozen("drafter", method)
-    if count is not None:
+    if automatic:
+        method = method.paced()
+    elif count is not None:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
     count = method.num_speculative_tokens
     if not _is_integer(count) or not 0 <= count < context:

@@ -40,7 +40,7 @@ def test_place_is_that_of_a_plain_loop(K, start, suffix):
             assert proposed[row].tolist() == [*copied, *[-1] * (K - len(copied))], text
             patterns.add(len(copied))
         lengths = np.minimum(lengths + rng.integers(1, K + 2, rows), SLOTS).astype(np.int32)
-        state = commit(None, state, tokens, lengths, None, None, None)
+        state = commit(None, state, (), tokens, lengths, None, None, None)
     assert patterns == set(range(K + 1))
 
 
@@ -53,7 +53,7 @@ def test_repeated_tokens_do_not_show_where_to_go_on():
         lengths = np.asarray([len(prompt)], np.int32)
         state = drafter.prefill(None, None, None, None, None, lengths, None)
         after = lengths + len(output)
-        state = drafter.commit(None, state, text, after, None, None, None)
+        state = drafter.commit(None, state, (), text, after, None, None, None)
         proposal, _ = drafter.propose(None, state, text, after, None, None)
         np.testing.assert_array_equal(proposal.tokens, [expected])
 

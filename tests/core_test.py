@@ -21,7 +21,7 @@ from conftest import (
 )
 
 import spsjax
-from spsjax import InputError, SamplingParams, decode, generation, loading, sampling
+from spsjax import InputError, SamplingParams, decode, execution, generation, loading, sampling
 from spsjax.drafters import ngram
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
@@ -63,8 +63,8 @@ def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
     drafter = drafting.build(name, draft, 3)
     whole = request_of(target, drafter)
     chunks = request_of(target, drafter, prefill_tokens=size)
-    tokens, lengths = finish(whole, generation.prefill(whole)[0])
-    others, other_lengths = finish(chunks, generation.prefill(chunks)[0])
+    tokens, lengths = finish(whole, execution.prefill(whole)[0])
+    others, other_lengths = finish(chunks, execution.prefill(chunks)[0])
     np.testing.assert_array_equal(lengths, other_lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_array_equal(tokens[row, :length], others[row, :length])
@@ -75,13 +75,13 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
     """A new row that replaces an unfinished one gets its own tokens; the other rows keep theirs."""
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
-    state, _ = generation.prefill(request)
+    state, _ = execution.prefill(request)
     step = compiled(decode.step, request.program)
     undisturbed = finish(request, state)
     for _ in range(2):
         state, _ = step(request.params, state)
     single = request_of(target, drafter, [[11, 12, 11]], verifier=verifier)
-    fresh, _ = generation.prefill(single)
+    fresh, _ = execution.prefill(single)
     inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
     tokens, lengths = finish(request, inserted)
     alone, (length,) = finish(single, fresh)
@@ -96,8 +96,8 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
 def test_insert_takes_the_first_row_of_a_padded_state(target):
     """On a mesh a single prompt gets rows that fill it up; they must not reach other rows."""
     request = request_of(target, None)
-    state, _ = generation.prefill(request)
-    fresh, _ = generation.prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
+    state, _ = execution.prefill(request)
+    fresh, _ = execution.prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
     inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
     assert inserted.lengths.tolist() == [state.lengths[0], 3, state.lengths[2]]
     more = state.tokens.shape[1] + 1 - fresh.tokens.shape[1]
@@ -114,9 +114,9 @@ def test_inserted_row_works_with_relative_positions():
     config = tiny_config(32, positions="relative", ffn="gelu")
     target = build_model(config, spread_params(config, 0), None)
     request = request_of(target, nearby_model(target))
-    state, _ = generation.prefill(request)
+    state, _ = execution.prefill(request)
     single = request_of(target, nearby_model(target), [[11, 12, 11]])
-    fresh, _ = generation.prefill(single)
+    fresh, _ = execution.prefill(single)
     inserted, _ = compiled(decode.insert)(state, jnp.int32(2), fresh)
     tokens, lengths = finish(request, inserted)
     alone, (length,) = finish(single, fresh)
@@ -192,11 +192,11 @@ class Alternating(ngram.Drafter):
     def score_sizes(self):
         return self.sizes
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
-        proposal, state = super().propose(params, state, tokens_BS, lengths_B, rows, keys_B)
+    def propose(self, params, state, tokens_BS, lengths_B, *others):
+        proposal, drafted = super().propose(params, state, tokens_BS, lengths_B, *others)
         wanted = (lengths_B % 4)[:, None]
         kept = jnp.arange(self.num_speculative_tokens) < wanted
-        return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1)), state
+        return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1)), drafted
 
 
 @pytest.mark.parametrize("sizes", [(0,), (0, 1, 2), (1,)])
@@ -228,7 +228,7 @@ def test_run_copies_no_cache(draft, name):
     target = spread_model(48, num_layers=2, num_kv_heads=8)
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
-    state, _ = generation.prefill(request)
+    state, _ = execution.prefill(request)
     caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
     run = jax.jit(functools.partial(decode.run, request.program), donate_argnums=1)
     text = run.lower(request.params, state).compile(compiler_options=FAST).as_text()
@@ -292,8 +292,8 @@ def test_last_chunk_stays_within_the_cache(target, draft):
     whole = request_of(target, drafter, prompt, new=1)
     chunks = request_of(target, drafter, prompt, new=1, prefill_tokens=12)
     assert whole.slots == 32 == whole.inputs[1].shape[1]
-    expected, _ = generation.prefill(whole)
-    state, _ = generation.prefill(chunks)
+    expected, _ = execution.prefill(whole)
+    state, _ = execution.prefill(chunks)
     for caches in ("cache", "drafter"):
         keys = zip(getattr(state, caches).keys, getattr(expected, caches).keys)
         for written, right in keys:
@@ -317,9 +317,9 @@ def test_drafter_of_another_target_is_refused(target, draft):
 class TooMany(ngram.Drafter):
     """Proposes one token more than it says."""
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, *args):
         more = dataclasses.replace(self, num_speculative_tokens=self.num_speculative_tokens + 1)
-        return ngram.Drafter.propose(more, params, state, tokens_BS, lengths_B, rows, keys_B)
+        return ngram.Drafter.propose(more, *args)
 
 
 def test_proposal_longer_than_declared_is_refused(target):

@@ -106,8 +106,8 @@ def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
 
     This holds for any number of accepted tokens. With draft == target all are accepted.
     """
-    if name == "copy":
-        pytest.skip("a fresh prefill takes all tokens for the prompt; see copy_test")
+    if name in ("copy", "lookahead"):
+        pytest.skip(f"its state is not that of a fresh prefill; see {name}_test")
     draft = build_model(draft.config, target.params, None) if same else draft
     program, params, state = beginning(name, target, draft)
 

@@ -19,7 +19,7 @@ from spsjax.verifiers import match, rejection
 PACKAGE = sorted(
     module.name
     for module in pkgutil.iter_modules(drafters.__path__)
-    if module.name not in ("base", "features", "pairs", "states", "stopping")
+    if module.name not in ("base", "features", "pairs", "states", "stopping", "waiting")
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
@@ -106,4 +106,5 @@ def replicated(params, mesh):
 
 def verifier(name: str):
     """Returns the verifier that fits the drafter's proposals."""
-    return match.Verifier() if name == "random_tree" else rejection.Verifier()
+    trees = name in ("random_tree", "lookahead")
+    return match.Verifier() if trees else rejection.Verifier()

@@ -17,8 +17,8 @@ import pytest
 import reference
 import toy_drafters
 
-from spsjax import DynamicTree, Tree, sampling
-from spsjax.drafters import copy, draft_model, ngram, none, stopping, suffix
+from spsjax import DynamicTree, Tree, pacing, sampling
+from spsjax.drafters import copy, draft_model, lookahead, ngram, none, stopping, suffix
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
 from spsjax.verifiers import lenience as lenient
@@ -45,6 +45,22 @@ def float64():
         yield
 
 
+@dataclasses.dataclass(frozen=True)
+class Seeded(lookahead.Drafter):
+    """Lookahead whose pool has n-grams from the beginning, some of which begin alike."""
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        state = super().prefill(params, state, tokens_BT, next_BT, starts_B, lengths_B, output)
+        values = np.random.default_rng(8).integers(0, VOCAB, (self.pool, self.num_nodes))
+        values = jnp.asarray(values[:, : self.num_speculative_tokens], jnp.int32)
+        keys = jnp.arange(self.pool, dtype=jnp.int32) % VOCAB
+        return dataclasses.replace(
+            state,
+            keys=jnp.broadcast_to(keys, state.keys.shape),
+            values=jnp.broadcast_to(values, state.values.shape),
+        )
+
+
 def drafters(K, length):
     """Returns a tiny instance of every drafter."""
     heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
@@ -53,6 +69,7 @@ def drafters(K, length):
         "copy": LoadedDrafter("", copy.Drafter(K), {}),
         "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), {}),
         **{name: head(name, K) for name in drafting.HEADS},
+        "lookahead": LoadedDrafter("", Seeded(K, window=1, num_guesses=2, pool=9), {}),
         "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
         "none": LoadedDrafter("", none.Drafter(), {}),
         "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), {}),
@@ -158,6 +175,25 @@ def test_trees_of_suffix_decoding_are_lossless():
     loaded = LoadedDrafter("", suffix.Drafter(2, num_tree_tokens=4, factor=2.0), {})
     studied = loop("suffix", 2, 3, prompt=(0, 1, 0, 0), verifier=match.Verifier())
     studied = dataclasses.replace(studied, loaded=loaded)
+    for params in (PARAMS[0], PARAMS[5]):
+        assert_lossless(studied, **params)
+
+
+def test_lookahead_is_lossless():
+    """Some of the pool's n-grams begin alike, and the window is never accepted."""
+    studied = loop("lookahead", 2, 3)
+    for params in PARAMS:
+        assert_lossless(studied, **params)
+
+
+@pytest.mark.parametrize("depth", (1, 2))
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "lookahead", "ngram"])
+def test_draft_of_any_chosen_depth_is_lossless(name, depth):
+    studied = loop(name, 2, 3)
+    drafter = dataclasses.replace(studied.drafter.paced(), num_speculative_tokens=2)
+    studied = dataclasses.replace(studied, loaded=LoadedDrafter("", drafter, studied.loaded.params))
+    studied.program = dataclasses.replace(studied.program, pacer=pacing.Fastest())
+    studied.params["costs"] = jax.tree.map(jnp.asarray, pacing.forced(depth, 2))
     for params in (PARAMS[0], PARAMS[5]):
         assert_lossless(studied, **params)
 

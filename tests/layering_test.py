@@ -10,19 +10,20 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "spsjax"
 # The table: the rooms of each floor. A room is a file or a folder at the top of `spsjax/`.
 FLOORS = (
     {"types", "errors"},
-    {"utils", "tree", "draft_shapes"},
+    {"utils", "tree", "draft_shapes", "pacing"},
     {"parallel"},
     {"sampling", "cache"},
     {"models", "verifiers", "tokenization", "growth"},
     {"drafters"},
     {"decode", "loading"},
     {"request"},
+    {"execution"},
     {"generation", "data", "performance"},
     {"training", "evaluation"},
     {"cli"},
 )
 # The rooms whose modules import only what they share, never each other.
-PLUG_INS = {"drafters": ("base", "features", "pairs", "states", "stopping")}
+PLUG_INS = {"drafters": ("base", "features", "pairs", "states", "stopping", "waiting")}
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")

@@ -23,7 +23,7 @@ class RandomTree(base.Drafter):
     num_speculative_tokens: int = 3
     num_nodes: int = 6
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         config, weights, N = self.config, params["drafter"], self.num_nodes
         (B, S), K = tokens_BS.shape, self.num_speculative_tokens
         cache = transformer.empty_cache(config, weights, B, S)
@@ -60,7 +60,7 @@ class RandomTree(base.Drafter):
             block = output.block
             best.append(jnp.argsort(-output.logits[:, 0], axis=-1).astype(jnp.int32))
         tokens = jnp.where(uniforms[:, :, 2] < 0.1, -1, tokens)
-        return Proposal(tokens, None, parents, uniforms[:, :, 2] < 0.9), state
+        return Proposal(tokens, None, parents, uniforms[:, :, 2] < 0.9), ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Tapped(base.TrainableDrafter):
         chosen = jnp.take_along_axis(features, index_B11, axis=1)[:, 0]
         return jnp.where(((index >= 0) & (index < T))[:, None], chosen, state)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         K = self.num_speculative_tokens
         logits = jnp.einsum("bd,kdv->bkv", state, params["drafter"]["heads"])
         probs = sampling.to_probs(logits, rows)
         uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * K).reshape(-1, K, 2)
-        return Proposal(sampling.draw(probs, uniforms), probs), state
+        return Proposal(sampling.draw(probs, uniforms), probs), ()
 
-    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         # The last fed token of the new state is the last accepted node: the path's last.
         last = jnp.max(verdict.path, axis=1)
         features = jnp.concatenate(output.taps, axis=-1)

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "chains": (2, 4, 7),  # K
+            "auto": False,  # whether also chains whose K is chosen in every round
             # Children of every node, level by level, of trees whose tokens are drawn.
             "branching": ((4, 2, 1, 1),),
             "dynamic": ((16, 5, 4),),  # nodes, levels and width of trees like EAGLE-2's

@@ -23,13 +23,15 @@ def get_config() -> ml_collections.ConfigDict:
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "drafter": "model",  # none, model, or a module of spsjax.drafters
-            "num_speculative_tokens": config_dict.placeholder(int),  # None: the drafter's own
+            # A number; auto: chosen in every round; None: the drafter's own.
+            "num_speculative_tokens": config_dict.placeholder(str),
             "tree": "",  # file that plan_tree.py wrote: the draft model drafts trees
             "stop_rule": "",  # "entropy", "confidence", "entropy:0.5": ends chains early
             "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},
             "copy": {"start": 0, "max_suffix": 3},
+            "lookahead": {"window": 15, "num_guesses": 15, "pool": 1024, "follow": False},
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,
             "stop_at_eos": True,

@@ -132,6 +132,12 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
 
 
+def draft_length(text: str | None) -> int | str | None:
+    """Returns K as `generate` takes it, from a flag's text."""
+    digits = text is not None and text.isascii() and text.isdigit()
+    return int(text) if digits else text
+
+
 def read_tree(path: str) -> draft_shapes.Tree:
     """Returns the tree of a file that plan_tree.py wrote; raises InputError for another file."""
     try:

@@ -1,6 +1,7 @@
 """The interface of drafters."""
 
 import abc
+import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from spsjax.types import Array, ModelOutput, Proposal, PyTree, Verdict
 
 
 class Drafter(abc.ABC):
-    """Proposes tokens that the target then verifies: four pure functions over pytrees.
+    """Proposes tokens that the target then verifies: pure functions over pytrees.
 
     A concrete drafter is a final, frozen, hashable dataclass: it is a static argument of the jitted
     loop. It holds no arrays: parameters and state are arguments. Any drafter leaves the output's
@@ -46,6 +47,21 @@ class Drafter(abc.ABC):
     def num_nodes(self) -> int:
         return self.tree.num_nodes if self.tree else self.num_speculative_tokens
 
+    def paced(self) -> "Drafter":
+        """Returns the drafter for a loop in which K is chosen in every round, up to its own."""
+        if self.tree is not None:
+            return self
+        longest = max(self.num_speculative_tokens, 8)
+        return dataclasses.replace(self, num_speculative_tokens=longest)
+
+    def nodes_within(self, depth: int) -> int:
+        """Returns how many draft tokens can be up to a depth, and come before all deeper ones."""
+        if isinstance(self.tree, draft_shapes.Tree):
+            return sum(len(level) for level in self.tree.levels[1 : depth + 1])
+        if self.trees:
+            return self.num_nodes if depth else 0
+        return min(depth, self.num_nodes)
+
     def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         """Returns the state before any token, with room for `slots` tokens per row."""
         return ()
@@ -77,6 +93,22 @@ class Drafter(abc.ABC):
         """
         return state
 
+    def catch_up(
+        self, params: PyTree, state: PyTree, tokens_BS: Array, lengths_B: Array, soon: Array
+    ) -> PyTree:
+        """Returns the state with what `commit` has left undone in rounds without a draft.
+
+        It is called before every round of a loop that sometimes drafts nothing.
+
+        Args:
+            params: parameters of target and drafter.
+            state: state between rounds.
+            tokens_BS: token buffer.
+            lengths_B: committed tokens per row.
+            soon: [] bool, whether `propose` is next.
+        """
+        return state
+
     @abc.abstractmethod
     def propose(
         self,
@@ -86,16 +118,29 @@ class Drafter(abc.ABC):
         lengths_B: Array,
         rows: RowParams,
         keys_B: Array,
+        depths_B: Array | None = None,
     ) -> tuple[Proposal, PyTree]:
-        """Returns draft tokens, drawn with `sampling.uniforms` of the role DRAFT, and a state.
+        """Returns draft tokens, drawn with `sampling.uniforms` of the role DRAFT.
 
-        The state may carry what `commit` needs beyond what a state has between rounds.
+        And any arrays that `commit` needs, with a batch axis first where they are of rows.
+
+        Args:
+            params: parameters of target and drafter.
+            state: state between rounds, which is only read.
+            tokens_BS: token buffer.
+            lengths_B: committed tokens per row.
+            rows: sampling parameters per row.
+            keys_B: keys of the round.
+            depths_B: greatest depth at which each row wants a token; None: K. Deeper tokens are
+                dropped, so that the drafter need not look at it unless that saves time. At least
+                one row wants a token.
         """
 
     def commit(
         self,
         params: PyTree,
         state: PyTree,
+        drafted: PyTree,
         tokens_BS: Array,
         lengths_B: Array,
         proposal: Proposal,
@@ -104,11 +149,14 @@ class Drafter(abc.ABC):
     ) -> PyTree:
         """Returns the state after a verdict, equal to that of a fresh prefill.
 
-        (A state that holds what was the prompt, like that of `copy`, is the exception.)
+        (A state that holds what was the prompt, like that of `copy`, is the exception.) In a round
+        in which no row wanted a token, `propose` was not called, and `drafted` are zeros. What is
+        costly may then be left to `catch_up`.
 
         Args:
             params: parameters of target and drafter.
-            state: state that `propose` returned.
+            state: state that `propose` has read.
+            drafted: arrays that `propose` returned.
             tokens_BS: token buffer with the verdict's tokens.
             lengths_B: committed tokens per row, those of the verdict included.
             proposal: the round's proposal.

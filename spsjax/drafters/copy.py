@@ -67,26 +67,22 @@ class Drafter(base.Drafter):
         begin = jnp.where(self.start < lengths_B, self.start, -1).astype(jnp.int32)
         return State(lengths_B, lengths_B, begin)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         index = state.next[:, None] + jnp.arange(self.num_speculative_tokens)
         known = (state.next[:, None] >= 0) & (index < state.prompts[:, None])
         copied = jnp.take_along_axis(tokens_BS, jnp.where(known, index, 0), axis=1)
-        return Proposal(jnp.where(known, copied, -1), None), state
+        return Proposal(jnp.where(known, copied, -1), None), ()
 
-    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
-        follow = functools.partial(_follow, most=self.max_suffix)
-        steps = jnp.arange(self.num_speculative_tokens + 1)  # a round commits at most so many
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+        follow = jax.vmap(functools.partial(_follow, most=self.max_suffix))
 
-        def compare(tokens_S, prompt, compared, place, length):
-            def one(place, step):
-                end = jnp.minimum(compared + step, len(tokens_S) - 1)
-                later = follow(tokens_S, prompt, end, place)
-                return jnp.where(end < length, later, place), None
+        def compare(step, place):
+            end = jnp.minimum(state.lengths + step, tokens_BS.shape[1] - 1)
+            later = follow(tokens_BS, state.prompts, end, place)
+            return jnp.where(end < lengths_B, later, place)
 
-            return lax.scan(one, place, steps)[0]
-
-        place = jax.vmap(compare)(tokens_BS, state.prompts, state.lengths, state.next, lengths_B)
-        return State(state.prompts, lengths_B, place)
+        steps = jnp.max(lengths_B - state.lengths)
+        return State(state.prompts, lengths_B, lax.fori_loop(0, steps, compare, state.next))
 
 
 def _follow(tokens_S: Array, prompt: Array, end: Array, place: Array, most: int) -> Array:

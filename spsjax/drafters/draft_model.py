@@ -3,23 +3,27 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 
-from spsjax import cache as kv
 from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import base, stopping
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
 
+# Tokens that are read at once after rounds without a draft.
+_CATCH_UP = 16
+
 
 @pytree_dataclass
 class Drafted:
-    """State between `propose` and `commit`."""
+    """What `propose` tells `commit`."""
 
-    cache: kv.KVCache
     block: Block  # the last but one committed token in row 0, then the nodes that were fed
     rows: Array  # [B, M] int32: the row of the block that holds each node
     first: Array  # [B] int32, 0: the block begins with the last but one token; 1: it has none
+    starts: Array  # [B] int32, tokens that the cache held
+    valid: Array  # [B] bool; False: nothing was drafted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,26 @@ class Drafter(base.Drafter):
         cache = state.at(starts_B)
         return cache.extend(transformer.apply(self.config, params["drafter"], tokens_BT, cache))
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+        # The last two tokens are fed in `propose`.
+        wanted, width = jnp.maximum(lengths_B - 2, 0), min(_CATCH_UP, tokens_BS.shape[1])
+
+        def read(cache):
+            # Tokens that are known already are read again rather than exceed the buffer.
+            starts = jnp.minimum(cache.lengths, jnp.maximum(wanted - width, 0))
+            tokens = tree.along(starts[:, None] + jnp.arange(width), tokens_BS)
+            cache = cache.at(starts)
+            output = transformer.apply(self.config, params["drafter"], tokens, cache, num_logits=1)
+            ends = jnp.minimum(starts + width, wanted)
+            return cache.write(output.block, None, ends, output.hidden)
+
+        return lax.while_loop(
+            lambda cache: soon & jnp.any(cache.lengths < wanted),
+            read,
+            state.at(jnp.minimum(state.lengths, wanted)),
+        )
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         K, weights = self.num_speculative_tokens, params["drafter"]
         num_fed = draft_shapes.num_fed(self.tree, K)
         # The first pass takes the last two tokens, because the cache may lack the last but one: the
@@ -101,19 +124,22 @@ class Drafter(base.Drafter):
 
         start = transformer.empty_block(self.config, weights, len(root), 1 + num_fed)
         proposal, fed_as, block = growth.grow(
-            self.tree, K, feed, start, root[:, 0], rows, keys_B, self.stop_rule
+            self.tree, K, feed, start, root[:, 0], rows, keys_B, self.stop_rule, depths_B
         )
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])
             proposal = dataclasses.replace(proposal, probs=probs)
-        return proposal, Drafted(cache, block, 1 + fed_as, first)
+        return proposal, Drafted(
+            block, 1 + fed_as, first, cache.lengths, jnp.ones_like(first, bool)
+        )
 
-    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         # The last node of the path need not have been fed, but it is not kept either.
-        path = tree.along(verdict.path[:, :-1], state.rows)
+        path = tree.along(verdict.path[:, :-1], drafted.rows)
         path = jnp.pad(path, ((0, 0), (1, 0)))
-        index = jnp.minimum(jnp.arange(path.shape[1]) + state.first[:, None], path.shape[1] - 1)
+        index = jnp.minimum(jnp.arange(path.shape[1]) + drafted.first[:, None], path.shape[1] - 1)
         path = jnp.take_along_axis(path, index, axis=1)
-        lengths = jnp.maximum(lengths_B - 2, 0)
-        return state.cache.write(state.block, path, lengths, output.hidden)
+        lengths = jnp.where(drafted.valid, jnp.maximum(lengths_B - 2, 0), state.lengths)
+        state = state.at(jnp.where(drafted.valid, drafted.starts, state.lengths))
+        return state.write(drafted.block, path, lengths, output.hidden)

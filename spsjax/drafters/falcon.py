@@ -14,7 +14,7 @@ from jax import lax
 
 from spsjax import cache as kv
 from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import features
+from spsjax.drafters import features, waiting
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
@@ -41,6 +41,7 @@ class State:
     cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
     read: Array  # [B, k, D] what the layer reads of the last k pairs; 0: there is no such pair
     carry: Array  # [B, L, 2, D] of the LSTM, after the last pair
+    unread: waiting.Waiting | None = None
 
 
 @pytree_dataclass
@@ -67,6 +68,7 @@ class Drafter(features.FeatureDrafter):
     Attributes:
         config: shape of the layer.
         tokens_per_step: k. With 1 it is EAGLE-1 with an LSTM in place of its projection.
+        waits: whether pairs are read before the next draft, and not after every round.
     """
 
     config: Config
@@ -74,6 +76,7 @@ class Drafter(features.FeatureDrafter):
     num_speculative_tokens: int | None = None
     tree: draft_shapes.Shape = None
     tokens_per_step: int = 2
+    waits: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -86,6 +89,9 @@ class Drafter(features.FeatureDrafter):
     @property
     def split_like(self):
         return self.config
+
+    def paced(self):
+        return dataclasses.replace(super().paced(), waits=True)
 
     def features(self, params, output):
         return output.hidden
@@ -105,15 +111,32 @@ class Drafter(features.FeatureDrafter):
         config, dtype = self.config, _dtype(params)
         shape = batch, config.num_kv_heads, slots, config.head_dim
         read = jnp.zeros((batch, self.tokens_per_step, config.d_model), dtype)
-        return State(kv.empty(1, shape, dtype, (None,)), read, self._no_carry(batch, dtype))
+        later = None
+        if self.waits:
+            later = waiting.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
+        cache = kv.empty(1, shape, dtype, (None,))
+        return State(cache, read, self._no_carry(batch, dtype), later)
 
     def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         pairs = jnp.minimum(lengths_B - 1, starts_B + tokens_BT.shape[1])
         found = self.features(params, output)
+        if self.waits:
+            later = dataclasses.replace(state.unread, pairs=lengths_B - 1)
+            state = dataclasses.replace(state, unread=later)
         return self._extended(params, state, next_BT, found, starts_B, pairs)
 
-    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+        def extended(state, tokens_BT, features_BTD, ends_B):
+            starts = state.cache.lengths
+            return self._extended(params, state, tokens_BT, features_BTD, starts, ends_B)
+
+        return waiting.read(state, tokens_BS, self.num_speculative_tokens + 1, soon, extended)
+
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         found = tree.along(verdict.path, self.features(params, output))
+        if self.waits:
+            later = waiting.add(state.unread, found, lengths_B - 1)
+            return dataclasses.replace(state, unread=later)
         starts = state.cache.lengths
         return self._extended(params, state, verdict.tokens, found, starts, lengths_B - 1)
 
@@ -144,9 +167,10 @@ class Drafter(features.FeatureDrafter):
             cache.at(starts_B).write(block, None, pairs_B, read),
             tree.along(index, jnp.concatenate([state.read, read], axis=1)),
             tree.along(at, carries)[:, 0],
+            state.unread,
         )
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         k, K = self.tokens_per_step, self.num_speculative_tokens
         cache = state.cache.at(jnp.maximum(lengths_B - 1 - k, 0))
 
@@ -177,8 +201,10 @@ class Drafter(features.FeatureDrafter):
 
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
         start = self._no_draft(draft_shapes.fed_levels(self.tree, K), state)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
-        return proposal, state
+        proposal, _, _ = growth.grow(
+            self.tree, K, feed, start, root, rows, keys_B, depths_B=depths_B
+        )
+        return proposal, ()
 
     def _no_draft(self, fed_levels: list[int], state: State) -> _Draft:
         config, B, dtype = self.config, len(state.read), state.read.dtype

@@ -91,7 +91,7 @@ class Drafter(states.StateDrafter):
     def max_steps(self):
         return self.num_steps
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         K = self.num_speculative_tokens
 
         def feed(states_BFM, level):
@@ -107,8 +107,10 @@ class Drafter(states.StateDrafter):
         shape = len(lengths_B), draft_shapes.num_fed(self.tree, K), self.width
         start = jnp.zeros(shape, state.dtype)
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B)
-        return proposal, state
+        proposal, _, _ = growth.grow(
+            self.tree, K, feed, start, root, rows, keys_B, depths_B=depths_B
+        )
+        return proposal, ()
 
     def unrolled(
         self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None

@@ -42,7 +42,7 @@ class Drafter(base.Drafter):
     def score_sizes(self) -> tuple[int, ...]:
         return (0,)  # a round without a match proposes nothing
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         slots = jnp.arange(tokens_BS.shape[1])
         last = lengths_B[:, None] - 1
         # matched[b, i]: how many tokens up to and including slot i equal the last ones.
@@ -57,4 +57,4 @@ class Drafter(base.Drafter):
         source = match + 1 + jnp.arange(self.num_speculative_tokens) % period
         source = jnp.minimum(source, tokens_BS.shape[1] - 1)
         copied = jnp.take_along_axis(tokens_BS, source, axis=1)
-        return Proposal(jnp.where(long_enough, copied, -1), None), state
+        return Proposal(jnp.where(long_enough, copied, -1), None), ()

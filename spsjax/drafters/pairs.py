@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 
 from spsjax import cache as kv
 from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import features, stopping
+from spsjax.drafters import features, stopping, waiting
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
@@ -21,6 +22,7 @@ class PairState:
 
     cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
     last: Array  # [B, D] output at the last pair, which tells the next token; 0: there is no pair
+    unread: waiting.Waiting | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class PairDrafter(features.FeatureDrafter):
     Attributes:
         config: shape of the layer.
         stop_rule: rule that ends a chain early; None: all have K tokens.
+        waits: whether pairs are read before the next draft, and not after every round.
     """
 
     config: Config
@@ -41,6 +44,7 @@ class PairDrafter(features.FeatureDrafter):
     num_speculative_tokens: int | None = None
     tree: draft_shapes.Shape = None
     stop_rule: stopping.Rule | None = None
+    waits: bool = False
 
     def __post_init__(self):
         stopping.check(self.stop_rule, self.tree)
@@ -53,6 +57,9 @@ class PairDrafter(features.FeatureDrafter):
     @property
     def split_like(self):
         return self.config
+
+    def paced(self):
+        return dataclasses.replace(super().paced(), waits=True)
 
     @abc.abstractmethod
     def outputs(
@@ -80,14 +87,24 @@ class PairDrafter(features.FeatureDrafter):
         dtype = jax.tree.leaves(params["drafter"])[0].dtype
         shape = batch, config.num_kv_heads, slots, config.head_dim
         cache = kv.empty(1, shape, dtype, (None,))
-        return PairState(cache, jnp.zeros((batch, config.d_model), dtype))
+        later = None
+        if self.waits:
+            later = waiting.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
+        return PairState(cache, jnp.zeros((batch, config.d_model), dtype), later)
 
     def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         features = self.features(params, output)
+        if self.waits:
+            later = dataclasses.replace(state.unread, pairs=lengths_B - 1)
+            state = dataclasses.replace(state, unread=later)
         state = dataclasses.replace(state, cache=state.cache.at(starts_B))
         return self._extended(params, state, next_BT, features, lengths_B - 1)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+        extended = functools.partial(self._extended, params)
+        return waiting.read(state, tokens_BS, self.num_speculative_tokens + 1, soon, extended)
+
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
         B, num_fed = len(lengths_B), draft_shapes.num_fed(self.tree, K)
 
@@ -109,11 +126,16 @@ class PairDrafter(features.FeatureDrafter):
         shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, root, rows, keys_B, self.stop_rule)
-        return proposal, state
+        proposal, _, _ = growth.grow(
+            self.tree, K, feed, start, root, rows, keys_B, self.stop_rule, depths_B
+        )
+        return proposal, ()
 
-    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         features = tree.along(verdict.path, self.features(params, output))
+        if self.waits:
+            later = waiting.add(state.unread, features, lengths_B - 1)
+            return dataclasses.replace(state, unread=later)
         # The token after each node of the path is what the round emitted in its place.
         return self._extended(params, state, verdict.tokens, features, lengths_B - 1)
 
@@ -125,7 +147,8 @@ class PairDrafter(features.FeatureDrafter):
         index = jnp.clip(index, 0, outputs.shape[1] - 1)[:, None, None]
         found = jnp.take_along_axis(outputs, index, axis=1)[:, 0]
         last = jnp.where(inside[:, None], found, state.last)
-        return PairState(state.cache.write(block, None, lengths_B, outputs), last)
+        cache = state.cache.write(block, None, lengths_B, outputs)
+        return PairState(cache, last, state.unread)
 
     def run(
         self, params, tokens_BT, features_BTD, cache, block=None, positions_BT=None, ancestors=None

@@ -41,7 +41,7 @@ class StateDrafter(features.FeatureDrafter):
     def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         return _replaced(state, output.hidden, lengths_B - 2 - starts_B)
 
-    def commit(self, params, state, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         return _replaced(state, tree.along(verdict.path, output.hidden), verdict.num_tokens - 1)
 
 
@@ -81,13 +81,14 @@ class HeadsDrafter(StateDrafter):
     def outputs(self, params: PyTree, features_BTD: Array, depth: int) -> Array:
         """Returns what the head of a depth makes of features: [B, T, D]."""
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         K = self.num_speculative_tokens
-        outputs = [self.outputs(params, state[:, None], depth) for depth in range(K)]
+        heads = range(K)
         if self.shares_head:  # its matrix is read once
+            outputs = [self.outputs(params, state[:, None], depth) for depth in heads]
             logits_BKV = self.logits(params, jnp.concatenate(outputs, axis=1))
         else:
-            logits = [self.logits(params, each, depth) for depth, each in enumerate(outputs)]
+            logits = [self._head_logits(params, state, depth, depths_B) for depth in heads]
             logits_BKV = jnp.concatenate(logits, axis=1)
 
         def feed(state, level):
@@ -96,8 +97,20 @@ class HeadsDrafter(StateDrafter):
             return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), state
 
         root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(self.tree, K, feed, (), root, rows, keys_B)
-        return proposal, state
+        proposal, _, _ = growth.grow(self.tree, K, feed, (), root, rows, keys_B, depths_B=depths_B)
+        return proposal, ()
+
+    def _head_logits(self, params, state_BD, depth: int, depths_B: Array | None) -> Array:
+        """Returns the logits [B, 1, V] of a head, zeros if no row drafts as deep."""
+
+        def run():
+            return self.logits(params, self.outputs(params, state_BD[:, None], depth), depth)
+
+        if depths_B is None or depth == 0:
+            return run()
+        shape = jax.eval_shape(run)
+        wanted = jnp.any(depths_B > depth)
+        return lax.cond(wanted, run, lambda: jnp.zeros(shape.shape, shape.dtype))
 
     def unrolled(
         self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None

@@ -60,11 +60,11 @@ class Drafter(base.Drafter):
     def score_sizes(self) -> tuple[int, ...]:
         return 0, 2, self.num_nodes // 2  # matches are often short, or missing
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B):
+    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
         if not self.num_nodes:
-            return Proposal(jnp.zeros((len(tokens_BS), 0), jnp.int32), None), state
+            return Proposal(jnp.zeros((len(tokens_BS), 0), jnp.int32), None), ()
         tokens, parents = jax.vmap(self._best)(tokens_BS, lengths_B)
-        return Proposal(tokens, None, parents if self.trees else None), state
+        return Proposal(tokens, None, parents if self.trees else None), ()
 
     def _best(self, tokens_S: Array, length: Array) -> tuple[Array, Array]:
         """Returns tokens and parents [N] of the best proposal over all lengths of the match."""

@@ -77,7 +77,7 @@ def spsjax_system(
     name: str,
     target: Model,
     drafter: Model | base.Drafter | None = None,
-    num_speculative_tokens: int = 0,
+    num_speculative_tokens: int | str = 0,
     role: Role | None = None,
     verifier: Verifier | None = None,
 ) -> System:
@@ -87,18 +87,18 @@ def spsjax_system(
         name: name shown in reports.
         target: target model.
         drafter: draft model or drafter, as for `generate`.
-        num_speculative_tokens: K.
+        num_speculative_tokens: K, as for `generate`; of "auto" the system has the greatest K.
         role: role in the comparison. None: the baseline without a drafter, else speculative.
         verifier: rule of acceptance, as for `generate`.
 
     Raises:
         InputError: `generate` would refuse the drafter or K.
     """
-    K = num_speculative_tokens
-    try:
-        request.speculation(target, drafter, K)  # a call would find a mistake after others have run
+    try:  # a call would find a mistake after others have run
+        checked = request.speculation(target, drafter, num_speculative_tokens)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
+    K = checked.drafter.num_speculative_tokens
     if role is None:
         role = Role.BASELINE if drafter is None else Role.SPECULATIVE
     timers = {}  # one compiled probe per sampling parameters and cache size
@@ -108,7 +108,7 @@ def spsjax_system(
             target,
             [prompt],
             drafter,
-            K,
+            num_speculative_tokens,
             params,
             max_new_tokens,
             seed,

@@ -9,7 +9,7 @@ import numpy as np
 from spsjax import decode, sampling, verifiers
 from spsjax.draft_shapes import DynamicTree, Shape, Tree
 from spsjax.evaluation import samplers
-from spsjax.generation import prefill
+from spsjax.execution import prefill
 from spsjax.loading import LoadedDrafter, Model, as_drafter
 from spsjax.parallel import multihost
 from spsjax.performance import tree_theory

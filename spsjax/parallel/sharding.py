@@ -194,3 +194,8 @@ def batch_sharding(mesh: Mesh | None) -> Sharding:
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     return NamedSharding(mesh, P("data"))
+
+
+def replicated(mesh: Mesh | None) -> Sharding:
+    """Returns the sharding of arrays that every device holds whole."""
+    return batch_sharding(None) if mesh is None else NamedSharding(mesh, P())

@@ -1,0 +1,66 @@
+"""Features of pairs that a layer reads later, because nothing was drafted for a while."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax import tree
+from spsjax.types import Array, PyTree, pytree_dataclass
+
+
+@pytree_dataclass
+class Waiting:
+    """The last pairs of a feature and the token that follows it, read or not."""
+
+    features: Array  # [B, W, D]; that of pair t is in slot t modulo W
+    pairs: Array  # [B] int32, pairs of committed tokens
+
+
+def empty(batch: int, num_speculative_tokens: int, width: int, dtype) -> Waiting:
+    """Returns room for the features of enough pairs that they are rarely read."""
+    slots = max(32, 4 * (num_speculative_tokens + 1))
+    return Waiting(jnp.zeros((batch, slots, width), dtype), jnp.zeros(batch, jnp.int32))
+
+
+def add(waiting: Waiting, features_BTD: Array, pairs_B: Array) -> Waiting:
+    """Returns the features with those that follow, of which the new number of pairs keeps some."""
+    slots = waiting.features.shape[1]
+    index = (waiting.pairs[:, None] + jnp.arange(features_BTD.shape[1])) % slots
+    put = jax.vmap(lambda held, index, new: held.at[index].set(new.astype(held.dtype)))
+    return Waiting(put(waiting.features, index, features_BTD), pairs_B)
+
+
+def read(
+    state: PyTree,
+    tokens_BS: Array,
+    chunk: int,
+    soon: Array,
+    extended: Callable[[PyTree, Array, Array, Array], PyTree],
+) -> PyTree:
+    """Returns a state after its layer has read what waits, if it drafts next or room runs out.
+
+    Args:
+        state: a state with `unread`, and with a `cache` of the pairs that were read.
+        tokens_BS: token buffer.
+        chunk: pairs that are read at once, at least as many as a round can add.
+        soon: [] bool, whether all are read.
+        extended: takes a state, tokens and features of the pairs that follow, and the new number of
+            pairs; returns the state after them.
+    """
+    waiting = state.unread
+    slots = waiting.features.shape[1]
+
+    def needed(state):
+        behind = waiting.pairs - state.cache.lengths
+        return jnp.any(behind > jnp.where(soon, 0, slots - 2 * chunk))
+
+    def advance(state):
+        index = state.cache.lengths[:, None] + jnp.arange(chunk)
+        tokens = tree.along(jnp.minimum(index + 1, tokens_BS.shape[1] - 1), tokens_BS)
+        features = tree.along(index % slots, waiting.features)
+        ends = jnp.minimum(state.cache.lengths + chunk, waiting.pairs)
+        return extended(state, tokens, features, ends)
+
+    return lax.while_loop(needed, advance, state)

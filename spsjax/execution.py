@@ -1,0 +1,108 @@
+"""Runs a checked call on its devices: the prompts, bounded runs of the loop, and measured costs."""
+
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from spsjax import decode, pacing
+from spsjax.parallel import multihost, sharding
+from spsjax.request import Request
+from spsjax.utils.compilation import compiled
+
+_FOREVER = 2**31 - 1
+# Rounds in a row that are timed, and how often everything is; the fastest count.
+_ROUNDS, _SWEEPS = 5, 5
+_COSTS: dict = {}  # of each program and shape that was measured
+
+
+def prefill(request: Request) -> tuple[decode.DecodeState, float]:
+    """Returns the state after the prompts, and the seconds it took to compile."""
+    start = compiled(decode.prefill, request.program, request.slots)
+    with request.model.in_mesh():
+        return start(request.params, *request.inputs)
+
+
+def run(
+    request: Request, state: decode.DecodeState, max_rounds: int = _FOREVER
+) -> tuple[decode.DecodeState, float]:
+    """Returns the state after at most so many rounds, and the seconds it took to compile.
+
+    The given state is used up.
+    """
+    loop = compiled(decode.run, request.program, donate=1)
+    with request.model.in_mesh():
+        return loop(request.params, state, _placed(request, np.int32(max_rounds)))
+
+
+def prepare(request: Request) -> float:
+    """Gives a request with a pacer the costs of its rounds; returns the seconds it took.
+
+    They are measured once for each program and shape in a process, on the request's own prompts.
+    All processes take those of process 0.
+    """
+    if request.program.pacer is None:
+        return 0.0
+    start = time.perf_counter()
+    request.params.pop("costs", None)
+    types = tuple(leaf.dtype for leaf in jax.tree.leaves(request.params))
+    key = request.program, request.slots, len(request.lengths), request.model.mesh, types
+    if key not in _COSTS:
+        _COSTS[key] = _measure(request)
+    request.params["costs"] = _COSTS[key]
+    return time.perf_counter() - start
+
+
+def _measure(request: Request) -> pacing.Costs:
+    """Returns the costs of rounds in seconds, by depth.
+
+    Depths whose scoring passes are compiled are measured, and the others lie between them.
+    """
+    K = request.program.drafter.num_speculative_tokens
+    depths = sorted({depth for depth in range(K) if depth & (depth - 1) == 0} | {K})
+    clock, times = _Clock(request), []
+    for _ in range(_SWEEPS):
+        # Of each round once with the drafter, and once with as many tokens of no meaning.
+        times.append([[clock.seconds(own, depth) for depth in depths] for own in (True, False)])
+    # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
+    whole, score = np.minimum.accumulate(np.min(times, axis=0)[:, ::-1], axis=1)[:, ::-1]
+    propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
+    propose = np.where(np.asarray(depths) > 0, propose, 0)
+    every = np.arange(K + 1)
+    above = np.searchsorted(depths, every)  # a pass is as large as the next size that is compiled
+    costs = np.stack([np.interp(every, depths, propose), score[above]]).astype(np.float32)
+    if jax.process_count() > 1:
+        costs = multihost_utils.broadcast_one_to_all(costs)
+    return _placed(request, pacing.Costs(*costs, np.int32(0)))
+
+
+def _placed(request: Request, arrays):
+    return jax.device_put(arrays, sharding.replicated(request.model.mesh))
+
+
+class _Clock:
+    """Times rounds of a request at given depths."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.state = None
+
+    def seconds(self, drafts: bool, depth: int) -> float:
+        """Returns the seconds of a round in which so many depths are scored, and maybe drafted."""
+        K = self.request.program.drafter.num_speculative_tokens
+        costs = pacing.forced(depth if drafts else 0, K, depth)
+        self.request.params["costs"] = _placed(self.request, costs)
+        self._rounds(1)  # the first one may have to catch up
+        return self._rounds(_ROUNDS)
+
+    def _rounds(self, count: int) -> float:
+        """Runs rounds, and returns the seconds of one. At the end of a text it begins anew."""
+        request = self.request
+        if self.state is None or multihost.to_host(self.state.done).any():
+            self.state, _ = prefill(request)
+        before = multihost.to_host(self.state.rounds)
+        start = time.perf_counter()
+        self.state, compiling = run(request, self.state, count)
+        rounds = multihost.to_host(self.state.rounds) - before
+        return (time.perf_counter() - start - compiling) / max(int(rounds.max()), 1)

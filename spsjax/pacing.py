@@ -1,0 +1,130 @@
+"""How many tokens to draft in the next round: rules that look at past rounds only.
+
+**Lossless.** A rule knows which tokens were accepted in the rounds before, and never a token of the
+round that it decides about. But the samples drawn with one seed change with its decisions, which a
+row shares with the other rows of its batch.
+"""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax.errors import check_number
+from spsjax.types import Array, PyTree, pytree_dataclass
+
+
+@pytree_dataclass
+class Costs:
+    """What a round costs, in any unit of time. A *depth* is a draft token, or a level of a tree."""
+
+    propose: Array  # [K+1] to draft k depths; 0 for none
+    score: Array  # [K+1] the rest of a round in which k depths are scored
+    least: Array  # [] int32, depths that are scored even if nothing is drafted; for measurements
+
+
+class Pacer(abc.ABC):
+    """Decides before each round how deep it is drafted. A frozen, hashable dataclass."""
+
+    @abc.abstractmethod
+    def init(self, batch: int, num_speculative_tokens: int) -> PyTree:
+        """Returns the state before the first round; all leaves have a batch axis first."""
+
+    @abc.abstractmethod
+    def depths(self, costs: Costs, state: PyTree, done_B: Array) -> Array:
+        """Returns [B] int32, the depth to which each row is drafted, at most K; 0 if it is done."""
+
+    @abc.abstractmethod
+    def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
+        """Returns the state after a round.
+
+        Args:
+            state: the state before.
+            asked_B: what `depths` returned.
+            offered_B: the greatest depth at which the drafter proposed a token.
+            accepted_B: accepted draft tokens.
+        """
+
+
+@pytree_dataclass
+class History:
+    """Weighted counts of rounds per depth, of which the newest count most."""
+
+    asked: Array  # [B, K] float32, rounds that were drafted as deep as this
+    offered: Array  # [B, K] float32, of which the drafter proposed a token here
+    reached: Array  # [B, K] float32, rounds in which a token here could be accepted
+    accepted: Array  # [B, K] float32, of which it was
+
+
+@dataclasses.dataclass(frozen=True)
+class Fastest(Pacer):
+    """Takes the depth with the most expected tokens per time, 0 included. Lossless.
+
+    The rate of acceptance at each depth is that of the last rounds, as if `prior` rounds at the
+    rate of the depth above had come before; at the first depth, one at the rate `hope`. Counts
+    shrink by `memory` in every round. So a drafter that was given up is forgiven after a while, and
+    tried again. Where nothing is ever accepted, this costs at most a share
+    `hope` x (1 - `memory`) of the time.
+
+    Attributes:
+        memory: factor of all counts per round.
+        hope: expected rate of acceptance before any round.
+        prior: rounds that the rate of the depth above counts for.
+    """
+
+    memory: float = 0.98
+    hope: float = 0.6
+    prior: float = 2.0
+
+    def __post_init__(self):
+        check_number("memory", self.memory, 0, 1)
+        check_number("hope", self.hope, 0, 1)
+        check_number("prior", self.prior, 1e-3, 1e6)
+
+    def init(self, batch, num_speculative_tokens):
+        zeros = jnp.zeros((batch, num_speculative_tokens))
+        return History(zeros, zeros, zeros, zeros)
+
+    def depths(self, costs, state, done_B):
+        live = ~done_B[:, None]
+        # Tokens expected of a round that is drafted k deep, beyond the one that is always drawn.
+        drafted = jnp.cumsum(jnp.cumprod(self.rates(state), axis=1) * live, axis=1)
+        tokens = jnp.sum(live) + jnp.pad(jnp.sum(drafted, axis=0), (1, 0))
+        # A depth costs its scoring only if some row has a token there.
+        missing = 1 - (state.offered + 1) / (state.asked + 1)
+        present = 1 - jnp.prod(jnp.where(live, missing, 1), axis=0)
+        scoring = jnp.cumsum(jnp.diff(costs.score) * present)
+        time = costs.propose + costs.score[0] + jnp.pad(scoring, (1, 0))
+        best = jnp.argmax(tokens / time).astype(jnp.int32)
+        return jnp.where(done_B, 0, best)
+
+    def rates(self, state: History) -> Array:
+        """Returns [B, K], the expected rate of acceptance at each depth if it is reached."""
+        rates, weight = [jnp.full_like(state.reached[:, 0], self.hope)], 1.0
+        for depth in range(state.reached.shape[1]):
+            accepted = state.accepted[:, depth] + weight * rates[-1]
+            rates.append(accepted / (state.reached[:, depth] + weight))
+            weight = self.prior
+        return jnp.stack(rates[1:], axis=1)
+
+    def update(self, state, asked_B, offered_B, accepted_B):
+        depth = jnp.arange(1, state.asked.shape[1] + 1)
+        asked, offered, accepted = (
+            count[:, None] for count in (asked_B, offered_B, jnp.minimum(accepted_B, asked_B))
+        )
+        new = History(
+            depth <= asked,
+            depth <= jnp.minimum(asked, offered),
+            (depth <= asked) & (depth <= accepted + 1),
+            depth <= accepted,
+        )
+        names = (field.name for field in dataclasses.fields(History))
+        return History(*(self.memory * getattr(state, x) + getattr(new, x) for x in names))
+
+
+def forced(depth: int, num_speculative_tokens: int, least: int = 0) -> Costs:
+    """Returns costs at which `Fastest` always takes one depth, to measure what it costs."""
+    propose = np.full(num_speculative_tokens + 1, np.inf, np.float32)
+    propose[depth] = 0
+    return Costs(propose, np.ones(num_speculative_tokens + 1, np.float32), np.int32(least))

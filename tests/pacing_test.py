@@ -1,0 +1,213 @@
+"""K that is chosen in every round: the rule's arithmetic, rounds without a draft, "auto"."""
+
+import dataclasses
+import functools
+
+import drafting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build_model, nearby_model
+
+import spsjax
+from spsjax import InputError, SamplingParams, decode, execution, pacing, sampling
+from spsjax.drafters import ngram
+from spsjax.parallel import sharding
+
+K = 3
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
+GREEDY = SamplingParams(temperature=0.0)
+RULE = pacing.Fastest()
+
+
+def costs(propose, score, least=0):
+    return pacing.Costs(*(np.asarray(part, np.float32) for part in (propose, score)), least)
+
+
+def after(rounds, batch=1, depths=4):
+    """Returns the history after rounds of (asked, offered, accepted), equal in all rows."""
+    state = RULE.init(batch, depths)
+    for round_ in rounds:
+        state = RULE.update(state, *(jnp.full(batch, count) for count in round_))
+    return state
+
+
+def chosen(state, *arrays, done=(False,)):
+    return RULE.depths(costs(*arrays), state, jnp.asarray(done)).tolist()
+
+
+def test_rate_of_a_depth_is_that_of_the_depth_above_until_it_is_known():
+    np.testing.assert_allclose(RULE.rates(after([]))[0], [0.6] * 4, rtol=1e-6)
+    state = after([(2, 2, 0), (2, 2, 2)])
+    m = RULE.memory
+    first = (1 + 0.6) / (1 + m + 1)
+    second = (1 + 2 * first) / (1 + 2)
+    np.testing.assert_allclose(RULE.rates(state)[0], [first, second, second, second], rtol=1e-6)
+
+
+def test_history_counts_what_was_asked_offered_reached_and_accepted():
+    state = after([(3, 2, 1)])
+    assert state.asked.tolist() == [[1, 1, 1, 0]]
+    assert state.offered.tolist() == [[1, 1, 0, 0]]
+    assert state.reached.tolist() == [[1, 1, 0, 0]]
+    assert state.accepted.tolist() == [[1, 0, 0, 0]]
+
+
+def test_depth_with_the_most_tokens_per_time_is_taken():
+    """By brute force over all depths, for random histories, costs and rows that are done."""
+    rng, taken = np.random.default_rng(0), set()
+    for _ in range(60):
+        state = pacing.History(*np.sort(rng.random((4, 3, 4)) * 9, axis=0)[::-1])
+        propose = np.cumsum([0, *rng.random(4) * rng.choice([0.1, 0.5, 2.0])])
+        score = np.cumsum(rng.random(5) * [3, 1, 1, 1, 1])
+        done = np.asarray([False, rng.random() < 0.5, rng.random() < 0.5])
+        rates = np.asarray(RULE.rates(state), float)
+        speeds = []
+        for depth in range(5):
+            tokens = sum(
+                1 + sum(np.prod(rates[row, : d + 1]) for d in range(depth))
+                for row in range(3)
+                if not done[row]
+            )
+            time = propose[depth] + score[0]
+            for d in range(depth):
+                offered = (state.offered[:, d] + 1) / (state.asked[:, d] + 1)
+                none = np.prod([1 - offered[row] for row in range(3) if not done[row]])
+                time += (score[d + 1] - score[d]) * (1 - none)
+            speeds.append(tokens / time)
+        best = int(np.argmax(speeds))
+        expected = np.where(done, 0, best).tolist()
+        assert chosen(state, propose, score, done=done) == expected
+        taken.add(best)
+    assert len(taken) == 5
+
+
+def test_drafter_that_is_never_accepted_is_given_up_and_tried_again():
+    """Of 400 rounds at most 3% of the time are lost, and the last tries are far apart."""
+    propose, score = np.asarray([0, 0.2, 0.4, 0.6, 0.8]), np.ones(5)
+    state, asked = after([]), []
+    update, choose = jax.jit(RULE.update), jax.jit(RULE.depths)
+    for _ in range(400):
+        depth = choose(costs(propose, score), state, jnp.asarray([False]))
+        state = update(state, depth, depth, jnp.zeros(1, jnp.int32))
+        asked.append(int(depth[0]))
+    lost = propose[asked].sum() / 400
+    assert asked[0] > 0 and 0 < lost < 0.03
+    late = np.flatnonzero(asked[100:])
+    assert len(late) > 2 and np.diff(late).min() > 10
+
+
+@pytest.mark.parametrize("name", drafting.NAMES)
+def test_rounds_without_a_draft_lose_nothing(target, draft, name):
+    """After any number of them the next proposal is that of a drafter that never paused."""
+    if name == "none":
+        pytest.skip("it never drafts")
+    loaded = drafting.build(name, draft, K)
+    verifier = drafting.verifier(name)
+    pauses = dataclasses.replace(loaded.drafter.paced(), num_speculative_tokens=K)
+    plain = decode.Program(target.config, loaded.drafter, verifier)
+    paced = decode.Program(target.config, pauses, verifier, pacer=RULE)
+    params = {"target": target.params, "drafter": loaded.params}
+    tokens = np.zeros((4, 8), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.asarray([len(prompt) for prompt in PROMPTS], np.int32)
+    inputs = SamplingParams().rows(4), tokens, lengths, np.full(4, 170, np.int32)
+    keys = sampling.row_keys(jax.random.key(1), 4)
+    start = jax.jit(decode.prefill, static_argnums=(0, 1))
+    state = start(paced, 192, params, *inputs, keys)
+    step = jax.jit(functools.partial(decode.step, paced))
+
+    @jax.jit
+    def proposed(params, state):
+        depths, state = decode.pace(paced, params, state)
+        keys = decode.round_keys(state)
+        return decode.propose(paced, params, state, keys, depths)[0], state.lengths
+
+    @jax.jit
+    def undisturbed(params, tokens, lengths):
+        if name in ("copy", "lookahead"):  # whose states depend on how the text came about
+            return None
+        inputs_now = SamplingParams().rows(4), tokens, lengths, np.full(4, 170, np.int32), keys
+        state = decode.prefill(plain, 192, params, *inputs_now)
+        return decode.propose(plain, params, state, decode.round_keys(state))[0]
+
+    for depth, rounds in ((0, 1), (2, 1), (0, 3), (K, 2), (0, 40), (1, 1), (K, 1)):
+        forced = params | {"costs": pacing.forced(depth, K)}
+        for _ in range(rounds):
+            before = np.asarray(state.accepted)
+            proposal, _ = proposed(forced, state)
+            if depth == 0:
+                assert np.all(np.asarray(proposal.tokens) == -1)
+            expected = undisturbed(params, state.tokens, state.lengths)
+            if depth == K and expected is not None:
+                np.testing.assert_array_equal(proposal.tokens, expected.tokens)
+                if expected.probs is not None:
+                    np.testing.assert_allclose(proposal.probs, expected.probs, atol=1e-4)
+            state = step(forced, state)
+            accepted = np.asarray(state.accepted) - before
+            assert not accepted[:, depth + 1 :].any()
+    assert not np.any(state.failed) and np.all(state.lengths > lengths + 45)
+
+
+def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft):
+    expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=40)
+    for drafter in (draft, nearby_model(draft, seed=9, distance=30.0), ngram.Drafter()):
+        out = spsjax.generate(target, PROMPTS, drafter, "auto", sampling=GREEDY, max_new_tokens=40)
+        for tokens, others in zip(out.tokens, expected.tokens, strict=True):
+            np.testing.assert_array_equal(tokens, others)
+        assert len(out.stats.accepted_histogram) == 9
+
+
+def test_costs_are_measured_once_and_grow_with_depth(target, draft):
+    execution._COSTS.clear()
+    first = spsjax.generate(target, PROMPTS, draft, "auto", max_new_tokens=20)
+    (measured,) = execution._COSTS.values()
+    again = spsjax.generate(target, PROMPTS, draft, "auto", max_new_tokens=20)
+    assert first.stats.compile_seconds > 0 and again.stats.compile_seconds < 0.01
+    assert (measured.propose[0], measured.least) == (0, 0)
+    assert np.all(np.diff(measured.propose) >= 0) and np.all(np.diff(measured.score) >= 0)
+    assert measured.propose[-1] > 0 and measured.score[0] > 0
+
+
+def test_stream_and_trees_and_heads_take_auto(target, draft):
+    tree = spsjax.Tree.branching(2, 1)
+    trees = spsjax.loading.as_drafter(draft, target, tree)
+    expected = spsjax.generate(target, PROMPTS[:1], sampling=GREEDY, max_new_tokens=12)
+    for drafter in (trees, drafting.build("medusa", draft, 2), draft):
+        _, rounds = spsjax.generation.rounds(
+            target, PROMPTS[0], drafter, "auto", sampling=GREEDY, max_new_tokens=12
+        )
+        tokens = np.concatenate([round_.tokens for round_ in rounds])
+        np.testing.assert_array_equal(tokens, expected.tokens[0])
+
+
+def test_auto_on_eight_devices(target, draft):
+    mesh = sharding.mesh(2, 4)
+    on_mesh = functools.partial(build_model, mesh=mesh)
+    many = [on_mesh(model.config, model.params) for model in (target, draft)]
+    options = {"sampling": GREEDY, "max_new_tokens": 20}
+    out = spsjax.generate(many[0], PROMPTS, many[1], "auto", **options)
+    expected = spsjax.generate(target, PROMPTS, **options)
+    for tokens, others in zip(out.tokens, expected.tokens, strict=True):
+        np.testing.assert_array_equal(tokens, others)
+
+
+@pytest.mark.parametrize("count", ["Auto", "4", -1, 2.0, True])
+def test_odd_k_is_refused(target, draft, count):
+    with pytest.raises(InputError, match='expected an integer >= 0 or "auto", found'):
+        spsjax.generate(target, PROMPTS, draft, count, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 1.5}, "memory: expected a finite number of 0 or more, at most 1, found 1.5"),
+        ({"hope": -0.1}, "hope: expected a finite number of 0 or more, at most 1, found -0.1"),
+        ({"prior": 0}, "prior: expected a finite number of 0.001 or more"),
+    ],
+)
+def test_odd_options_are_refused(options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        pacing.Fastest(**options)
