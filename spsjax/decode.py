@@ -235,7 +235,8 @@ def commit(
     path = None if proposal.parents is None else verdict.path
     paced = state.pace
     if depths_B is not None:
-        deepest = jnp.max(jnp.where(offered, _node_depths(proposal), 0), axis=1, initial=0)
+        scored = proposal.tokens >= 0  # those that may not be accepted cost as much
+        deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
         paced = program.pacer.update(paced, depths_B, deepest, accepted)
     return dataclasses.replace(
         state,

@@ -1,5 +1,6 @@
 """Runs a checked call on its devices: the prompts, bounded runs of the loop, and measured costs."""
 
+import dataclasses
 import time
 
 import jax
@@ -12,8 +13,8 @@ from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 
 _FOREVER = 2**31 - 1
-# Rounds in a row that are timed, and how often everything is; the fastest count.
-_ROUNDS, _SWEEPS = 5, 5
+# Rounds in a row that are timed, and how often everything is: so long, and at most so many times.
+_ROUNDS, _SWEEPS, _SECONDS = 5, 5, 1.0
 _COSTS: dict = {}  # of each program and shape that was measured
 
 
@@ -49,9 +50,18 @@ def prepare(request: Request) -> float:
     types = tuple(leaf.dtype for leaf in jax.tree.leaves(request.params))
     key = request.program, request.slots, len(request.lengths), request.model.mesh, types
     if key not in _COSTS:
-        _COSTS[key] = _measure(request)
+        costs = _measure(request)
+        if max(request.lengths) >= _most_tokens(request):  # not a round could be run
+            request.params["costs"] = costs
+            return time.perf_counter() - start
+        _COSTS[key] = costs
     request.params["costs"] = _COSTS[key]
     return time.perf_counter() - start
+
+
+def _most_tokens(request: Request) -> int:
+    """Returns the length at which a row's buffers have no room for one more round."""
+    return request.slots - request.program.drafter.num_speculative_tokens - 1
 
 
 def _measure(request: Request) -> pacing.Costs:
@@ -61,10 +71,11 @@ def _measure(request: Request) -> pacing.Costs:
     """
     K = request.program.drafter.num_speculative_tokens
     depths = sorted({depth for depth in range(K) if depth & (depth - 1) == 0} | {K})
-    clock, times = _Clock(request), []
-    for _ in range(_SWEEPS):
+    clock, times, end = _Clock(request), [], 0.0
+    while not times or (len(times) < _SWEEPS and time.perf_counter() < end):
         # Of each round once with the drafter, and once with as many tokens of no meaning.
         times.append([[clock.seconds(own, depth) for depth in depths] for own in (True, False)])
+        end = end or time.perf_counter() + _SECONDS  # the first time compiles
     # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
     whole, score = np.minimum.accumulate(np.min(times, axis=0)[:, ::-1], axis=1)[:, ::-1]
     propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
@@ -100,7 +111,12 @@ class _Clock:
         """Runs rounds, and returns the seconds of one. At the end of a text it begins anew."""
         request = self.request
         if self.state is None or multihost.to_host(self.state.done).any():
-            self.state, _ = prefill(request)
+            self.state = None  # there need not be room for two
+            state, _ = prefill(request)
+            most = np.full(len(request.lengths), _most_tokens(request), np.int32)
+            done = request.lengths >= most
+            most, done = (jax.device_put(array, state.done.sharding) for array in (most, done))
+            self.state = dataclasses.replace(state, limits=most, done=done)
         before = multihost.to_host(self.state.rounds)
         start = time.perf_counter()
         self.state, compiling = run(request, self.state, count)

@@ -101,7 +101,7 @@ def generate(
             `load_drafter` returns; or a `spsjax.drafters.*.Drafter` that has no weights.
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
-            costs (`spsjax.pacing.Fastest`); the first call takes about a second to measure.
+            costs (`spsjax.pacing.Fastest`), for which the first call runs 60 rounds or more.
             Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
@@ -188,7 +188,7 @@ def propose(
     """Returns what the drafter would propose after a prompt, for people who study drafters.
 
     Takes what `generate` takes, and raises what it raises. The proposal has one row, and is the
-    one of `generate`'s first round with the same seed.
+    one of `generate`'s first round with the same seed; with "auto", one of the greatest K.
     """
     if drafter is None:
         raise InputError("drafter: expected a loaded model or a drafter, found None")

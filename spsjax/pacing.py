@@ -53,8 +53,8 @@ class History:
 
     asked: Array  # [B, K] float32, rounds that were drafted as deep as this
     offered: Array  # [B, K] float32, of which the drafter proposed a token here
-    reached: Array  # [B, K] float32, rounds in which a token here could be accepted
-    accepted: Array  # [B, K] float32, of which it was
+    reached: Array  # [B, K] float32, rounds asked so deep in which all tokens above were accepted
+    accepted: Array  # [B, K] float32, of which one here was, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Fastest(Pacer):
     The rate of acceptance at each depth is that of the last rounds, as if `prior` rounds at the
     rate of the depth above had come before; at the first depth, one at the rate `hope`. Counts
     shrink by `memory` in every round. So a drafter that was given up is forgiven after a while, and
-    tried again. Where nothing is ever accepted, this costs at most a share
-    `hope` x (1 - `memory`) of the time.
+    tried again. Where nothing is ever accepted, this costs in the long run at most a share
+    `hope` x (1 - `memory`) of the time, beside what the drafter has to catch up on.
 
     Attributes:
         memory: factor of all counts per round.

@@ -176,6 +176,8 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     _check_frozen("drafter", method)
     if automatic:
         method = method.paced()
+        if method.tree is None and method.num_speculative_tokens >= context > 1:
+            method = dataclasses.replace(method, num_speculative_tokens=context - 1)
     elif count is not None:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
     count = method.num_speculative_tokens

@@ -161,10 +161,16 @@ def test_ngrams_that_begin_alike_are_merged():
 def test_ngram_that_comes_again_is_the_newest():
     state = lookahead.Drafter(1, 2, 2, 4).init(None, 1, 32)
     row = jax.tree.map(lambda leaf: leaf[0], state)
-    for keys, values in (([1, 2], [[5], [6]]), ([1, 3], [[5], [7]]), ([4, 4], [[8], [9]])):
+    for keys, values in (([1, 2], [[5], [6]]), ([1, 3], [[5], [7]]), ([4, 4], [[8], [8]])):
         row = lookahead._remember(row, jnp.asarray(keys), jnp.asarray(values))
-    assert row.keys.tolist() == [4, 4, 1, 3] and row.next == 2
-    assert row.values[:, 0].tolist() == [8, 9, 5, 7]
+    assert row.keys.tolist() == [-1, 4, 1, 3] and row.next == 2
+    assert row.values[1:, 0].tolist() == [8, 5, 7]
+
+
+def test_smallest_window_fills_the_pool(target):
+    options = {"sampling": GREEDY, "max_new_tokens": 30, "stop_at_eos": False}
+    out = spsjax.generate(target, [[7, 7, 7, 7]], lookahead.Drafter(1, 1, 1, 8), **options)
+    assert out.stats.proposed_tokens > 0
 
 
 @pytest.mark.parametrize(

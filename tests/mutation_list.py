@@ -410,7 +410,7 @@ MUTANTS = [
         "drafters/lookahead.py",
         "lookahead",
         ("state.window, newest[:, None]", "state.window, state.window[:, :1]"),
-        ("keys = grown[:, 0].at[:, :1].set(drafted)", "keys = grown[:, 0]"),
+        ("keys = grown[:, 0].at[:, :1].set(root)", "keys = grown[:, 0]"),
         ("nodes - 1, nodes - self.window", "nodes - 1, nodes - 1"),
         ("self.pool - age, 0)", "age + 1, 0)"),
         ("jnp.any(again, axis=0), -1, state.keys", "again[0] & False, -1, state.keys"),

@@ -149,7 +149,8 @@ class Drafter(abc.ABC):
     ) -> PyTree:
         """Returns the state after a verdict, equal to that of a fresh prefill.
 
-        (A state that holds what was the prompt, like that of `copy`, is the exception.) In a round
+        (States that hold how the text came about, like those of `copy` and `lookahead`, are the
+        exceptions.) In a round
         in which no row wanted a token, `propose` was not called, and `drafted` are zeros. What is
         costly may then be left to `catch_up`.
 

@@ -116,15 +116,16 @@ class Drafter(base.Drafter):
             jnp.concatenate([own, parents], axis=1),
             jnp.broadcast_to(eligible, (B, self.num_nodes)),
         )
-        return proposal, root
+        return proposal, (root, jnp.ones(B, bool))
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         K, W = self.num_speculative_tokens, self.window
+        root, scored = drafted
         newest = output.logits[:, (K - 1) * W : K * W]  # nodes of the last row, the root included
         newest = jnp.argmax(newest, axis=-1).astype(jnp.int32)
         grown = jnp.concatenate([state.window, newest[:, None]], axis=1)  # [B, K + 1, W]
         # A column's n-gram begins in row 0, where the root takes the first column.
-        keys = grown[:, 0].at[:, :1].set(drafted)
+        keys = grown[:, 0].at[:, :1].set(root)
         kept = jax.vmap(_remember)(state, keys, jnp.moveaxis(grown[:, 1:], 1, 2))
         window = grown[:, 1:]
         if self.follow:
@@ -134,10 +135,9 @@ class Drafter(base.Drafter):
             fresh = _taken(tokens_BS, self._places(state.prompts, lengths_B[:, None, None]))
             window = jnp.where(column < W, moved, fresh)
         moved = dataclasses.replace(kept, window=window)
-        asleep = jnp.all(proposal.tokens < 0, axis=1)  # then the window was not scored
 
         def chosen(old, new):
-            return jnp.where(asleep.reshape(-1, *[1] * (old.ndim - 1)), old, new)
+            return jnp.where(scored.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
         return jax.tree.map(chosen, state, moved)
 
@@ -176,12 +176,14 @@ class Drafter(base.Drafter):
 
 def _remember(state: State, keys: Array, values: Array) -> State:
     """Returns a row's state with n-grams [W], [W, K]; one that it had is the newest again."""
+    equal = (keys == keys[:, None]) & jnp.all(values == values[:, None], axis=2)
+    later = jnp.any(jnp.triu(equal, 1), axis=1)  # the same n-gram in a later column
     again = (state.keys == keys[:, None]) & jnp.all(state.values == values[:, None], axis=2)
     held = jnp.where(jnp.any(again, axis=0), -1, state.keys)
     place = (state.next + jnp.arange(len(keys))) % len(held)
     return dataclasses.replace(
         state,
-        keys=held.at[place].set(keys),
+        keys=held.at[place].set(jnp.where(later, -1, keys)),
         values=state.values.at[place].set(values),
         next=(state.next + len(keys)) % len(held),
     )

@@ -50,6 +50,8 @@ def read(
             pairs; returns the state after them.
     """
     waiting = state.unread
+    if waiting is None:  # every pair was read when its round ended
+        return state
     slots = waiting.features.shape[1]
 
     def needed(state):

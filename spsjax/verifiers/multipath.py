@@ -53,6 +53,8 @@ def best_path(proposal: Proposal, target_probs: Array) -> tuple[Array, Proposal,
     it gives all better beginnings of the same length.
     """
     (B, M, V), N = target_probs.shape, target_probs.shape[1] - 1
+    if not N:  # nothing was proposed
+        return jnp.zeros((B, 1), jnp.int32), proposal, target_probs
     row, paths = jnp.arange(B), _paths(proposal)
     started, sizes = paths[:, :, 0] > 0, jnp.sum(paths > 0, axis=2)
     count = jnp.sum(started, axis=1)
