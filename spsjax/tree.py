@@ -24,7 +24,8 @@ def ancestors(parents_BN: Array) -> Array:
     within = (node == parents[..., None]) | (node == node[:, None])  # one step up, or none
     # Squaring doubles the number of steps; the root is its own parent.
     for _ in range(max(N, 1).bit_length()):
-        within = jnp.any(within[:, :, :, None] & within[:, None, :, :], axis=2)
+        steps = within.astype(jnp.float32)
+        within = jnp.einsum("bij,bjk->bik", steps, steps) > 0.5
     return within
 
 

@@ -11,7 +11,7 @@ from conftest import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spsjax import drafters, loading
-from spsjax.drafters import draft_model, eagle3, mlp_speculator
+from spsjax.drafters import draft_model, eagle3, lookahead, mlp_speculator
 from spsjax.loading import LoadedDrafter
 from spsjax.training import feature_losses, step
 from spsjax.verifiers import match, rejection
@@ -45,6 +45,8 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
         drafter, params = trained_head(name, draft.config)
         drafter = dataclasses.replace(drafter, num_speculative_tokens=K)
         return LoadedDrafter(name, drafter, replicated(params, draft.mesh))
+    if name == "lookahead":  # its default window is for accelerators
+        return LoadedDrafter(name, lookahead.Drafter(K, window=3, num_guesses=3, pool=32), {})
     if name == "random_tree":
         drafter = toy_drafters.RandomTree(draft.config, K)
         return LoadedDrafter(name, drafter, draft.params)
