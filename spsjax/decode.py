@@ -132,7 +132,7 @@ def propose(
     keys_B: Array,
     depths_B: Array | None = None,
 ) -> tuple[Proposal, PyTree]:
-    """Returns what the drafter proposes, and what it tells its `commit`.
+    """Returns what the drafter proposes, and the arrays that its `commit` needs.
 
     Args:
         program, params: static configuration of the loop; parameters of target and drafter.

@@ -105,7 +105,7 @@ class _Clock:
         return self._rounds(_ROUNDS)
 
     def _rounds(self, count: int) -> float:
-        """Runs rounds, and returns the seconds of one. At the end of a text it begins anew."""
+        """Runs rounds, and returns the seconds of one. Texts that have ended are begun again."""
         request = self.request
         if self.state is None or multihost.to_host(self.state.done).any():
             self.state = None  # there need not be room for two

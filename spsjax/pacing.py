@@ -1,4 +1,4 @@
-"""How many tokens to draft in the next round: rules that look at past rounds only.
+"""Rules that decide from past rounds how deep the next one is drafted.
 
 **Lossless.** A rule knows which tokens were accepted in the rounds before, and never a token of the
 round that it decides about. But the samples drawn with one seed change with its decisions, which a
@@ -17,7 +17,7 @@ from spsjax.types import Array, PyTree, pytree_dataclass
 
 @pytree_dataclass
 class Costs:
-    """What a round costs, in any unit of time. A *depth* is a draft token, or a level of a tree."""
+    """Times of a round's parts, in any unit. A *depth* is a token of a chain, or a tree's level."""
 
     propose: Array  # [K+1] to draft k depths; 0 for none
     score: Array  # [K+1] the rest of a round in which k depths are scored

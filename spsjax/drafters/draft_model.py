@@ -17,7 +17,7 @@ _CATCH_UP = 16
 
 @pytree_dataclass
 class Drafted:
-    """What `propose` tells `commit`."""
+    """Arrays that `propose` hands to `commit`."""
 
     block: Block  # the last but one committed token in row 0, then the nodes that were fed
     rows: Array  # [B, M] int32: the row of the block that holds each node
