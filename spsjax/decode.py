@@ -25,7 +25,16 @@ from spsjax.models import transformer
 from spsjax.pacing import Pacer
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
-from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Verdict, pytree_dataclass
+from spsjax.types import (
+    Array,
+    Block,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Round,
+    Verdict,
+    pytree_dataclass,
+)
 from spsjax.verifiers.base import Verifier
 
 # The most tokens of a prompt in one pass, and the most scores (tokens x slots) per head and row.
@@ -143,10 +152,11 @@ def propose(
     Raises:
         InputError: when traced, for a proposal that target, drafter or verifier do not allow.
     """
-    drafter, arrays = program.drafter, (state.tokens, state.lengths, state.rows, keys_B, depths_B)
+    drafter = program.drafter
+    now = Round(state.tokens, state.lengths, state.rows, keys_B, state.cache, depths_B)
 
     def draft():
-        result = drafter.propose(params, state.drafter, *arrays)
+        result = drafter.propose(params, state.drafter, now)
         return check_proposal(drafter, result, len(state.tokens), program.target.vocab_size)
 
     if depths_B is None:

@@ -16,7 +16,7 @@ from jax import lax
 from spsjax import sampling
 from spsjax.draft_shapes import DynamicTree, Shape, Tree, num_fed
 from spsjax.sampling import RowParams
-from spsjax.types import Array, Proposal, PyTree
+from spsjax.types import Array, Proposal, PyTree, Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,37 +57,31 @@ def grow(
     num_speculative_tokens: int,
     feed: Feed,
     state: PyTree,
-    root_B: Array,
-    rows: RowParams,
-    keys_B: Array,
+    now: Round,
     stops: Stops | None = None,
-    depths_B: Array | None = None,
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a shape.
+    """Returns a proposal of a shape. (Only chains heed `now.depths`; trees are grown whole.)
 
     Args:
         shape: the shape.
         num_speculative_tokens: K, the length of a chain.
         feed: see `Feed`.
         state: first state of `feed`.
-        root_B: last committed token.
-        rows: sampling parameters per row.
-        keys_B: one key per row and round.
+        now: the round.
         stops: for chains, when to end one early; see `Stops`. None: never.
-        depths_B: for chains, the most tokens of each row's; None: K. (Trees are grown whole.)
 
     Returns:
         The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
         and the last state of `feed`.
     """
     if isinstance(shape, DynamicTree):
-        return _choose_tree(shape, feed, state, root_B)
+        return _choose_tree(shape, feed, state, now.root)
     N = shape.num_nodes if shape else num_speculative_tokens
-    uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
+    uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
     draw = functools.partial(draw_tree, shape)
     if shape is None:
-        draw = functools.partial(_draw_chain, stops, depths_B)
-    return draw(feed, state, root_B, rows, uniforms)
+        draw = functools.partial(_draw_chain, stops, now.depths)
+    return draw(feed, state, now.root, now.rows, uniforms)
 
 
 def _draw_chain(

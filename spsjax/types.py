@@ -18,6 +18,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Array = jax.Array
 PyTree = Any
@@ -49,6 +50,24 @@ class ModelOutput:
     hidden: Array  # [B, T, D] after the final norm
     taps: tuple[Array, ...]  # one [B, T, D] per tapped layer: the residual stream that enters it
     block: Block  # the block that was given, if any, then these T tokens
+
+
+@pytree_dataclass
+class Round:
+    """What a drafter sees at the start of a round; it only reads."""
+
+    tokens: Array  # [B, S] int32, the token buffer
+    lengths: Array  # [B] int32, committed tokens per row
+    rows: PyTree  # sampling parameters per row, `sampling.RowParams`
+    keys: Array  # [B] keys of the round
+    cache: PyTree  # the target's `cache.KVCache`, which holds all committed tokens but the root
+    depths: Array | None = None  # [B] int32, the greatest depth at which a row wants a token; None:
+    #   K. Deeper tokens are dropped, so that a drafter need not look at it unless that saves time
+
+    @property
+    def root(self) -> Array:
+        """The last committed tokens [B]."""
+        return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
 
 
 @pytree_dataclass

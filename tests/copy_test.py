@@ -1,5 +1,6 @@
 """The place from which aggressive decoding copies, compared with a plain loop."""
 
+import drafting
 import jax
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ def test_place_is_that_of_a_plain_loop(K, start, suffix):
     state = drafter.prefill(None, None, None, None, None, sizes.astype(np.int32), None)
     lengths, patterns = sizes.astype(np.int32), set()
     for _ in range(6):
-        proposed = np.asarray(propose(None, state, tokens, lengths, None, None)[0].tokens)
+        now = drafting.round_of(tokens, lengths)
+        proposed = np.asarray(propose(None, state, now)[0].tokens)
         for row, size in enumerate(sizes):
             text = tokens[row, : lengths[row]].tolist()
             place = reference.aggressive_place(text[:size], text[size:], start, suffix)
@@ -54,7 +56,7 @@ def test_repeated_tokens_do_not_show_where_to_go_on():
         state = drafter.prefill(None, None, None, None, None, lengths, None)
         after = lengths + len(output)
         state = drafter.commit(None, state, (), text, after, None, None, None)
-        proposal, _ = drafter.propose(None, state, text, after, None, None)
+        proposal, _ = drafter.propose(None, state, drafting.round_of(text, after))
         np.testing.assert_array_equal(proposal.tokens, [expected])
 
 

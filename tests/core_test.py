@@ -192,9 +192,9 @@ class Alternating(ngram.Drafter):
     def score_sizes(self):
         return self.sizes
 
-    def propose(self, params, state, tokens_BS, lengths_B, *others):
-        proposal, drafted = super().propose(params, state, tokens_BS, lengths_B, *others)
-        wanted = (lengths_B % 4)[:, None]
+    def propose(self, params, state, now):
+        proposal, drafted = super().propose(params, state, now)
+        wanted = (now.lengths % 4)[:, None]
         kept = jnp.arange(self.num_speculative_tokens) < wanted
         return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1)), drafted
 

@@ -14,6 +14,7 @@ from spsjax import drafters, loading
 from spsjax.drafters import draft_model, eagle3, lookahead, mlp_speculator
 from spsjax.loading import LoadedDrafter
 from spsjax.training import feature_losses, step
+from spsjax.types import Round
 from spsjax.verifiers import match, rejection
 
 PACKAGE = sorted(
@@ -110,3 +111,8 @@ def verifier(name: str):
     """Returns the verifier that fits the drafter's proposals."""
     trees = name in ("random_tree", "lookahead")
     return match.Verifier() if trees else rejection.Verifier()
+
+
+def round_of(tokens, lengths, rows=None, keys=None) -> Round:
+    """Returns a round of some texts, for drafters that do not look at the target's cache."""
+    return Round(tokens, lengths, rows, keys, None)

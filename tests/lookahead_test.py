@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import drafting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +150,8 @@ def test_ngrams_that_begin_alike_are_merged():
         values=state.values.at[0, :5].set(jnp.asarray(values)),
         next=jnp.asarray([5]),
     )
-    proposal, _ = drafter.propose(None, state, jnp.asarray([[8, 1, 0]]), jnp.asarray([2]), None, 0)
+    now = drafting.round_of(jnp.asarray([[8, 1, 0]]), jnp.asarray([2]))
+    proposal, _ = drafter.propose(None, state, now)
     tokens = np.asarray(proposal.tokens)[0, 1:].reshape(5, 2).tolist()
     # Newest first: 2 3, 2 6, 4 5, 2 3; the fifth place is empty.
     assert tokens == [[2, 3], [-1, 6], [4, 5], [-1, -1], [-1, -1]]

@@ -1,5 +1,6 @@
 """Proposals of prompt lookup, compared with a plain loop."""
 
+import drafting
 import jax
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def test_ngram_proposal_is_that_of_a_plain_loop(K, sizes):
 
     @jax.jit
     def propose(tokens, lengths):
-        return drafter.propose(None, (), tokens, lengths, None, None)[0].tokens
+        return drafter.propose(None, (), drafting.round_of(tokens, lengths))[0].tokens
 
     proposed = np.asarray(propose(tokens, lengths)).tolist()
     expected = [

@@ -5,6 +5,7 @@ That they are lossless is enumerated in `exactness_test`.
 
 import dataclasses
 
+import drafting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,17 +42,14 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
         return jnp.zeros((2, 1, 8)).at[:, 0, level.depth].set(99.0), state
 
     ends = jnp.asarray([1, 2])
+    now = drafting.round_of(
+        jnp.zeros((2, 1), jnp.int32),
+        jnp.ones(2, jnp.int32),
+        GREEDY.rows(2),
+        jax.random.split(jax.random.key(0), 2),
+    )
     proposal, _, _ = jax.jit(
-        lambda: growth.grow(
-            None,
-            6,
-            feed,
-            (),
-            jnp.zeros(2, jnp.int32),
-            GREEDY.rows(2),
-            jax.random.split(jax.random.key(0), 2),
-            lambda logits, tokens: tokens == ends,
-        )
+        lambda: growth.grow(None, 6, feed, (), now, lambda logits, tokens: tokens == ends)
     )()
     np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [0, 1, 2, -1, -1, -1]])
     jax.effects_barrier()

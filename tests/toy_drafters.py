@@ -23,15 +23,16 @@ class RandomTree(base.Drafter):
     num_speculative_tokens: int = 3
     num_nodes: int = 6
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
+        tokens_BS, lengths_B = now.tokens, now.lengths
         config, weights, N = self.config, params["drafter"], self.num_nodes
         (B, S), K = tokens_BS.shape, self.num_speculative_tokens
         cache = transformer.empty_cache(config, weights, B, S)
         cache = cache.extend(transformer.apply(config, weights, tokens_BS)).at(lengths_B - 1)
         block = transformer.empty_block(config, weights, B, N + 1)
-        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 3 * N).reshape(B, N, 3)
+        uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 3 * N).reshape(B, N, 3)
         row = jnp.arange(B)
-        token = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
+        token = now.root
         above = jnp.zeros((B, N + 1, N + 1), bool).at[:, 0, 0].set(True)
         depths = jnp.zeros((B, N + 1), jnp.int32)
         parents, tokens = jnp.zeros((B, N), jnp.int32), jnp.zeros((B, N), jnp.int32)
@@ -83,11 +84,11 @@ class Tapped(base.TrainableDrafter):
         chosen = jnp.take_along_axis(features, index_B11, axis=1)[:, 0]
         return jnp.where(((index >= 0) & (index < T))[:, None], chosen, state)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         K = self.num_speculative_tokens
         logits = jnp.einsum("bd,kdv->bkv", state, params["drafter"]["heads"])
-        probs = sampling.to_probs(logits, rows)
-        uniforms = sampling.uniforms(keys_B, sampling.DRAFT, 2 * K).reshape(-1, K, 2)
+        probs = sampling.to_probs(logits, now.rows)
+        uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 2 * K).reshape(-1, K, 2)
         return Proposal(sampling.draw(probs, uniforms), probs), ()
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from spsjax import draft_shapes
 from spsjax.errors import InputError
-from spsjax.sampling import RowParams
-from spsjax.types import Array, ModelOutput, Proposal, PyTree, Verdict
+from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 
 
 class Drafter(abc.ABC):
@@ -110,16 +109,7 @@ class Drafter(abc.ABC):
         return state
 
     @abc.abstractmethod
-    def propose(
-        self,
-        params: PyTree,
-        state: PyTree,
-        tokens_BS: Array,
-        lengths_B: Array,
-        rows: RowParams,
-        keys_B: Array,
-        depths_B: Array | None = None,
-    ) -> tuple[Proposal, PyTree]:
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> tuple[Proposal, PyTree]:
         """Returns draft tokens, drawn with `sampling.uniforms` of the role DRAFT.
 
         And any arrays that `commit` needs, with a batch axis first where they are of rows.
@@ -127,13 +117,7 @@ class Drafter(abc.ABC):
         Args:
             params: parameters of target and drafter.
             state: state between rounds, which is only read.
-            tokens_BS: token buffer.
-            lengths_B: committed tokens per row.
-            rows: sampling parameters per row.
-            keys_B: keys of the round.
-            depths_B: greatest depth at which each row wants a token; None: K. Deeper tokens are
-                dropped, so that the drafter need not look at it unless that saves time. At least
-                one row wants a token.
+            now: the round. At least one row wants a token.
         """
 
     def commit(

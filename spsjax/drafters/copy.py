@@ -67,10 +67,10 @@ class Drafter(base.Drafter):
         begin = jnp.where(self.start < lengths_B, self.start, -1).astype(jnp.int32)
         return State(lengths_B, lengths_B, begin)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         index = state.next[:, None] + jnp.arange(self.num_speculative_tokens)
         known = (state.next[:, None] >= 0) & (index < state.prompts[:, None])
-        copied = jnp.take_along_axis(tokens_BS, jnp.where(known, index, 0), axis=1)
+        copied = jnp.take_along_axis(now.tokens, jnp.where(known, index, 0), axis=1)
         return Proposal(jnp.where(known, copied, -1), None), ()
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):

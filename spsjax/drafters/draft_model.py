@@ -85,8 +85,8 @@ class Drafter(base.Drafter):
             state.at(jnp.minimum(state.lengths, wanted)),
         )
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
-        K, weights = self.num_speculative_tokens, params["drafter"]
+    def propose(self, params, state, now):
+        K, weights, lengths_B = self.num_speculative_tokens, params["drafter"], now.lengths
         num_fed = draft_shapes.num_fed(self.tree, K)
         # The first pass takes the last two tokens, because the cache may lack the last but one: the
         # last accepted draft token may never have been fed. A prompt of one token has no last but
@@ -95,8 +95,7 @@ class Drafter(base.Drafter):
         cache = state.at(jnp.maximum(lengths_B - 2, 0))
         before = jnp.maximum(lengths_B[:, None] - 2, 0)
         row = jnp.arange(1 + num_fed)
-        before_last = jnp.take_along_axis(tokens_BS, before, axis=1)
-        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)
+        before_last = jnp.take_along_axis(now.tokens, before, axis=1)
 
         def feed(block, level):
             """Runs the draft over one level of nodes (`growth.Feed`)."""
@@ -122,10 +121,8 @@ class Drafter(base.Drafter):
             logits = sharding.gather_vocab(output.logits)
             return logits[..., : self.vocab_size], output.block
 
-        start = transformer.empty_block(self.config, weights, len(root), 1 + num_fed)
-        proposal, fed_as, block = growth.grow(
-            self.tree, K, feed, start, root[:, 0], rows, keys_B, self.stop_rule, depths_B
-        )
+        start = transformer.empty_block(self.config, weights, len(lengths_B), 1 + num_fed)
+        proposal, fed_as, block = growth.grow(self.tree, K, feed, start, now, self.stop_rule)
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])

@@ -170,9 +170,9 @@ class Drafter(features.FeatureDrafter):
             state.unread,
         )
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         k, K = self.tokens_per_step, self.num_speculative_tokens
-        cache = state.cache.at(jnp.maximum(lengths_B - 1 - k, 0))
+        cache = state.cache.at(jnp.maximum(now.lengths - 1 - k, 0))
 
         def feed(draft, level):
             """Runs the layer where units begin, at every k-th level (`growth.Feed`)."""
@@ -199,11 +199,8 @@ class Drafter(features.FeatureDrafter):
             outputs = lax.dynamic_index_in_dim(draft.outputs, level.depth % k, 2, keepdims=False)
             return self.logits(params, tree.along(units, outputs), level.depth), draft
 
-        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
         start = self._no_draft(draft_shapes.fed_levels(self.tree, K), state)
-        proposal, _, _ = growth.grow(
-            self.tree, K, feed, start, root, rows, keys_B, depths_B=depths_B
-        )
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, now)
         return proposal, ()
 
     def _no_draft(self, fed_levels: list[int], state: State) -> _Draft:

@@ -104,9 +104,9 @@ class Drafter(base.Drafter):
         window = jnp.where(inside, _taken(tokens_BT, index), state.window)
         return dataclasses.replace(state, window=window, prompts=lengths_B)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
-        B, root = len(tokens_BS), jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)
-        tokens, parents = jax.vmap(self._guesses)(state, root[:, 0])
+    def propose(self, params, state, now):
+        B = len(now.tokens)
+        tokens, parents = jax.vmap(self._guesses)(state, now.root)
         own = jnp.broadcast_to(jnp.asarray(self._window_parents), (B, self.num_window_tokens))
         window = state.window.reshape(B, -1)[:, 1:]  # but for the root
         eligible = jnp.arange(self.num_nodes) >= self.num_window_tokens
@@ -116,7 +116,7 @@ class Drafter(base.Drafter):
             jnp.concatenate([own, parents], axis=1),
             jnp.broadcast_to(eligible, (B, self.num_nodes)),
         )
-        return proposal, (root, jnp.ones(B, bool))
+        return proposal, (now.root, jnp.ones(B, bool))
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         K, W = self.num_speculative_tokens, self.window
@@ -125,7 +125,7 @@ class Drafter(base.Drafter):
         newest = jnp.argmax(newest, axis=-1).astype(jnp.int32)
         grown = jnp.concatenate([state.window, newest[:, None]], axis=1)  # [B, K + 1, W]
         # A column's n-gram begins in row 0, where the root takes the first column.
-        keys = grown[:, 0].at[:, :1].set(root)
+        keys = grown[:, 0].at[:, 0].set(root)
         kept = jax.vmap(_remember)(state, keys, jnp.moveaxis(grown[:, 1:], 1, 2))
         window = grown[:, 1:]
         if self.follow:

@@ -91,7 +91,7 @@ class Drafter(states.StateDrafter):
     def max_steps(self):
         return self.num_steps
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         K = self.num_speculative_tokens
 
         def feed(states_BFM, level):
@@ -104,12 +104,9 @@ class Drafter(states.StateDrafter):
             states_BFM = lax.dynamic_update_slice_in_dim(states_BFM, new, level.start, axis=1)
             return self.logits(params, new, level.depth), states_BFM
 
-        shape = len(lengths_B), draft_shapes.num_fed(self.tree, K), self.width
+        shape = len(state), draft_shapes.num_fed(self.tree, K), self.width
         start = jnp.zeros(shape, state.dtype)
-        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(
-            self.tree, K, feed, start, root, rows, keys_B, depths_B=depths_B
-        )
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, now)
         return proposal, ()
 
     def unrolled(

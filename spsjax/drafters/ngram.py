@@ -42,9 +42,9 @@ class Drafter(base.Drafter):
     def score_sizes(self) -> tuple[int, ...]:
         return (0,)  # a round without a match proposes nothing
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
+        tokens_BS, last = now.tokens, now.lengths[:, None] - 1
         slots = jnp.arange(tokens_BS.shape[1])
-        last = lengths_B[:, None] - 1
         # matched[b, i]: how many tokens up to and including slot i equal the last ones.
         matched, run = jnp.zeros_like(tokens_BS), slots < last
         for back in range(self.max_ngram):

@@ -14,5 +14,5 @@ class Drafter(base.Drafter):
 
     num_speculative_tokens: int = 0
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
-        return Proposal(jnp.zeros((tokens_BS.shape[0], 0), jnp.int32), None), ()
+    def propose(self, params, state, now):
+        return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None), ()

@@ -104,9 +104,9 @@ class PairDrafter(features.FeatureDrafter):
         extended = functools.partial(self._extended, params)
         return waiting.read(state, tokens_BS, self.num_speculative_tokens + 1, soon, extended)
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
-        B, num_fed = len(lengths_B), draft_shapes.num_fed(self.tree, K)
+        B, num_fed = len(now.lengths), draft_shapes.num_fed(self.tree, K)
 
         def feed(carry, level):
             """Runs the layer over one level of nodes (`growth.Feed`)."""
@@ -114,7 +114,7 @@ class PairDrafter(features.FeatureDrafter):
             if level.is_root:  # its pair is the cache's last
                 return self.logits(params, state.last[:, None], 0), carry
             features = tree.along(level.parents, outputs)
-            positions = lengths_B[:, None] - 2 + level.depth
+            positions = now.lengths[:, None] - 2 + level.depth
             positions = jnp.broadcast_to(positions, level.tokens.shape)
             above = level.above[:, :, 1:]
             new, grown = self.run(params, level.tokens, features, cache, block, positions, above)
@@ -125,10 +125,7 @@ class PairDrafter(features.FeatureDrafter):
         outputs = outputs.at[:, 0].set(state.last)
         shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
-        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(
-            self.tree, K, feed, start, root, rows, keys_B, self.stop_rule, depths_B
-        )
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, self.stop_rule)
         return proposal, ()
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):

@@ -81,14 +81,14 @@ class HeadsDrafter(StateDrafter):
     def outputs(self, params: PyTree, features_BTD: Array, depth: int) -> Array:
         """Returns what the head of a depth makes of features: [B, T, D]."""
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         K = self.num_speculative_tokens
         heads = range(K)
         if self.shares_head:  # its matrix is read once
             outputs = [self.outputs(params, state[:, None], depth) for depth in heads]
             logits_BKV = self.logits(params, jnp.concatenate(outputs, axis=1))
         else:
-            logits = [self._head_logits(params, state, depth, depths_B) for depth in heads]
+            logits = [self._head_logits(params, state, depth, now.depths) for depth in heads]
             logits_BKV = jnp.concatenate(logits, axis=1)
 
         def feed(state, level):
@@ -96,8 +96,7 @@ class HeadsDrafter(StateDrafter):
             row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
             return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), state
 
-        root = jnp.take_along_axis(tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        proposal, _, _ = growth.grow(self.tree, K, feed, (), root, rows, keys_B, depths_B=depths_B)
+        proposal, _, _ = growth.grow(self.tree, K, feed, (), now)
         return proposal, ()
 
     def _head_logits(self, params, state_BD, depth: int, depths_B: Array | None) -> Array:

@@ -60,10 +60,10 @@ class Drafter(base.Drafter):
     def score_sizes(self) -> tuple[int, ...]:
         return 0, 2, self.num_nodes // 2  # matches are often short, or missing
 
-    def propose(self, params, state, tokens_BS, lengths_B, rows, keys_B, depths_B=None):
+    def propose(self, params, state, now):
         if not self.num_nodes:
-            return Proposal(jnp.zeros((len(tokens_BS), 0), jnp.int32), None), ()
-        tokens, parents = jax.vmap(self._best)(tokens_BS, lengths_B)
+            return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None), ()
+        tokens, parents = jax.vmap(self._best)(now.tokens, now.lengths)
         return Proposal(tokens, None, parents if self.trees else None), ()
 
     def _best(self, tokens_S: Array, length: Array) -> tuple[Array, Array]:
