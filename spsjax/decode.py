@@ -19,7 +19,7 @@ from jax import lax
 
 from spsjax import cache as kv
 from spsjax import tree
-from spsjax.drafters.base import Drafter, check_proposal
+from spsjax.drafters import base
 from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.pacing import Pacer
@@ -27,6 +27,7 @@ from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import (
     Array,
+    Begun,
     Block,
     ModelOutput,
     Proposal,
@@ -50,7 +51,7 @@ class Program:
     """
 
     target: transformer.Config
-    drafter: Drafter
+    drafter: base.Drafter
     verifier: Verifier
     eos_ids: tuple[int, ...] = ()
     prefill_tokens: int = PREFILL_TOKENS
@@ -157,12 +158,13 @@ def propose(
 
     def draft():
         result = drafter.propose(params, state.drafter, now)
-        return check_proposal(drafter, result, len(state.tokens), program.target.vocab_size)
+        return base.check_proposal(drafter, result, len(state.tokens), program.target.vocab_size)
 
     if depths_B is None:
         proposal, drafted = draft()
     else:
-        nothing = functools.partial(_nothing, jax.eval_shape(draft))
+        shapes = jax.eval_shape(draft)
+        nothing = functools.partial(base.nothing, shapes)
         proposal, drafted = lax.cond(jnp.any(depths_B > 0), draft, nothing)
         too_deep = _node_depths(proposal) > depths_B[:, None]
         if proposal.eligible is not None:  # others are there to be scored
@@ -192,7 +194,9 @@ def score(program: Program, params: PyTree, state: DecodeState, proposal: Propos
     if proposal.parents is not None:
         ancestors = tree.ancestors(proposal.parents)
         positions = state.cache.lengths[:, None] + tree.depths(proposal.parents)
-    output = transformer.apply(
+    begun = proposal.begun
+    run = functools.partial(
+        transformer.apply,
         program.target,
         params["target"],
         jnp.concatenate([root, drafts], axis=1),
@@ -201,6 +205,10 @@ def score(program: Program, params: PyTree, state: DecodeState, proposal: Propos
         ancestors=ancestors,
         tap_layers=program.drafter.tap_layers,
     )
+    if begun is None or begun.valid is None:
+        output = run(begun=begun)
+    else:
+        output = lax.cond(begun.valid, functools.partial(run, begun=begun), run)
     return dataclasses.replace(output, logits=sharding.gather_vocab(output.logits))
 
 
@@ -266,7 +274,7 @@ def commit(
 
 
 def at_smallest_size(
-    drafter: Drafter, done: Array, proposal: Proposal, judge, least: Array | None = None
+    drafter: base.Drafter, done: Array, proposal: Proposal, judge, least: Array | None = None
 ):
     """Calls `judge` on as few of the proposal's nodes as hold the longest proposal of the batch.
 
@@ -385,12 +393,6 @@ def num_slots(length: int) -> int:
     return size
 
 
-def _nothing(shapes: tuple[Proposal, PyTree]) -> tuple[Proposal, PyTree]:
-    """Returns a proposal without tokens, and zeros for the drafter."""
-    proposal, drafted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return dataclasses.replace(proposal, tokens=proposal.tokens - 1), drafted
-
-
 def _node_depths(proposal: Proposal) -> Array:
     """Returns the depths [B or 1, N] of the draft tokens, 1 for the root's children."""
     if proposal.parents is None:
@@ -401,8 +403,14 @@ def _node_depths(proposal: Proposal) -> Array:
 def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     """Cuts off all but the first draft tokens; in a tree, parents come before their children."""
 
-    def cut(array, nodes):
-        return None if array is None else array[:, :nodes]
+    def cut(array, nodes, axis=1):
+        return None if array is None else lax.slice_in_dim(array, 0, nodes, axis=axis)
+
+    begun = proposal.begun
+    if begun is not None:
+        rows = functools.partial(cut, nodes=count + 1, axis=2)
+        keys, values = tuple(map(rows, begun.keys)), tuple(map(rows, begun.values))
+        begun = Begun(cut(begun.stream, count + 1), keys, values, begun.valid)
 
     return dataclasses.replace(
         proposal,
@@ -410,6 +418,7 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
         probs=cut(proposal.probs, count if proposal.parents is None else count + 1),
         parents=cut(proposal.parents, count),
         eligible=cut(proposal.eligible, count),
+        begun=begun,
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import draft_shapes, drafters, tokenization
-from spsjax.drafters import draft_model, features, pairs, stopping
+from spsjax.drafters import draft_model, early_exit, features, hybrid, pairs, stopping, suffix
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
@@ -152,9 +152,11 @@ def load_drafter(
     """Loads a drafter for a target.
 
     Args:
-        name: name of a drafting method that needs no weights ("ngram", "suffix", "copy" or
-            "lookahead"); or whatever `load` takes: a smaller model with the target's tokenizer, or
-            a drafter of the target's features (docs/drafters.md lists methods and layouts).
+        name: name of a drafting method that needs no weights: "ngram", "suffix", "copy",
+            "lookahead", "early_exit:4" (the target's first 4 layers) or "early_exit:FILE" (without
+            what scripts/plan_skips.py chose); or whatever `load` takes: a smaller model with the
+            target's tokenizer, or a drafter of the target's features (docs/drafters.md). With
+            "suffix+" before the latter two, suffix decoding drafts where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
@@ -167,8 +169,18 @@ def load_drafter(
         InputError: no drafter of that name, or one that does not fit the target, the tree or the
             rule.
     """
-    loaded = _load_drafter(name, target, replicate, tree)
-    return loaded if stop_rule is None else with_stop_rule(loaded, stop_rule)
+    together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
+    loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)
+    loaded = loaded if stop_rule is None else with_stop_rule(loaded, stop_rule)
+    return _with_suffix(name, loaded) if with_suffix else loaded
+
+
+def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
+    """Returns a drafter that leaves to suffix decoding what that does better."""
+    if not loaded.params or loaded.drafter.trees:
+        raise InputError(f"{name}: expected a drafter with weights, of chains, found another")
+    drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter())
+    return dataclasses.replace(loaded, name=str(name), drafter=drafter)
 
 
 def with_stop_rule(loaded: LoadedDrafter, stop_rule: stopping.Rule) -> LoadedDrafter:
@@ -194,6 +206,13 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
         if tree is not None:
             raise InputError(f"tree: expected none for {name}, which drafts chains, found a tree")
         return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
+    method, _, rest = str(name).partition(":")
+    if method == "early_exit":
+        if tree is not None:
+            raise InputError(
+                "tree: expected none for early_exit, which drafts chains, found a tree"
+            )
+        return LoadedDrafter(str(name), early_exit.by_name(rest, target.config), {})
     near = isinstance(name, str) and difflib.get_close_matches(name.lower(), WEIGHTLESS, 1, 0.8)
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spsjax import decode, loading, pacing, sampling, verifiers
-from spsjax.drafters import base, draft_model, features, none
+from spsjax.drafters import base, draft_model, early_exit, features, none
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
@@ -188,12 +188,13 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
-    if isinstance(method, features.FeatureDrafter) and method.target != model.config:
+    made_for = (features.FeatureDrafter, early_exit.Drafter)
+    if isinstance(method, made_for) and method.target != model.config:
         raise InputError(
             f"drafter {drafter.name}: expected a drafter of this target's features, found one of "
             "another shape of target. Load it for this target with load_drafter."
         )
-    _check_method(f"drafter {drafter.name}", method, drafter.params)
+    _check_method(f"drafter {drafter.name}", getattr(method, "model", method), drafter.params)
     if drafter.params and _devices(drafter.params) != _devices(model.params):
         raise InputError(
             f"drafter {drafter.name}: expected weights on the target's devices, found others. "

@@ -71,6 +71,20 @@ class Round:
 
 
 @pytree_dataclass
+class Begun:
+    """What the target's layers before layer E have made of a round's nodes.
+
+    A draft that consists of the target's first layers leaves it to the scoring pass, which then
+    begins with layer E.
+    """
+
+    stream: Array  # [B, M, D], the residual stream that enters layer E
+    keys: tuple[Array, ...]  # one [B, G, M, C] per layer before E
+    values: tuple[Array, ...]  # one [B, G, M, C] per layer before E
+    valid: Array | None = None  # [] bool, whether the rest is; None: it is
+
+
+@pytree_dataclass
 class Proposal:
     """N draft tokens per row: a chain, or a tree whose root is the last committed token.
 
@@ -83,6 +97,9 @@ class Proposal:
     #   for a chain P = N. None: every token is a point mass
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
     eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
+    begun: Begun | None = None  # for a chain
+    expected: Array | None = None  # [B] float32, draft tokens that the drafter expects to be
+    #   accepted, for drafters that choose between others; the loop does not look at it
     distinct: bool = dataclasses.field(default=False, metadata={"static": True})  # whether siblings
     #   were drawn without replacement: each from what the earlier ones left of probs
 

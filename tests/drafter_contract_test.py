@@ -106,7 +106,7 @@ def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
 
     This holds for any number of accepted tokens. With draft == target all are accepted.
     """
-    if name in ("copy", "lookahead"):
+    if name in drafting.WITH_HISTORY:
         pytest.skip(f"its state is not that of a fresh prefill; see {name}_test")
     draft = build_model(draft.config, target.params, None) if same else draft
     program, params, state = beginning(name, target, draft)

@@ -11,8 +11,17 @@ from conftest import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spsjax import drafters, loading
-from spsjax.drafters import draft_model, eagle3, lookahead, mlp_speculator
+from spsjax.drafters import (
+    draft_model,
+    eagle3,
+    early_exit,
+    hybrid,
+    lookahead,
+    mlp_speculator,
+    suffix,
+)
 from spsjax.loading import LoadedDrafter
+from spsjax.models.config import Skipped
 from spsjax.training import feature_losses, step
 from spsjax.types import Round
 from spsjax.verifiers import match, rejection
@@ -25,6 +34,7 @@ PACKAGE = sorted(
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
+WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
 HEADS = (*PAIRS, "falcon", *STATES)
 
 
@@ -46,6 +56,12 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
         drafter, params = trained_head(name, draft.config)
         drafter = dataclasses.replace(drafter, num_speculative_tokens=K)
         return LoadedDrafter(name, drafter, replicated(params, draft.mesh))
+    if name == "early_exit":
+        drafter = early_exit.Drafter(draft.config, Skipped((0,), ()), K)
+        return LoadedDrafter(name, drafter, {})
+    if name == "hybrid":
+        drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), suffix.Drafter(K))
+        return LoadedDrafter(name, drafter, draft.params)
     if name == "lookahead":  # its default window is for accelerators
         return LoadedDrafter(name, lookahead.Drafter(K, window=3, num_guesses=3, pool=32), {})
     if name == "random_tree":

@@ -24,6 +24,7 @@ from spsjax import decode, sampling
 from spsjax.drafters import draft_model
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
+from spsjax.models.config import Skipped
 from spsjax.models.layers import context_of
 from spsjax.types import Block, ModelOutput
 from spsjax.verifiers import match, rejection
@@ -61,11 +62,22 @@ def params_of(table: np.ndarray):
 
 
 def apply(
-    config, params, tokens_BT, cache=None, *, block=None, tap_layers=(), num_logits=None, **where
+    config,
+    params,
+    tokens_BT,
+    cache=None,
+    *,
+    block=None,
+    tap_layers=(),
+    num_logits=None,
+    begun=None,
+    skipped=Skipped(),
+    **where,
 ):
     """Replaces `transformer.apply`: looks a table up by the tokens that a node can see.
 
-    Caches hold tokens. The real code decides which slots and nodes are visible.
+    Caches hold tokens. The real code decides which slots and nodes are visible. The residual stream
+    is the target's logits. Without some sub-layers they are another token's: a bad draft.
 
     Args:
       where: positions and ancestors, as `transformer.apply` takes them.
@@ -98,7 +110,9 @@ def apply(
     positions = jnp.broadcast_to(context.block_positions, (B, P))
     size = jnp.int32(T) + (0 if block is None else block.size)
     extended = Block((rows,), (rows,), positions, size)
+    logits = logits if begun is None else begun.stream
     last = logits if num_logits is None else logits[:, -num_logits:]
+    last = jnp.roll(last, 1, axis=-1) if skipped.attention else last
     return ModelOutput(last, logits, (logits,) * len(tap_layers), extended)
 
 

@@ -18,8 +18,19 @@ import reference
 import toy_drafters
 
 from spsjax import DynamicTree, Tree, pacing, sampling
-from spsjax.drafters import copy, draft_model, lookahead, ngram, none, stopping, suffix
+from spsjax.drafters import (
+    copy,
+    draft_model,
+    early_exit,
+    hybrid,
+    lookahead,
+    ngram,
+    none,
+    stopping,
+    suffix,
+)
 from spsjax.loading import LoadedDrafter
+from spsjax.models.config import Skipped
 from spsjax.types import Proposal
 from spsjax.verifiers import lenience as lenient
 from spsjax.verifiers import match, rejection
@@ -61,6 +72,17 @@ class Seeded(lookahead.Drafter):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Looked(hybrid.Drafter):
+    """Whose first round already takes what was looked up, if there is anything."""
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        state = super().prefill(params, state, tokens_BT, next_BT, starts_B, lengths_B, output)
+        found, _ = self.lookup.propose(params, (), drafting.round_of(tokens_BT, lengths_B))
+        looks_up = (found.tokens[:, 0] >= 0) & (found.expected >= 0.7)
+        return dataclasses.replace(state, found=found.tokens, looks_up=looks_up)
+
+
 def drafters(K, length):
     """Returns a tiny instance of every drafter."""
     heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
@@ -68,7 +90,11 @@ def drafters(K, length):
     return {
         "copy": LoadedDrafter("", copy.Drafter(K), {}),
         "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), {}),
+        "early_exit": LoadedDrafter("", self_draft(K), {}),
         **{name: head(name, K) for name in drafting.HEADS},
+        "hybrid": LoadedDrafter(
+            "", Looked(draft_model.Drafter(table_config, K), suffix.Drafter(K)), {}
+        ),
         "lookahead": LoadedDrafter("", Seeded(K, window=1, num_guesses=2, pool=9), {}),
         "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
         "none": LoadedDrafter("", none.Drafter(), {}),
@@ -78,6 +104,12 @@ def drafters(K, length):
             "", toy_drafters.Tapped(VOCAB, VOCAB, K), {"heads": jnp.asarray(heads)}
         ),
     }
+
+
+def self_draft(K):
+    """Returns a drafter that leaves out all of the target; its stream is the table's logits."""
+    target = dataclasses.replace(enumeration.config(VOCAB), d_model=VOCAB)
+    return early_exit.Drafter(target, Skipped((0,), (0,)), K)
 
 
 def head(name, K):
@@ -161,6 +193,22 @@ def test_dropping_the_token_that_ends_a_chain_is_rejected(monkeypatch):
     enumeration._step.cache_clear()
 
 
+@pytest.mark.parametrize(("K", "new", "eos_ids"), SHAPES)
+def test_target_that_drafts_for_itself_is_lossless(K, new, eos_ids):
+    """The scoring pass continues what the draft has begun."""
+    studied = loop("early_exit", K, new, eos_ids, seed=K)
+    for params in PARAMS:
+        assert_lossless(studied, **params)
+
+
+def test_hybrid_is_lossless():
+    """Some rounds take what was looked up, and others the model's draft."""
+    for prompt, new in (((0, 1, 0), 3), ((0,), 4)):
+        studied = loop("hybrid", 2, new, prompt=prompt)
+        for params in PARAMS:
+            assert_lossless(studied, **params)
+
+
 @pytest.mark.parametrize("name", ["copy", "ngram", "suffix"])
 def test_drafter_without_weights_is_lossless(name):
     # The prompt repeats itself, so that most contexts have a match. Some have none.
@@ -187,7 +235,7 @@ def test_lookahead_is_lossless():
 
 
 @pytest.mark.parametrize("depth", (1, 2))
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "lookahead", "ngram"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "lookahead", "ngram"])
 def test_draft_of_any_chosen_depth_is_lossless(name, depth):
     studied = loop(name, 2, 3)
     drafter = dataclasses.replace(studied.drafter.paced(), num_speculative_tokens=2)

@@ -127,7 +127,7 @@ def test_rounds_without_a_draft_lose_nothing(target, draft, name):
 
     @jax.jit
     def undisturbed(params, tokens, lengths):
-        if name in ("copy", "lookahead"):  # whose states depend on how the text came about
+        if name in drafting.WITH_HISTORY:
             return None
         inputs_now = SamplingParams().rows(4), tokens, lengths, np.full(4, 170, np.int32), keys
         state = decode.prefill(plain, 192, params, *inputs_now)

@@ -106,7 +106,8 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """Returns the drafter argument of `generate`.
 
     Args:
-        name: "none"; "model", which loads `draft`; or the name of a module of `spsjax.drafters`.
+        name: "none"; "model", which loads `draft`; "early_exit:4", as `loading.load_drafter` takes
+            it; or the name of a module of `spsjax.drafters`.
         draft: name or folder of a draft model, or of a drafter of the target's features.
         options: config with the arguments of a drafter under the name of its module.
         target: the target, whose mesh is taken over.
@@ -117,15 +118,17 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """
     if name in (None, "none"):
         return None
+    if name.partition(":")[0] == "early_exit":
+        return loading.load_drafter(name, target)
     if name in ("model", "draft_model"):
-        if loading.is_feature_drafter(draft):
+        if draft.startswith("suffix+") or loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)
         return loading.load(draft, target.mesh, dtype)
     module = f"{drafters.__name__}.{name}"
     drafter = name.isidentifier() and importlib.util.find_spec(module)
     drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
     if not drafter or drafter is base.Drafter:
-        methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS)))
+        methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS, "early_exit:4")))
         raise InputError(
             f"drafter: expected {methods} or another module of spsjax.drafters, found {name!r}"
         )

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from spsjax import draft_shapes
@@ -149,6 +150,15 @@ class Drafter(abc.ABC):
             verdict: what was accepted.
         """
         return state
+
+
+def nothing(shapes: tuple[Proposal, PyTree]) -> tuple[Proposal, PyTree]:
+    """Returns what stands for the result of a `propose` that is not called: no tokens, and zeros.
+
+    `shapes` are those of the result, from `jax.eval_shape`.
+    """
+    proposal, drafted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return dataclasses.replace(proposal, tokens=proposal.tokens - 1), drafted
 
 
 def check_proposal(drafter: Drafter, result, batch: int, vocab: int) -> tuple[Proposal, PyTree]:

@@ -177,4 +177,4 @@ def run_layer(
     segment = None if cache is None else cache.segments()[0]
     earlier = None if block is None else (block.keys[0], block.values[0])
     result, rows = outputs(context, segment, earlier)
-    return result, context.block([rows])
+    return result, context.block([rows], len(result))

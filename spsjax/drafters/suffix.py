@@ -63,11 +63,11 @@ class Drafter(base.Drafter):
     def propose(self, params, state, now):
         if not self.num_nodes:
             return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None), ()
-        tokens, parents = jax.vmap(self._best)(now.tokens, now.lengths)
-        return Proposal(tokens, None, parents if self.trees else None), ()
+        score, (tokens, parents) = jax.vmap(self._best)(now.tokens, now.lengths)
+        return Proposal(tokens, None, parents if self.trees else None, expected=score), ()
 
-    def _best(self, tokens_S: Array, length: Array) -> tuple[Array, Array]:
-        """Returns tokens and parents [N] of the best proposal over all lengths of the match."""
+    def _best(self, tokens_S: Array, length: Array) -> tuple[Array, tuple[Array, Array]]:
+        """Returns the best proposal over all lengths of a match: score, tokens [N], parents [N]."""
         text = _Text(tokens_S, _token_ids(tokens_S), length - 1)
         matched_S = _matched(text, self.max_match)
         nothing = jnp.full(self.num_nodes, -1), jnp.zeros(self.num_nodes, jnp.int32)
@@ -94,7 +94,7 @@ class Drafter(base.Drafter):
             return shorter, jnp.maximum(score, best), proposal
 
         start = jnp.max(matched_S), jnp.zeros(()), nothing
-        return lax.while_loop(may_win, look, start)[2]
+        return lax.while_loop(may_win, look, start)[1:]
 
     def _grow(self, text: "_Text", starts_S: Array, limit: Array) -> "_Nodes":
         """Returns the proposal after the matches that end at `starts_S`, at most `limit` deep."""

@@ -1,6 +1,7 @@
 """Shapes of decoders, with every flag in which families of models differ."""
 
 import dataclasses
+import sys
 
 from spsjax.errors import InputError, short_repr
 
@@ -10,6 +11,41 @@ _CHOICES = {
     "norm": ("rms", "layer"),
     "biases": ("none", "qkv", "all"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """Sub-layers that a pass leaves out: what enters them goes on unchanged.
+
+    Attributes:
+        attention: layers whose attention is left out, in rising order.
+        ffn: layers whose feed-forward network is left out, in rising order.
+    """
+
+    attention: tuple[int, ...] = ()
+    ffn: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The first layer of which something is left out."""
+        return min((*self.attention, *self.ffn), default=sys.maxsize)
+
+    @classmethod
+    def after(cls, num_kept: int, num_layers: int) -> "Skipped":
+        """Returns all sub-layers but those of the first `num_kept` layers: an early exit."""
+        rest = tuple(range(num_kept, num_layers))
+        return cls(rest, rest)
+
+    def check(self, config: "Config") -> None:
+        """Raises InputError unless these are layers of the model, each once and in rising order."""
+        for name in ("attention", "ffn"):
+            layers = getattr(self, name)
+            inside = isinstance(layers, tuple) and set(layers) <= set(range(config.num_layers))
+            if not inside or layers != tuple(sorted(set(layers))):
+                raise InputError(
+                    f"skipped.{name}: expected layers in [0, {config.num_layers}) in rising order, "
+                    f"found {short_repr(layers)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)

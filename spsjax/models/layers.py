@@ -104,10 +104,10 @@ class Context:
         grown = (update(old, rows, self.size) for old, rows in zip(earlier, new))
         return tuple(map(sharding.whole_heads, grown))
 
-    def block(self, layers: Sequence[KeysValues]) -> Block:
+    def block(self, layers: Sequence[KeysValues], batch: int) -> Block:
         """Returns the block of the keys and values that `append` returned in each layer."""
         keys, values = zip(*layers)
-        shape = len(keys[0]), self.block_positions.shape[1]
+        shape = batch, self.block_positions.shape[1]
         earlier = 0 if self.size is None else self.size
         size = jnp.asarray(self.positions.shape[1] + earlier, jnp.int32)
         return Block(keys, values, jnp.broadcast_to(self.block_positions, shape), size)
@@ -313,13 +313,36 @@ class DecoderBlock(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.ffn_post_norm = norm(), norm()
 
-    def __call__(self, x_BTD, context: Context, cache: kv.Segment | None, earlier):
-        attended, block = self.attention(self.attention_norm(x_BTD), context, cache, earlier)
-        if self.config.post_norms:
-            attended = self.attention_post_norm(attended)
-        x_BTD = x_BTD + attended
-        fed = two_rows(self.ffn, self.ffn_norm(x_BTD))
-        return x_BTD + (self.ffn_post_norm(fed) if self.config.post_norms else fed), block
+    def __call__(
+        self,
+        x_BTD,
+        context: Context,
+        cache: kv.Segment | None,
+        earlier: KeysValues | None,
+        skips: tuple[bool | Array, bool | Array] = (False, False),
+    ):
+        """Returns the output, and the block's keys and values with those of these tokens.
+
+        `skips` says whether attention and feed-forward are left out: True, so that they are not
+        run, and the keys and values are `earlier`; or [B], so that they count in some rows only.
+        """
+        block, (skips_attention, skips_ffn) = earlier or (None, None), skips
+        if skips_attention is not True:
+            attended, block = self.attention(self.attention_norm(x_BTD), context, cache, earlier)
+            if self.config.post_norms:
+                attended = self.attention_post_norm(attended)
+            x_BTD = x_BTD + _unless(skips_attention, attended)
+        if skips_ffn is not True:
+            fed = two_rows(self.ffn, self.ffn_norm(x_BTD))
+            if self.config.post_norms:
+                fed = self.ffn_post_norm(fed)
+            x_BTD = x_BTD + _unless(skips_ffn, fed)
+        return x_BTD, block
+
+
+def _unless(skips: bool | Array, x_BTD: Array) -> Array:
+    """Returns x, or zeros in rows that leave it out."""
+    return x_BTD if skips is False else jnp.where(skips[:, None, None], 0, x_BTD)
 
 
 _ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}

@@ -17,11 +17,11 @@ from spsjax import cache as kv
 from spsjax.errors import InputError
 from spsjax.models import pure
 from spsjax.models.attention import capped
-from spsjax.models.config import Config
+from spsjax.models.config import Config, Skipped
 from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, context_of, head_logits
 from spsjax.models.products import row_product
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, ModelOutput, PyTree
+from spsjax.types import Array, Begun, Block, ModelOutput, PyTree
 
 
 class Transformer(nnx.Module):
@@ -62,18 +62,19 @@ class Transformer(nnx.Module):
         tap_layers=(),
         remat=False,
         num_logits: int | None = None,
+        begun: Begun | None = None,
+        skipped: Skipped | Array = Skipped(),
     ) -> ModelOutput:
-        x_BTD = self.embedded(tokens_BT)
-        if self.config.positions == "learned":
-            last = self.config.max_positions - 1
-            x_BTD = x_BTD + self.position_embed(jnp.minimum(context.positions, last))
         cached = cache.segments() if cache else (None,) * self.config.num_layers
-        earlier = zip(block.keys, block.values) if block else (None,) * self.config.num_layers
-        rows, stream = [], []
-        for index, (layer, past, before) in enumerate(zip(self.layers, cached, earlier)):
+        earlier = [*zip(block.keys, block.values)] if block else [None] * self.config.num_layers
+        rows = [] if begun is None else [*zip(begun.keys, begun.values)]
+        stream = [None] * len(rows)
+        x_BTD = self._first_stream(tokens_BT, context) if begun is None else begun.stream
+        for index in range(len(rows), self.config.num_layers):
             stream.append(x_BTD)
-            run = jax.checkpoint(layer) if remat else layer
-            x_BTD, row = run(x_BTD, context, past, before)
+            run = functools.partial(self.layers[index], skips=_skips(skipped, index))
+            run = jax.checkpoint(run) if remat else run
+            x_BTD, row = run(x_BTD, context, cached[index], earlier[index])
             if tokens_BT.shape[1] >= _LONG and index % _SUMMED == _SUMMED - 1:
                 x_BTD = jax.lax.optimization_barrier(x_BTD)
             rows.append(row)
@@ -82,7 +83,14 @@ class Transformer(nnx.Module):
         taps = tuple(stream[layer] for layer in tap_layers)
         first = 0 if num_logits is None else hidden.shape[1] - num_logits
         last = hidden[:, first:]
-        return ModelOutput(self.logits(last), hidden, taps, context.block(rows))
+        return ModelOutput(self.logits(last), hidden, taps, context.block(rows, len(tokens_BT)))
+
+    def _first_stream(self, tokens_BT, context: Context) -> Array:
+        x_BTD = self.embedded(tokens_BT)
+        if self.config.positions == "learned":
+            last = self.config.max_positions - 1
+            x_BTD = x_BTD + self.position_embed(jnp.minimum(context.positions, last))
+        return x_BTD
 
     def embedded(self, tokens_BT) -> Array:
         """Returns the embeddings [B, T, D] of tokens, without their positions."""
@@ -99,6 +107,13 @@ class Transformer(nnx.Module):
             logits = head_logits(hidden_BTD, self.head.kernel[...])
         logits = sharding.split_rows(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
+
+
+def _skips(skipped: Skipped | Array, layer: int) -> tuple[bool | Array, bool | Array]:
+    """Returns whether attention and feed-forward of a layer are left out."""
+    if isinstance(skipped, Skipped):
+        return layer in skipped.attention, layer in skipped.ffn
+    return skipped[:, layer, 0], skipped[:, layer, 1]
 
 
 # Layers whose outputs a compiler may keep separately, and add up again where the sum is needed. In
@@ -132,6 +147,8 @@ def apply(
     dtype=None,
     remat: bool = False,
     num_logits: int | None = None,
+    begun: Begun | None = None,
+    skipped: Skipped | Array = Skipped(),
 ) -> ModelOutput:
     """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
 
@@ -152,21 +169,31 @@ def apply(
         dtype: compute type; None: the type of the parameters.
         remat: whether to recompute a block's activations for its gradient instead of storing them.
         num_logits: number of last tokens whose logits are computed; None: all.
+        begun: what the first layers have made of these tokens; None: they are run.
+        skipped: sub-layers that are not run; their part of the block stays as it was. Or [B, L, 2]
+            bool, whether a row leaves out attention and feed-forward of each layer; all are run.
     """
+    first = 0 if begun is None else len(begun.keys)
     for layer in tap_layers:
-        if not 0 <= layer <= config.num_layers:
+        if not first <= layer <= config.num_layers:
             raise InputError(
-                f"tap_layers: expected layers in [0, {config.num_layers}], found {layer}"
+                f"tap_layers: expected layers in [{first}, {config.num_layers}], found {layer}"
             )
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
     model = _bind(config, params, dtype)
-    return model(tokens_BT, context, cache, block, tap_layers, remat, num_logits)
+    return model(tokens_BT, context, cache, block, tap_layers, remat, num_logits, begun, skipped)
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
     """Returns logits [B, T, V] of final hidden states that an earlier `apply` returned."""
     return _bind(config, params, hidden_BTD.dtype).logits(hidden_BTD)
+
+
+def exit_logits(config: Config, params: PyTree, stream_BTD: Array) -> Array:
+    """Returns logits [B, T, V] of a residual stream, as if its layer were the last."""
+    model = _bind(config, params, stream_BTD.dtype)
+    return model.logits(model.norm(stream_BTD))
 
 
 def head_kernel(config: Config, params: PyTree) -> Array:

@@ -268,7 +268,7 @@ def _noise(width: float, tokens: Array, features: Array) -> Array:
     """Returns uniform noise that depends on the texts alone, so that a resumed run repeats it."""
     if not width:
         return jnp.zeros((), features.dtype)
-    key = _key(tokens, 2)
+    key = train_step.text_key(tokens, 2)
     scale = width * 512 / features.shape[1]
     return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
 
@@ -286,18 +286,11 @@ def _glanced(drafter, params, share, target, tokens, features) -> Array:
         drafted = jnp.argmax(drafter.draft_logits(params, outputs, step), axis=-1)
         wanted = jnp.take(best, index + 1 + step, axis=1, mode="clip")
         wrong += jnp.sum((drafted != wanted) & (index + 1 + step < len(index)), axis=1)
-    numbers = jax.random.uniform(_key(tokens, 3), best.shape)
+    numbers = jax.random.uniform(train_step.text_key(tokens, 3), best.shape)
     rank = jnp.argsort(jnp.argsort(numbers, axis=1), axis=1)
     return jax.lax.stop_gradient(rank < share * wrong[:, None])
 
 
 def _drawn(tokens: Array, role: int, count: int) -> Array:
     """Returns a number below `count` that texts determine, another one for each role."""
-    return jax.random.randint(_key(tokens, role), (), 0, count)
-
-
-def _key(tokens: Array, role: int) -> Array:
-    """Returns a key that texts determine, and that differs from batch to batch."""
-    weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
-    number = jnp.sum(tokens.astype(jnp.uint32) * weights)
-    return jax.random.fold_in(jax.random.key(number), role)
+    return jax.random.randint(train_step.text_key(tokens, role), (), 0, count)

@@ -81,6 +81,16 @@ def loss_mask(batch: PyTree) -> Array:
     return counts.astype(jnp.float32)
 
 
+def text_key(tokens: Array, role: int) -> Array:
+    """Returns a key that texts determine, and that differs from batch to batch.
+
+    So a resumed run repeats its random choices. `role` is another number for each use.
+    """
+    weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
+    number = jnp.sum(tokens.astype(jnp.uint32) * weights)
+    return jax.random.fold_in(jax.random.key(number), role)
+
+
 def make_step(metrics_of: PerTokenMetrics, optimizer: OptimizerConfig) -> Callable:
     """Returns the jitted `(state, frozen, batch) -> (state, metrics)`, which consumes the state.
 

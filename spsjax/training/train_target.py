@@ -14,7 +14,7 @@ from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.training import metrics
+from spsjax.training import layer_skip, metrics
 from spsjax.training import step as train_step
 from spsjax.training.trainer import Trainer, flops_per_token
 from spsjax.types import PyTree
@@ -45,6 +45,9 @@ def train_target(
     build_model = functools.partial(from_config.build, "model", transformer.Config, config.model)
     # Validate everything that does not need the corpus first: building it can take hours.
     trainer.check_model(build_model())
+    skips = None
+    if config.get("layer_skip"):
+        skips = from_config.build("layer_skip", layer_skip.LayerSkip, config.layer_skip)
     named = tokenization.load(config.tokenizer) if config.tokenizer else None
     corpus = trainer.prepare_corpus(trainer.choose_tokenizer(named), config.model.vocab_size)
     tokenizer = corpus.tokenizer
@@ -55,7 +58,10 @@ def train_target(
         )
     model = build_model(bos_id=tokenizer.bos_id, eos_ids=(tokenizer.eos_id,))
     trainer.folder.pin(corpus=corpus.fingerprint)
-    metrics_of = train_step.language_model_metrics(model, trainer.precision)
+    metrics_of = held_out_of = train_step.language_model_metrics(model, trainer.precision)
+    if skips is not None:
+        metrics_of = layer_skip.training_metrics(model, skips, trainer.precision)
+        held_out_of = layer_skip.held_out_metrics(model, trainer.precision)
     batches = pipeline.BatchIterator(
         [pipeline.Table(tokens=corpus.train)],
         [1.0],
@@ -71,7 +77,7 @@ def train_target(
         metrics_of,
         {},
         batches,
-        _held_out_loss(trainer, metrics_of, corpus.held_out),
+        _held_out_loss(trainer, held_out_of, corpus.held_out),
         flops_per_token=flops_per_token(model, transformer.num_params(shapes), config.length),
     )
     return trainer.save(model, params, tokenizer)
@@ -87,7 +93,8 @@ def _held_out_loss(
         summaries = metrics.evaluate_batches(
             jitted_metrics, params, {}, table, trainer.eval_batch, trainer.batch_sharding
         )
-        trainer.report(step, "held_out", {"loss": dataclasses.asdict(summaries["loss"])})
+        record = {name: dataclasses.asdict(summary) for name, summary in summaries.items()}
+        trainer.report(step, "held_out", record)
         return -summaries["loss"].mean
 
     return evaluate

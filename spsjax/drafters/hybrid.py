@@ -1,0 +1,143 @@
+"""Two drafters in one: a look-up where it expects to do better, a model elsewhere.
+
+Oliaro et al. 2024 (arXiv 2411.04975) combine suffix decoding with a drafter like EAGLE this way.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax.drafters import base
+from spsjax.errors import InputError, check_integer, check_number
+from spsjax.types import Array, PyTree, Round, pytree_dataclass
+
+
+@pytree_dataclass
+class State:
+    """State between rounds.
+
+    Attributes:
+        model: the model's own.
+        found: [B, K] int32, what was looked up for the next round; -1: nothing.
+        looks_up: [B] bool, whether the next round takes it.
+        expected: [B] float32, draft tokens of the model that are accepted, as of its last rounds.
+    """
+
+    model: PyTree
+    found: Array
+    looks_up: Array
+    expected: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Drafter):
+    """Proposes what was looked up if that is expected to be longer than the model's draft.
+
+    Lossless: committed tokens and past rounds decide, and what was looked up are point masses. The
+    look-up's expectation is `Proposal.expected`; the model's is a moving average of the draft
+    tokens that were accepted. A model that does not draft does not run: it reads what it missed
+    before its next draft.
+
+    Attributes:
+        model: drafter of chains with weights.
+        lookup: drafter of chains without weights or state that says what it expects: `suffix`.
+        num_speculative_tokens: K, the most tokens that are looked up; None: as `lookup` has it.
+        model_tokens: the most tokens that the model drafts; None: as `model` has it.
+        memory: share of the average that stays in every round of the model.
+        waits: whether the loop calls `catch_up`, as it does when it chooses K in every round.
+    """
+
+    model: base.Drafter
+    lookup: base.Drafter
+    num_speculative_tokens: int | None = None
+    model_tokens: int | None = None
+    memory: float = 0.8
+    waits: bool = False
+
+    def __post_init__(self):
+        for name in ("model", "lookup"):
+            drafter = getattr(self, name)
+            if not isinstance(drafter, base.Drafter) or drafter.trees:
+                raise InputError(f"{name}: expected a drafter of chains, found another")
+        check_number("memory", self.memory, 0, 1)
+        K, most = self.num_speculative_tokens, self.model_tokens
+        if K is None:
+            K = self.lookup.num_speculative_tokens
+            K = min(K, getattr(self.model, "max_steps", None) or K)
+        most = self.model.num_speculative_tokens if most is None else most
+        check_integer("num_speculative_tokens", K, 0)
+        check_integer("model_tokens", most, 1)
+        # The model's buffers have room for whatever a round commits. It may rest between rounds.
+        model = dataclasses.replace(self.model.paced(), num_speculative_tokens=K)
+        lookup = dataclasses.replace(self.lookup, num_speculative_tokens=K)
+        for name, value in (("model", model), ("lookup", lookup), ("model_tokens", most)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "num_speculative_tokens", K)
+
+    def paced(self):
+        longest = getattr(self.model, "max_steps", None) or max(self.num_speculative_tokens, 8)
+        return dataclasses.replace(self, num_speculative_tokens=longest, waits=True)
+
+    @property
+    def tap_layers(self):
+        return self.model.tap_layers
+
+    @property
+    def score_sizes(self):
+        most = min(self.model_tokens, self.num_speculative_tokens)
+        return *self.lookup.score_sizes, *self.model.score_sizes, most
+
+    def init(self, params, batch, slots):
+        K = self.num_speculative_tokens
+        return State(
+            self.model.init(params, batch, slots),
+            jnp.full((batch, K), -1, jnp.int32),
+            jnp.zeros(batch, bool),
+            jnp.full(batch, min(self.model_tokens, K) / 2),
+        )
+
+    def prefill(self, params, state, *chunk):
+        return dataclasses.replace(state, model=self.model.prefill(params, state.model, *chunk))
+
+    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+        soon &= ~jnp.all(state.looks_up)
+        model = self.model.catch_up(params, state.model, tokens_BS, lengths_B, soon)
+        return dataclasses.replace(state, model=model)
+
+    def propose(self, params, state, now):
+        depth = jnp.arange(1, self.num_speculative_tokens + 1)
+        wanted = jnp.full_like(now.lengths, self.model_tokens)
+        if now.depths is not None:
+            wanted = jnp.minimum(wanted, now.depths)
+        wanted = jnp.where(state.looks_up, 0, wanted)
+
+        def draft():
+            return self.model.propose(params, state.model, dataclasses.replace(now, depths=wanted))
+
+        shapes = jax.eval_shape(draft)
+        proposal, drafted = lax.cond(jnp.any(wanted > 0), draft, lambda: base.nothing(shapes))
+        tokens = jnp.where(depth <= wanted[:, None], proposal.tokens, -1)
+        tokens = jnp.where(state.looks_up[:, None], state.found, tokens)
+        probs = proposal.probs
+        if probs is not None:
+            points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
+            probs = jnp.where(state.looks_up[:, None, None], points, probs)
+        return dataclasses.replace(proposal, tokens=tokens, probs=probs), drafted
+
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+        model = self.model.commit(
+            params, state.model, drafted, tokens_BS, lengths_B, proposal, output, verdict
+        )
+        accepted = verdict.num_tokens - verdict.valid
+        average = self.memory * state.expected + (1 - self.memory) * accepted
+        modelled = ~state.looks_up & (proposal.tokens[:, 0] >= 0)
+        expected = jnp.where(modelled, average, state.expected)
+        now = Round(tokens_BS, lengths_B, None, None, None)
+        found, _ = self.lookup.propose(params, (), now)
+        looks_up = (found.tokens[:, 0] >= 0) & (found.expected >= expected)
+        state = State(model, found.tokens, looks_up, expected)
+        if self.waits:
+            return state
+        return self.catch_up(params, state, tokens_BS, lengths_B, jnp.ones((), bool))

@@ -1,0 +1,118 @@
+"""Training of a target whose first layers can draft (LayerSkip, Elhoushi et al. 2024, 2404.16710).
+
+Layers are left out at random, later ones more often, and the logits after some of the earlier
+layers are trained, too, through the norm and the head that all layers share.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spsjax.errors import check_integer, check_number
+from spsjax.models import transformer
+from spsjax.training import losses
+from spsjax.training import step as train_step
+from spsjax.training.step import PerTokenMetrics, Precision
+from spsjax.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSkip:
+    """How a training leaves out layers, and which exits it trains.
+
+    Attributes:
+        dropout: probability with which a row leaves out the last layer; a layer before it is left
+            out with dropout (2^(l / (L - 1)) - 1), the first never.
+        exit_scale: weight of the exits' losses, relative to that of the last layer's.
+        every: every so many layers an exit is trained in a batch, from a first one that is drawn at
+            random (the authors take them in turn).
+    """
+
+    dropout: float = 0.1
+    exit_scale: float = 0.5
+    every: int = 2
+
+    def __post_init__(self):
+        check_number("dropout", self.dropout, 0, 1)
+        check_number("exit_scale", self.exit_scale, 0, 1e6)
+        check_integer("every", self.every, 1)
+
+
+def training_metrics(
+    config: transformer.Config, options: LayerSkip, precision: Precision
+) -> PerTokenMetrics:
+    """Returns the weighted loss of the last layer and of the exits of a batch.
+
+    What is left to chance depends on the texts alone, so that a resumed run repeats it.
+    """
+    L = config.num_layers
+
+    def metrics(params, frozen, batch):
+        tokens = batch["tokens"]
+        skips = jax.random.uniform(train_step.text_key(tokens, 0), (len(tokens), L))
+        skips = skips < drop_rates(options.dropout, L)
+        output = transformer.apply(
+            config,
+            params,
+            tokens[:, :-1],
+            tap_layers=tuple(range(1, L)),
+            dtype=precision.dtype,
+            remat=precision.remat,
+            skipped=jnp.stack([skips, skips], axis=2),
+        )
+        last = losses.cross_entropy(output.logits, tokens[:, 1:])
+        count = (L - 1) // options.every
+        if not count:
+            return {"loss": last, "last": last}
+        first = jax.random.randint(train_step.text_key(tokens, 1), (), 0, options.every)
+        exits = first + options.every * jnp.arange(count)
+        streams = jnp.stack(output.taps)
+        weights = loss_weights(exits, L, options.exit_scale)
+        total = weights[-1] * last
+        for number in range(count):
+            logits = transformer.exit_logits(config, params, streams[exits[number]])
+            total += weights[number] * losses.cross_entropy(logits, tokens[:, 1:])
+        return {"loss": total, "last": last}
+
+    return metrics
+
+
+def held_out_metrics(config: transformer.Config, precision: Precision) -> PerTokenMetrics:
+    """Returns the cross entropy of the last layer, "loss", and after each layer before it."""
+
+    def metrics(params, frozen, batch):
+        tokens = batch["tokens"]
+        taps = tuple(range(1, config.num_layers))
+        output = transformer.apply(
+            config, params, tokens[:, :-1], tap_layers=taps, dtype=precision.dtype
+        )
+        found = {"loss": losses.cross_entropy(output.logits, tokens[:, 1:])}
+        for layers, stream in zip(taps, output.taps):
+            logits = transformer.exit_logits(config, params, stream)
+            found[f"after_{layers}"] = losses.cross_entropy(logits, tokens[:, 1:])
+        return found
+
+    return metrics
+
+
+def drop_rates(dropout: float, num_layers: int) -> Array:
+    """Returns [L]: the probability with which each layer is left out (section 4.1.1)."""
+    depth = jnp.arange(num_layers) / max(num_layers - 1, 1)
+    return dropout * (2.0**depth - 1)
+
+
+def loss_weights(exits: Array, num_layers: int, exit_scale: float) -> Array:
+    """Returns the weights of the losses after some layers, and of the last one: they add up to 1.
+
+    They grow with the layer, as the sum of the numbers of the layers that are trained up to it.
+
+    Args:
+        exits: [N] int, layers in rising order, counted from 0 and without the last.
+        num_layers: L.
+        exit_scale: factor of all weights but the last.
+    """
+    layers = jnp.append(exits, num_layers - 1)
+    sums = jnp.cumsum(layers + 1)
+    weights = jnp.where(layers < num_layers - 1, exit_scale * sums, sums)
+    return weights / jnp.sum(weights)
