@@ -10,6 +10,7 @@ the fastest draft of every drafter, and all drafts. The figures are in `table.js
 `table.png`: acceptance by depth, and tokens per call by kind of draft. The column "texts" says
 whether greedy texts are those of plain decoding, and of others by how many standard deviations the
 target finds them more surprising than its own samples: around 0 for a lossless rule.
+`--config.run_tasks="('stdlib', 'edit')"` takes the prompts of tasks, each by itself.
 Every key of the config is a flag; configs/experiments/compare_drafters.py lists them.
 """
 
@@ -28,7 +29,7 @@ from spsjax import decode, loading, request, verifiers
 from spsjax.cli import configs, main, terminal
 from spsjax.draft_shapes import DynamicTree, Shape, Tree
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.evaluation import runner, samplers, speed, surprise
+from spsjax.evaluation import runner, samplers, speed, surprise, task_prompts
 from spsjax.evaluation.journal import Records
 from spsjax.evaluation.samplers import Role
 from spsjax.evaluation.summary import SystemSummary
@@ -72,7 +73,7 @@ def run():
     own = {name: own_tree(file) for name, file in trees.items()}
     config.target = _TARGET.value or config.target
     target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
-    prompts = speed.prompts_of(config, target)
+    prompts = prompts_by_task(config, target)
     # All of them are loaded before the first is run, to find what does not fit.
     drafters = {
         name: of_shapes(folder, target, shapes, own.get(name, {}))
@@ -85,9 +86,13 @@ def run():
     configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
     rows = []
     for name, drafts in drafters.items():
-        rows += rows_of(name, drafts, drafted[name], target, prompts, settings, config)
+        times = draft_times(target, drafts, next(iter(settings.values())), config)
+        for task, texts in prompts.items():
+            own = rows_of(name, drafts, drafted[name], target, texts, settings, config, times)
+            rows += [{"task": task} | row for row in own]
         compilation.clear()  # one process cannot hold the programs of all drafters
-    rows.sort(key=lambda row: list(settings).index(row["setting"]))
+    order = list(prompts), list(settings)
+    rows.sort(key=lambda row: (order[0].index(row["task"]), order[1].index(row["setting"])))
     write(rows, hardware.machine(target), workdir)
 
 
@@ -110,7 +115,17 @@ def judged_by(name: str, drafts, rule: str | None, target) -> list[tuple[str, st
     return fits
 
 
-def rows_of(name, drafts, judged, target, prompts, settings, config) -> list[dict]:
+def prompts_by_task(config, target) -> dict[str, dict[str, list[int]]]:
+    """Returns the prompts of each task by name; those of no task are under ""."""
+    names = config.run_tasks
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"run_tasks: expected a tuple of names, found {short_repr(names)}")
+    if not names:
+        return {"": speed.prompts_of(config, target)}
+    return task_prompts.by_group(config, names, target, config.prompts, config.max_new_tokens)
+
+
+def rows_of(name, drafts, judged, target, prompts, settings, config, times) -> list[dict]:
     """Runs a drafter in its shapes, by its rules, and returns its rows of the table."""
     systems, drafted = [samplers.spsjax_system("ArS", target)], {}
     for shape, rule in judged:
@@ -128,8 +143,8 @@ def rows_of(name, drafts, judged, target, prompts, settings, config) -> list[dic
         config.seed,
         progress=terminal.progress(name),
         records=records,
+        stop_at_eos=config.stop_at_eos,
     )
-    times = draft_times(target, drafts, next(iter(settings.values())), config)
     rows = []
     for summary in summaries:
         if summary.role == Role.BASELINE:
@@ -248,6 +263,7 @@ def row_of(
         "acceptance_by_depth": summary.acceptance_by_position,
         "ms_per_round": summary.ms_per_round,
         "ms_per_token": summary.ms_per_token,
+        "plain_ms_per_token": summary.ms_per_token * summary.speedup,
         "speedup": summary.speedup,
         "speedup_interval": summary.speedup_interval,
         "same_tokens": summary.same_tokens,
@@ -255,13 +271,13 @@ def row_of(
 
 
 def fastest(rows: list[dict]) -> list[dict]:
-    """Returns the row with the highest speed-up of every drafter in every setting.
+    """Returns the row with the highest speed-up of every drafter in every task and setting.
 
     Rows of further rules count as drafters of their own.
     """
     best = {}
     for row in rows:
-        key = row["setting"], row["drafter"], row["rule"]
+        key = row["task"], row["setting"], row["drafter"], row["rule"]
         if key not in best or row["speedup"] > best[key]["speedup"]:
             best[key] = row
     return list(best.values())
@@ -269,12 +285,24 @@ def fastest(rows: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
-    header = ["sampling", "drafter", "parameters", "MB", "drafts", "tokens per call"]
+    tasks = any(row["task"] for row in rows)
+    header = ["task"] * tasks + [
+        "sampling",
+        "drafter",
+        "parameters",
+        "MB",
+        "drafts",
+        "tokens per call",
+    ]
     header += ["ms per draft", "ms per round", "speed-up", "texts"]
     lines = [header, ["---"] * len(header)]
     for row in rows:
         low, high = row["speedup_interval"] or 2 * [row["speedup"]]
-        cells = [row["setting"], row["drafter"], f"{row['parameters'] / 1e6:.2f}M"]
+        cells = [row["task"]] * tasks + [
+            row["setting"],
+            row["drafter"],
+            f"{row['parameters'] / 1e6:.2f}M",
+        ]
         cells += [f"{row['bytes'] / 1e6:.1f}", titled(row["shape"], row["rule"])]
         cells.append(f"{row['tokens_per_call']:.2f}")
         cells += [f"{row['ms_per_draft']:.2f}", f"{row['ms_per_round']:.2f}"]
@@ -292,7 +320,8 @@ def write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> None:
     text = f"The fastest draft of every drafter:\n\n{table(fastest(rows))}"
     text += f"\nAll drafts:\n\n{table(rows)}"
     atomic_files.write(workdir / "table.md", text)
-    plots.drafters([row for row in rows if row["rule"] is None], workdir / "table.png")
+    plot = plots.tasks if len({row["task"] for row in rows}) > 1 else plots.drafters
+    plot([row for row in rows if row["rule"] is None], workdir / "table.png")
     print(f"\n{text}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 

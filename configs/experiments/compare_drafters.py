@@ -29,6 +29,17 @@ def get_config() -> ml_collections.ConfigDict:
                 "cold": {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
                 "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             },
+            # Prompts are those of these tasks, each a row of its own. Without tasks:
+            "run_tasks": (),
+            "stop_at_eos": False,  # whether texts end before `max_new_tokens`
+            "tasks": {  # fields of spsjax/evaluation/tasks/*.py
+                "stdlib": {"lines": 20, "count": 100, "least": 3},
+                "edit": {"characters": 500, "count": 100},
+                # shots: solved example; path: articles; words: number per article, 0 for all.
+                "xsum": {"shots": "", "path": "", "words": 0},
+                "human_eval": {"path": ""},
+                "spec_bench": {"path": ""},
+            },
             # Prompts are the beginnings of held-out documents of these sources.
             "data": {
                 "train": ("stdlib",),

@@ -40,6 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "tasks": {  # fields of spsjax/evaluation/tasks/*.py
                 "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
+                "edit": {"characters": 500, "count": 100, "max_new_tokens": 256},
                 # shots: solved example; path: articles; words: number per article, 0 for all.
                 "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
                 "human_eval": {"path": "", "ks": (1, 10, 100), "max_new_tokens": 512},

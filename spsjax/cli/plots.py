@@ -276,3 +276,39 @@ def drafters(rows: Sequence[Mapping], path) -> None:
         axes[0][0].set(ylabel="P(accepted | reached)")
         axes[1][0].set(ylabel="tokens per call", ylim=(1, None))
         axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
+def tasks(rows: Sequence[Mapping], path) -> None:
+    """Draws the speed-up of every drafter by task, one panel per sampling setting.
+
+    Bars are the fastest drafts of a fixed shape, diamonds those whose K is chosen in every round.
+
+    Args:
+        rows: rows of compare_drafters.py.
+        path: path of the PNG.
+    """
+    settings, names, titles = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("setting", "drafter", "task")
+    )
+    width = 0.8 / len(names)
+    size = 2 + 0.5 * len(titles) * max(len(names) / 2, 1), 3.4 * len(settings)
+    with panels(path, len(settings), 1, figsize=size, squeeze=False, sharex=True) as axes:
+        for axis, setting in zip(axes[:, 0], settings):
+            for index, name in enumerate(names):
+                fixed, chosen = [], []
+                for task in titles:
+                    key = setting, name, task
+                    own = [r for r in rows if (r["setting"], r["drafter"], r["task"]) == key]
+                    paced = [r["speedup"] for r in own if "K chosen" in r["shape"]]
+                    others = [r["speedup"] for r in own if "K chosen" not in r["shape"]]
+                    fixed.append(max(others, default=float("nan")))
+                    chosen.append(max(paced, default=float("nan")))
+                places = [
+                    task + (index - (len(names) - 1) / 2) * width for task in range(len(titles))
+                ]
+                axis.bar(places, fixed, width, label=name)
+                axis.plot(places, chosen, "kD", markersize=4)
+            axis.axhline(1, color="black", linewidth=0.8)
+            axis.set(title=setting, ylabel="speed-up")
+            axis.set_xticks(range(len(titles)), titles, rotation=25, ha="right")
+        axes[0][0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

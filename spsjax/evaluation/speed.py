@@ -195,19 +195,21 @@ def compare_speed(
     time_rounds: bool = False,
     progress: Callable[[Sequence], Iterable] = iter,
     records: Records | None = None,
+    stop_at_eos: bool = False,
 ) -> list[SystemSummary]:
-    """Returns a summary per setting and system, all of which fill the same token budget.
+    """Returns a summary per setting and system.
 
     Args:
         systems: systems under test.
         prompts: token ids by name.
         settings: sampling parameters by name.
-        max_new_tokens: token budget; no continuation ends before it, so that all do the same work.
+        max_new_tokens: token budget.
         repetitions: number of runs per prompt, of which the median time counts.
         seed: random seed.
         time_rounds: whether the costs of a round are timed too.
         progress: wrapper of the list of jobs, for a progress bar.
         records: empty records, which receive what every system wrote.
+        stop_at_eos: whether texts end at an end of sequence; if not, all do the same work.
     """
     if not prompts or repetitions < 1:
         raise InputError(
@@ -216,7 +218,8 @@ def compare_speed(
         )
     records = Records(runner.RECORD_KEY) if records is None else records
     timed = frozenset(prompts if time_rounds else ())
-    jobs = workload(prompts, settings, max_new_tokens, seed, repetitions=repetitions, timed=timed)
+    options = {"repetitions": repetitions, "timed": timed, "stop_at_eos": stop_at_eos}
+    jobs = workload(prompts, settings, max_new_tokens, seed, **options)
     runner.run_all(systems, jobs, records, progress)
     return summary.summarize(records.records)
 
@@ -228,14 +231,13 @@ def workload(
     seed: int,
     **options,
 ) -> runner.Workload:
-    """Returns the texts to write: every prompt in every setting, to the whole budget."""
+    """Returns the texts to write: every prompt in every setting."""
     return runner.Workload(
         prompts=[runner.Prompt(name, lambda _, ids=ids: ids) for name, ids in prompts.items()],
         settings=settings,
         max_new_tokens=max_new_tokens,
         seed=seed,
-        stop_at_eos=False,
-        **options,
+        **{"stop_at_eos": False} | options,
     )
 
 
