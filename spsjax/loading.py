@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import draft_shapes, drafters, tokenization
-from spsjax.drafters import draft_model, early_exit, features, hybrid, pairs, stopping, suffix
+from spsjax.drafters import (
+    datastore,
+    draft_model,
+    early_exit,
+    features,
+    hybrid,
+    pairs,
+    stopping,
+    suffix,
+)
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.models import transformer
@@ -148,6 +157,7 @@ def load_drafter(
     replicate: bool | None = None,
     tree: draft_shapes.Shape = None,
     stop_rule: stopping.Rule | None = None,
+    store: datastore.Store | None = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
 
@@ -164,15 +174,32 @@ def load_drafter(
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
         stop_rule: rule of `drafters.stopping` that ends chains early, for draft models and EAGLE;
             None: all have K tokens.
+        store: for "suffix", texts in which it also looks, as they are now; None: none.
 
     Raises:
         InputError: no drafter of that name, or one that does not fit the target, the tree or the
             rule.
     """
+    if store is not None:
+        return _with_store(name, target, store)
     together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
     loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)
     loaded = loaded if stop_rule is None else with_stop_rule(loaded, stop_rule)
     return _with_suffix(name, loaded) if with_suffix else loaded
+
+
+def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
+    """Returns suffix decoding that also looks into a store."""
+    if name != "suffix" or not isinstance(store, datastore.Store):
+        raise InputError(
+            f'store: expected a Store, and "suffix" as the drafter, found {short_repr(store)} and '
+            f"{short_repr(name)}"
+        )
+    loaded = _load_drafter(name, target, None, None)
+    most = min(loaded.drafter.max_match, store.max_match)
+    drafter = dataclasses.replace(loaded.drafter, max_match=most)
+    params = jax.device_put(store.sorted(), sharding.replicated(target.mesh))
+    return dataclasses.replace(loaded, drafter=drafter, params=params)
 
 
 def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:

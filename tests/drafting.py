@@ -29,7 +29,8 @@ from spsjax.verifiers import match, rejection
 PACKAGE = sorted(
     module.name
     for module in pkgutil.iter_modules(drafters.__path__)
-    if module.name not in ("base", "features", "pairs", "states", "stopping", "waiting")
+    if module.name
+    not in ("base", "features", "pairs", "states", "stopping", "waiting", "datastore")
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens

@@ -98,7 +98,7 @@ def test_rows_take_the_proposal_that_is_expected_to_be_longer(target, draft):
             average = np.where(before.drafter.looks_up, average, (average + accepted) / 2)
             np.testing.assert_allclose(own.expected, average, rtol=1e-6)
             now = drafting.round_of(state.tokens, state.lengths)
-            found, _ = drafter.lookup.propose(None, (), now)
+            found, _ = drafter.lookup.propose({"drafter": {}}, (), now)
             better = (found.tokens[:, 0] >= 0) & (found.expected >= own.expected)
             np.testing.assert_array_equal(own.looks_up, better)
             proposal, _ = decode.propose(program, params, state, state.keys)

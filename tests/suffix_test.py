@@ -41,7 +41,7 @@ def test_proposal_has_the_highest_score_of_counts(K, N, options):
 
     @jax.jit
     def propose(tokens, lengths):
-        proposal = drafter.propose(None, (), drafting.round_of(tokens, lengths))[0]
+        proposal = drafter.propose({"drafter": {}}, (), drafting.round_of(tokens, lengths))[0]
         return proposal.tokens, proposal.parents
 
     proposed, parents = propose(tokens, lengths)
@@ -66,7 +66,9 @@ def test_text_behind_the_last_token_is_not_read():
     text = [5, 6, 7, 8, 5, 6]
     for stale in (0, 5, 6):
         tokens = np.asarray([[*text, *[stale] * 6]], np.int32)
-        proposal, _ = drafter.propose(None, (), drafting.round_of(tokens, np.asarray([6])))
+        proposal, _ = drafter.propose(
+            {"drafter": {}}, (), drafting.round_of(tokens, np.asarray([6]))
+        )
         # Two tokens match, and so two are proposed.
         np.testing.assert_array_equal(proposal.tokens, [[7, 8, -1, -1]])
 

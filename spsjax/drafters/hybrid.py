@@ -135,7 +135,7 @@ class Drafter(base.Drafter):
         modelled = ~state.looks_up & (proposal.tokens[:, 0] >= 0)
         expected = jnp.where(modelled, average, state.expected)
         now = Round(tokens_BS, lengths_B, None, None, None)
-        found, _ = self.lookup.propose(params, (), now)
+        found, _ = self.lookup.propose({"drafter": {}}, (), now)
         looks_up = (found.tokens[:, 0] >= 0) & (found.expected >= expected)
         state = State(model, found.tokens, looks_up, expected)
         if self.waits:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.drafters import base
+from spsjax.drafters import base, datastore
 from spsjax.errors import check_integer, check_number
 from spsjax.types import Array, Proposal, pytree_dataclass
+
+_STORED = 32  # matches in a store that are looked at, evenly spaced among all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Drafter(base.Drafter):
     it. The last p tokens are looked up for every p at which they occurred before. The proposal is
     that of the p with the highest score, the sum of its tokens' probabilities by counts, and so
     the number of tokens that are expected to be accepted. A longer match may propose more tokens.
+
+    With a `datastore.Store` (`params["drafter"]`), what followed them in its texts is proposed if
+    that has a higher score: finished outputs, or a corpus as in REST (He et al. 2023, arXiv
+    2311.08252, whose acceptance is not lossless; this is). Of many occurrences some are looked at.
 
     Departure from the paper: the last tokens themselves do not count as an occurrence, since it is
     not known what follows them.
@@ -63,38 +69,84 @@ class Drafter(base.Drafter):
     def propose(self, params, state, now):
         if not self.num_nodes:
             return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None), ()
-        score, (tokens, parents) = jax.vmap(self._best)(now.tokens, now.lengths)
+        best = jax.vmap(self._best, in_axes=(0, 0, None))
+        score, (tokens, parents) = best(now.tokens, now.lengths, params["drafter"] or None)
         return Proposal(tokens, None, parents if self.trees else None, expected=score), ()
 
-    def _best(self, tokens_S: Array, length: Array) -> tuple[Array, tuple[Array, Array]]:
+    def _best(
+        self, tokens_S: Array, length: Array, store: datastore.Sorted | None
+    ) -> tuple[Array, tuple[Array, Array]]:
         """Returns the best proposal over all lengths of a match: score, tokens [N], parents [N]."""
-        text = _Text(tokens_S, _token_ids(tokens_S), length - 1)
+        text = _text(tokens_S, length)
         matched_S = _matched(text, self.max_match)
-        nothing = jnp.full(self.num_nodes, -1), jnp.zeros(self.num_nodes, jnp.int32)
 
-        def limit(match):
-            steps = jnp.floor(match * self.factor + 1e-6).astype(jnp.int32)
-            return jnp.minimum(steps, self.num_speculative_tokens)
+        def grow(match):
+            # Of matches at the same places only the longest can win.
+            shorter = jnp.max(jnp.where(matched_S < match, matched_S, 0))
+            return self._grow(text, matched_S >= match, self._limit(match)), shorter
+
+        best = self._longest_score(jnp.max(matched_S), grow)
+        if store is None:
+            return best
+        recent_P = tokens_S[jnp.maximum(length - 1 - jnp.arange(self.max_match), 0)]
+        recent_P = jnp.where(jnp.arange(self.max_match) < length, recent_P, -1)
+
+        def grow_stored(match):
+            begin, end, shorter = datastore.matches(store, recent_P, match)
+            stored, starts = self._stored(store, begin, end)
+            return self._grow(stored, starts, self._limit(match)), shorter
+
+        other = self._longest_score(datastore.longest_match(store, recent_P), grow_stored)
+        return jax.tree.map(
+            lambda own, stored: jnp.where(other[0] > best[0], stored, own), best, other
+        )
+
+    def _limit(self, match: Array) -> Array:
+        """Returns the most tokens in a row after a match."""
+        steps = jnp.floor(match * self.factor + 1e-6).astype(jnp.int32)
+        return jnp.minimum(steps, self.num_speculative_tokens)
+
+    def _stored(self, store: datastore.Sorted, begin: Array, end: Array) -> tuple["_Text", Array]:
+        """Returns what follows some matches in a store as one text, and where the matches end."""
+        width = self.num_speculative_tokens + 1
+        entries = begin + jnp.arange(_STORED) * jnp.maximum(end - begin, 1) // _STORED
+        spread = begin + jnp.arange(_STORED)
+        entries = jnp.where(end - begin > _STORED, entries, spread)
+        places = store.order[jnp.minimum(entries, len(store.order) - 1)]
+        index = places[:, None] + jnp.arange(width)
+        tokens = jnp.where(
+            index < len(store.tokens), store.tokens[jnp.minimum(index, len(store.tokens) - 1)], -1
+        )
+        # Nothing follows the end of a stored text.
+        tokens = jnp.where(jnp.cumsum(tokens < 0, axis=1) > 0, -1, tokens).reshape(-1)
+        starts = jnp.zeros((_STORED, width), bool).at[:, 0].set(entries < end).reshape(-1)
+        return _Text(tokens, _token_ids(tokens)), starts
+
+    def _longest_score(self, longest: Array, grow) -> tuple[Array, tuple[Array, Array]]:
+        """Returns the best proposal over all lengths of a match, as `_best` does.
+
+        Args:
+            longest: the longest match.
+            grow: takes a length, and returns the nodes after matches of it, and the next length.
+        """
+        nothing = jnp.full(self.num_nodes, -1), jnp.zeros(self.num_nodes, jnp.int32)
 
         def may_win(carry):
             match, best, _ = carry
             # The probabilities of one depth add up to at most 1, and a score to at most the depth,
             # so that most short matches are not looked at.
-            return (match > 0) & (best < limit(match))
+            return (match > 0) & (best < self._limit(match))
 
         def look(carry):
             match, best, proposal = carry
-            nodes = self._grow(text, matched_S >= match, limit(match))
+            nodes, shorter = grow(match)
             score = jnp.sum(nodes.probs[1:])
             grown = nodes.tokens[1:], nodes.parents[1:]
             better = score > best  # of equal scores the longer match counts
             proposal = jax.tree.map(lambda new, old: jnp.where(better, new, old), grown, proposal)
-            # Of matches at the same places only the longest can win.
-            shorter = jnp.max(jnp.where(matched_S < match, matched_S, 0))
             return shorter, jnp.maximum(score, best), proposal
 
-        start = jnp.max(matched_S), jnp.zeros(()), nothing
-        return lax.while_loop(may_win, look, start)[1:]
+        return lax.while_loop(may_win, look, (longest, jnp.zeros(()), nothing))[1:]
 
     def _grow(self, text: "_Text", starts_S: Array, limit: Array) -> "_Nodes":
         """Returns the proposal after the matches that end at `starts_S`, at most `limit` deep."""
@@ -111,7 +163,7 @@ class Drafter(base.Drafter):
             return jax.tree.map(lambda new, old: jnp.where(likely, new, old), grown, nodes)
 
         root = _empty(self.num_nodes, text)
-        places = starts_S & (jnp.arange(len(starts_S)) < text.last)
+        places = starts_S & _following(text, 0)[1]
         root = dataclasses.replace(
             root,
             probs=root.probs.at[0].set(1),
@@ -123,11 +175,16 @@ class Drafter(base.Drafter):
 
 @pytree_dataclass
 class _Text:
-    """Text of a row: tokens [S], their small ids [S], and the index of the last token."""
+    """Some text: tokens [S], -1 where there is none, and their ids, small numbers in [0, S)."""
 
     tokens: Array
     ids: Array
-    last: Array
+
+
+def _text(tokens_S: Array, length: Array) -> _Text:
+    """Returns the committed text of a row."""
+    tokens = jnp.where(jnp.arange(len(tokens_S)) < length, tokens_S, -1)
+    return _Text(tokens, _token_ids(tokens))
 
 
 @pytree_dataclass
@@ -155,7 +212,8 @@ def _following(text: _Text, depth: Array) -> tuple[Array, Array]:
     """Returns the index [S] of the token `depth` + 1 after each place, and whether there is one."""
     slots = jnp.arange(len(text.tokens))
     index = slots + 1 + depth
-    return jnp.minimum(index, len(slots) - 1), index <= text.last
+    inside = jnp.minimum(index, len(slots) - 1)
+    return inside, (index < len(slots)) & (text.tokens[inside] >= 0)
 
 
 def _with_next(text: _Text, nodes: _Nodes, node: Array) -> _Nodes:
@@ -205,14 +263,15 @@ def _matched(text: _Text, most: int) -> Array:
         most: number at which counting ends.
     """
     slots = jnp.arange(len(text.tokens))
+    last = jnp.sum(text.tokens >= 0) - 1
 
     def longer(carry):
         back, run, matched = carry
-        suffix = text.tokens[jnp.maximum(text.last - back, 0)]
+        suffix = text.tokens[jnp.maximum(last - back, 0)]
         run &= (slots >= back) & (jnp.roll(text.tokens, back) == suffix)
         return back + 1, run, matched + run
 
-    start = jnp.zeros((), jnp.int32), slots < text.last, jnp.zeros_like(slots)
+    start = jnp.zeros((), jnp.int32), slots < last, jnp.zeros_like(slots)
     return lax.while_loop(lambda carry: (carry[0] < most) & jnp.any(carry[1]), longer, start)[2]
 
 
