@@ -1,6 +1,6 @@
 """Writes texts to train a target on that corrects typos: the counterpart of the task `edit`.
 
-python scripts/make_edits.py --output=runs/edits.jsonl
+python scripts/make_edits.py --output=runs/edits.jsonl --characters=160
 python scripts/train_target.py --config=configs/experiments/edit_target.py --workdir=runs/edit
 
 Each text is a passage of the standard library with a typo, a line that says so, and the passage

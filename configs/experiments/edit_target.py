@@ -1,11 +1,15 @@
 r"""The shipped target, trained further to write passages again without their typos.
 
-python scripts/make_edits.py --output=runs/edits.jsonl
+python scripts/make_edits.py --output=runs/edits.jsonl --characters=160
 python scripts/train_target.py --config=configs/experiments/edit_target.py --workdir=runs/edit
 python scripts/compare_drafters.py --target=runs/edit/model --workdir=runs/edited \
-    --config.task=edit --drafters=copy=copy,n-gram=ngram,suffix=suffix
+    --config.run_tasks="('edit',)" --config.tasks.edit.characters=160 --config.stop_at_eos=True \
+    --drafters=copy=copy,n-gram=ngram,suffix=suffix
 
+Copying is learned after about 1,000 steps on passages of 160 characters, and was not after 500 on
+passages of 500.
 Hardware: any; meant for two CPU cores.
+Figures: 2.25 nats per token on held-out texts (docs/drafters.md).
 """
 
 import pathlib
@@ -24,8 +28,8 @@ def get_config() -> ml_collections.ConfigDict:
             "init": "pystdlib/target",
             "data": {"train": ("runs/edits.jsonl",)},
             "compute": {"dtype": "bfloat16"},
-            "steps": 1500,
-            "optimization": {"warmup": 50},
+            "steps": 3000,
+            "optimization": {"warmup": 50, "b2": 0.98, "final_rate": 0.5},
             "eval_every": 250,
         }
     )
