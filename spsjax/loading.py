@@ -181,6 +181,8 @@ def load_drafter(
             rule.
     """
     if store is not None:
+        if tree is not None or stop_rule is not None:
+            raise InputError("store: expected neither a tree nor a stop_rule beside it, found one")
         return _with_store(name, target, store)
     together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
     loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)

@@ -189,12 +189,13 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     if not count:
         return _NO_DRAFTER
     made_for = (features.FeatureDrafter, early_exit.Drafter)
-    if isinstance(method, made_for) and method.target != model.config:
+    inner = getattr(method, "model", method)  # a hybrid's
+    if isinstance(inner, made_for) and inner.target != model.config:
         raise InputError(
             f"drafter {drafter.name}: expected a drafter of this target's features, found one of "
             "another shape of target. Load it for this target with load_drafter."
         )
-    _check_method(f"drafter {drafter.name}", getattr(method, "model", method), drafter.params)
+    _check_method(f"drafter {drafter.name}", inner, drafter.params)
     if drafter.params and _devices(drafter.params) != _devices(model.params):
         raise InputError(
             f"drafter {drafter.name}: expected weights on the target's devices, found others. "
