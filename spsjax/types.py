@@ -54,7 +54,7 @@ class ModelOutput:
 
 @pytree_dataclass
 class Round:
-    """What a drafter sees at the start of a round; it only reads."""
+    """What a drafter is told at the start of a round. It changes none of it."""
 
     tokens: Array  # [B, S] int32, the token buffer
     lengths: Array  # [B] int32, committed tokens per row
@@ -72,10 +72,10 @@ class Round:
 
 @pytree_dataclass
 class Begun:
-    """What the target's layers before layer E have made of a round's nodes.
+    """The output of the target's first E layers for a round's nodes.
 
-    A draft that consists of the target's first layers leaves it to the scoring pass, which then
-    begins with layer E.
+    A draft that consists of these layers has computed it. The scoring pass then begins with
+    layer E.
     """
 
     stream: Array  # [B, M, D], the residual stream that enters layer E
@@ -97,6 +97,7 @@ class Proposal:
     #   for a chain P = N. None: every token is a point mass
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
     eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
+    _: dataclasses.KW_ONLY
     begun: Begun | None = None  # for a chain
     expected: Array | None = None  # [B] float32, draft tokens that the drafter expects to be
     #   accepted, for drafters that choose between others; the loop does not look at it

@@ -172,7 +172,7 @@ def doubled(uniforms):
 class Loop:
     """spsjax's loop over tables; `distribution` enumerates the texts that it emits."""
 
-    loaded: LoadedDrafter  # parameters: those of the table `draft`, unless it has its own
+    loaded: LoadedDrafter  # parameters None: those of the table `draft`
     target: np.ndarray  # [contexts, V]
     draft: np.ndarray  # [contexts, V]
     limit: int  # number of tokens, prompt included
@@ -185,7 +185,8 @@ class Loop:
         self.drafter = self.loaded.drafter
         self.vocab, self.K = self.target.shape[1], self.drafter.num_speculative_tokens
         self.program = decode.Program(config(self.vocab), self.drafter, self.verifier, self.eos_ids)
-        drafter = self.loaded.params or params_of(self.draft)
+        own = self.loaded.params
+        drafter = params_of(self.draft) if own is None else own
         self.params = {"target": params_of(self.target), "drafter": drafter}
 
     def _start(self, prefixes, params):

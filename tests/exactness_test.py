@@ -89,16 +89,16 @@ def drafters(K, length):
     table_config = enumeration.config(VOCAB)
     return {
         "copy": LoadedDrafter("", copy.Drafter(K), {}),
-        "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), {}),
+        "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), None),
         "early_exit": LoadedDrafter("", self_draft(K), {}),
         **{name: head(name, K) for name in drafting.HEADS},
         "hybrid": LoadedDrafter(
-            "", Looked(draft_model.Drafter(table_config, K), suffix.Drafter(K)), {}
+            "", Looked(draft_model.Drafter(table_config, K), suffix.Drafter(K)), None
         ),
         "lookahead": LoadedDrafter("", Seeded(K, window=1, num_guesses=2, pool=9), {}),
         "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
         "none": LoadedDrafter("", none.Drafter(), {}),
-        "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), {}),
+        "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), None),
         "suffix": LoadedDrafter("", suffix.Drafter(K), {}),
         "tapped": LoadedDrafter(
             "", toy_drafters.Tapped(VOCAB, VOCAB, K), {"heads": jnp.asarray(heads)}
@@ -171,7 +171,7 @@ RULES = stopping.Confidence(0.5), stopping.Entropy(scale=1.0, threshold=0.9)
 def test_chain_that_ends_early_is_lossless(rule):
     studied = loop("draft_model", 3, 3)
     drafter = dataclasses.replace(studied.drafter, stop_rule=rule)
-    studied = dataclasses.replace(studied, loaded=LoadedDrafter("", drafter, {}))
+    studied = dataclasses.replace(studied, loaded=LoadedDrafter("", drafter, None))
     for params in PARAMS:
         assert_lossless(studied, **params)
 

@@ -152,7 +152,9 @@ def test_drafter_name_gets_a_hint(model):
     for name in ("n-gram", "N_gram"):
         with one_line("expected 'ngram' or a model", repr(name)):
             spsjax.load_drafter(name, model)
-    with one_line("expected none, model, ngram, suffix, copy, lookahead or another", "'n-gram'"):
+    with one_line(
+        "expected none, model, ngram, suffix, copy, lookahead, early_exit:4 or another", "'n-gram'"
+    ):
         configs.load_drafter("n-gram", "", ConfigDict(), None)
 
 

@@ -93,7 +93,7 @@ def proposal_of(parents, distinct, deterministic, tokens, draft, eligible):
     is_chain = parents == tuple(range(N))
     draft = None if deterministic else draft[:, :N] if is_chain else draft
     parents_BN = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape)
-    return Proposal(tokens, draft, None if is_chain else parents_BN, eligible, distinct)
+    return Proposal(tokens, draft, None if is_chain else parents_BN, eligible, distinct=distinct)
 
 
 @functools.lru_cache

@@ -146,7 +146,7 @@ def distribution(loop, rule, **params):
 
 def loop_of(rule, shape, new, eos_ids, seed=0):
     config = enumeration.config(VOCAB)
-    drafter = LoadedDrafter("", draft_model.Drafter(config, tree=shape), {})
+    drafter = LoadedDrafter("", draft_model.Drafter(config, tree=shape), None)
     length = 1 + new + shape.depth
     tables = (enumeration.table(VOCAB, length, number) for number in (seed, seed + 1))
     return enumeration.Loop(drafter, *tables, 1 + new, eos_ids, verifier=verifiers.by_name(rule))

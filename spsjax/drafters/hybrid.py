@@ -68,7 +68,7 @@ class Drafter(base.Drafter):
             K = min(K, getattr(self.model, "max_steps", None) or K)
         most = self.model.num_speculative_tokens if most is None else most
         check_integer("num_speculative_tokens", K, 0)
-        check_integer("model_tokens", most, 1)
+        check_integer("model_tokens", most, 0)
         # The model's buffers have room for whatever a round commits. It may rest between rounds.
         model = dataclasses.replace(self.model.paced(), num_speculative_tokens=K)
         lookup = dataclasses.replace(self.lookup, num_speculative_tokens=K)
