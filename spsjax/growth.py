@@ -45,11 +45,42 @@ class Level:
 
 
 # Runs a drafter over a level. Takes its state, and returns the logits [B, T, V] of what follows
-# each node, and the new state.
-Feed = Callable[[PyTree, Level], tuple[Array, PyTree]]
-# Takes the logits [B, V] of a chain's newest tokens and these tokens [B], and returns [B] bool:
-# whether a row's chain ends with its token.
-Stops = Callable[[Array, Array], Array]
+# each node, the hidden states [B, T, D] that they were made of (None if it does not tell), and the
+# new state.
+Feed = Callable[[PyTree, Level], tuple[Array, Array | None, PyTree]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The newest token of each row's chain, and what it was drawn from.
+
+    Attributes:
+        logits: [B, V], before temperature and filters.
+        hidden: [B, D], of which the logits were made; None: the drafter does not tell.
+        tokens: [B] int32. They stay in the chain.
+        depth: [] int32, 0 for the first token of a chain.
+    """
+
+    logits: Array
+    hidden: Array | None
+    tokens: Array
+    depth: int | Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Stops:
+    """When a chain ends early.
+
+    Attributes:
+        start: state before the first token.
+        ends: takes the state and a `Drawn`; returns [B] bool, whether a row's chain ends with its
+            token, and the new state.
+        note: takes a `Drawn`, and returns what `Proposal.notes` keeps of it, arrays [B, ...].
+    """
+
+    start: PyTree
+    ends: Callable[[PyTree, Drawn], tuple[Array, PyTree]]
+    note: Callable[[Drawn], PyTree] = lambda drawn: None
 
 
 def grow(
@@ -68,7 +99,7 @@ def grow(
         feed: see `Feed`.
         state: first state of `feed`.
         now: the round.
-        stops: for chains, when to end one early; see `Stops`. None: never.
+        stops: for chains, when to end one early. None: never.
 
     Returns:
         The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
@@ -102,39 +133,43 @@ def _draw_chain(
     may_end = stops is not None or depths_B is not None
 
     def draft(carry, inputs):
-        (last, state, unended), (k, uniforms_B2) = carry, inputs
+        (last, state, unended, stopping), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
-        logits, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
-        probs = sampling.to_probs(logits[:, 0], rows)
+        logits, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
+        probs, note = sampling.to_probs(logits[:, 0], rows), None
         token = sampling.draw(probs, uniforms_B2)
         proposed = jnp.where(unended, token, -1) if may_end else token
         if depths_B is not None:
             unended &= k + 1 < depths_B
         if stops is not None:
-            unended &= ~stops(logits[:, 0], token)
-        return (token, state, unended), (proposed, probs)
+            drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
+            ends, stopping = stops.ends(stopping, drawn)
+            unended, note = unended & ~ends, stops.note(drawn)
+        return (token, state, unended, stopping), (proposed, probs, note)
 
     def draft_if_any(carry, inputs):
         if not may_end:
             return draft(carry, inputs)
 
         def nothing(carry, inputs):
-            return carry, (jnp.full_like(first[0], -1), jnp.zeros_like(first[1]))
+            token, *others = first
+            return carry, (jnp.full_like(token, -1), *jax.tree.map(jnp.zeros_like, others))
 
         return lax.cond(jnp.any(carry[2]), draft, nothing, carry, inputs)
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
     unended = jnp.ones(B, bool) if depths_B is None else depths_B > 0
-    carry, first = draft((root_B, state, unended), (0, uniforms[0]))
-    drafted = tuple(one[None] for one in first)
+    carry = root_B, state, unended, () if stops is None else stops.start
+    carry, first = draft(carry, (0, uniforms[0]))
+    drafted = jax.tree.map(lambda one: one[None], first)
     if K > 1:  # for one token the drafter need not be able to take a second step
         later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]
         carry, rest = lax.scan(draft_if_any, carry, later)
-        drafted = (jnp.concatenate(both) for both in zip(drafted, rest))
-    tokens, probs = drafted
+        drafted = jax.tree.map(lambda *both: jnp.concatenate(both), drafted, rest)
+    tokens, probs, notes = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
     # The last token of a chain is not fed, but counts as if: nothing ever looks at its row.
     fed_as = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
-    return Proposal(jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(probs, 0, 1)), fed_as, carry[1]
+    return Proposal(tokens, probs, notes=notes), fed_as, carry[1]
 
 
 def draw_tree(
@@ -154,7 +189,7 @@ def draw_tree(
         parents = [tree.inner.index(tree.parents[node - 1]) if node else 0 for node in inner]
         parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), fed.shape)
         start = tree.inner.index(inner[0])
-        logits, state = feed(state, Level(fed, depth, start, parents, above))
+        logits, _, state = feed(state, Level(fed, depth, start, parents, above))
         if tree.chosen:
             tokens |= _choose_children(tree, inner, logits)
             continue
@@ -230,7 +265,7 @@ def _choose_tree(
     (B,), k, F = root_B.shape, tree.width, num_fed(tree, tree.depth)
     above = jnp.broadcast_to(jnp.arange(F) == 0, (B, 1, F))
     nothing = jnp.zeros((B, 1), jnp.int32)
-    logits, state = feed(state, Level(root_B[:, None], 0, 0, nothing, above))
+    logits, _, state = feed(state, Level(root_B[:, None], 0, 0, nothing, above))
     scores, tokens = lax.top_k(jax.nn.log_softmax(logits[:, 0]), k)
     # The pool holds all nodes of all levels. A node's parent is 0 for the root, else 1 + its index.
     pool = [(scores, tokens, jnp.zeros((B, k), jnp.int32))]
@@ -244,7 +279,7 @@ def _choose_tree(
         parent = chosen // k if depth > 1 else jnp.zeros_like(chosen)
         above = jnp.take_along_axis(parents_above, parent[..., None], axis=1) | own
         fed_parents = start - k + parent if depth > 1 else parent
-        logits, state = feed(state, Level(tokens, depth, start, fed_parents, above))
+        logits, _, state = feed(state, Level(tokens, depth, start, fed_parents, above))
         more, tokens = lax.top_k(jax.nn.log_softmax(logits), k)  # [B, k, k]
         scores = (scores[..., None] + more).reshape(B, k * k)
         parents = jnp.repeat(1 + fed[-1], k, axis=1)

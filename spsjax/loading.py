@@ -15,6 +15,7 @@ from spsjax.drafters import (
     early_exit,
     features,
     hybrid,
+    learned_stopping,
     pairs,
     stopping,
     suffix,
@@ -90,6 +91,7 @@ class LoadedDrafter:
         params: weights; {} for a method without.
         max_positions: context of a draft model; None: no limit of its own.
         tokenizer: tokenizer of a draft model, which must be the target's; None: unknown.
+        rule_params: weights of its rule that ends chains; None: it has none.
     """
 
     name: str
@@ -97,6 +99,12 @@ class LoadedDrafter:
     params: PyTree
     max_positions: int | None = None
     tokenizer: Tokenizer | None = None
+    rule_params: PyTree = None
+
+    def with_target(self, params: PyTree) -> dict[str, PyTree]:
+        """Returns the loop's parameters, with those of the target."""
+        rule = {} if self.rule_params is None else {"stop_rule": self.rule_params}
+        return {"target": params, "drafter": self.params, **rule}
 
 
 def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
@@ -156,7 +164,7 @@ def load_drafter(
     target: Model,
     replicate: bool | None = None,
     tree: draft_shapes.Shape = None,
-    stop_rule: stopping.Rule | None = None,
+    stop_rule: stopping.Rule | learned_stopping.LoadedRule | None = None,
     store: datastore.Store | None = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
@@ -172,8 +180,8 @@ def load_drafter(
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
             features whole, and a draft model split.
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
-        stop_rule: rule of `drafters.stopping` that ends chains early, for draft models and EAGLE;
-            None: all have K tokens.
+        stop_rule: rule that ends chains early, for draft models, EAGLE and "early_exit": one of
+            `drafters.stopping`, or what `learned_stopping.read` returns; None: all have K tokens.
         store: for "suffix", texts in which it also looks, as they are now; None: none.
 
     Raises:
@@ -186,7 +194,7 @@ def load_drafter(
         return _with_store(name, target, store)
     together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
     loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)
-    loaded = loaded if stop_rule is None else with_stop_rule(loaded, stop_rule)
+    loaded = loaded if stop_rule is None else with_stop_rule(loaded, target, stop_rule)
     return _with_suffix(name, loaded) if with_suffix else loaded
 
 
@@ -212,15 +220,21 @@ def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
     return dataclasses.replace(loaded, name=str(name), drafter=drafter)
 
 
-def with_stop_rule(loaded: LoadedDrafter, stop_rule: stopping.Rule) -> LoadedDrafter:
+def with_stop_rule(
+    loaded: LoadedDrafter, target: Model, stop_rule: stopping.Rule | learned_stopping.LoadedRule
+) -> LoadedDrafter:
     """Returns a drafter that ends chains early; raises InputError for one that cannot."""
     if not hasattr(loaded.drafter, "stop_rule"):
         raise InputError(
             f"stop_rule: expected None for {loaded.name}, as only draft models and EAGLE end "
             "chains early, found a rule"
         )
+    weights = None
+    if isinstance(stop_rule, learned_stopping.LoadedRule):
+        weights = jax.device_put(stop_rule.params, sharding.replicated(target.mesh))
+        stop_rule = stop_rule.rule
     drafter = dataclasses.replace(loaded.drafter, stop_rule=stop_rule)
-    return dataclasses.replace(loaded, drafter=drafter)
+    return dataclasses.replace(loaded, drafter=drafter, rule_params=weights)
 
 
 def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:

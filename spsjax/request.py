@@ -71,7 +71,7 @@ class Request:
         paced = num_speculative_tokens == AUTO and loaded.drafter.num_speculative_tokens > 0
         pacer = pacing.Fastest() if paced else None
         self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids, pacer=pacer)
-        self.params = {"target": model.params, "drafter": loaded.params}  # and costs of a pacer
+        self.params = loaded.with_target(model.params)  # and costs of a pacer
         multihost.check_same_everywhere(
             caller, self.program, self.prompts, new_tokens, params, seed, model.mesh
         )

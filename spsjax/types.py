@@ -101,6 +101,7 @@ class Proposal:
     begun: Begun | None = None  # for a chain
     expected: Array | None = None  # [B] float32, draft tokens that the drafter expects to be
     #   accepted, for drafters that choose between others; the loop does not look at it
+    notes: PyTree = None  # [B, K, ...], what a rule that ends chains notes of each token, for logs
     distinct: bool = dataclasses.field(default=False, metadata={"static": True})  # whether siblings
     #   were drawn without replacement: each from what the earlier ones left of probs
 

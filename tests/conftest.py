@@ -155,13 +155,29 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
+def _forget_programs():
+    compilation.clear()
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """Frees the programs of a module: one process cannot map the programs of all modules."""
     yield
-    compilation.clear()
-    jax.clear_caches()
-    gc.collect()
+    _forget_programs()
+
+
+@pytest.fixture(autouse=True)
+def forget_too_many_programs():
+    """Frees the programs of a module before there are so many that the compiler crashes.
+
+    Linux allows a process 65,530 mappings of memory by default, and a program has dozens.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 45_000:
+        _forget_programs()
 
 
 @pytest.fixture

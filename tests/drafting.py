@@ -30,7 +30,10 @@ PACKAGE = sorted(
     module.name
     for module in pkgutil.iter_modules(drafters.__path__)
     if module.name
-    not in ("base", "features", "pairs", "states", "stopping", "waiting", "datastore")
+    not in (
+        *("base", "features", "pairs", "states", "waiting", "datastore"),
+        *("stopping", "learned_stopping"),
+    )
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens

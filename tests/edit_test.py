@@ -1,6 +1,7 @@
 """The task `edit`: one typo per passage, held-out files only, and its score."""
 
 import json
+import re
 
 import pytest
 from command_line import fails_with_one_line, run, succeeds
@@ -28,6 +29,14 @@ def test_a_passage_has_one_typo_and_is_whole_lines():
 
 def test_a_text_without_a_long_word_has_no_typo():
     assert edit.with_typo("a = 1\nbb = zzzzz\n", "name") is None
+
+
+def test_shuffled_words_are_the_same_words_in_the_same_places():
+    other = edit.with_shuffled_words(TEXT, "name")
+    assert other != TEXT and other == edit.with_shuffled_words(TEXT, "name")
+    words, gaps = re.compile(r"\w+"), re.compile(r"\W+")
+    assert sorted(words.findall(other)) == sorted(words.findall(TEXT))
+    assert gaps.findall(other) == gaps.findall(TEXT)
 
 
 def test_examples_are_of_held_out_files_and_scored_by_the_whole_text(tmp_path):
@@ -60,4 +69,7 @@ def test_make_edits_writes_training_texts_alone(tmp_path):
     for text in held_out:
         lines = [line for line in text.splitlines() if len(line) > 60]
         assert not lines or sum(line in written for line in lines) < len(lines)
+    succeeds("make_edits.py", f"--output={path}", "--characters=4000", "--shuffled")
+    both = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert both[::2] == texts and len(both) == 2 * len(texts)
     fails_with_one_line(run("make_edits.py", f"--output={path}", "--characters=1"), "characters")

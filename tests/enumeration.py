@@ -185,9 +185,9 @@ class Loop:
         self.drafter = self.loaded.drafter
         self.vocab, self.K = self.target.shape[1], self.drafter.num_speculative_tokens
         self.program = decode.Program(config(self.vocab), self.drafter, self.verifier, self.eos_ids)
-        own = self.loaded.params
-        drafter = params_of(self.draft) if own is None else own
-        self.params = {"target": params_of(self.target), "drafter": drafter}
+        self.params = self.loaded.with_target(params_of(self.target))
+        if self.loaded.params is None:
+            self.params["drafter"] = params_of(self.draft)
 
     def _start(self, prefixes, params):
         """Returns the state after the prefixes, one per row."""

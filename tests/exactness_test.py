@@ -23,6 +23,7 @@ from spsjax.drafters import (
     draft_model,
     early_exit,
     hybrid,
+    learned_stopping,
     lookahead,
     ngram,
     none,
@@ -164,14 +165,22 @@ def test_draft_model_is_lossless(K, new, eos_ids):
         assert_lossless(studied, **params)
 
 
-RULES = stopping.Confidence(0.5), stopping.Entropy(scale=1.0, threshold=0.9)
+RULES = {
+    "confidence": stopping.Confidence(0.5),
+    "entropy": stopping.Entropy(scale=1.0, threshold=0.9),
+    "disco": learned_stopping.Disco(0.4, top=2, width=4),
+    "specdec": learned_stopping.SpecDec(0.4, least=1),
+}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=("confidence", "entropy"))
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_chain_that_ends_early_is_lossless(rule):
     studied = loop("draft_model", 3, 3)
-    drafter = dataclasses.replace(studied.drafter, stop_rule=rule)
-    studied = dataclasses.replace(studied, loaded=LoadedDrafter("", drafter, None))
+    drafter, weights = dataclasses.replace(studied.drafter, stop_rule=rule), None
+    if isinstance(rule, learned_stopping.LearnedRule):
+        weights = rule.init_params(jax.random.key(2), VOCAB)
+    loaded = LoadedDrafter("", drafter, None, rule_params=weights)
+    studied = dataclasses.replace(studied, loaded=loaded)
     for params in PARAMS:
         assert_lossless(studied, **params)
 

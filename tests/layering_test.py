@@ -23,7 +23,18 @@ FLOORS = (
     {"cli"},
 )
 # The rooms whose modules import only what they share, never each other.
-PLUG_INS = {"drafters": ("base", "features", "pairs", "states", "stopping", "waiting", "datastore")}
+PLUG_INS = {
+    "drafters": (
+        "base",
+        "features",
+        "pairs",
+        "states",
+        "stopping",
+        "learned_stopping",
+        "waiting",
+        "datastore",
+    )
+}
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")

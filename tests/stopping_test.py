@@ -19,18 +19,22 @@ LOGITS = np.log(np.asarray([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3], [1.0, 1e-30, 1e-30
 GREEDY = SamplingParams(temperature=0.0)
 
 
+def drawn(logits, tokens):
+    return growth.Drawn(jnp.asarray(logits), None, jnp.asarray(tokens), 0)
+
+
 def test_confidence_ends_after_a_token_of_low_probability():
-    ends = stopping.Confidence(0.25)(jnp.asarray(LOGITS), jnp.asarray([1, 1, 0]))
+    ends, _ = stopping.Confidence(0.25).ends(None, (), drawn(LOGITS, [1, 1, 0]))
     np.testing.assert_array_equal(ends, [True, False, False])
 
 
 def test_entropy_ends_after_an_uncertain_distribution():
     """The entropies are 0.80, 1.09 and 0 nats, and 0.35 and 0.40 the roots of 0.15 of them."""
     for threshold, expected in ((0.3, [True, True, False]), (0.37, [False, True, False])):
-        ends = stopping.Entropy(threshold=threshold)(jnp.asarray(LOGITS), jnp.asarray([0, 0, 0]))
+        ends, _ = stopping.Entropy(threshold=threshold).ends(None, (), drawn(LOGITS, [0, 0, 0]))
         np.testing.assert_array_equal(ends, expected)
-    never = jnp.asarray([[0.0, -jnp.inf, -jnp.inf]])
-    assert not stopping.Entropy()(never, jnp.asarray([0]))[0]
+    certain = drawn([[0.0, -np.inf, -np.inf]], [0])
+    assert not stopping.Entropy().ends(None, (), certain)[0][0]
 
 
 def test_steps_after_the_end_of_all_chains_are_not_run():
@@ -39,18 +43,17 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
 
     def feed(state, level):
         jax.debug.callback(lambda: steps.append(1))
-        return jnp.zeros((2, 1, 8)).at[:, 0, level.depth].set(99.0), state
+        return jnp.zeros((2, 1, 8)).at[:, 0, level.depth].set(99.0), None, state
 
-    ends = jnp.asarray([1, 2])
+    last = jnp.asarray([1, 2])
+    stops = growth.Stops((), lambda state, drawn: (drawn.tokens == last, state))
     now = drafting.round_of(
         jnp.zeros((2, 1), jnp.int32),
         jnp.ones(2, jnp.int32),
         GREEDY.rows(2),
         jax.random.split(jax.random.key(0), 2),
     )
-    proposal, _, _ = jax.jit(
-        lambda: growth.grow(None, 6, feed, (), now, lambda logits, tokens: tokens == ends)
-    )()
+    proposal, _, _ = jax.jit(lambda: growth.grow(None, 6, feed, (), now, stops))()
     np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [0, 1, 2, -1, -1, -1]])
     jax.effects_barrier()
     assert len(steps) == 3
@@ -63,7 +66,9 @@ def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):
     expected = spsjax.generate(target, prompts, **options)
     whole = spsjax.generate(target, prompts, loaded, 6, **options)
     for rule in (stopping.Confidence(0.5), stopping.Entropy()):
-        out = spsjax.generate(target, prompts, loading.with_stop_rule(loaded, rule), 6, **options)
+        out = spsjax.generate(
+            target, prompts, loading.with_stop_rule(loaded, target, rule), 6, **options
+        )
         for tokens, same in zip(out.tokens, expected.tokens):
             np.testing.assert_array_equal(tokens, same)
         per_round = out.stats.proposed_tokens / out.stats.target_calls
@@ -87,8 +92,8 @@ def test_rule_that_does_not_fit_is_refused(target, draft):
     with pytest.raises(InputError, match=r"^stop_rule: expected None with a tree, as only chains"):
         dataclasses.replace(loaded.drafter, tree=Tree((0, 0)), stop_rule=rule)
     with pytest.raises(InputError, match=r"^stop_rule: expected a rule of drafters.stopping"):
-        loading.with_stop_rule(loaded, 0.5)
+        loading.with_stop_rule(loaded, target, 0.5)
     with pytest.raises(InputError, match=r"^stop_rule: expected None for x"):
-        loading.with_stop_rule(loading.LoadedDrafter("x", ngram.Drafter(), {}), rule)
+        loading.with_stop_rule(loading.LoadedDrafter("x", ngram.Drafter(), {}), target, rule)
     with pytest.raises(InputError, match=r"^threshold: expected a finite number"):
         stopping.Confidence(2.0)

@@ -14,7 +14,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from spsjax import draft_shapes, drafters, loading
-from spsjax.drafters import base, features, stopping
+from spsjax.drafters import base, features, learned_stopping, stopping
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
@@ -167,15 +167,19 @@ def with_tree(drafter, target: loading.Model, path: str):
 
 
 def with_stop_rule(drafter, target: loading.Model, name: str):
-    """Returns a drafter that ends chains early, if a rule is given, such as "entropy:0.5"."""
+    """Returns a drafter that ends chains early, if a rule is given.
+
+    `name` is that of a rule such as "entropy:0.5", or a file of train_stop_rule.py.
+    """
     if not name:
         return drafter
-    rule = stopping.by_name(name)
+    trained = name.endswith(learned_stopping.SUFFIX)
+    rule = learned_stopping.read(name) if trained else stopping.by_name(name)
     if isinstance(drafter, loading.Model):
         drafter = loading.as_drafter(drafter, target)
     if not isinstance(drafter, loading.LoadedDrafter):
         raise InputError("stop_rule: expected none without a draft model, found one")
-    return loading.with_stop_rule(drafter, rule)
+    return loading.with_stop_rule(drafter, target, rule)
 
 
 def model_config(name: str, folder: pathlib.Path) -> transformer.Config:

@@ -20,7 +20,8 @@ class Drafter(abc.ABC):
     distribution untouched, because acceptance is the verifier's business. What it must get right is
     that `Proposal.probs` are the distributions from which its tokens were drawn.
 
-    In all functions `params` is `{"target": ..., "drafter": ...}`. A row's committed tokens are its
+    In all functions `params` is `{"target": ..., "drafter": ...}`, with "stop_rule" for a rule that
+    has weights and "costs" for a loop that chooses K. A row's committed tokens are its
     first `lengths_B`; after them there may be any token at all. Every leaf of a state has a batch
     axis first, unless it is in a `KVCache`.
 
@@ -135,9 +136,8 @@ class Drafter(abc.ABC):
         """Returns the state after a verdict, equal to that of a fresh prefill.
 
         (States that hold how the text came about, like those of `copy` and `lookahead`, are the
-        exceptions.) In a round
-        in which no row wanted a token, `propose` was not called, and `drafted` are zeros. What is
-        costly may then be left to `catch_up`.
+        exceptions.) In a round in which no row wanted a token, `propose` was not called, and
+        `drafted` are zeros. What is costly may then be left to `catch_up`.
 
         Args:
             params: parameters of target and drafter.

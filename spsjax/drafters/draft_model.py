@@ -119,10 +119,11 @@ class Drafter(base.Drafter):
                 num_logits=T,
             )
             logits = sharding.gather_vocab(output.logits)
-            return logits[..., : self.vocab_size], output.block
+            return logits[..., : self.vocab_size], output.hidden[:, -T:], output.block
 
         start = transformer.empty_block(self.config, weights, len(lengths_B), 1 + num_fed)
-        proposal, fed_as, block = growth.grow(self.tree, K, feed, start, now, self.stop_rule)
+        stops = stopping.bound(self.stop_rule, params, len(lengths_B))
+        proposal, fed_as, block = growth.grow(self.tree, K, feed, start, now, stops)
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])

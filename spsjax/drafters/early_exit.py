@@ -61,7 +61,7 @@ class Drafter(base.Drafter):
         whole = min(self.skipped.first, config.num_layers)  # layers before the first one cut
 
         def feed(carry, tokens_BT):
-            """Runs the draft over one more token per row; returns its logits, and the carry."""
+            """Runs the draft over one more token per row (`growth.Feed`)."""
             stream, block = carry
             output = transformer.apply(
                 config,
@@ -73,18 +73,19 @@ class Drafter(base.Drafter):
                 skipped=self.skipped,
             )
             stream = lax.dynamic_update_slice_in_dim(stream, output.taps[0], block.size, axis=1)
-            return sharding.gather_vocab(output.logits), (stream, output.block)
+            return sharding.gather_vocab(output.logits), output.hidden, (stream, output.block)
 
         block = transformer.empty_block(config, weights, len(now.lengths), K + 1)
         start = jnp.zeros((len(now.lengths), K + 1, config.d_model), block.keys[0].dtype), block
+        stops = stopping.bound(self.stop_rule, params, len(now.lengths))
         proposal, _, carry = growth.grow(
-            None, K, lambda carry, level: feed(carry, level.tokens), start, now, self.stop_rule
+            None, K, lambda carry, level: feed(carry, level.tokens), start, now, stops
         )
         # Of each chain the last token is not fed yet, or something was fed after it. What follows
         # a row's last token is not looked at.
         size = carry[1].size
         last = lax.dynamic_slice_in_dim(proposal.tokens, size - 1, 1, axis=1)
-        stream, block = feed(carry, last)[1]
+        stream, block = feed(carry, last)[2]
         valid = None if now.depths is None else jnp.ones((), bool)
         begun = Begun(stream, block.keys[:whole], block.values[:whole], valid)
         return dataclasses.replace(proposal, begun=begun), ()

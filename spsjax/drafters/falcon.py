@@ -197,7 +197,8 @@ class Drafter(features.FeatureDrafter):
                 draft = begun(draft)
             units = lax.dynamic_slice_in_dim(draft.units, level.start, units.shape[1], axis=1)
             outputs = lax.dynamic_index_in_dim(draft.outputs, level.depth % k, 2, keepdims=False)
-            return self.logits(params, tree.along(units, outputs), level.depth), draft
+            outputs = tree.along(units, outputs)
+            return self.logits(params, outputs, level.depth), outputs, draft
 
         start = self._no_draft(draft_shapes.fed_levels(self.tree, K), state)
         proposal, _, _ = growth.grow(self.tree, K, feed, start, now)

@@ -102,7 +102,7 @@ class Drafter(states.StateDrafter):
                 before = tree.along(level.parents, states_BFM)
             new = self.step(params, before, level.tokens, level.depth)
             states_BFM = lax.dynamic_update_slice_in_dim(states_BFM, new, level.start, axis=1)
-            return self.logits(params, new, level.depth), states_BFM
+            return self.logits(params, new, level.depth), new, states_BFM
 
         shape = len(state), draft_shapes.num_fed(self.tree, K), self.width
         start = jnp.zeros(shape, state.dtype)

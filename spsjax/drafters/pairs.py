@@ -112,20 +112,22 @@ class PairDrafter(features.FeatureDrafter):
             """Runs the layer over one level of nodes (`growth.Feed`)."""
             outputs, block = carry
             if level.is_root:  # its pair is the cache's last
-                return self.logits(params, state.last[:, None], 0), carry
+                last = state.last[:, None]
+                return self.logits(params, last, 0), last, carry
             features = tree.along(level.parents, outputs)
             positions = now.lengths[:, None] - 2 + level.depth
             positions = jnp.broadcast_to(positions, level.tokens.shape)
             above = level.above[:, :, 1:]
             new, grown = self.run(params, level.tokens, features, cache, block, positions, above)
             outputs = lax.dynamic_update_slice_in_dim(outputs, new, level.start, axis=1)
-            return self.logits(params, new, level.depth), (outputs, grown)
+            return self.logits(params, new, level.depth), new, (outputs, grown)
 
         outputs = jnp.zeros((B, num_fed, config.d_model), state.last.dtype)
         outputs = outputs.at[:, 0].set(state.last)
         shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, self.stop_rule)
+        stops = stopping.bound(self.stop_rule, params, B)
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
         return proposal, ()
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):

@@ -94,7 +94,7 @@ class HeadsDrafter(StateDrafter):
         def feed(state, level):
             """Returns the logits of one level of nodes, which are all the same."""
             row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
-            return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), state
+            return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
 
         proposal, _, _ = growth.grow(self.tree, K, feed, (), now)
         return proposal, ()

@@ -7,25 +7,33 @@ proposed only if it is probable, and not as often as the draft's distribution sa
 
 import abc
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from spsjax.errors import InputError, check_number, short_repr
-from spsjax.types import Array
+from spsjax.growth import Drawn, Stops
+from spsjax.types import Array, PyTree
 
 
 class Rule(abc.ABC):
-    """Decides after every draft token whether it is the last one. A frozen, hashable dataclass."""
+    """Decides after every draft token whether it is the last one. A frozen, hashable dataclass.
+
+    In all functions `params` are the rule's own weights; None: it has none.
+    """
+
+    def start(self, batch: int) -> PyTree:
+        """Returns the state before the first token of a chain."""
+        return ()
 
     @abc.abstractmethod
-    def __call__(self, logits_BV: Array, tokens_B: Array) -> Array:
-        """Returns [B] bool: whether a row's chain ends with its token.
+    def ends(self, params: PyTree, state: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
+        """Returns [B] bool, whether a row's chain ends with its newest token, and the new state."""
 
-        Args:
-            logits_BV: the draft's logits of the token, before temperature and filters.
-            tokens_B: the token, which was drawn and stays in the chain.
-        """
+    def note(self, drawn: Drawn) -> PyTree:
+        """Returns what a log keeps of a token, for training: arrays [B, ...], or None."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +49,10 @@ class Confidence(Rule):
     def __post_init__(self):
         check_number("threshold", self.threshold, 0, 1)
 
-    def __call__(self, logits_BV, tokens_B):
-        logs = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
-        chosen = jnp.take_along_axis(logs, tokens_B[:, None], axis=1)[:, 0]
-        return jnp.exp(chosen) < self.threshold
+    def ends(self, params, state, drawn):
+        logs = jax.nn.log_softmax(drawn.logits.astype(jnp.float32))
+        chosen = jnp.take_along_axis(logs, drawn.tokens[:, None], axis=1)[:, 0]
+        return jnp.exp(chosen) < self.threshold, state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +75,15 @@ class Entropy(Rule):
         check_number("scale", self.scale, 0, 1e6)
         check_number("threshold", self.threshold, 0, 1e6)
 
-    def __call__(self, logits_BV, tokens_B):
-        logs = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
-        finite = jnp.where(logs > -jnp.inf, logs, 0)
-        entropy = -jnp.sum(jnp.exp(logs) * finite, axis=-1)
-        return jnp.sqrt(self.scale * entropy) > self.threshold
+    def ends(self, params, state, drawn):
+        return jnp.sqrt(self.scale * entropy(drawn.logits)) > self.threshold, state
+
+
+def entropy(logits: Array) -> Array:
+    """Returns the entropy of each distribution [..., V], in nats."""
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    finite = jnp.where(logs > -jnp.inf, logs, 0)
+    return -jnp.sum(jnp.exp(logs) * finite, axis=-1)
 
 
 RULES = {"confidence": Confidence, "entropy": Entropy}
@@ -90,7 +102,7 @@ def by_name(text: str) -> Rule:
     if name not in RULES:
         raise InputError(
             f"stop_rule: expected {' or '.join(RULES)}, also with a threshold as in entropy:0.5, "
-            f"found {short_repr(text)}"
+            f"or a file of train_stop_rule.py, found {short_repr(text)}"
         )
     return RULES[name](**threshold)
 
@@ -99,12 +111,21 @@ def check(rule, tree) -> None:
     """Raises InputError unless `rule` is a rule or None, and only chains have one."""
     if rule is not None and not isinstance(rule, Rule):
         raise InputError(
-            f"stop_rule: expected a rule of drafters.stopping or None, found {short_repr(rule)}"
+            "stop_rule: expected a rule of drafters.stopping, what learned_stopping.read returns, "
+            f"or None, found {short_repr(rule)}"
         )
     if rule is not None and tree is not None:
         raise InputError(
             "stop_rule: expected None with a tree, as only chains end early, found one"
         )
+
+
+def bound(rule: Rule | None, params: PyTree, batch: int) -> Stops | None:
+    """Returns a rule with its weights, of the loop's parameters, as `growth.grow` takes it."""
+    if rule is None:
+        return None
+    ends = functools.partial(rule.ends, params.get("stop_rule"))
+    return Stops(rule.start(batch), ends, rule.note)
 
 
 def score_sizes(rule: Rule | None, num_speculative_tokens: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
         target_V, drafted_V, key = inputs
 
         def feed(state, *_):
-            return drafted_V[None, None], state
+            return drafted_V[None, None], None, state
 
         uniforms = sampling.uniforms(key[None], sampling.DRAFT, 2 * width).reshape(1, width, 2)
         proposal, *_ = growth.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)

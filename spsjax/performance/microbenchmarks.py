@@ -78,7 +78,7 @@ def draft_timer(
 ) -> Callable[[], float]:
     """Returns a function that times a whole draft, chain or tree, in seconds; as above."""
     program = decode.Program(target.config, drafter.drafter, match.Verifier())
-    weights = {"target": target.params, "drafter": drafter.params}
+    weights = drafter.with_target(target.params)
     slots = decode.num_slots(length + drafter.drafter.num_speculative_tokens + 1)
     begin = _beginner(target, program, weights, params, slots)
 

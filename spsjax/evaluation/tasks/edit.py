@@ -17,6 +17,7 @@ from spsjax.sampling import SamplingParams
 
 MARK = "\n# fixed:\n"  # between a passage and the same without its typo
 _WORD = re.compile(r"[a-z_]{5,}")
+_ANY_WORD = re.compile(r"\w+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +101,10 @@ def with_typo(text: str, name: str) -> str | None:
     ]
     place = chance.choice(swaps)
     return text[:place] + text[place + 1] + text[place] + text[place + 2 :]
+
+
+def with_shuffled_words(text: str, name: str) -> str:
+    """Returns a text with its words in another order, which depends on the name alone."""
+    words = _ANY_WORD.findall(text)
+    random.Random(name).shuffle(words)
+    return _ANY_WORD.sub(lambda match: words.pop(), text)
