@@ -57,9 +57,6 @@ class Drafter(pairs.PairDrafter):
         head = "embed" if self.target.tie_embeddings else "head"
         return params["drafter"], params["target"][head]
 
-    def features(self, params, output):
-        return output.hidden
-
     def outputs(self, params, tokens_BT, features_BTD, context, cache, earlier):
         weights = params["drafter"]
         dtype = weights["fc"]["kernel"].dtype

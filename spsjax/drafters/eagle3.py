@@ -44,11 +44,13 @@ class Eagle3(nnx.Module):
             rngs=rngs,
         )
 
-    def fuse(self, taps) -> Array:
-        """Returns features [B, T, D] of the inputs of the target's tapped layers."""
+    def fuse(self, taps_BTW) -> Array:
+        """Returns features [B, T, D] of the inputs of the target's tapped layers, side by side."""
         if self.drafter.fc_norm:
+            taps = jnp.split(taps_BTW, len(self.tap_norms), axis=-1)
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
-        return self.fc(sharding.whole_rows(jnp.concatenate(taps, axis=-1)))
+            taps_BTW = jnp.concatenate(taps, axis=-1)
+        return self.fc(sharding.whole_rows(taps_BTW))
 
     def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
         """Returns the outputs, and the block's keys and values with those of these pairs."""
@@ -122,10 +124,12 @@ class Drafter(pairs.PairDrafter):
         once = IDS, "fc", "tap_norms"
         return {name: value for name, value in params["drafter"].items() if name not in once}
 
-    def features(self, params, output):
+    def seen(self, output):
+        return jnp.concatenate(output.taps, axis=-1)
+
+    def fused(self, params, seen_BTW):
         weights = _trained(params["drafter"])
-        layer = self._bind(weights)
-        return layer.fuse([tap.astype(_dtype(weights)) for tap in output.taps])
+        return self._bind(weights).fuse(seen_BTW.astype(_dtype(weights)))
 
     def outputs(self, params, tokens_BT, features_BTD, context, cache, earlier):
         weights = _trained(params["drafter"])

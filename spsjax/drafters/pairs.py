@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features, stopping, waiting
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues
-from spsjax.types import Array, Block, PyTree, pytree_dataclass
+from spsjax.types import Array, Block, ModelOutput, PyTree, pytree_dataclass
 
 
 @pytree_dataclass
@@ -37,6 +36,8 @@ class PairDrafter(features.FeatureDrafter):
         config: shape of the layer.
         stop_rule: rule that ends a chain early; None: all have K tokens.
         waits: whether pairs are read before the next draft, and not after every round.
+
+    Its features are made by `fused` of what is `seen` of the target.
     """
 
     config: Config
@@ -60,6 +61,17 @@ class PairDrafter(features.FeatureDrafter):
 
     def paced(self):
         return dataclasses.replace(super().paced(), waits=True)
+
+    def seen(self, output: ModelOutput) -> Array:
+        """Returns [B, T, W], what features are made of. The parts are D wide, as in the target."""
+        return output.hidden
+
+    def fused(self, params: PyTree, seen_BTW: Array) -> Array:
+        """Returns the features [B, T, D] of what was `seen`."""
+        return seen_BTW
+
+    def features(self, params, output):
+        return self.fused(params, self.seen(output))
 
     @abc.abstractmethod
     def outputs(
@@ -89,7 +101,8 @@ class PairDrafter(features.FeatureDrafter):
         cache = kv.empty(1, shape, dtype, (None,))
         later = None
         if self.waits:
-            later = waiting.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
+            width = self.target.d_model * max(len(self.tap_layers), 1)
+            later = waiting.empty(batch, self.num_speculative_tokens, width, dtype)
         return PairState(cache, jnp.zeros((batch, config.d_model), dtype), later)
 
     def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
@@ -101,7 +114,10 @@ class PairDrafter(features.FeatureDrafter):
         return self._extended(params, state, next_BT, features, lengths_B - 1)
 
     def catch_up(self, params, state, tokens_BS, lengths_B, soon):
-        extended = functools.partial(self._extended, params)
+        def extended(state, tokens_BT, seen_BTW, lengths_B):
+            found = self.fused(params, seen_BTW)
+            return self._extended(params, state, tokens_BT, found, lengths_B)
+
         return waiting.read(state, tokens_BS, self.num_speculative_tokens + 1, soon, extended)
 
     def propose(self, params, state, now):
@@ -131,10 +147,11 @@ class PairDrafter(features.FeatureDrafter):
         return proposal, ()
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
-        features = tree.along(verdict.path, self.features(params, output))
-        if self.waits:
-            later = waiting.add(state.unread, features, lengths_B - 1)
+        if self.waits:  # features are costly, too
+            seen = tree.along(verdict.path, self.seen(output))
+            later = waiting.add(state.unread, seen, lengths_B - 1)
             return dataclasses.replace(state, unread=later)
+        features = tree.along(verdict.path, self.features(params, output))
         # The token after each node of the path is what the round emitted in its place.
         return self._extended(params, state, verdict.tokens, features, lengths_B - 1)
 

@@ -1,4 +1,4 @@
-"""Features of pairs that a layer reads later, because nothing was drafted for a while."""
+"""What a layer reads of pairs later, because nothing was drafted for a while."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,9 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.types import Array, PyTree, pytree_dataclass
+
+_ROOM = 256  # pairs that can wait
+_MANY = 64  # pairs that are read at once after a long wait, which costs far less than one by one
 
 
 @pytree_dataclass
@@ -20,7 +23,7 @@ class Waiting:
 
 def empty(batch: int, num_speculative_tokens: int, width: int, dtype) -> Waiting:
     """Returns room for the features of enough pairs that they are rarely read."""
-    slots = max(32, 4 * (num_speculative_tokens + 1))
+    slots = max(_ROOM, 4 * (num_speculative_tokens + 1))
     return Waiting(jnp.zeros((batch, slots, width), dtype), jnp.zeros(batch, jnp.int32))
 
 
@@ -44,7 +47,7 @@ def read(
     Args:
         state: a state with `unread`, and with a `cache` of the pairs that were read.
         tokens_BS: token buffer.
-        chunk: pairs that are read at once, at least as many as a round can add.
+        chunk: pairs that are read at once if few wait, at least as many as a round can add.
         soon: [] bool, whether all are read.
         extended: takes a state, tokens and features of the pairs that follow, and the new number of
             pairs; returns the state after them.
@@ -52,17 +55,26 @@ def read(
     waiting = state.unread
     if waiting is None:  # every pair was read when its round ended
         return state
-    slots = waiting.features.shape[1]
+    slots, buffer = waiting.features.shape[1], state.cache.num_slots
+    many = min(_MANY, buffer // 2)
 
-    def needed(state):
-        behind = waiting.pairs - state.cache.lengths
-        return jnp.any(behind > jnp.where(soon, 0, slots - 2 * chunk))
-
-    def advance(state):
-        index = state.cache.lengths[:, None] + jnp.arange(chunk)
+    def advance(state, count):
+        index = state.cache.lengths[:, None] + jnp.arange(count)
         tokens = tree.along(jnp.minimum(index + 1, tokens_BS.shape[1] - 1), tokens_BS)
         features = tree.along(index % slots, waiting.features)
-        ends = jnp.minimum(state.cache.lengths + chunk, waiting.pairs)
+        ends = jnp.minimum(state.cache.lengths + count, waiting.pairs)
         return extended(state, tokens, features, ends)
 
-    return lax.while_loop(needed, advance, state)
+    def wait(state, kept):
+        return jnp.any(
+            waiting.pairs - state.cache.lengths > jnp.where(soon, kept, slots - 2 * chunk)
+        )
+
+    if many > 2 * chunk:
+        # Those that are read beyond the waiting ones must not exceed the cache either.
+        state = lax.while_loop(
+            lambda state: wait(state, 2 * chunk) & jnp.all(state.cache.lengths + many <= buffer),
+            lambda state: advance(state, many),
+            state,
+        )
+    return lax.while_loop(lambda state: wait(state, 0), lambda state: advance(state, chunk), state)
