@@ -209,6 +209,7 @@ def own_tree(file: str) -> dict[str, Shape]:
 def of_shapes(folder: str, target: loading.Model, shapes, own) -> dict[str, loading.LoadedDrafter]:
     """Returns a drafter in every shape that it can draft, and in all shapes of its own."""
     loaded, found = loading.load_drafter(folder, target), {}
+    grows_trees = "tree" in {field.name for field in dataclasses.fields(loaded.drafter)}
     most = getattr(loaded.drafter, "max_steps", None)
     for name, shape in (shapes | own).items():
         if name == AUTO:
@@ -216,7 +217,7 @@ def of_shapes(folder: str, target: loading.Model, shapes, own) -> dict[str, load
             continue
         chain = isinstance(shape, int)
         K = shape if chain else shape.depth
-        if (most and most < K) or (folder in loading.WEIGHTLESS and not chain):
+        if (most and most < K) or not (chain or grows_trees):
             if name in own:
                 raise InputError(f"trees: expected a tree that {folder} can draft, found {name}")
             continue

@@ -28,7 +28,7 @@ from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
-from spsjax.utils import bfloat16
+from spsjax.utils import bfloat16, jsonl
 
 # Drafting methods that need no weights, by the names of their modules.
 WEIGHTLESS = "none", "ngram", "suffix", "copy", "lookahead"
@@ -171,10 +171,11 @@ def load_drafter(
 
     Args:
         name: name of a drafting method that needs no weights: "ngram", "suffix", "copy",
-            "lookahead", "early_exit:4" (the target's first 4 layers) or "early_exit:FILE" (without
-            what scripts/plan_skips.py chose); or whatever `load` takes: a smaller model with the
-            target's tokenizer, or a drafter of the target's features (docs/drafters.md). With
-            "suffix+" before the latter two, suffix decoding drafts where it expects more.
+            "lookahead", "early_exit:4" (the target's first 4 layers), "early_exit:FILE" (without
+            what scripts/plan_skips.py chose) or "suffix:FILE" (also looks into texts, JSON lines
+            with `text`); or whatever `load` takes: a smaller model with the target's tokenizer, or
+            a drafter of the target's features (docs/drafters.md). With "suffix+" before the latter
+            two, suffix decoding drafts where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
@@ -212,9 +213,29 @@ def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
     return dataclasses.replace(loaded, drafter=drafter, params=params)
 
 
+def _stored(path: str, target: Model) -> datastore.Store:
+    """Returns a store of the texts of a file, JSON lines with `text`."""
+    if target.tokenizer is None:
+        raise InputError(f"suffix:{path}: expected a target with a tokenizer, found none")
+    texts = []
+    for number, record in jsonl.read(path):
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise InputError(
+                f"{path}, line {number}: expected an object with a text, found {short_repr(record)}"
+            )
+        texts += [target.tokenizer.encode(text)] if text else []
+    store = datastore.Store(max(sum(len(text) + 1 for text in texts), 2))
+    store.extend(texts)
+    if not len(store):
+        raise InputError(f"{path}: expected texts, found none")
+    return store
+
+
 def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
     """Returns a drafter that leaves to suffix decoding what that does better."""
-    if not loaded.params or loaded.drafter.trees:
+    trained = draft_model.Drafter, features.FeatureDrafter
+    if not isinstance(loaded.drafter, trained) or loaded.drafter.trees:
         raise InputError(f"{name}: expected a drafter with weights, of chains, found another")
     drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter())
     return dataclasses.replace(loaded, name=str(name), drafter=drafter)
@@ -250,6 +271,11 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
             raise InputError(f"tree: expected none for {name}, which drafts chains, found a tree")
         return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
     method, _, rest = str(name).partition(":")
+    if method == "suffix" and rest:
+        if tree is not None:
+            raise InputError("tree: expected none for suffix, which drafts chains, found a tree")
+        stored = _with_store("suffix", target, _stored(rest, target))
+        return dataclasses.replace(stored, name=name)
     if method == "early_exit":
         if tree is not None:
             raise InputError(

@@ -1,6 +1,7 @@
 """Look-ups in a store: matches by brute force, counts, eviction, and what is refused."""
 
 import functools
+import json
 
 import drafting
 import jax
@@ -11,7 +12,7 @@ from conftest import spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams
-from spsjax.drafters import datastore, suffix
+from spsjax.drafters import datastore, stopping, suffix
 from spsjax.parallel import sharding
 
 PROMPTS = [[3, 4, 5, 3], [9], [1, 2, 1, 2]]
@@ -153,3 +154,32 @@ def test_what_is_no_store_or_no_text_is_refused(target):
             spsjax.load_drafter(name, target, store=held)
     assert suffix.Drafter().max_match == 64
     assert spsjax.load_drafter("suffix", target, store=store).drafter.max_match == 16
+    with pytest.raises(InputError, match=r"^store: expected neither a tree nor a stop_rule"):
+        spsjax.load_drafter("suffix", target, stop_rule=stopping.Entropy(), store=store)
+    with pytest.raises(InputError, match=r"^store: expected neither a tree nor a stop_rule"):
+        spsjax.load_drafter("suffix", target, tree=spsjax.Tree((0, 0)), store=store)
+
+
+def test_file_is_a_store_of_its_texts(tmp_path, target):
+    path = tmp_path / "texts.jsonl"
+    texts = ["import os\nimport sys\n", "", "def main():\n    pass\n"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = spsjax.load("pystdlib/target")
+    loaded = spsjax.load_drafter(f"suffix:{path}", model)
+    store = datastore.Store(len(loaded.params.tokens))
+    store.extend(model.tokenizer.encode(text) for text in texts if text)
+    np.testing.assert_array_equal(loaded.params.tokens, store.sorted().tokens)
+    assert loaded.drafter == spsjax.load_drafter("suffix", model, store=store).drafter
+    with pytest.raises(InputError, match=r"^suffix:.*: expected a target with a tokenizer"):
+        spsjax.load_drafter(f"suffix:{path}", target)
+    with pytest.raises(InputError, match=r"^suffix\+suffix:.*: expected a drafter with weights"):
+        spsjax.load_drafter(f"suffix+suffix:{path}", model)
+    with pytest.raises(InputError, match=r"^tree: expected none for suffix"):
+        spsjax.load_drafter(f"suffix:{path}", model, tree=spsjax.Tree((0, 0)))
+    path.write_text('{"text": "a"}\n[1]\n')
+    with pytest.raises(InputError, match=r"line 2: expected an object with a text, found \[1\]"):
+        spsjax.load_drafter(f"suffix:{path}", model)
+    for text, expected in (('{"text": ""}\n', "expected texts, found none"), ("x", "JSON lines")):
+        path.write_text(text)
+        with pytest.raises(InputError, match=expected):
+            spsjax.load_drafter(f"suffix:{path}", model)

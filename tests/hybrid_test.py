@@ -151,6 +151,14 @@ def test_load_drafter_takes_both_by_one_name(target, draft):
     assert isinstance(loaded.drafter.lookup, suffix.Drafter)
     with pytest.raises(InputError, match=r"^suffix\+ngram: expected a drafter with weights"):
         spsjax.load_drafter("suffix+ngram", target)
+    head = drafting.build("eagle", draft, 2)
+    shape = dataclasses.replace(draft.config, num_layers=2)
+    other = hybrid.Drafter(dataclasses.replace(head.drafter, target=shape), suffix.Drafter())
+    stranger = LoadedDrafter("x", other, head.params)
+    with pytest.raises(
+        InputError, match=r"^drafter x: expected a drafter of this target's features"
+    ):
+        spsjax.generate(target, PROMPTS, stranger)
     chosen = draft_model.Drafter(draft.config, tree=Tree((0, 0)))
     with pytest.raises(InputError, match=r"^model: expected a drafter of chains"):
         hybrid.Drafter(chosen, suffix.Drafter())

@@ -106,8 +106,8 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """Returns the drafter argument of `generate`.
 
     Args:
-        name: "none"; "model", which loads `draft`; "early_exit:4", as `loading.load_drafter` takes
-            it; or the name of a module of `spsjax.drafters`.
+        name: "none"; "model", which loads `draft`; "early_exit:4" or "suffix:FILE", as
+            `loading.load_drafter` takes them; or the name of a module of `spsjax.drafters`.
         draft: name or folder of a draft model, or of a drafter of the target's features.
         options: config with the arguments of a drafter under the name of its module.
         target: the target, whose mesh is taken over.
@@ -118,7 +118,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """
     if name in (None, "none"):
         return None
-    if name.partition(":")[0] == "early_exit":
+    if name.partition(":")[0] in ("early_exit", "suffix") and ":" in name:
         return loading.load_drafter(name, target)
     if name in ("model", "draft_model"):
         if draft.startswith("suffix+") or loading.is_feature_drafter(draft):
