@@ -69,6 +69,7 @@ class DecodeState:
     cache: kv.KVCache  # the target's
     drafter: PyTree  # the drafter's own state
     pace: PyTree  # the pacer's own state
+    rule: PyTree  # that of the drafter's rule that ends chains
     # Fixed.
     rows: RowParams  # sampling parameters per row
     limits: Array  # [B] int32, where `lengths` must stop
@@ -154,7 +155,7 @@ def propose(
         InputError: when traced, for a proposal that target, drafter or verifier do not allow.
     """
     drafter = program.drafter
-    now = Round(state.tokens, state.lengths, state.rows, keys_B, state.cache, depths_B)
+    now = Round(state.tokens, state.lengths, state.rows, keys_B, state.cache, depths_B, state.rule)
 
     def draft():
         result = drafter.propose(params, state.drafter, now)
@@ -251,7 +252,10 @@ def commit(
         offered &= proposal.eligible
     number = jnp.sum(offered, axis=1, dtype=jnp.int32)
     path = None if proposal.parents is None else verdict.path
-    paced = state.pace
+    paced, rule = state.pace, state.rule
+    if program.drafter.stop_rule is not None:
+        K = program.drafter.num_speculative_tokens
+        rule = program.drafter.stop_rule.update(rule, number, accepted, K)
     if depths_B is not None:
         scored = proposal.tokens >= 0  # those that may not be accepted cost as much
         deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
@@ -266,6 +270,7 @@ def commit(
             params, state.drafter, drafted, tokens, lengths, proposal, output, verdict
         ),
         pace=paced,
+        rule=rule,
         failed=state.failed | failed,
         rounds=state.rounds + active,
         proposed=state.proposed + jnp.where(active, number, 0),
@@ -359,6 +364,7 @@ def prefill(
         cache=cache.at(lengths_B - 1),
         drafter=drafter,
         pace=() if program.pacer is None else program.pacer.init(B, K),
+        rule=() if program.drafter.stop_rule is None else program.drafter.stop_rule.init(B),
         rows=rows,
         limits=limits_B,
         keys=keys_B,

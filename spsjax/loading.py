@@ -245,7 +245,7 @@ def with_stop_rule(
     loaded: LoadedDrafter, target: Model, stop_rule: stopping.Rule | learned_stopping.LoadedRule
 ) -> LoadedDrafter:
     """Returns a drafter that ends chains early; raises InputError for one that cannot."""
-    if not hasattr(loaded.drafter, "stop_rule"):
+    if "stop_rule" not in {field.name for field in dataclasses.fields(loaded.drafter)}:
         raise InputError(
             f"stop_rule: expected None for {loaded.name}, as only draft models and EAGLE end "
             "chains early, found a rule"

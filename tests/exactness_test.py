@@ -168,6 +168,7 @@ def test_draft_model_is_lossless(K, new, eos_ids):
 RULES = {
     "confidence": stopping.Confidence(0.5),
     "entropy": stopping.Entropy(scale=1.0, threshold=0.9),
+    "adaptive": stopping.Adaptive(stopping.Confidence(0.5), step=0.5, inertia=0.0),
     "disco": learned_stopping.Disco(0.4, top=2, width=4),
     "specdec": learned_stopping.SpecDec(0.4, least=1),
 }

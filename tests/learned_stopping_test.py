@@ -73,7 +73,7 @@ def test_specdec_judges_a_token_when_the_next_is_drawn():
     The root is no draft token: its 0.1 does not count. 0.9 x 0.8 is above 0.7, and times 0.9 below.
     """
     rule = linear_head(SpecDec(0.3, least=1, blocks=0), 1, kernel=jnp.ones((1, 1)))
-    state, ended = rule.rule.start(1), []
+    state, ended = rule.rule.start((), 1), []
     for depth, accepted in enumerate((0.1, 0.9, 0.8, 0.9)):
         logit = jnp.full((1, 1), np.log(accepted / (1 - accepted)))
         ends, state = rule.rule.judge(rule.params, state, logit, depth)

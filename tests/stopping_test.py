@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import spsjax
-from spsjax import InputError, SamplingParams, Tree, growth, loading
+from spsjax import InputError, SamplingParams, Tree, execution, growth, loading
 from spsjax.drafters import ngram, stopping
+from spsjax.request import Request
 
 LOGITS = np.log(np.asarray([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3], [1.0, 1e-30, 1e-30]], np.float32))
 GREEDY = SamplingParams(temperature=0.0)
@@ -35,6 +36,45 @@ def test_entropy_ends_after_an_uncertain_distribution():
         np.testing.assert_array_equal(ends, expected)
     certain = drawn([[0.0, -np.inf, -np.inf]], [0])
     assert not stopping.Entropy().ends(None, (), certain)[0][0]
+
+
+def test_bound_follows_the_share_of_accepted_tokens():
+    """By hand: the average moves from 0.9 half of the way to the last round's share.
+
+    A row in which nothing was offered stays. All of a whole chain: the bound stays, too.
+    """
+    rule = stopping.Adaptive(stopping.Confidence(0.4), step=0.1)
+    offered, accepted = jnp.asarray([4, 4, 2, 0]), jnp.asarray([2, 4, 2, 0])
+    after = rule.update(rule.init(4), offered, accepted, 4)
+    np.testing.assert_allclose(after.rate, [0.7, 0.95, 0.95, 0.9], rtol=1e-6)
+    np.testing.assert_allclose(after.bound, [0.41, 0.4, 0.39, 0.4], rtol=1e-6)
+    tokens = drawn(LOGITS[[0, 1]], [1, 1])  # of probability 0.2 and 0.3
+    ends, _ = rule.ends(None, jnp.asarray([0.1, 0.31]), tokens)
+    np.testing.assert_array_equal(ends, [False, True])
+    entropy = stopping.Adaptive(stopping.Entropy(threshold=0.3))
+    assert entropy.init(1).bound[0] == pytest.approx(0.7)
+    for wrong in (stopping.Adaptive(stopping.Entropy()), 0.5):
+        with pytest.raises(InputError, match=r"^rule: expected Confidence or Entropy, found"):
+            stopping.Adaptive(wrong)
+    with pytest.raises(InputError, match=r"^share: expected"):
+        stopping.Adaptive(stopping.Entropy(), share=2.0)
+
+
+def test_loop_moves_the_bound(target, draft):
+    """A bound that hardly anything passes falls, and one that all pass rises."""
+    loaded = loading.as_drafter(draft, target)
+    for threshold, share, sign in ((1.0, 0.0, -1), (0.0, 1.0, 1)):
+        rule = stopping.Adaptive(stopping.Confidence(threshold), share, step=0.1)
+        drafter = loading.with_stop_rule(loaded, target, rule)
+        request = Request(
+            "x", target, [[3, 4]], drafter, 6, SamplingParams(), 30, 0, "rejection", False
+        )
+        state, _ = execution.prefill(request)
+        for rounds in (0, 4):
+            if rounds:
+                state, _ = execution.run(request, state, rounds)
+            bound = float(state.rule.bound[0])
+            assert bound == threshold if rounds == 0 else (bound - threshold) * sign > 0
 
 
 def test_steps_after_the_end_of_all_chains_are_not_run():
@@ -65,7 +105,11 @@ def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):
     options = {"sampling": GREEDY, "max_new_tokens": 16}
     expected = spsjax.generate(target, prompts, **options)
     whole = spsjax.generate(target, prompts, loaded, 6, **options)
-    for rule in (stopping.Confidence(0.5), stopping.Entropy()):
+    for rule in (
+        stopping.Confidence(0.5),
+        stopping.Entropy(),
+        stopping.by_name("adaptive-entropy"),
+    ):
         out = spsjax.generate(
             target, prompts, loading.with_stop_rule(loaded, target, rule), 6, **options
         )
@@ -78,6 +122,8 @@ def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):
 def test_rules_have_names():
     assert stopping.by_name("entropy") == stopping.Entropy()
     assert stopping.by_name("confidence:0.25") == stopping.Confidence(0.25)
+    adaptive = stopping.Adaptive(stopping.Entropy(threshold=0.5))
+    assert stopping.by_name("adaptive-entropy:0.5") == adaptive
     for text in ("odd", "entropy:x", "entropy:", ""):
         with pytest.raises(InputError, match=r"^stop_rule: expected confidence or entropy, also"):
             stopping.by_name(text)

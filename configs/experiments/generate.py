@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
             # A number; auto: chosen in every round; None: the drafter's own.
             "num_speculative_tokens": config_dict.placeholder(str),
             "tree": "",  # file that plan_tree.py wrote: the draft model drafts trees
-            "stop_rule": "",  # "entropy", "confidence", "entropy:0.5": ends chains early
+            "stop_rule": "",  # "entropy", "confidence:0.4", "adaptive-entropy": ends chains early
             "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},

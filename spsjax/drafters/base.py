@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import draft_shapes
+from spsjax.drafters import stopping
 from spsjax.errors import InputError
 from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 
@@ -21,9 +22,9 @@ class Drafter(abc.ABC):
     that `Proposal.probs` are the distributions from which its tokens were drawn.
 
     In all functions `params` is `{"target": ..., "drafter": ...}`, with "stop_rule" for a rule that
-    has weights and "costs" for a loop that chooses K. A row's committed tokens are its
-    first `lengths_B`; after them there may be any token at all. Every leaf of a state has a batch
-    axis first, unless it is in a `KVCache`.
+    has weights and "costs" for a loop that chooses K. A row's committed tokens are its first
+    `lengths_B`; after them there may be any token at all. Every leaf of a state has a batch axis
+    first, unless it is in a `KVCache`.
 
     Attributes:
         num_speculative_tokens: K, the most tokens that a round can accept.
@@ -33,12 +34,14 @@ class Drafter(abc.ABC):
         tap_layers: layers of the target whose input `prefill` and `commit` want to see.
         score_sizes: numbers of draft tokens, beside N, for which a smaller scoring pass is
             compiled; for drafters that often propose fewer than N.
+        stop_rule: rule that ends a chain early; None: none does.
     """
 
     num_speculative_tokens: int
     tree: draft_shapes.Shape = None
     tap_layers: tuple[int, ...] = ()
     score_sizes: tuple[int, ...] = ()
+    stop_rule: stopping.Rule | None = None
 
     @property
     def trees(self) -> bool:

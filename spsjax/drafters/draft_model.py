@@ -122,7 +122,7 @@ class Drafter(base.Drafter):
             return logits[..., : self.vocab_size], output.hidden[:, -T:], output.block
 
         start = transformer.empty_block(self.config, weights, len(lengths_B), 1 + num_fed)
-        stops = stopping.bound(self.stop_rule, params, len(lengths_B))
+        stops = stopping.bound(self.stop_rule, params, now)
         proposal, fed_as, block = growth.grow(self.tree, K, feed, start, now, stops)
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)

@@ -77,7 +77,7 @@ class Drafter(base.Drafter):
 
         block = transformer.empty_block(config, weights, len(now.lengths), K + 1)
         start = jnp.zeros((len(now.lengths), K + 1, config.d_model), block.keys[0].dtype), block
-        stops = stopping.bound(self.stop_rule, params, len(now.lengths))
+        stops = stopping.bound(self.stop_rule, params, now)
         proposal, _, carry = growth.grow(
             None, K, lambda carry, level: feed(carry, level.tokens), start, now, stops
         )

@@ -85,6 +85,10 @@ class Drafter(base.Drafter):
         return self.model.tap_layers
 
     @property
+    def stop_rule(self):
+        return self.model.stop_rule
+
+    @property
     def score_sizes(self):
         most = min(self.model_tokens, self.num_speculative_tokens)
         return *self.lookup.score_sizes, *self.model.score_sizes, most

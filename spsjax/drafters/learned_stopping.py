@@ -153,7 +153,7 @@ class SpecDec(LearnedRule):
     def param_shapes(self, width):
         return {"block": _linear(width, width), "last": _linear(width, 1)}
 
-    def start(self, batch):
+    def start(self, between, batch):
         return jnp.ones(batch)  # probability that all tokens so far are accepted
 
     def note(self, drawn):

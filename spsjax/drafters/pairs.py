@@ -142,7 +142,7 @@ class PairDrafter(features.FeatureDrafter):
         outputs = outputs.at[:, 0].set(state.last)
         shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
-        stops = stopping.bound(self.stop_rule, params, B)
+        stops = stopping.bound(self.stop_rule, params, now)
         proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
         return proposal, ()
 

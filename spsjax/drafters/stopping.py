@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spsjax.errors import InputError, check_number, short_repr
 from spsjax.growth import Drawn, Stops
-from spsjax.types import Array, PyTree
+from spsjax.types import Array, PyTree, Round, pytree_dataclass
 
 
 class Rule(abc.ABC):
@@ -23,8 +23,12 @@ class Rule(abc.ABC):
     In all functions `params` are the rule's own weights; None: it has none.
     """
 
-    def start(self, batch: int) -> PyTree:
-        """Returns the state before the first token of a chain."""
+    def init(self, batch: int) -> PyTree:
+        """Returns the state before the first round; all leaves have a batch axis first."""
+        return ()
+
+    def start(self, between: PyTree, batch: int) -> PyTree:
+        """Returns the state of a chain before its first token, from the state between rounds."""
         return ()
 
     @abc.abstractmethod
@@ -35,9 +39,34 @@ class Rule(abc.ABC):
         """Returns what a log keeps of a token, for training: arrays [B, ...], or None."""
         return None
 
+    def update(self, between: PyTree, offered_B: Array, accepted_B: Array, most: int) -> PyTree:
+        """Returns the state after a round, from its numbers of offered and accepted tokens.
+
+        `most` tokens could have been offered.
+        """
+        return between
+
+
+class Threshold(Rule):
+    """Ends a chain after a token whose certainty is below a bound."""
+
+    threshold: float
+
+    @property
+    @abc.abstractmethod
+    def bound(self) -> float:
+        """The bound."""
+
+    @abc.abstractmethod
+    def certainty(self, drawn: Drawn) -> Array:
+        """Returns [B], at most 1."""
+
+    def ends(self, params, state, drawn):
+        return self.certainty(drawn) < self.bound, state
+
 
 @dataclasses.dataclass(frozen=True)
-class Confidence(Rule):
+class Confidence(Threshold):
     """Ends a chain after a token of low probability, as Hugging Face's assisted generation does.
 
     Attributes:
@@ -49,19 +78,22 @@ class Confidence(Rule):
     def __post_init__(self):
         check_number("threshold", self.threshold, 0, 1)
 
-    def ends(self, params, state, drawn):
+    @property
+    def bound(self):
+        return self.threshold
+
+    def certainty(self, drawn):
         logs = jax.nn.log_softmax(drawn.logits.astype(jnp.float32))
-        chosen = jnp.take_along_axis(logs, drawn.tokens[:, None], axis=1)[:, 0]
-        return jnp.exp(chosen) < self.threshold, state
+        return jnp.exp(jnp.take_along_axis(logs, drawn.tokens[:, None], axis=1)[:, 0])
 
 
 @dataclasses.dataclass(frozen=True)
-class Entropy(Rule):
+class Entropy(Threshold):
     """Ends a chain after a token whose distribution has a high entropy H.
 
     It ends where sqrt(scale H) > threshold. The defaults are those of SVIP (Zhang et al. 2024,
-    arXiv 2411.18462). AdaEDL (arXiv 2410.18351) has a scale of 0.2, and adapts its threshold; here
-    it is fixed.
+    arXiv 2411.18462). AdaEDL (arXiv 2410.18351) has a scale of 0.2, and adapts its threshold
+    (`Adaptive`).
 
     Attributes:
         scale: factor of the entropy, in 1/nats.
@@ -75,8 +107,69 @@ class Entropy(Rule):
         check_number("scale", self.scale, 0, 1e6)
         check_number("threshold", self.threshold, 0, 1e6)
 
+    @property
+    def bound(self):
+        return 1 - self.threshold
+
+    def certainty(self, drawn):
+        return 1 - jnp.sqrt(self.scale * entropy(drawn.logits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Rule):
+    """Moves the bound of a rule so that a given share of the draft tokens is accepted.
+
+    The controller is that of Draft & Verify (Zhang et al. 2023, arXiv 2309.08168), for each row.
+    Where less than the share was accepted lately, the bound rises, and chains become shorter. Where
+    it was accepted, the bound falls, unless the last chain had all K tokens already.
+
+    Attributes:
+        rule: rule whose bound moves, from its own at first.
+        share: share of the draft tokens that should be accepted.
+        step: step of the bound.
+        memory: share of the average of acceptance that stays in every round.
+        inertia: share of the bound that stays in every round.
+    """
+
+    rule: Threshold
+    share: float = 0.9
+    step: float = 0.01
+    memory: float = 0.5
+    inertia: float = 0.9
+
+    def __post_init__(self):
+        if not isinstance(self.rule, Threshold):
+            raise InputError(f"rule: expected Confidence or Entropy, found {short_repr(self.rule)}")
+        for field in ("share", "step", "memory", "inertia"):
+            check_number(field, getattr(self, field), 0, 1)
+
+    def init(self, batch):
+        return Adapted(jnp.full(batch, self.rule.bound), jnp.full(batch, self.share))
+
+    def start(self, between, batch):
+        return between.bound
+
     def ends(self, params, state, drawn):
-        return jnp.sqrt(self.scale * entropy(drawn.logits)) > self.threshold, state
+        return self.rule.certainty(drawn) < state, state
+
+    def update(self, between, offered_B, accepted_B, most):
+        rate = accepted_B / jnp.maximum(offered_B, 1)
+        rate = self.memory * between.rate + (1 - self.memory) * rate
+        fall = jnp.where(offered_B < most, self.step, 0.0)
+        moved = between.bound + jnp.where(rate < self.share, self.step, -fall)
+        moved = self.inertia * between.bound + (1 - self.inertia) * moved
+        drafted = offered_B > 0
+        return Adapted(
+            jnp.where(drafted, moved, between.bound), jnp.where(drafted, rate, between.rate)
+        )
+
+
+@pytree_dataclass
+class Adapted:
+    """State of `Adaptive` between rounds."""
+
+    bound: Array  # [B]
+    rate: Array  # [B], average share of accepted tokens
 
 
 def entropy(logits: Array) -> Array:
@@ -90,21 +183,23 @@ RULES = {"confidence": Confidence, "entropy": Entropy}
 
 
 def by_name(text: str) -> Rule:
-    """Returns the rule of a name, with its threshold if it has one: "entropy" or "entropy:0.5".
+    """Returns the rule of a name: "entropy", "entropy:0.5" with a threshold, "adaptive-entropy".
 
     Raises InputError for another text.
     """
-    name, colon, number = text.partition(":")
+    plain = text.removeprefix("adaptive-")
+    name, colon, number = plain.partition(":")
     try:
         threshold = {"threshold": float(number)} if colon else {}
     except ValueError:
         name = ""
     if name not in RULES:
         raise InputError(
-            f"stop_rule: expected {' or '.join(RULES)}, also with a threshold as in entropy:0.5, "
-            f"or a file of train_stop_rule.py, found {short_repr(text)}"
+            f"stop_rule: expected {' or '.join(RULES)}, also with a threshold as in entropy:0.5 or "
+            f"adaptive-entropy:0.5, or a file of train_stop_rule.py, found {short_repr(text)}"
         )
-    return RULES[name](**threshold)
+    rule = RULES[name](**threshold)
+    return rule if plain == text else Adaptive(rule)
 
 
 def check(rule, tree) -> None:
@@ -120,12 +215,12 @@ def check(rule, tree) -> None:
         )
 
 
-def bound(rule: Rule | None, params: PyTree, batch: int) -> Stops | None:
-    """Returns a rule with its weights, of the loop's parameters, as `growth.grow` takes it."""
+def bound(rule: Rule | None, params: PyTree, now: Round) -> Stops | None:
+    """Returns a rule with its weights and state of this round, as `growth.grow` takes it."""
     if rule is None:
         return None
     ends = functools.partial(rule.ends, params.get("stop_rule"))
-    return Stops(rule.start(batch), ends, rule.note)
+    return Stops(rule.start(now.rule, len(now.lengths)), ends, rule.note)
 
 
 def score_sizes(rule: Rule | None, num_speculative_tokens: int) -> tuple[int, ...]:

@@ -203,7 +203,7 @@ def _examples(rule: LearnedRule, rounds: Rounds) -> tuple[np.ndarray, np.ndarray
 def lengths(loaded: LoadedRule, rounds: Rounds) -> np.ndarray:
     """Returns [rounds]: how many tokens of each logged chain a rule would have drafted."""
     count, K = rounds.acceptance.shape
-    state, going = loaded.rule.start(count), np.ones(count, bool)
+    state, going = loaded.rule.start((), count), np.ones(count, bool)
     drafted = np.zeros(count, int)
     for depth in range(K):
         drafted += going
