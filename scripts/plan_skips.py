@@ -81,6 +81,8 @@ def run():
             f"{_listed(best.skipped.ffn)}: {drafted.stats.block_efficiency:.2f} tokens per call at "
             f"K = {best.num_speculative_tokens}, measured. It is in {_OUTPUT.value}"
         )
+        if best.speedup <= 1:
+            print("No set is expected to be faster than drafting nothing.")
 
 
 def _listed(layers) -> str:

@@ -62,7 +62,10 @@ def run():
     _report(trained, most, kept, costs)
     if multihost.is_main_process():
         learned_stopping.save(_OUTPUT.value, trained)
-        print(f"{len(others):,} rounds trained on. The rule is in {_OUTPUT.value}")
+        print(
+            f"{len(others):,} rounds trained on. The rule is in {_OUTPUT.value}; use it with "
+            f"num_speculative_tokens = {most}"
+        )
 
 
 def _rule(config) -> learned_stopping.LearnedRule:

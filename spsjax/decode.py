@@ -255,7 +255,8 @@ def commit(
     paced, rule = state.pace, state.rule
     if program.drafter.stop_rule is not None:
         K = program.drafter.num_speculative_tokens
-        rule = program.drafter.stop_rule.update(rule, number, accepted, K)
+        most = K if depths_B is None else jnp.minimum(depths_B, K)
+        rule = program.drafter.stop_rule.update(rule, number, accepted, most)
     if depths_B is not None:
         scored = proposal.tokens >= 0  # those that may not be accepted cost as much
         deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)

@@ -52,7 +52,7 @@ Feed = Callable[[PyTree, Level], tuple[Array, Array | None, PyTree]]
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The newest token of each row's chain, and what it was drawn from.
+    """The newest token of each row's chain, and what the draft made of its place.
 
     Attributes:
         logits: [B, V], before temperature and filters.

@@ -206,10 +206,15 @@ def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
             f'store: expected a Store, and "suffix" as the drafter, found {short_repr(store)} and '
             f"{short_repr(name)}"
         )
+    held = store.sorted()
+    if (most := int(held.tokens.max())) >= target.config.vocab_size:
+        raise InputError(
+            f"store: expected token ids in [0, {target.config.vocab_size}), found {most}"
+        )
     loaded = _load_drafter(name, target, None, None)
     most = min(loaded.drafter.max_match, store.max_match)
     drafter = dataclasses.replace(loaded.drafter, max_match=most)
-    params = jax.device_put(store.sorted(), sharding.replicated(target.mesh))
+    params = jax.device_put(held, sharding.replicated(target.mesh))
     return dataclasses.replace(loaded, drafter=drafter, params=params)
 
 
@@ -245,16 +250,19 @@ def with_stop_rule(
     loaded: LoadedDrafter, target: Model, stop_rule: stopping.Rule | learned_stopping.LoadedRule
 ) -> LoadedDrafter:
     """Returns a drafter that ends chains early; raises InputError for one that cannot."""
-    if "stop_rule" not in {field.name for field in dataclasses.fields(loaded.drafter)}:
+    inner = getattr(loaded.drafter, "model", loaded.drafter)  # a hybrid's
+    if "stop_rule" not in {field.name for field in dataclasses.fields(inner)}:
         raise InputError(
-            f"stop_rule: expected None for {loaded.name}, as only draft models and EAGLE end "
-            "chains early, found a rule"
+            f"stop_rule: expected None for {loaded.name}, as only draft models, EAGLE and "
+            "early_exit end chains early, found a rule"
         )
     weights = None
     if isinstance(stop_rule, learned_stopping.LoadedRule):
         weights = jax.device_put(stop_rule.params, sharding.replicated(target.mesh))
         stop_rule = stop_rule.rule
-    drafter = dataclasses.replace(loaded.drafter, stop_rule=stop_rule)
+    drafter = dataclasses.replace(inner, stop_rule=stop_rule)
+    if inner is not loaded.drafter:
+        drafter = dataclasses.replace(loaded.drafter, model=drafter)
     return dataclasses.replace(loaded, drafter=drafter, rule_params=weights)
 
 

@@ -149,6 +149,12 @@ def test_what_is_no_store_or_no_text_is_refused(target):
         datastore.Store(1)
     with pytest.raises(InputError, match=r"^max_match: expected"):
         datastore.Store(8, 0)
+    with pytest.raises(InputError, match=r"^texts: expected several texts, found 5"):
+        store.extend(5)
+    foreign = datastore.Store(16)
+    foreign.add([1, 48])
+    with pytest.raises(InputError, match=r"^store: expected token ids in \[0, 48\), found 48"):
+        spsjax.load_drafter("suffix", target, store=foreign)
     for name, held in (("ngram", store), ("suffix", [[1, 2]])):
         with pytest.raises(InputError, match=r"^store: expected a Store"):
             spsjax.load_drafter(name, target, store=held)

@@ -17,6 +17,7 @@ from spsjax.drafters import early_exit
 from spsjax.evaluation import skip_planning
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
+from spsjax.parallel import sharding
 from spsjax.performance import theory
 from spsjax.training import layer_skip
 from spsjax.training.train_target import train_target
@@ -174,6 +175,12 @@ def test_drafter_is_loaded_by_its_number_of_layers_or_a_file(target, tmp_path):
             r"early_exit: .*skipped.ffn: expected layers in \[0, 3\) in ris",
         ),
         ('{"attention": "1", "ffn": []}', "early_exit: .*skipped.attention"),
+        ('{"attention": [1.0], "ffn": []}', "early_exit: .*skipped.attention"),
+        (
+            '{"attention": [1], "ffn": [], "num_speculative_tokens": 1.5}',
+            "early_exit: .*num_speculative_tokens",
+        ),
+        ("[" * 100_000, "early_exit: expected"),
         ('{"attention": [1]}', "early_exit: expected"),
         ("[]", "early_exit: expected"),
     ],
@@ -219,6 +226,9 @@ def test_training_of_exits_makes_them_better(texts, tmp_path):  # noqa: F811
     assert (
         spsjax.generate(model, ["def f"], drafter, 2, max_new_tokens=32).stats.acceptance_rate > 0.5
     )
+    with pytest.raises(InputError, match=r"^layer_skip.every: expected at most"):
+        bad = config("target", texts, layer_skip={"every": 99})
+        train_target(bad, tmp_path / "bad")
     with pytest.raises(InputError, match=r"^dropout: expected"):
         bad = config("target", texts, layer_skip={"dropout": 2.0})
         train_target(bad, tmp_path / "bad")
@@ -248,6 +258,9 @@ def test_plan_is_the_best_single_step_and_its_acceptance_that_of_both_distributi
         if skipped == plans[0].skipped:
             assert abs(plans[0].acceptance - rate) < 1e-5
     assert plans[0].skipped == singles[int(np.argmax(speedups))]
+    split = spread_model(48, num_layers=3, mesh=sharding.mesh(2, 2))
+    again = skip_planning.plans(split, [(text[:10], text[10:])], params, 4)
+    assert [plan.cost for plan in again] == pytest.approx([plan.cost for plan in plans])
     assert abs(plans[0].speedup - max(speedups)) < 1e-5
 
 

@@ -14,7 +14,7 @@ from conftest import nearby_model, spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams, Tree, decode, sampling
-from spsjax.drafters import base, draft_model, hybrid, suffix
+from spsjax.drafters import base, draft_model, hybrid, ngram, stopping, suffix
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
 from spsjax.verifiers import rejection
@@ -111,29 +111,33 @@ def test_rows_take_the_proposal_that_is_expected_to_be_longer(target, draft):
 
 
 def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draft):
-    """Its tokens and distributions are those after a fresh prefill of the text."""
+    """Its tokens and distributions are those after a fresh prefill of the text.
+
+    Also where another row made the model run while this one looked up.
+    """
     drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), suffix.Drafter(K), memory=0.9)
     alone = decode.Program(
         target.config, draft_model.Drafter(draft.config, K), rejection.Verifier()
     )
-    compared, rested = 0, False
-    for program, params, state in steps(target, drafter, draft.params, 14, PROMPTS[:1], 80):
-        looks_up = bool(state.drafter.looks_up[0])
-        if rested and not looks_up:
+    compared, mixed, rested = 0, 0, np.zeros(3, bool)
+    for program, params, state in steps(target, drafter, draft.params, 14, PROMPTS, 80):
+        looks_up = np.asarray(state.drafter.looks_up)
+        if (back := rested & ~looks_up).any():
             proposal, _ = decode.propose(program, params, state, state.keys)
             rows, limits = state.rows, state.limits
             fresh = decode.prefill(
                 alone, 96, params, rows, state.tokens, state.lengths, limits, state.keys
             )
             expected, _ = decode.propose(alone, params, fresh, fresh.keys)
-            np.testing.assert_array_equal(proposal.tokens, expected.tokens)
-            np.testing.assert_allclose(proposal.probs, expected.probs, atol=1e-5)
-            compared += 1
+            np.testing.assert_array_equal(proposal.tokens[back], expected.tokens[back])
+            np.testing.assert_allclose(proposal.probs[back], expected.probs[back], atol=1e-5)
+            compared += back.sum()
+            mixed += 0 if rested.all() else back.sum()
         rested = looks_up
-    assert compared
+    assert compared and mixed
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "medusa", "mlp_speculator"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "medusa", "mlp_speculator"])
 @pytest.mark.parametrize("count", (None, "auto"))
 def test_greedy_text_is_the_targets(target, draft, name, count):
     loaded = drafting.build(name, draft, 2)
@@ -145,8 +149,35 @@ def test_greedy_text_is_the_targets(target, draft, name, count):
         np.testing.assert_array_equal(tokens, others)
 
 
+def test_rule_of_the_model_hears_of_its_own_rounds_alone(target, draft):
+    """Each row's bound moves in the rounds that the model drafted, and stays in the others."""
+    rule = stopping.Adaptive(stopping.Confidence(0.4), step=0.5)
+    drafter = hybrid.Drafter(
+        draft_model.Drafter(draft.config, K, stop_rule=rule), suffix.Drafter(K), memory=0.5
+    )
+    before, moved = None, np.zeros(2, int)
+    for _, _, state in steps(target, drafter, draft.params, 12, PROMPTS, 60):
+        if before is not None:
+            same = np.asarray(state.drafter.rule.rate == before.drafter.rule.rate)
+            looked = np.asarray(before.drafter.looks_up)
+            assert same[looked].all()
+            moved += looked.sum(), (~same).sum()
+        before = state
+    assert moved.all()
+
+
+def test_look_up_that_expects_nothing_is_refused(target, draft):
+    drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), ngram.Drafter(K))
+    with pytest.raises(InputError, match=r"^lookup: expected a drafter such as suffix"):
+        spsjax.generate(target, PROMPTS, LoadedDrafter("x", drafter, draft.params))
+
+
 def test_load_drafter_takes_both_by_one_name(target, draft):
-    loaded = spsjax.load_drafter("suffix+pystdlib/draft", spsjax.load("pystdlib/target"))
+    rule = stopping.Entropy()
+    loaded = spsjax.load_drafter(
+        "suffix+pystdlib/draft", spsjax.load("pystdlib/target"), stop_rule=rule
+    )
+    assert loaded.drafter.model.stop_rule == rule
     assert isinstance(loaded.drafter.model, draft_model.Drafter)
     assert isinstance(loaded.drafter.lookup, suffix.Drafter)
     with pytest.raises(InputError, match=r"^suffix\+ngram: expected a drafter with weights"):

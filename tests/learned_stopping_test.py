@@ -192,7 +192,11 @@ def test_file_that_is_none_is_refused(tmp_path, target):
             learned_stopping.read(tmp_path / f"{name}.safetensors")
     loaded = untrained(SpecDec(), 4)
     block = {"block": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
-    for params in (loaded.params | block, {"last": loaded.params["last"]}, {}):
+    scalar = {"block": block["block"] | {"kernel": jnp.ones(())}}
+    nan = jax.tree.map(lambda leaf: leaf * np.nan, loaded.params)
+    half = jax.tree.map(lambda leaf: leaf.astype(np.float16), loaded.params)
+    last = {"last": loaded.params["last"]}
+    for params in (loaded.params | block, loaded.params | scalar, nan, half, last, {}):
         learned_stopping.save(
             tmp_path / "x.safetensors", dataclasses.replace(loaded, params=params)
         )
@@ -210,9 +214,10 @@ def test_rule_that_does_not_fit_is_refused(target, drafter):
     with one_line("stop_rule: expected a trained rule with its weights"):
         spsjax.generate(target, PROMPTS, bare, 4)
     with pytest.raises(InputError, match=r"^num_speculative_tokens: expected at least 2 for this"):
-        stop_rules.train(
-            SpecDec(), rounds_of(np.zeros((2, 1, 4)), np.ones((2, 1))), stop_rules.Fit()
-        )
+        stop_rules.log(target, drafter, SpecDec(), PROMPTS, 1, GREEDY, 4)
+    with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE"):
+        early = spsjax.load_drafter("early_exit:1", target)
+        stop_rules.log(target, early, Disco(), PROMPTS, K, GREEDY, 4)
     odd = loading.LoadedDrafter("", ngram.Drafter(), {})
     with pytest.raises(InputError, match=r"^stop_rule: expected None for"):
         stop_rules.log(target, odd, Disco(), PROMPTS, K, GREEDY, 4)

@@ -424,8 +424,37 @@ MUTANTS = [
         ("threshold=rule.never", "threshold=rule.threshold"),
     ),
     *of(
+        "drafters/draft_model.py",
+        "hybrid",
+        ("if now.depths is None else now.depths > 0", "if now.depths is None else now.depths > -1"),
+    ),
+    *of(
+        "drafters/stopping.py",
+        "stopping",
+        ("self.certainty(drawn) < self.bound", "self.certainty(drawn) > self.bound"),
+        ("jnp.where(offered_B < most, self.step, 0.0)", "self.step"),
+        ("moved = jnp.clip(moved, 0, 1)", "pass"),
+        ("drafted = offered_B > 0", "drafted = offered_B > -1"),
+        ("return between.bound", "return jnp.full(batch, self.rule.bound)"),
+    ),
+    *of(
+        "drafters/waiting.py",
+        "pacing -k lose_nothing",
+        ("ends = jnp.minimum(state.cache.lengths + count, waiting.pairs)", "ends = waiting.pairs"),
+        ("slots - 2 * chunk", "2 * slots"),
+        ("tree.along(index % slots, waiting.features)", "tree.along(index, waiting.features)"),
+    ),
+    *of(
         "drafters/hybrid.py",
         "hybrid",
+        (
+            "proposal, tokens=tokens, probs=probs, begun=None",
+            "proposal, tokens=tokens, probs=probs",
+        ),
+        (
+            "jnp.where(modelled, jnp.sum(proposal.tokens >= 0, axis=1), 0)",
+            "jnp.sum(proposal.tokens >= 0, axis=1)",
+        ),
         ("found.expected >= expected", "found.expected <= expected"),
         ("(found.tokens[:, 0] >= 0) & (", "(found.tokens[:, 0] >= -1) & ("),
         ("jnp.where(modelled, average, state.expected)", "average"),

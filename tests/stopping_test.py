@@ -48,6 +48,10 @@ def test_bound_follows_the_share_of_accepted_tokens():
     after = rule.update(rule.init(4), offered, accepted, 4)
     np.testing.assert_allclose(after.rate, [0.7, 0.95, 0.95, 0.9], rtol=1e-6)
     np.testing.assert_allclose(after.bound, [0.41, 0.4, 0.39, 0.4], rtol=1e-6)
+    whole = rule.update(rule.init(2), jnp.asarray([2, 2]), jnp.asarray([2, 2]), jnp.asarray([2, 3]))
+    np.testing.assert_allclose(whole.bound, [0.4, 0.39], rtol=1e-6)
+    far = dataclasses.replace(rule, rule=stopping.Confidence(1.0), step=1.0, inertia=0.0)
+    assert far.update(far.init(1), jnp.asarray([4]), jnp.asarray([0]), 4).bound[0] == 1
     tokens = drawn(LOGITS[[0, 1]], [1, 1])  # of probability 0.2 and 0.3
     ends, _ = rule.ends(None, jnp.asarray([0.1, 0.31]), tokens)
     np.testing.assert_array_equal(ends, [False, True])

@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(
         {
             "target": "pystdlib/target",
-            "draft": "pystdlib/draft",  # a draft model, EAGLE, or early_exit:4
+            "draft": "pystdlib/draft",  # a draft model, or EAGLE
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "rule": "disco",  # or specdec

@@ -14,7 +14,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from spsjax import draft_shapes, drafters, loading
-from spsjax.drafters import base, features, learned_stopping, stopping
+from spsjax.drafters import base, features, learned_stopping, stopping, suffix
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
@@ -118,8 +118,13 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """
     if name in (None, "none"):
         return None
-    if name.partition(":")[0] in ("early_exit", "suffix") and ":" in name:
+    if name.startswith("early_exit:"):
         return loading.load_drafter(name, target)
+    if name.startswith("suffix:"):
+        loaded = loading.load_drafter(name, target)
+        own = from_config.build("drafter suffix", suffix.Drafter, options.get("suffix", {}))
+        most = min(own.max_match, loaded.drafter.max_match)  # the store's
+        return dataclasses.replace(loaded, drafter=dataclasses.replace(own, max_match=most))
     if name in ("model", "draft_model"):
         if draft.startswith("suffix+") or loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)
@@ -146,7 +151,7 @@ def read_tree(path: str) -> draft_shapes.Tree:
     try:
         tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         parents, flags = tree["parents"], (tree["replacement"], tree.get("chosen", False))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
             f"tree: {path}: expected a file that plan_tree.py wrote, found {one_line(error)}"
         ) from None
@@ -178,7 +183,7 @@ def with_stop_rule(drafter, target: loading.Model, name: str):
     if isinstance(drafter, loading.Model):
         drafter = loading.as_drafter(drafter, target)
     if not isinstance(drafter, loading.LoadedDrafter):
-        raise InputError("stop_rule: expected none without a draft model, found one")
+        raise InputError("stop_rule: expected none without a draft that can end early, found one")
     return loading.with_stop_rule(drafter, target, rule)
 
 

@@ -65,6 +65,8 @@ class Store:
 
     def extend(self, texts: Iterable[Sequence[int]]) -> None:
         """Adds texts, as `add` does."""
+        if not isinstance(texts, Iterable):
+            raise InputError(f"texts: expected several texts, found {short_repr(texts)}")
         for tokens in texts:
             self.add(tokens)
 

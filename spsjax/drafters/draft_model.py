@@ -128,9 +128,9 @@ class Drafter(base.Drafter):
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])
             proposal = dataclasses.replace(proposal, probs=probs)
-        return proposal, Drafted(
-            block, 1 + fed_as, first, cache.lengths, jnp.ones_like(first, bool)
-        )
+        # Of a row that wanted no token the model has read some that the round does not propose.
+        valid = jnp.ones_like(first, bool) if now.depths is None else now.depths > 0
+        return proposal, Drafted(block, 1 + fed_as, first, cache.lengths, valid)
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         # The last node of the path need not have been fed, but it is not kept either.

@@ -108,6 +108,7 @@ def by_name(text: str, target: transformer.Config) -> Drafter:
     )
     try:
         plan = json.loads(pathlib.Path(text).read_text(encoding="utf-8"))
-        return Drafter(target, Skipped(tuple(plan["attention"]), tuple(plan["ffn"])))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        skipped = Skipped(tuple(plan["attention"]), tuple(plan["ffn"]))
+        return Drafter(target, skipped, plan.get("num_speculative_tokens", 4))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{expected}, found {short_repr(text)} ({one_line(error)})") from None

@@ -23,12 +23,14 @@ class State:
         found: [B, K] int32, what was looked up for the next round; -1: nothing.
         looks_up: [B] bool, whether the next round takes it.
         expected: [B] float32, draft tokens of the model that are accepted, as of its last rounds.
+        rule: state of the model's rule that ends chains.
     """
 
     model: PyTree
     found: Array
     looks_up: Array
     expected: Array
+    rule: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +87,6 @@ class Drafter(base.Drafter):
         return self.model.tap_layers
 
     @property
-    def stop_rule(self):
-        return self.model.stop_rule
-
-    @property
     def score_sizes(self):
         most = min(self.model_tokens, self.num_speculative_tokens)
         return *self.lookup.score_sizes, *self.model.score_sizes, most
@@ -100,6 +98,7 @@ class Drafter(base.Drafter):
             jnp.full((batch, K), -1, jnp.int32),
             jnp.zeros(batch, bool),
             jnp.full(batch, min(self.model_tokens, K) / 2),
+            () if self.model.stop_rule is None else self.model.stop_rule.init(batch),
         )
 
     def prefill(self, params, state, *chunk):
@@ -117,8 +116,10 @@ class Drafter(base.Drafter):
             wanted = jnp.minimum(wanted, now.depths)
         wanted = jnp.where(state.looks_up, 0, wanted)
 
+        own = dataclasses.replace(now, depths=wanted, rule=state.rule)
+
         def draft():
-            return self.model.propose(params, state.model, dataclasses.replace(now, depths=wanted))
+            return self.model.propose(params, state.model, own)
 
         shapes = jax.eval_shape(draft)
         proposal, drafted = lax.cond(jnp.any(wanted > 0), draft, lambda: base.nothing(shapes))
@@ -128,9 +129,12 @@ class Drafter(base.Drafter):
         if probs is not None:
             points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
             probs = jnp.where(state.looks_up[:, None, None], points, probs)
-        return dataclasses.replace(proposal, tokens=tokens, probs=probs), drafted
+        # What the target's first layers have begun is of the model's tokens alone.
+        proposal = dataclasses.replace(proposal, tokens=tokens, probs=probs, begun=None)
+        return proposal, (drafted, wanted)
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+        drafted, wanted = drafted
         model = self.model.commit(
             params, state.model, drafted, tokens_BS, lengths_B, proposal, output, verdict
         )
@@ -140,8 +144,17 @@ class Drafter(base.Drafter):
         expected = jnp.where(modelled, average, state.expected)
         now = Round(tokens_BS, lengths_B, None, None, None)
         found, _ = self.lookup.propose({"drafter": {}}, (), now)
+        if found.expected is None:
+            raise InputError(
+                "lookup: expected a drafter such as suffix, whose proposals say what "
+                "they expect to be accepted, found another"
+            )
         looks_up = (found.tokens[:, 0] >= 0) & (found.expected >= expected)
-        state = State(model, found.tokens, looks_up, expected)
+        rule = state.rule
+        if self.model.stop_rule is not None:
+            offered = jnp.where(modelled, jnp.sum(proposal.tokens >= 0, axis=1), 0)
+            rule = self.model.stop_rule.update(rule, offered, accepted, wanted)
+        state = State(model, found.tokens, looks_up, expected, rule)
         if self.waits:
             return state
         return self.catch_up(params, state, tokens_BS, lengths_B, jnp.ones((), bool))

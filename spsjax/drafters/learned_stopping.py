@@ -81,8 +81,8 @@ class LearnedRule(stopping.Rule):
 class Disco(LearnedRule):
     """Ends a chain after a token that is likely to be rejected (DISCO).
 
-    Mamou et al. 2024 (arXiv 2405.04304): a network of two layers reads the greatest probabilities
-    of the distribution from which the token was drawn, its entropy, and the token's place.
+    Mamou et al. 2024 (arXiv 2405.04304): a network of two layers reads the greatest of the draft's
+    probabilities, before temperature and filters, their entropy, and the token's place.
 
     Attributes:
         threshold: probability of acceptance below which the chain ends.
@@ -217,10 +217,13 @@ def read(path: str | pathlib.Path) -> LoadedRule:
                 params.setdefault(layer, {})[kind] = file.get_tensor(name)
         found = jax.tree.map(jnp.shape, params)
         shapes = rule.param_shapes(params[min(params)]["kernel"].shape[0])
-    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as error:
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError, LookupError) as error:
         raise InputError(f"{expected}, found {one_line(error)}") from None
     if found != jax.tree.map(lambda leaf: leaf.shape, shapes):
         raise InputError(f"{expected}, found weights of other shapes")
+    leaves = jax.tree.leaves(params)
+    if not all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in leaves):
+        raise InputError(f"{expected}, found weights that are no finite float32 numbers")
     return LoadedRule(rule, params)
 
 

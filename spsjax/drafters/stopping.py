@@ -39,10 +39,12 @@ class Rule(abc.ABC):
         """Returns what a log keeps of a token, for training: arrays [B, ...], or None."""
         return None
 
-    def update(self, between: PyTree, offered_B: Array, accepted_B: Array, most: int) -> PyTree:
+    def update(
+        self, between: PyTree, offered_B: Array, accepted_B: Array, most: int | Array
+    ) -> PyTree:
         """Returns the state after a round, from its numbers of offered and accepted tokens.
 
-        `most` tokens could have been offered.
+        At most `most` could have been offered, one number or [B].
         """
         return between
 
@@ -121,7 +123,8 @@ class Adaptive(Rule):
 
     The controller is that of Draft & Verify (Zhang et al. 2023, arXiv 2309.08168), for each row.
     Where less than the share was accepted lately, the bound rises, and chains become shorter. Where
-    it was accepted, the bound falls, unless the last chain had all K tokens already.
+    it was accepted, the bound falls, unless the last chain was as long as it could be. It stays in
+    [0, 1].
 
     Attributes:
         rule: rule whose bound moves, from its own at first.
@@ -158,6 +161,7 @@ class Adaptive(Rule):
         fall = jnp.where(offered_B < most, self.step, 0.0)
         moved = between.bound + jnp.where(rate < self.share, self.step, -fall)
         moved = self.inertia * between.bound + (1 - self.inertia) * moved
+        moved = jnp.clip(moved, 0, 1)
         drafted = offered_B > 0
         return Adapted(
             jnp.where(drafted, moved, between.bound), jnp.where(drafted, rate, between.rate)
@@ -206,8 +210,8 @@ def check(rule, tree) -> None:
     """Raises InputError unless `rule` is a rule or None, and only chains have one."""
     if rule is not None and not isinstance(rule, Rule):
         raise InputError(
-            "stop_rule: expected a rule of drafters.stopping, what learned_stopping.read returns, "
-            f"or None, found {short_repr(rule)}"
+            "stop_rule: expected a rule of drafters.stopping or None (load_drafter takes a trained "
+            f"one with its weights), found {short_repr(rule)}"
         )
     if rule is not None and tree is not None:
         raise InputError(

@@ -27,8 +27,8 @@ class Plan:
         skipped: the sub-layers.
         acceptance: mean probability that a draft token is accepted.
         cost: bytes of weights that a draft step reads, over those of a pass of the whole target.
-        num_speculative_tokens: the fastest K; 0: none is faster than autoregressive sampling.
-        speedup: expected speed-up with it.
+        num_speculative_tokens: the fastest K.
+        speedup: expected speed-up with it; below 1: it is slower than autoregressive sampling.
     """
 
     skipped: Skipped
@@ -60,13 +60,13 @@ def plans(
         progress: wrapper of the list of steps, for a progress bar.
     """
     left = [(layer, part) for layer in range(target.config.num_layers) for part in (0, 1)]
-    bytes_of, chosen, found = _bytes(target), [], []
+    bytes_of, whole, chosen, found = _bytes(target), _whole(target), [], []
     for _ in progress(range(len(left) - 1)):
         candidates = []
         for one in left:
             skipped = _skipped([*chosen, one])
             rate = acceptance(target, texts, params, skipped)
-            cost = 1 - sum(bytes_of[each] for each in (*chosen, one)) / target.num_bytes
+            cost = 1 - sum(bytes_of[each] for each in (*chosen, one)) / whole
             # With K = 1 at least, so that worse ones can be told apart.
             best = max(range(1, most_tokens + 1), key=lambda K: theory.speedup(rate, K, cost))
             speedup = theory.speedup(rate, best, cost)
@@ -123,3 +123,10 @@ def _bytes(target: Model) -> dict[tuple[int, int], int]:
             own = [value for key, value in weights.items() if key.startswith(name)]
             found[int(layer), part] = sum(leaf.nbytes for leaf in jax.tree.leaves(own))
     return found
+
+
+def _whole(target: Model) -> int:
+    """Returns the bytes of all weights that a pass reads: of an embedding of its own few rows."""
+    tied = target.config.tie_embeddings
+    read = {name: part for name, part in target.params.items() if tied or name != "embed"}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))

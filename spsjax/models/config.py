@@ -40,7 +40,9 @@ class Skipped:
         """Raises InputError unless these are layers of the model, each once and in rising order."""
         for name in ("attention", "ffn"):
             layers = getattr(self, name)
-            inside = isinstance(layers, tuple) and set(layers) <= set(range(config.num_layers))
+            inside = isinstance(layers, tuple) and all(
+                type(layer) is int and 0 <= layer < config.num_layers for layer in layers
+            )
             if not inside or layers != tuple(sorted(set(layers))):
                 raise InputError(
                     f"skipped.{name}: expected layers in [0, {config.num_layers}) in rising order, "

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spsjax.errors import check_integer, check_number
+from spsjax.errors import InputError, check_integer, check_number
 from spsjax.models import transformer
 from spsjax.training import losses
 from spsjax.training import step as train_step
@@ -47,6 +47,11 @@ def training_metrics(
     What is left to chance depends on the texts alone, so that a resumed run repeats it.
     """
     L = config.num_layers
+    if options.every > max(L - 1, 1):
+        raise InputError(
+            f"layer_skip.every: expected at most {max(L - 1, 1)}, one less than the layers, "
+            f"found {options.every}"
+        )
 
     def metrics(params, frozen, batch):
         tokens = batch["tokens"]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from spsjax import decode, execution, loading, sampling
-from spsjax.drafters import stopping
+from spsjax.drafters import early_exit, stopping
 from spsjax.drafters.learned_stopping import LearnedRule, LoadedRule
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.loading import LoadedDrafter, Model
@@ -104,8 +104,16 @@ def log(
         progress: wrapper of the list of prompts, for a progress bar.
 
     Raises:
-        InputError: the drafter takes no rules.
+        InputError: the drafter takes no rules, or K is too small for this one.
     """
+    if isinstance(drafter.drafter, early_exit.Drafter):
+        # What its scoring pass costs depends on what was drafted.
+        raise InputError("draft: expected a draft model or EAGLE, found early_exit")
+    if num_speculative_tokens <= rule.delay:
+        raise InputError(
+            f"num_speculative_tokens: expected at least {rule.delay + 1} for this rule, "
+            f"found {num_speculative_tokens}"
+        )
     width = _width(target, drafter)
     rule = dataclasses.replace(rule, threshold=rule.never)
     untrained = LoadedRule(rule, rule.init_params(jax.random.key(0), width))
@@ -190,11 +198,6 @@ def train(
 def _examples(rule: LearnedRule, rounds: Rounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns notes [rounds, L, F], and acceptance and weight [rounds, L] of what they judge."""
     judged = rounds.acceptance.shape[1] - rule.delay
-    if judged < 1:
-        raise InputError(
-            f"num_speculative_tokens: expected at least {rule.delay + 1} for this rule, "
-            f"found {rounds.acceptance.shape[1]}"
-        )
     acceptance = rounds.acceptance[:, :judged]
     before = np.pad(acceptance[:, :-1], ((0, 0), (1, 0)), constant_values=1)
     return rounds.notes[:, rule.delay :], acceptance, np.cumprod(before, axis=1)
