@@ -438,13 +438,6 @@ MUTANTS = [
         ("return between.bound", "return jnp.full(batch, self.rule.bound)"),
     ),
     *of(
-        "drafters/waiting.py",
-        "pacing -k lose_nothing",
-        ("ends = jnp.minimum(state.cache.lengths + count, waiting.pairs)", "ends = waiting.pairs"),
-        ("slots - 2 * chunk", "2 * slots"),
-        ("tree.along(index % slots, waiting.features)", "tree.along(index, waiting.features)"),
-    ),
-    *of(
         "drafters/hybrid.py",
         "hybrid",
         (
@@ -509,7 +502,8 @@ MUTANTS = [
         ("index % slots, waiting", "index, waiting"),
         ("jnp.minimum(index + 1,", "jnp.minimum(index,"),
         ("slots - 2 * chunk)", "slots)"),
-        ("jnp.where(soon, 0,", "jnp.where(soon, 1,"),
+        ("wait(state, 0)", "wait(state, 1)"),
+        ("ends = jnp.minimum(state.cache.lengths + count, waiting.pairs)", "ends = waiting.pairs"),
     ),
     *of(
         "drafters/draft_model.py",
