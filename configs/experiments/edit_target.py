@@ -1,15 +1,15 @@
 r"""The shipped target, trained further to write passages again without their typos.
 
-python scripts/make_edits.py --output=runs/edits.jsonl --characters=160
+python scripts/make_edits.py --output=runs/edits.jsonl --characters=160 --shuffled
 python scripts/train_target.py --config=configs/experiments/edit_target.py --workdir=runs/edit
 python scripts/compare_drafters.py --target=runs/edit/model --workdir=runs/edited \
     --config.run_tasks="('edit',)" --config.tasks.edit.characters=160 --config.stop_at_eos=True \
     --drafters=copy=copy,n-gram=ngram,suffix=suffix
 
-Copying is learned after about 1,000 steps on passages of 160 characters, and was not after 500 on
-passages of 500.
+Half of the texts are passages of shuffled words, which can only be copied. Copying is learned after
+about 1,000 steps on passages of 160 characters, and was not after 500 on passages of 500.
 Hardware: any; meant for two CPU cores.
-Figures: 2.25 nats per token on held-out texts (docs/drafters.md).
+Figures: 2.51 nats per token on held-out texts, and falling (docs/drafters.md).
 """
 
 import pathlib
@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
             "data": {"train": ("runs/edits.jsonl",)},
             "compute": {"dtype": "bfloat16"},
             "steps": 3000,
-            "optimization": {"warmup": 50, "b2": 0.98, "final_rate": 0.5},
+            "optimization": {"warmup": 50, "b2": 0.98, "final_rate": 0.1},
             "eval_every": 250,
         }
     )
