@@ -100,6 +100,7 @@ def committed(proposal, verdict, done, room):
         cache=kv.empty(1, (batch, 1, slots, 2), jnp.float32, (None,)).at(lengths - 1),
         drafter=(),
         pace=(),
+        rule=(),
         rows=None,
         limits=lengths + jnp.asarray(room),
         keys=None,
