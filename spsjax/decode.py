@@ -252,15 +252,7 @@ def commit(
         offered &= proposal.eligible
     number = jnp.sum(offered, axis=1, dtype=jnp.int32)
     path = None if proposal.parents is None else verdict.path
-    paced, rule = state.pace, state.rule
-    if program.drafter.stop_rule is not None:
-        K = program.drafter.num_speculative_tokens
-        most = K if depths_B is None else jnp.minimum(depths_B, K)
-        rule = program.drafter.stop_rule.update(rule, number, accepted, most)
-    if depths_B is not None:
-        scored = proposal.tokens >= 0  # those that may not be accepted cost as much
-        deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
-        paced = program.pacer.update(paced, depths_B, deepest, accepted)
+    pace, rule = _after_round(program, state, proposal, depths_B, number, accepted)
     return dataclasses.replace(
         state,
         tokens=tokens,
@@ -270,13 +262,34 @@ def commit(
         drafter=program.drafter.commit(
             params, state.drafter, drafted, tokens, lengths, proposal, output, verdict
         ),
-        pace=paced,
+        pace=pace,
         rule=rule,
         failed=state.failed | failed,
         rounds=state.rounds + active,
         proposed=state.proposed + jnp.where(active, number, 0),
         accepted=state.accepted + jnp.where(active[:, None], histogram, 0),
     )
+
+
+def _after_round(
+    program: Program,
+    state: DecodeState,
+    proposal: Proposal,
+    depths_B: Array | None,
+    offered_B: Array,
+    accepted_B: Array,
+) -> tuple[PyTree, PyTree]:
+    """Returns the states of the pacer and of the drafter's rule, which learn from every round."""
+    pace, rule, stop_rule = state.pace, state.rule, program.drafter.stop_rule
+    if stop_rule is not None:
+        K = program.drafter.num_speculative_tokens
+        most = K if depths_B is None else jnp.minimum(depths_B, K)
+        rule = stop_rule.update(rule, offered_B, accepted_B, most)
+    if depths_B is not None:
+        scored = proposal.tokens >= 0  # those that may not be accepted cost as much
+        deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
+        pace = program.pacer.update(pace, depths_B, deepest, accepted_B)
+    return pace, rule
 
 
 def at_smallest_size(
@@ -365,7 +378,7 @@ def prefill(
         cache=cache.at(lengths_B - 1),
         drafter=drafter,
         pace=() if program.pacer is None else program.pacer.init(B, K),
-        rule=() if program.drafter.stop_rule is None else program.drafter.stop_rule.init(B),
+        rule=program.drafter.init_rule(B),
         rows=rows,
         limits=limits_B,
         keys=keys_B,

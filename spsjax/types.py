@@ -54,7 +54,7 @@ class ModelOutput:
 
 @pytree_dataclass
 class Round:
-    """What a drafter is told at the start of a round. It changes none of it."""
+    """Inputs of one round's draft, which the drafter only reads."""
 
     tokens: Array  # [B, S] int32, the token buffer
     lengths: Array  # [B] int32, committed tokens per row

@@ -9,6 +9,7 @@ import optax
 import toy_drafters
 from conftest import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
+from layering_test import PLUG_INS
 
 from spsjax import drafters, loading
 from spsjax.drafters import (
@@ -29,11 +30,7 @@ from spsjax.verifiers import match, rejection
 PACKAGE = sorted(
     module.name
     for module in pkgutil.iter_modules(drafters.__path__)
-    if module.name
-    not in (
-        *("base", "features", "pairs", "states", "waiting", "datastore"),
-        *("stopping", "learned_stopping"),
-    )
+    if module.name not in PLUG_INS["drafters"]
 )
 NAMES = [*PACKAGE, "random_tree", "tapped"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens

@@ -66,6 +66,10 @@ class Drafter(abc.ABC):
             return self.num_nodes if depth else 0
         return min(depth, self.num_nodes)
 
+    def init_rule(self, batch: int) -> PyTree:
+        """Returns the state of its rule that ends chains, before the first round."""
+        return () if self.stop_rule is None else self.stop_rule.init(batch)
+
     def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         """Returns the state before any token, with room for `slots` tokens per row."""
         return ()

@@ -98,7 +98,7 @@ class Drafter(base.Drafter):
             jnp.full((batch, K), -1, jnp.int32),
             jnp.zeros(batch, bool),
             jnp.full(batch, min(self.model_tokens, K) / 2),
-            () if self.model.stop_rule is None else self.model.stop_rule.init(batch),
+            self.model.init_rule(batch),
         )
 
     def prefill(self, params, state, *chunk):

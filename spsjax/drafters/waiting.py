@@ -1,4 +1,4 @@
-"""What a layer reads of pairs later, because nothing was drafted for a while."""
+"""Pairs that a layer has not read yet, because nothing was drafted since."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ _MANY = 64  # pairs that are read at once after a long wait, which costs far les
 class Waiting:
     """The last pairs of a feature and the token that follows it, read or not."""
 
-    features: Array  # [B, W, D]; that of pair t is in slot t modulo W
+    features: Array  # [B, W, D], or what they are made of; that of pair t is in slot t modulo W
     pairs: Array  # [B] int32, pairs of committed tokens
 
 

@@ -19,7 +19,7 @@ from spsjax.types import Array
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkip:
-    """How a training leaves out layers, and which exits it trains.
+    """Options of a training that leaves out layers and trains early exits.
 
     Attributes:
         dropout: probability with which a row leaves out the last layer; a layer before it is left

@@ -58,7 +58,7 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """How a rule is trained.
+    """Options of the training of a rule.
 
     Attributes:
         steps: steps of Adam.
