@@ -22,7 +22,7 @@ from spsjax import tree
 from spsjax.drafters import base
 from spsjax.errors import InputError
 from spsjax.models import transformer
-from spsjax.pacing import Pacer
+from spsjax.pacing import Pacer, scored_depths
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import (
@@ -307,7 +307,7 @@ def at_smallest_size(
     sizes = {*drafter.score_sizes}
     if least is not None:
         within = [drafter.nodes_within(depth) for depth in range(K + 1)]
-        sizes |= {within[depth] for depth in range(K + 1) if depth & (depth - 1) == 0}
+        sizes |= {within[depth] for depth in scored_depths(K)}
     sizes = sorted({size for size in sizes if size < N} | {N})
 
     def branch(size: int):

@@ -67,7 +67,7 @@ def _measure(request: Request) -> pacing.Costs:
     Depths whose scoring passes are compiled are measured, and the others lie between them.
     """
     K = request.program.drafter.num_speculative_tokens
-    depths = sorted({depth for depth in range(K) if depth & (depth - 1) == 0} | {K})
+    depths = pacing.scored_depths(K)
     clock, times, end = _Clock(request), [], 0.0
     while not times or (len(times) < _SWEEPS and time.perf_counter() < end):
         # Of each round once with the drafter, and once with as many tokens of no meaning.

@@ -123,6 +123,13 @@ class Fastest(Pacer):
         return History(*(self.memory * getattr(state, x) + getattr(new, x) for x in names))
 
 
+def scored_depths(num_speculative_tokens: int) -> tuple[int, ...]:
+    """Returns the depths for which a scoring pass is compiled: 0, 1, 2, 4, 6, 8, 12, 16, ..., K."""
+    K = num_speculative_tokens
+    sizes = {0, K} | {step << i for i in range(K.bit_length()) for step in (1, 6)}
+    return tuple(sorted(size for size in sizes if size <= K))
+
+
 def forced(depth: int, num_speculative_tokens: int, least: int = 0) -> Costs:
     """Returns costs at which `Fastest` always takes one depth, to measure what it costs."""
     propose = np.full(num_speculative_tokens + 1, np.inf, np.float32)

@@ -132,7 +132,7 @@ def test_default_dtype_is_what_is_fastest_on_the_cpu(model_folder, monkeypatch, 
         return str(params["norm"]["scale"].dtype)
 
     assert dtype_of(loading.load(model_folder).params) == "float32"
-    monkeypatch.setattr(loading, "_CACHED_BYTES", 4096)
+    monkeypatch.setattr(loading.models, "_CACHED_BYTES", 4096)
     best = "bfloat16" if direct else "float32"
     target = loading.load(model_folder)
     assert dtype_of(target.params) == best

@@ -1,0 +1,41 @@
+"""Loading and saving of models and drafters."""
+
+from spsjax.loading.drafters import (
+    WEIGHTLESS,
+    LoadedDrafter,
+    as_drafter,
+    load_drafter,
+    save_drafter,
+    with_stop_rule,
+)
+from spsjax.loading.models import (
+    FILES,
+    Model,
+    compute_type,
+    default_dtype,
+    load,
+    load_config,
+    load_tokenizer,
+    random,
+    save,
+)
+from spsjax.loading.names import is_feature_drafter
+
+__all__ = [
+    "FILES",
+    "WEIGHTLESS",
+    "LoadedDrafter",
+    "Model",
+    "as_drafter",
+    "compute_type",
+    "default_dtype",
+    "is_feature_drafter",
+    "load",
+    "load_config",
+    "load_drafter",
+    "load_tokenizer",
+    "random",
+    "save",
+    "save_drafter",
+    "with_stop_rule",
+]

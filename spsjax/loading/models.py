@@ -1,0 +1,206 @@
+"""Loading and saving of models: weights on their devices, shapes, tokenizers."""
+
+import contextlib
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from spsjax import tokenization
+from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
+from spsjax.loading.names import folder_of, layout_of
+from spsjax.models import transformer
+from spsjax.models.hf import head_weights
+from spsjax.models.hf import weights as hf_weights
+from spsjax.parallel import sharding
+from spsjax.tokenization import Tokenizer
+from spsjax.types import PyTree
+from spsjax.utils import bfloat16
+
+# Files of a model folder that `save` writes or removes.
+FILES = (
+    "config.json",
+    "generation_config.json",
+    hf_weights.SINGLE,
+    head_weights.MEDUSA_FILE,
+    *tokenization.NAMES,
+)
+# Weights of so many bytes stay in a CPU's caches between two passes.
+_CACHED_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A target, or a draft: what `generate` takes.
+
+    Attributes:
+        name: name or folder it was loaded by.
+        config: shape of the model.
+        params: weights, on their devices.
+        tokenizer: tokenizer; None if the folder has none.
+        mesh: mesh over which the weights are split; None: one device.
+    """
+
+    name: str
+    config: transformer.Config
+    params: PyTree
+    tokenizer: Tokenizer | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    def in_mesh(self) -> contextlib.AbstractContextManager:
+        """Returns the context in which its programs are traced and run."""
+        return sharding.use_mesh(self.mesh)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that one pass reads from the memory of one device.
+
+        An input embedding that is not also the head is left out: a pass reads few of its rows. The
+        CPU devices of one process share one memory.
+        """
+        read = {name: part for name, part in self.params.items() if name != "embed"}
+        leaves = jax.tree.leaves(self.params if self.config.tie_embeddings else read)
+        total = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+        used = {shard.device for leaf in leaves for shard in leaf.addressable_shards}
+        return total if jax.default_backend() == "cpu" else total // len(used)
+
+
+def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
+    """Returns the compute type that is fastest: bfloat16, except on some CPUs.
+
+    There it is float32 if XLA would convert bfloat16 to it, and for a model (`config`) so small
+    that caches hold its weights: fewer bytes then save less than the conversions cost.
+    """
+    if jax.default_backend() != "cpu":
+        return jnp.dtype(jnp.bfloat16)
+    small = config is not None and 4 * config.num_weights <= _CACHED_BYTES
+    direct = not small and bfloat16.is_multiplied_directly()
+    return jnp.dtype(jnp.bfloat16 if direct else jnp.float32)
+
+
+def compute_type(dtype, config: transformer.Config | None = None) -> jnp.dtype:
+    """Returns the compute type of that name, the default for None; raises InputError otherwise."""
+    if dtype is None:
+        return default_dtype(config)
+    expected = "dtype: expected a floating-point type of 16 bits or more"
+    try:
+        dtype = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise InputError(f"{expected}, found {short_repr(dtype)}") from None
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise InputError(f"{expected}, found {dtype}")
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise InputError(f"{expected} and at most 32 (jax_enable_x64 is off), found {dtype}")
+    return dtype
+
+
+def load(
+    name: str | pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype=None,
+    replicate: bool = False,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        name: name of a shipped model ("pystdlib/target", "pystdlib/draft"); or a folder in the
+            Hugging Face layout with config.json, model.safetensors or its shards, and a tokenizer;
+            or, with the extra `hub`, a repository: "hf://openai-community/gpt2-xl",
+            "hf://...@revision".
+        mesh: mesh over which the weights are split (`sharding.mesh`); None: the default device.
+        dtype: compute type; None: what is fastest (`default_dtype`).
+        replicate: with a mesh, whether to keep all weights on every device. This suits a draft so
+            small that collectives would cost more than they save.
+
+    Raises:
+        InputError: no model of that name, or files that cannot be used.
+    """
+    compute_type(dtype)
+    folder = folder_of(name, weights=True)
+    if layout_of(folder):
+        raise InputError(
+            f"{name}: expected a language model, found a drafter of a target's features, "
+            "which load_drafter takes"
+        )
+    _check_mesh(mesh)
+    check_flag("replicate", replicate)
+    config = hf_weights.read_config(folder)
+    pieces = _tokenizer(folder, config)
+    if pieces is not None:
+        config = _unpadded(config, pieces)
+    where = sharding.param_shardings(mesh, config, replicate)
+    params = hf_weights.read_params(folder, config, compute_type(dtype, config), where)
+    return Model(str(name), config, params, pieces, mesh)
+
+
+def load_config(name: str | pathlib.Path) -> transformer.Config:
+    """Returns only a model's shape, by its name or folder; raises InputError as `load` does."""
+    return hf_weights.read_config(folder_of(name))
+
+
+def load_tokenizer(name: str | pathlib.Path) -> Tokenizer | None:
+    """Returns only the tokenizer of a model, or None; raises InputError as `load` does."""
+    folder = folder_of(name)
+    return _tokenizer(folder, hf_weights.read_config(folder))
+
+
+def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
+    """Writes a folder in the Hugging Face layout, which `load` and other tools read.
+
+    Raises InputError if `load` would refuse `dtype`, or if the folder cannot be written.
+    """
+    if not isinstance(model, Model):
+        raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+    check_path("folder", folder)
+    folder, dtype = pathlib.Path(folder), compute_type(dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        hf_weights.save(folder, model.config, model.params, dtype)
+        if model.tokenizer is not None:
+            model.tokenizer.save(folder)
+        else:
+            for name in tokenization.NAMES:  # left there by another model
+                (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        path = error.filename or folder
+        raise InputError(f"{path}: expected a place to write to, found {one_line(error)}") from None
+
+
+def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> Model:
+    """Returns a model with random weights and without a tokenizer, for timing and for tests."""
+    _check_mesh(mesh)
+    params = transformer.init(config, jax.random.key(seed), compute_type(dtype, config))
+    params = sharding.place_params(params, sharding.param_shardings(mesh, config))
+    return Model("random", config, params, mesh=mesh)
+
+
+def _check_mesh(mesh) -> None:
+    if mesh is None:
+        return
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise InputError(f"mesh: expected None or a mesh, found {type(mesh).__name__}")
+    if set(mesh.axis_names) != {"data", "model"}:
+        raise InputError(f"mesh: expected axes data and model, found {', '.join(mesh.axis_names)}")
+    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        raise InputError("mesh: expected axes of type Auto (sharding.mesh), found other ones")
+
+
+def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | None:
+    if not tokenization.exists(folder):
+        return None
+    found = tokenization.load(folder)
+    size = 1 + max(found.pieces, default=-1)
+    if size > config.vocab_size:
+        raise InputError(
+            f"{found.path}: expected at most the model's {config.vocab_size} pieces, found {size}"
+        )
+    return found
+
+
+def _unpadded(config: transformer.Config, found: Tokenizer) -> transformer.Config:
+    """Returns the config without the padding at the end of the vocabulary."""
+    size = max(found.vocab_size, *(id + 1 for id in config.eos_ids), 1)
+    if size >= config.vocab_size:
+        return config
+    return dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_rows)

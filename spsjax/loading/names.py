@@ -1,0 +1,46 @@
+"""Names of models and drafters: the folders and layouts that they stand for."""
+
+import pathlib
+
+from spsjax import tokenization
+from spsjax.errors import InputError, check_path, one_line, short_repr
+from spsjax.models.hf import feature_weights, head_weights, hub
+
+_SHIPPED = pathlib.Path(__file__).parent.parent / "pretrained"
+
+
+def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
+    """Returns the folder of a model by name; from the hub, with its weights or without."""
+    check_path("name", name)
+    if str(name).startswith(hub.PREFIX):
+        return hub.download(str(name), tokenization.NAMES, weights)
+    names = sorted(
+        path.parent.relative_to(_SHIPPED).as_posix() for path in _SHIPPED.rglob("config.json")
+    )
+    try:
+        if pathlib.Path(name).is_dir():
+            return pathlib.Path(name)
+        found = "a file" if pathlib.Path(name).exists() else "neither"
+    except OSError as error:  # too long, or not to be read
+        found = one_line(error)
+    if pathlib.Path(name).as_posix() in names:
+        return _SHIPPED / name
+    shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
+    raise InputError(
+        f"{short_repr(str(name))}: expected a model folder or {shipped}, found {found}"
+    )
+
+
+def layout_of(folder: pathlib.Path):
+    """Returns the module that reads the drafter in a folder; None: it holds a model."""
+    if head_weights.method_of(folder):
+        return head_weights
+    return feature_weights if feature_weights.is_drafter(folder) else None
+
+
+def is_feature_drafter(name: str | pathlib.Path) -> bool:
+    """Returns whether a name or folder is a drafter of a target's features, which is no model.
+
+    Raises InputError if there is neither.
+    """
+    return layout_of(folder_of(name, weights=True)) is not None
