@@ -298,7 +298,7 @@ def table(rows: list[dict]) -> str:
     header += ["ms per draft", "ms per round", "speed-up", "texts"]
     lines = [header, ["---"] * len(header)]
     for row in rows:
-        low, high = row["speedup_interval"] or 2 * [row["speedup"]]
+        interval = row["speedup_interval"]  # None for too few prompts
         cells = [row["task"]] * tasks + [
             row["setting"],
             row["drafter"],
@@ -307,7 +307,8 @@ def table(rows: list[dict]) -> str:
         cells += [f"{row['bytes'] / 1e6:.1f}", titled(row["shape"], row["rule"])]
         cells.append(f"{row['tokens_per_call']:.2f}")
         cells += [f"{row['ms_per_draft']:.2f}", f"{row['ms_per_round']:.2f}"]
-        cells.append(f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})")
+        within = " ({:.2f} to {:.2f})".format(*interval) if interval else ""
+        cells.append(f"{row['speedup']:.2f}{within}")
         lines.append([*cells, surprise.described(row)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -256,6 +256,47 @@ def test_draft_of_any_chosen_depth_is_lossless(name, depth):
         assert_lossless(studied, **params)
 
 
+@dataclasses.dataclass(frozen=True)
+class AsTold(pacing.Pacer):
+    """A pacer whose state is the depth of the next round."""
+
+    def init(self, batch, num_speculative_tokens):
+        return jnp.zeros(batch, jnp.int32)
+
+    def depths(self, costs, state, done_B):
+        return jnp.where(done_B, 0, state)
+
+    def update(self, state, asked_B, offered_B, accepted_B):
+        return state
+
+
+@dataclasses.dataclass
+class ByHistory(enumeration.Loop):
+    """A loop in which the text so far decides how deep a row is drafted, 0 included."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.program = dataclasses.replace(self.program, pacer=AsTold())
+        self.params["costs"] = jax.tree.map(jnp.asarray, pacing.forced(0, self.K))
+
+    def _start(self, prefixes, params):
+        depths = [sum(prefix) % (self.K + 1) for prefix in prefixes]
+        return dataclasses.replace(super()._start(prefixes, params), pace=jnp.asarray(depths))
+
+    def _check_caches(self, output):
+        """Drafters that rest read what they missed later."""
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "hybrid", "ngram"])
+def test_depths_that_vary_with_the_text_are_lossless(name):
+    studied = loop(name, 2, 3)
+    fields = {field.name: getattr(studied, field.name) for field in dataclasses.fields(studied)}
+    paced = dataclasses.replace(studied.drafter.paced(), num_speculative_tokens=2)
+    fields["loaded"] = dataclasses.replace(studied.loaded, drafter=paced)
+    for params in (PARAMS[0], PARAMS[5]):
+        assert_lossless(ByHistory(**fields), **params)
+
+
 @pytest.mark.parametrize("name", drafting.HEADS)
 def test_drafters_of_features_are_lossless(name):
     """EAGLE-3 drafts two of the three tokens only."""

@@ -83,6 +83,13 @@ def test_depth_with_the_most_tokens_per_time_is_taken():
     assert len(taken) == 5
 
 
+def test_scoring_passes_are_compiled_for_few_depths():
+    assert pacing.scored_depths(0) == (0,)
+    assert pacing.scored_depths(5) == (0, 1, 2, 4, 5)
+    assert pacing.scored_depths(8) == (0, 1, 2, 4, 6, 8)
+    assert pacing.scored_depths(30) == (0, 1, 2, 4, 6, 8, 12, 16, 24, 30)
+
+
 def test_drafter_that_is_never_accepted_is_given_up_and_tried_again():
     """Of 400 rounds at most 3% of the time are lost, and the last tries are far apart."""
     propose, score = np.asarray([0, 0.2, 0.4, 0.6, 0.8]), np.ones(5)
