@@ -12,13 +12,14 @@ from spsjax.drafters import copy
 SLOTS = 40
 
 
+@pytest.mark.parametrize("replaces", (False, True))
 @pytest.mark.parametrize(("K", "start", "suffix"), [(4, 0, 3), (2, 3, 1), (7, 9, 2)])
-def test_place_is_that_of_a_plain_loop(K, start, suffix):
+def test_place_is_that_of_a_plain_loop(K, start, suffix, replaces):
     """After every round of random lengths, whatever the output.
 
     The outputs are the prompts with some tokens replaced, left out or inserted.
     """
-    drafter = copy.Drafter(K, start=start, max_suffix=suffix)
+    drafter = copy.Drafter(K, start=start, max_suffix=suffix, replaces=replaces)
     rng, rows = np.random.default_rng(K), 200
     prompts = rng.integers(0, 9, (rows, 16))
     sizes = rng.integers(4, 17, rows)
@@ -37,7 +38,7 @@ def test_place_is_that_of_a_plain_loop(K, start, suffix):
         proposed = np.asarray(propose(None, state, now)[0].tokens)
         for row, size in enumerate(sizes):
             text = tokens[row, : lengths[row]].tolist()
-            place = reference.aggressive_place(text[:size], text[size:], start, suffix)
+            place = reference.aggressive_place(text[:size], text[size:], start, suffix, replaces)
             copied = text[place:size][:K] if place >= 0 else []
             assert proposed[row].tolist() == [*copied, *[-1] * (K - len(copied))], text
             patterns.add(len(copied))
@@ -60,6 +61,17 @@ def test_repeated_tokens_do_not_show_where_to_go_on():
         np.testing.assert_array_equal(proposal.tokens, [expected])
 
 
+def test_replaced_token_does_not_end_the_copy():
+    """The prompt's 2 has become 7, which is nowhere in it: 3 is next."""
+    for replaces, expected in ((True, [3, 4]), (False, [-1, -1])):
+        drafter = copy.Drafter(2, replaces=replaces)
+        text, lengths = np.asarray([[1, 2, 3, 4, 1, 7, 0, 0]], np.int32), np.asarray([4], np.int32)
+        state = drafter.prefill(None, None, None, None, None, lengths, None)
+        state = drafter.commit(None, state, (), text, lengths + 2, None, None, None)
+        proposal, _ = drafter.propose(None, state, drafting.round_of(text, lengths + 2))
+        np.testing.assert_array_equal(proposal.tokens, [expected])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -67,6 +79,7 @@ def test_repeated_tokens_do_not_show_where_to_go_on():
         ({"start": -1}, "start: expected an integer >= 0, found -1"),
         ({"max_suffix": 0}, "max_suffix: expected an integer >= 1, found 0"),
         ({"max_suffix": 9}, "max_suffix: expected at most 8, found 9"),
+        ({"replaces": 1}, "replaces: expected True or False, found 1"),
     ],
 )
 def test_odd_options_are_refused(options, message):

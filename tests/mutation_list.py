@@ -483,6 +483,8 @@ MUTANTS = [
         ("later < prompt, later", "later <= prompt, later"),
         ("jnp.where(end < lengths_B, later, place)", "later"),
         ("(index < state.prompts[:, None])", "(index >= 0)"),
+        ("jnp.where(place >= 0, place + 1, -1) if", "place + 1 if"),
+        ("jnp.where(aligned >= 0, aligned, unknown)", "unknown"),
     ),
     *of(
         "drafters/lookahead.py",

@@ -110,14 +110,17 @@ def suffix_proposals(tokens, K, N, max_match, factor, min_prob):
     return proposals
 
 
-def aggressive_place(prompt, output, start, max_suffix):
-    """Returns the index in the prompt of the token to copy next, or -1 (Sun et al. 2021)."""
+def aggressive_place(prompt, output, start, max_suffix, replaces):
+    """Returns the index in the prompt of the token to copy next, or -1 (Sun et al. 2021).
+
+    With `replaces` a token without a place stands for the expected one, which is not published.
+    """
     place = start if start < len(prompt) else -1
     for count in range(1, len(output) + 1):
         if place >= 0 and prompt[place] == output[count - 1]:
             place += 1
         else:
-            place = -1
+            place = place + 1 if replaces and place >= 0 else -1
             for size in range(1, min(max_suffix, count) + 1):
                 suffix = output[count - size : count]
                 ends = [
@@ -126,7 +129,7 @@ def aggressive_place(prompt, output, start, max_suffix):
                     if prompt[end - size : end] == suffix
                 ]
                 if len(ends) <= 1:
-                    place = ends[0] if ends else -1
+                    place = ends[0] if ends else place
                     break
         if place >= len(prompt):
             place = -1

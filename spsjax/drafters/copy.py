@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.errors import InputError, check_integer
+from spsjax.errors import InputError, check_flag, check_integer
 from spsjax.types import Array, Proposal, pytree_dataclass
 
 
@@ -35,23 +35,27 @@ class Drafter(base.Drafter):
     """Copies the prompt from where the output has come to. Lossless: its tokens are point masses.
 
     As long as the output repeats the prompt, the prompt's next tokens are proposed. After another
-    token, the shortest suffix of the output that occurs once in the prompt shows the new place.
-    While there is none, nothing is proposed. (`ngram` takes the latest place instead.)
+    token, the shortest suffix of the output that occurs once in the prompt shows the new place. If
+    there is none, the token is taken to replace the one that was expected. As published, nothing is
+    proposed then. (`ngram` takes the latest place instead.)
 
     Attributes:
         num_speculative_tokens: K, tokens that are copied per round.
         start: index of the prompt's token with which the output is expected to begin.
         max_suffix: longest suffix of the output that is looked up, at most 8.
+        replaces: whether a token without a place replaces the expected one; False: as published.
     """
 
     num_speculative_tokens: int = 16
     start: int = 0
     max_suffix: int = 3
+    replaces: bool = True
 
     def __post_init__(self):
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
         check_integer("start", self.start, 0)
         check_integer("max_suffix", self.max_suffix, 1)
+        check_flag("replaces", self.replaces)
         if self.max_suffix > 8:  # every round compares all of them
             raise InputError(f"max_suffix: expected at most 8, found {self.max_suffix}")
 
@@ -74,18 +78,22 @@ class Drafter(base.Drafter):
         return Proposal(jnp.where(known, copied, -1), None), ()
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
-        follow = jax.vmap(functools.partial(_follow, most=self.max_suffix))
+        rule = functools.partial(_follow, most=self.max_suffix, replaces=self.replaces)
+        follow = jax.vmap(rule)
 
         def compare(step, place):
-            end = jnp.minimum(state.lengths + step, tokens_BS.shape[1] - 1)
-            later = follow(tokens_BS, state.prompts, end, place)
+            end = state.lengths + step
+            inside = jnp.minimum(end, tokens_BS.shape[1] - 1)
+            later = follow(tokens_BS, state.prompts, inside, place)
             return jnp.where(end < lengths_B, later, place)
 
         steps = jnp.max(lengths_B - state.lengths)
         return State(state.prompts, lengths_B, lax.fori_loop(0, steps, compare, state.next))
 
 
-def _follow(tokens_S: Array, prompt: Array, end: Array, place: Array, most: int) -> Array:
+def _follow(
+    tokens_S: Array, prompt: Array, end: Array, place: Array, most: int, replaces: bool
+) -> Array:
     """Returns the place in the prompt after one more token of the output; -1: unknown.
 
     Args:
@@ -94,6 +102,7 @@ def _follow(tokens_S: Array, prompt: Array, end: Array, place: Array, most: int)
         end: index of the output's token.
         place: index in the prompt of the token that was expected; -1: none.
         most: longest suffix of the output that is looked up.
+        replaces: whether a token without a place replaces the expected one.
     """
     slots = jnp.arange(len(tokens_S))
     as_expected = (place >= 0) & (tokens_S[place] == tokens_S[end])
@@ -104,5 +113,7 @@ def _follow(tokens_S: Array, prompt: Array, end: Array, place: Array, most: int)
         matches &= end - size >= prompt
         unique = jnp.sum(matches) == 1  # then a longer suffix ends there, too, or nowhere
         aligned = jnp.where(unique, jnp.argmax(matches) + 1, aligned)
+    unknown = jnp.where(place >= 0, place + 1, -1) if replaces else -1
+    aligned = jnp.where(aligned >= 0, aligned, unknown)
     later = jnp.where(as_expected, place + 1, aligned)
     return jnp.where(later < prompt, later, -1).astype(jnp.int32)
