@@ -173,3 +173,17 @@ def test_values_that_cannot_be_used_are_refused(pair, tmp_path, script, flag, pa
     place = f"--{'output' if script == 'plan_tree.py' else 'workdir'}={tmp_path / 'x'}"
     fails_with_one_line(run(script, *pair, flag, place), part)
     assert not (tmp_path / "x").exists()
+
+
+def test_speed_by_task_is_drawn(tmp_path):
+    """One drafter has a chain whose K is chosen, and the other has none."""
+    plots = pytest.importorskip("spsjax.cli.plots")
+    names = ("n-gram", "chain of 4"), ("n-gram", "chain, K chosen"), ("copy", "chain of 4")
+    rows = [
+        {"setting": setting, "task": task, "drafter": drafter, "shape": shape, "speedup": 1.5}
+        for setting in ("greedy", "nucleus")
+        for task in ("stdlib", "edit")
+        for drafter, shape in names
+    ]
+    plots.tasks(rows, tmp_path / "table.png")
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")

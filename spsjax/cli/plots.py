@@ -292,7 +292,7 @@ def tasks(rows: Sequence[Mapping], path) -> None:
     )
     width = 0.8 / len(names)
     size = 2 + 0.5 * len(titles) * max(len(names) / 2, 1), 3.4 * len(settings)
-    with panels(path, len(settings), 1, figsize=size, squeeze=False, sharex=True) as axes:
+    with panels(path, len(settings), 1, figsize=size, sharex=True) as axes:
         for axis, setting in zip(axes[:, 0], settings):
             for index, name in enumerate(names):
                 fixed, chosen = [], []
