@@ -36,8 +36,8 @@ class Drafter(base.Drafter):
 
     As long as the output repeats the prompt, the prompt's next tokens are proposed. After another
     token, the shortest suffix of the output that occurs once in the prompt shows the new place. If
-    there is none, the token is taken to replace the one that was expected. As published, nothing is
-    proposed then. (`ngram` takes the latest place instead.)
+    there is none, the token is taken to replace the one that was expected; the published rule
+    proposes nothing then. (`ngram` takes the latest place instead.)
 
     Attributes:
         num_speculative_tokens: K, tokens that are copied per round.
