@@ -14,7 +14,7 @@ from spsjax.utils.compilation import compiled
 
 _FOREVER = 2**31 - 1
 # Rounds in a row that are timed, and how often everything is: so long, and at most so many times.
-_ROUNDS, _SWEEPS, _SECONDS = 5, 5, 1.0
+_ROUNDS, _SWEEPS, _SECONDS = 10, 5, 3.0
 _COSTS: dict = {}  # of each program and shape that was measured
 
 
@@ -71,10 +71,10 @@ def _measure(request: Request) -> pacing.Costs:
     clock, times, end = _Clock(request), [], 0.0
     while not times or (len(times) < _SWEEPS and time.perf_counter() < end):
         # Of each round once with the drafter, and once with as many tokens of no meaning.
-        times.append([[clock.seconds(own, depth) for depth in depths] for own in (True, False)])
+        times.append([[clock.seconds(own, depth) for own in (True, False)] for depth in depths])
         end = end or time.perf_counter() + _SECONDS  # the first time compiles
     # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
-    whole, score = np.minimum.accumulate(np.min(times, axis=0)[:, ::-1], axis=1)[:, ::-1]
+    whole, score = np.minimum.accumulate(np.min(times, axis=0)[::-1])[::-1].T
     propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
     propose = np.where(np.asarray(depths) > 0, propose, 0)
     every = np.arange(K + 1)
@@ -95,17 +95,22 @@ class _Clock:
     def __init__(self, request: Request):
         self.request = request
         self.state = None
+        self.call = np.inf  # seconds of a call without any rounds
 
     def seconds(self, drafts: bool, depth: int) -> float:
         """Returns the seconds of a round in which so many depths are scored, and maybe drafted."""
         K = self.request.program.drafter.num_speculative_tokens
         costs = pacing.forced(depth if drafts else 0, K, depth)
         self.request.params["costs"] = _placed(self.request, costs)
-        self._rounds(1)  # the first one may have to catch up
-        return self._rounds(_ROUNDS)
+        self._begin_if_ended()
+        self._run(1)  # the first one may have to catch up
+        self._begin_if_ended()
+        self.call = min(self.call, self._run(0)[0])
+        seconds, rounds = self._run(_ROUNDS)
+        return max(seconds - self.call, 0) / max(rounds, 1)
 
-    def _rounds(self, count: int) -> float:
-        """Runs rounds, and returns the seconds of one. Texts that have ended are begun again."""
+    def _begin_if_ended(self) -> None:
+        """Begins texts again of which one has no room for a round."""
         request = self.request
         if self.state is None or multihost.to_host(self.state.done).any():
             self.state = None  # there need not be room for two
@@ -114,8 +119,11 @@ class _Clock:
             done = request.lengths >= most
             most, done = (jax.device_put(array, state.done.sharding) for array in (most, done))
             self.state = dataclasses.replace(state, limits=most, done=done)
+
+    def _run(self, count: int) -> tuple[float, int]:
+        """Returns the seconds of a call of so many rounds, and how many there were."""
         before = multihost.to_host(self.state.rounds)
         start = time.perf_counter()
-        self.state, compiling = run(request, self.state, count)
+        self.state, compiling = run(self.request, self.state, count)
         rounds = multihost.to_host(self.state.rounds) - before
-        return (time.perf_counter() - start - compiling) / max(int(rounds.max()), 1)
+        return time.perf_counter() - start - compiling, int(rounds.max())

@@ -74,8 +74,8 @@ class Fastest(Pacer):
     """
 
     memory: float = 0.98
-    hope: float = 0.6
-    prior: float = 2.0
+    hope: float = 0.8
+    prior: float = 8.0
 
     def __post_init__(self):
         check_number("memory", self.memory, 0, 1)
