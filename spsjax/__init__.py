@@ -5,6 +5,7 @@ Everything exported here is public; all else is internal and may change.
 
 from spsjax import drafters, verifiers
 from spsjax.draft_shapes import DynamicTree, Tree
+from spsjax.engine import Engine
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream
 from spsjax.loading import LoadedDrafter, Model, load, load_drafter, save_drafter
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DynamicTree",
+    "Engine",
     "Generation",
     "InputError",
     "LoadedDrafter",

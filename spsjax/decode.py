@@ -18,17 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import cache as kv
-from spsjax import tree
+from spsjax import scoring, tree
 from spsjax.drafters import base
 from spsjax.errors import InputError
 from spsjax.models import transformer
-from spsjax.pacing import Pacer, scored_depths
+from spsjax.pacing import Pacer
 from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import (
     Array,
-    Begun,
-    Block,
     ModelOutput,
     Proposal,
     PyTree,
@@ -96,7 +94,7 @@ def step(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
             return output, program.verifier(keys, proposal, output.logits, state.rows)
 
     least = None if depths is None else params["costs"].least
-    output, verdict = at_smallest_size(program.drafter, state.done, proposal, judge, least)
+    output, verdict = scoring.at_smallest_size(program.drafter, state.done, proposal, judge, least)
     with jax.named_scope("commit"):
         return commit(program, params, state, drafted, proposal, output, verdict, depths)
 
@@ -292,38 +290,6 @@ def _after_round(
     return pace, rule
 
 
-def at_smallest_size(
-    drafter: base.Drafter, done: Array, proposal: Proposal, judge, least: Array | None = None
-):
-    """Calls `judge` on as few of the proposal's nodes as hold the longest proposal of the batch.
-
-    With a pacer, `least` are the depths that are scored in any case, and more sizes are compiled.
-
-    A pass has a static number of rows, so that one is compiled per size and `lax.switch` chooses:
-    a round in which nothing was proposed costs what a round of autoregressive sampling costs. The
-    branches only read the cache. With the cache as their result it would be copied every round.
-    """
-    K, N = drafter.num_speculative_tokens, proposal.tokens.shape[1]
-    sizes = {*drafter.score_sizes}
-    if least is not None:
-        within = [drafter.nodes_within(depth) for depth in range(K + 1)]
-        sizes |= {within[depth] for depth in scored_depths(K)}
-    sizes = sorted({size for size in sizes if size < N} | {N})
-
-    def branch(size: int):
-        output, verdict = judge(_first_nodes(proposal, size))
-        return _pad_output(output, N - size), _fit_verdict(verdict, K + 1)
-
-    if len(sizes) == 1:
-        return branch(N)
-    offered = (proposal.tokens >= 0) & ~done[:, None]
-    used = jnp.max(jnp.where(offered, jnp.arange(1, N + 1), 0))
-    if least is not None:
-        used = jnp.maximum(used, jnp.asarray(within)[least])
-    index = jnp.sum(used > jnp.asarray(sizes[:-1]))
-    return lax.switch(index, [functools.partial(branch, size) for size in sizes])
-
-
 def prefill(
     program: Program,
     slots: int,
@@ -346,33 +312,91 @@ def prefill(
         keys_B: one key per row.
     """
     B, T = tokens_BT.shape
-    arrays = tokens_BT, jnp.roll(tokens_BT, -1, axis=1)
-    most = min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
-    count = -(-T // most)
+    count = -(-T // most_read(program, slots))
     width = -(-T // count)
+    if count == 1:
+        carry = read_first(program, slots, width, params, tokens_BT, lengths_B)
+    else:
 
-    def chunk(index, carry, first=False):
-        cache, drafter = carry
-        # The last chunk repeats tokens of the one before rather than exceed the buffers.
-        start = jnp.minimum(index * width, T - width)
-        tokens, following = (
-            lax.dynamic_slice_in_dim(array, start, width, axis=1) for array in arrays
-        )
-        # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
-        starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
-        past, taps = None if first else cache.at(starts), program.drafter.tap_layers
-        output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
-        drafter = program.drafter.prefill(
-            params, drafter, tokens, following, starts, lengths_B, output
-        )
-        return cache.at(starts).extend(output), drafter
+        def chunk(index, carry):
+            return read(program, width, params, tokens_BT, lengths_B, index * width, carry)
 
-    cache = transformer.empty_cache(program.target, params["target"], B, slots)
-    carry = cache, program.drafter.init(params, B, slots)
-    cache, drafter = chunk(0, carry, True) if count == 1 else lax.fori_loop(0, count, chunk, carry)
-    zeros, K = jnp.zeros(B, jnp.int32), program.drafter.num_speculative_tokens
+        carry = lax.fori_loop(0, count, chunk, _unread(program, slots, B, params))
+    return begin(program, carry, rows, tokens_BT, lengths_B, limits_B, keys_B)
+
+
+def most_read(program: Program, slots: int) -> int:
+    """Returns the most tokens of a prompt that may be read at once."""
+    return min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
+
+
+def read_first(
+    program: Program, slots: int, width: int, params: PyTree, tokens_BT: Array, lengths_B: Array
+) -> tuple[kv.KVCache, PyTree]:
+    """Returns cache and drafter state after the first chunk of prompts; see `read`."""
+    carry = _unread(program, slots, len(tokens_BT), params)
+    return read(program, width, params, tokens_BT, lengths_B, 0, carry, first=True)
+
+
+def _unread(program: Program, slots: int, batch: int, params: PyTree) -> tuple[kv.KVCache, PyTree]:
+    """Returns the target's cache and the drafter's state before anything is read."""
+    cache = transformer.empty_cache(program.target, params["target"], batch, slots)
+    return cache, program.drafter.init(params, batch, slots)
+
+
+def read(
+    program: Program,
+    width: int,
+    params: PyTree,
+    tokens_BT: Array,
+    lengths_B: Array,
+    start: Array,
+    carry: tuple[kv.KVCache, PyTree],
+    first: bool = False,
+) -> tuple[kv.KVCache, PyTree]:
+    """Returns cache and drafter state after one more chunk of prompts.
+
+    Args:
+        program, params: those of the loop.
+        width: tokens of a chunk, at most T.
+        tokens_BT, lengths_B: the prompts, as in `prefill`.
+        start: tokens that were read before.
+        carry: what `read_first`, or this for the chunk before, returned.
+        first: whether nothing was read before, which need not be known.
+    """
+    (cache, drafter), (B, T) = carry, tokens_BT.shape
+    # The last chunk repeats tokens of the one before rather than exceed the buffers.
+    start = jnp.minimum(start, T - width)
+    tokens, following = (
+        lax.dynamic_slice_in_dim(array, start, width, axis=1)
+        for array in (tokens_BT, jnp.roll(tokens_BT, -1, axis=1))
+    )
+    # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
+    starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
+    past, taps = None if first else cache.at(starts), program.drafter.tap_layers
+    output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
+    drafter = program.drafter.prefill(params, drafter, tokens, following, starts, lengths_B, output)
+    return cache.at(starts).extend(output), drafter
+
+
+def begin(
+    program: Program,
+    carry: tuple[kv.KVCache, PyTree],
+    rows: RowParams,
+    tokens_BT: Array,
+    lengths_B: Array,
+    limits_B: Array,
+    keys_B: Array,
+) -> DecodeState:
+    """Returns the state before the first round, after all chunks of the prompts were read.
+
+    `carry` is what the last `read` returned; the other arguments are those of `prefill`.
+    """
+    cache, drafter = carry
+    (B, T), K = tokens_BT.shape, program.drafter.num_speculative_tokens
+    zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
-        tokens=jnp.pad(tokens_BT, ((0, 0), (0, slots - T)), mode="edge"),
+        tokens=jnp.pad(tokens_BT, ((0, 0), (0, cache.num_slots - T)), mode="edge"),
         lengths=lengths_B,
         done=lengths_B >= limits_B,
         cache=cache.at(lengths_B - 1),
@@ -402,6 +426,12 @@ def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
     return kv.insert_row(state, row, fresh)
 
 
+def stop(state: DecodeState, row: Array) -> DecodeState:
+    """Returns the state with a row that is done, and has not failed."""
+    done, failed = state.done.at[row].set(True), state.failed.at[row].set(False)
+    return dataclasses.replace(state, done=done, failed=failed)
+
+
 def num_slots(length: int) -> int:
     """Returns the smallest of 32, 48, 64, 96, 128, 192, ... that is at least `length`.
 
@@ -418,51 +448,3 @@ def _node_depths(proposal: Proposal) -> Array:
     if proposal.parents is None:
         return jnp.arange(1, proposal.tokens.shape[1] + 1)[None]
     return tree.depths(proposal.parents)[:, 1:]
-
-
-def _first_nodes(proposal: Proposal, count: int) -> Proposal:
-    """Cuts off all but the first draft tokens; in a tree, parents come before their children."""
-
-    def cut(array, nodes, axis=1):
-        return None if array is None else lax.slice_in_dim(array, 0, nodes, axis=axis)
-
-    begun = proposal.begun
-    if begun is not None:
-        rows = functools.partial(cut, nodes=count + 1, axis=2)
-        keys, values = tuple(map(rows, begun.keys)), tuple(map(rows, begun.values))
-        begun = Begun(cut(begun.stream, count + 1), keys, values, begun.valid)
-
-    return dataclasses.replace(
-        proposal,
-        tokens=proposal.tokens[:, :count],
-        probs=cut(proposal.probs, count if proposal.parents is None else count + 1),
-        parents=cut(proposal.parents, count),
-        eligible=cut(proposal.eligible, count),
-        begun=begun,
-    )
-
-
-def _pad_output(output: ModelOutput, missing: int) -> ModelOutput:
-    """Pads the output of a smaller pass with zeros, so that all sizes have the same shapes."""
-
-    def pad(array, axis=1):
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, missing)
-        return jnp.pad(array, widths)
-
-    block = output.block
-    keys = tuple(pad(rows, axis=2) for rows in block.keys)
-    values = tuple(pad(rows, axis=2) for rows in block.values)
-    block = Block(keys, values, pad(block.positions), block.size)
-    return ModelOutput(pad(output.logits), pad(output.hidden), tuple(map(pad, output.taps)), block)
-
-
-def _fit_verdict(verdict: Verdict, columns: int) -> Verdict:
-    """Pads or cuts tokens and path to K + 1 columns; no path is longer than that."""
-
-    def fit(array):
-        array = array[:, :columns]
-        missing = columns - array.shape[1]
-        return jnp.pad(array, ((0, 0), (0, missing)), constant_values=-1)
-
-    return dataclasses.replace(verdict, tokens=fit(verdict.tokens), path=fit(verdict.path))

@@ -34,7 +34,7 @@ def run(
     """
     loop = compiled(decode.run, request.program, donate=1)
     with request.model.in_mesh():
-        return loop(request.params, state, _placed(request, np.int32(max_rounds)))
+        return loop(request.params, state, placed(request, np.int32(max_rounds)))
 
 
 def prepare(request: Request) -> float:
@@ -82,10 +82,11 @@ def _measure(request: Request) -> pacing.Costs:
     costs = np.stack([np.interp(every, depths, propose), score[above]]).astype(np.float32)
     if jax.process_count() > 1:
         costs = multihost_utils.broadcast_one_to_all(costs)
-    return _placed(request, pacing.Costs(*costs, np.int32(0)))
+    return placed(request, pacing.Costs(*costs, np.int32(0)))
 
 
-def _placed(request: Request, arrays):
+def placed(request: Request, arrays):
+    """Returns host arrays on all devices of a request's mesh."""
     return jax.device_put(arrays, sharding.replicated(request.model.mesh))
 
 
@@ -101,7 +102,7 @@ class _Clock:
         """Returns the seconds of a round in which so many depths are scored, and maybe drafted."""
         K = self.request.program.drafter.num_speculative_tokens
         costs = pacing.forced(depth if drafts else 0, K, depth)
-        self.request.params["costs"] = _placed(self.request, costs)
+        self.request.params["costs"] = placed(self.request, costs)
         self._begin_if_ended()
         self._run(1)  # the first one may have to catch up
         self._begin_if_ended()

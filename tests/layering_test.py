@@ -15,10 +15,11 @@ FLOORS = (
     {"sampling", "cache"},
     {"models", "verifiers", "tokenization", "growth"},
     {"drafters"},
-    {"decode", "loading"},
+    {"scoring", "loading"},
+    {"decode"},
     {"request"},
     {"execution"},
-    {"generation", "data", "performance"},
+    {"generation", "engine", "data", "performance"},
     {"training", "evaluation"},
     {"cli"},
 )

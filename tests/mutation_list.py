@@ -26,7 +26,7 @@ def of(file: str, tests: str, *changes: tuple[str, str]) -> list[Mutant]:
 
 MUTANTS = [
     *of(
-        "decode.py",
+        "scoring.py",
         "round -k smallest_size",
         ("used > jnp.asarray(sizes[:-1])", "used >= jnp.asarray(sizes[:-1])"),
         ("jnp.arange(1, N + 1), 0)", "jnp.arange(N), 0)"),
@@ -215,7 +215,7 @@ MUTANTS = [
     *of(
         "decode.py",
         "core -k chunks",
-        ("start = jnp.minimum(index * width, T - width)", "start = index * width"),
+        ("    start = jnp.minimum(start, T - width)\n", ""),
         ("cache.at(starts).extend(output)", "cache.extend(output)"),
     ),
     *of(
@@ -528,7 +528,26 @@ MUTANTS = [
         "pacing",
         ("too_deep &= proposal.eligible", "pass"),
         ("jnp.where(too_deep, -1, proposal.tokens)", "proposal.tokens"),
+    ),
+    *of(
+        "scoring.py",
+        "pacing",
         ("jnp.maximum(used, jnp.asarray(within)[least])", "used"),
+    ),
+    *of(
+        "engine.py",
+        "engine",
+        ("if not free or not self._waiting", "if not self._waiting"),
+        ("reading.count += width", "reading.count += 2 * width"),
+        ("if reading.count < len(prompt)", "if reading.count <= len(prompt)"),
+        ("while left > 0 and", "while"),
+        (
+            "start, end = len(submitted.prompt) + len",
+            "start, end = len(submitted.prompt) + 0 * len",
+        ),
+        ("self._empty_row(row)\n            if found", "pass\n            if found"),
+        ("self._empty_row(row)\n                submitted.done", "submitted.done"),
+        ("self._running, self._reading, self._state = {}, None, None", "self._running = {}"),
     ),
     *of(
         "models/products.py",

@@ -13,7 +13,7 @@ from conftest import build_model, nearby_model
 import spsjax
 from spsjax import InputError, SamplingParams, decode, execution, pacing, sampling, verifiers
 from spsjax.drafters import ngram, waiting
-from spsjax.parallel import multihost, sharding
+from spsjax.parallel import sharding
 
 K = 3
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
@@ -212,7 +212,7 @@ def test_auto_with_every_verifier(target, draft, verifier, monkeypatch):
         tree = spsjax.Tree.branching(2, replacement=True)
         drafter, K = spsjax.loading.as_drafter(draft, target, tree), 1
     rest = pacing.forced(0, K)
-    monkeypatch.setattr(execution, "_measure", lambda call: execution._placed(call, rest))
+    monkeypatch.setattr(execution, "_measure", lambda call: execution.placed(call, rest))
     execution._COSTS.clear()
     out = spsjax.generate(
         target, PROMPTS, drafter, "auto", GREEDY, max_new_tokens=6, verifier=verifier

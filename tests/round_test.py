@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spsjax import cache as kv
-from spsjax import decode, tree
+from spsjax import decode, scoring, tree
 from spsjax.drafters import none
 from spsjax.types import Block, ModelOutput, Proposal, Verdict
 from spsjax.verifiers import match
@@ -57,7 +57,7 @@ def test_smallest_size_gives_what_the_whole_pass_gives(kind):
     A row that is done does not count, however many tokens it proposes.
     """
     drafter = types.SimpleNamespace(num_speculative_tokens=K, score_sizes=SIZES)
-    smallest = jax.jit(lambda *args: decode.at_smallest_size(drafter, *args, judge))
+    smallest = jax.jit(lambda *args: scoring.at_smallest_size(drafter, *args, judge))
     whole, lengths, accepted = jax.jit(judge), set(), 0
     for used in range(N + 1):
         proposal = proposal_of(kind)

@@ -1,0 +1,338 @@
+"""Many requests in the rows of one loop: they come and go, and the loop goes on."""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from spsjax import decode, execution, request
+from spsjax.drafters import base
+from spsjax.errors import InputError, NonFiniteError, check_integer
+from spsjax.loading import LoadedDrafter, Model
+from spsjax.parallel import multihost, sharding
+from spsjax.sampling import SamplingParams
+from spsjax.tokenization.base import incremental_text
+from spsjax.utils.compilation import compiled
+from spsjax.verifiers.base import Verifier
+
+_READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "accepted"
+
+
+class Request:
+    """A submitted prompt, and its continuation as far as it is known.
+
+    Iterate it for pieces of text, which join to `generate`'s text. That runs the engine as far as
+    it needs; other threads may run it as well. Attributes are only to be read.
+
+    Attributes:
+        prompt: token ids.
+        tokens: new tokens so far, an end of sequence included.
+        done: whether there will be no more.
+        error: the exception that ended it early; None: nothing did.
+        rounds: passes of the target after the prompt.
+        accepted_histogram: [K+1], rounds per number of accepted draft tokens.
+    """
+
+    def __init__(self, engine: "Engine", call: request.Request):
+        self.prompt = call.prompts[0]
+        self.tokens: list[int] = []
+        self.done = False
+        self.error: BaseException | None = None
+        self.rounds = 0
+        self.accepted_histogram: list[int] = []
+        self._engine, self._call = engine, call
+        self._cancelled = False
+
+    @property
+    def text(self) -> str:
+        """The continuation so far. A character that spans tokens is held back until it is whole.
+
+        Raises:
+            InputError: the model has no tokenizer.
+        """
+        model, done = self._engine.model, self.done  # before the tokens are read
+        if model.tokenizer is None:
+            raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
+        text = incremental_text(model.tokenizer, self.prompt, self.tokens)
+        return text if done else text.rstrip("\ufffd")
+
+    def cancel(self) -> None:
+        """Ends it soon. It keeps the tokens that it has, and its row goes to another request."""
+        self._cancelled = True
+
+    def result(self) -> list[int]:
+        """Runs the engine until this request is done, and returns its new tokens.
+
+        Raises:
+            NonFiniteError: a model gave a NaN or an infinity.
+        """
+        while not self.done:
+            self._engine.step()
+        self._raise()
+        return self.tokens
+
+    def __iter__(self) -> Iterator[str]:
+        sent = 0
+        while True:
+            done, text = self.done, self.text  # in this order: another thread may add to it
+            if len(text) > sent:
+                yield text[sent:]
+                sent = len(text)
+            elif done:
+                break
+            else:
+                self._engine.step()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A prompt that is being read for a row."""
+
+    request: Request
+    row: int
+    tokens: jax.Array | np.ndarray  # [B, S], of which the first row is the prompt
+    count: int = 0  # tokens that were read
+    caches: tuple | None = None
+
+
+class Engine:
+    """Continuous batching: requests run in the rows of one compiled loop.
+
+    Between runs of a few rounds, rows that are done are emptied, and waiting prompts are read a
+    chunk at a time and put into empty rows.
+
+    **Lossless** with a lossless verifier, as `generate` is. A request's tokens are those of
+    `generate` alone with the same seed, to rounding, whatever else runs. (With "auto", what is
+    drafted depends on the other rows, and so does the sample of a seed.)
+
+    Attributes:
+        model: the target.
+        rows: requests that run at the same time.
+        slots: tokens of each row: a prompt, its continuation, and K + 1 more.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Model | LoadedDrafter | base.Drafter | None = None,
+        num_speculative_tokens: int | str | None = None,
+        *,
+        rows: int = 8,
+        slots: int = 2048,
+        chunk: int = 128,
+        rounds: int = 4,
+        verifier: str | Verifier | None = None,
+        stop_at_eos: bool = True,
+    ):
+        """Checks the arguments. Programs are compiled when they are needed first.
+
+        Args:
+            model, drafter, num_speculative_tokens, verifier, stop_at_eos: as for `generate`.
+            rows: requests that run at the same time.
+            slots: tokens of each row: a prompt, its continuation, and K + 1 more.
+            chunk: most tokens of a prompt that are read between two runs of the loop.
+            rounds: rounds of a run. More of them cost less time of the host, and make requests
+                wait longer.
+
+        Raises:
+            InputError: an argument that cannot be used, or there are several processes.
+        """
+        if jax.process_count() > 1:
+            raise InputError(f"Engine: expected one process, found {jax.process_count()}")
+        for name, value in (("rows", rows), ("slots", slots), ("chunk", chunk), ("rounds", rounds)):
+            check_integer(name, value, 1)
+        self._fixed = drafter, num_speculative_tokens, verifier, stop_at_eos
+        self.model, self.slots = model, decode.num_slots(slots)
+        self._empty = self._checked([[0]] * rows, SamplingParams(), 0, 0)
+        self._empty.slots = self.slots
+        self.rows = len(self._empty.lengths)  # a mesh may have room for more
+        self._chunk = min(chunk, decode.most_read(self._empty.program, self.slots))
+        self._rounds = rounds
+        self._state: decode.DecodeState | None = None
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._running: dict[int, Request] = {}
+        self._reading: _Reading | None = None
+        self._stepping = False
+        self._changed = threading.Condition()  # guards what waits, and whose turn it is
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams = SamplingParams(),
+        max_new_tokens: int = 128,
+        seed: int = 0,
+    ) -> Request:
+        """Queues a prompt, and returns its request. The arguments are those of `generate`.
+
+        Raises:
+            InputError: an argument that cannot be used; the message names it.
+        """
+        call = self._checked([prompt], sampling, max_new_tokens, seed)
+        (count,) = request.budgets(max_new_tokens, 1)
+        K = call.program.drafter.num_speculative_tokens
+        if (needed := len(call.prompts[0]) + count + K + 1) > self.slots:
+            raise InputError(
+                f"prompt: expected prompt, new tokens and {K + 1} more within the engine's "
+                f"{self.slots} slots, found {needed}"
+            )
+        submitted = Request(self, call)
+        with self._changed:
+            self._waiting.append(submitted)
+        return submitted
+
+    def step(self) -> bool:
+        """Reads a chunk of the waiting prompts, and runs the loop for a few rounds.
+
+        Returns whether anything is left to do. Of several threads, one does it, and the others wait
+        until it is done. An error ends the requests that run, which raise it when they are asked.
+        """
+        with self._changed:
+            if self._stepping:
+                self._changed.wait()
+                return self._busy()
+            self._stepping = True
+        try:
+            self._drop_cancelled()
+            left = self._chunk
+            while left > 0 and (count := self._read()):
+                left -= count
+            if self._running:
+                self._state, _ = execution.run(self._empty, self._state, self._rounds)
+                self._hand_out()
+        except BaseException as error:
+            self._give_up(error)
+            if not isinstance(error, Exception):  # somebody wants to stop
+                raise
+        finally:
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
+        return self._busy()
+
+    def _busy(self) -> bool:
+        return bool(self._running or self._reading or self._waiting)
+
+    def _checked(self, prompts, sampling, max_new_tokens, seed) -> request.Request:
+        drafter, count, verifier, stop = self._fixed
+        return request.Request(
+            "engine",
+            self.model,
+            prompts,
+            drafter,
+            count,
+            sampling,
+            max_new_tokens,
+            seed,
+            verifier,
+            stop,
+        )
+
+    def _read(self) -> int:
+        """Reads the next chunk of a prompt, and returns its tokens; 0 if there is nothing to read.
+
+        After the last chunk the request takes its row.
+        """
+        if self._reading is None and not self._take_next():
+            return 0
+        reading, program, params = self._reading, self._empty.program, self._empty.params
+        prompt, call = reading.request.prompt, reading.request._call
+        rows, _, lengths, limits, keys = call.inputs
+        width = min(self._chunk, decode.num_slots(len(prompt)), self.slots)
+        with self.model.in_mesh():
+            if reading.caches is None:
+                read = compiled(decode.read_first, program, self.slots, width)
+                reading.caches, _ = read(params, reading.tokens, lengths)
+            else:
+                read = compiled(decode.read, program, width, donate=4)
+                start = execution.placed(call, np.int32(reading.count))
+                reading.caches, _ = read(params, reading.tokens, lengths, start, reading.caches)
+            reading.count += width
+            if reading.count < len(prompt):
+                return width
+            begin = compiled(decode.begin, program, donate=0)
+            fresh, _ = begin(reading.caches, rows, reading.tokens, lengths, limits, keys)
+            row = execution.placed(call, np.int32(reading.row))
+            self._state, _ = compiled(decode.insert, donate=0)(self._state, row, fresh)
+        self._running[reading.row], self._reading = reading.request, None
+        return width
+
+    def _take_next(self) -> bool:
+        """Begins to read the prompt that has waited longest, if a row is free for it."""
+        free = set(range(self.rows)) - self._running.keys()
+        with self._changed:
+            if not free or not self._waiting:
+                return False
+            submitted = self._waiting.popleft()
+            rows = len(submitted._call.lengths)  # more than one on a mesh
+            tokens = np.zeros((rows, self.slots), np.int32)
+            tokens[0, : len(submitted.prompt)] = submitted.prompt
+            tokens[0, len(submitted.prompt) :] = submitted.prompt[-1]
+            self._reading = _Reading(submitted, min(free), tokens)
+        where = sharding.batch_sharding(self.model.mesh)
+        self._reading.tokens = jax.device_put(tokens, where)
+        if self._state is None:
+            execution.prepare(self._empty)
+            self._state, _ = execution.prefill(self._empty)
+        return True
+
+    def _hand_out(self) -> None:
+        """Gives requests their new tokens, and empties the rows of those that are done."""
+        found = multihost.to_host({name: getattr(self._state, name) for name in _READ_BY_HOST})
+        for row, submitted in list(self._running.items()):
+            start, end = len(submitted.prompt) + len(submitted.tokens), found["lengths"][row]
+            submitted.tokens += found["tokens"][row, start:end].tolist()
+            submitted.rounds = int(found["rounds"][row])
+            submitted.accepted_histogram = found["accepted"][row].tolist()
+            if found["failed"][row]:
+                submitted.error = NonFiniteError(
+                    f"position {end}: expected finite logits, found a NaN or an infinity"
+                )
+                self._empty_row(row)
+            if found["done"][row]:
+                submitted.done = True
+                del self._running[row]
+
+    def _drop_cancelled(self) -> None:
+        """Ends the requests that were cancelled."""
+        with self._changed:
+            for submitted in [*self._waiting]:
+                if submitted._cancelled:
+                    self._waiting.remove(submitted)
+                    submitted.done = True
+        if self._reading is not None and self._reading.request._cancelled:
+            self._reading.request.done = True
+            self._reading = None
+        for row, submitted in list(self._running.items()):
+            if submitted._cancelled:
+                self._empty_row(row)
+                submitted.done = True
+                del self._running[row]
+
+    def _empty_row(self, row: int) -> None:
+        with self.model.in_mesh():
+            row = execution.placed(self._empty, np.int32(row))
+            self._state, _ = compiled(decode.stop, donate=0)(self._state, row)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends all that runs with an error: the rows may be lost. What waits is tried again.
+
+        If nothing ran, what waits ends, too: it would meet the same error.
+        """
+        ended = list(self._running.values())
+        if self._reading is not None:
+            ended.append(self._reading.request)
+        with self._changed:
+            if not ended:
+                ended = list(self._waiting)
+                self._waiting.clear()
+        for submitted in ended:
+            submitted.error, submitted.done = error, True
+        self._running, self._reading, self._state = {}, None, None

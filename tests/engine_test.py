@@ -1,0 +1,201 @@
+"""Requests in the rows of one loop against `generate` alone: arrivals, cancellations, errors."""
+
+import dataclasses
+import threading
+
+import drafting
+import numpy as np
+import pytest
+from conftest import build_model, spread_model
+
+import spsjax
+from spsjax import InputError, NonFiniteError, SamplingParams, execution
+from spsjax.parallel import sharding
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def engine(target, draft):
+    return spsjax.Engine(target, draft, 3, rows=3, slots=96, chunk=16, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def endless(target, draft):
+    """An engine whose requests use up their budgets."""
+    return spsjax.Engine(target, draft, 3, rows=3, slots=96, chunk=16, rounds=2, stop_at_eos=False)
+
+
+def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0):
+    out = spsjax.generate(target, [prompt], draft, 3, sampling, count, seed)
+    return out.tokens[0].tolist()
+
+
+def test_requests_that_come_and_go_get_what_they_get_alone(engine, target, draft):
+    """Random lengths, budgets, sampling, seeds and times of arrival, more than there are rows."""
+    rng, expected, requests = np.random.default_rng(0), [], []
+    for seed in range(12):
+        prompt = rng.integers(0, target.config.vocab_size, rng.integers(1, 60)).tolist()
+        sampling = [GREEDY, SamplingParams(), SamplingParams(0.7, top_p=0.9)][seed % 3]
+        count = int(rng.integers(0, 30))
+        requests.append(engine.submit(prompt, sampling, count, seed))
+        expected.append(alone(target, draft, prompt, sampling, count, seed))
+        for _ in range(rng.integers(0, 4)):
+            engine.step()
+    while engine.step():
+        pass
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.done and request.error is None
+        assert request.tokens == tokens
+        assert sum(request.accepted_histogram) == request.rounds
+
+
+def test_rows_are_filled_again(endless):
+    """More requests run than there are rows, and none waits for all others."""
+    requests = [endless.submit([1, 2, seed], GREEDY, 4 + seed, seed) for seed in range(8)]
+    while not requests[0].done:
+        endless.step()
+    assert not requests[-1].done
+    assert [len(request.result()) for request in requests] == list(range(4, 12))
+
+
+def test_long_prompt_does_not_stall_others(endless):
+    """It is read a chunk at a time, and others get tokens in between."""
+    first = endless.submit([5], GREEDY, 80)
+    while not first.tokens:
+        endless.step()
+    long = endless.submit([1 + i % 40 for i in range(64)], GREEDY, 2)
+    counts = []
+    while not long.tokens:
+        endless.step()
+        counts.append(len(first.tokens))
+    assert len(counts) >= 4 and np.all(np.diff(counts[:4]) > 0)
+    first.cancel()
+    long.result()
+
+
+def test_cancelled_requests_free_their_rows(engine, target, draft):
+    waits = [engine.submit([seed + 1], GREEDY, 50) for seed in range(6)]
+    engine.step()
+    for request in waits:
+        request.cancel()
+    last = engine.submit([7, 8], SamplingParams(), 12, 5)
+    assert last.result() == alone(target, draft, [7, 8], count=12, seed=5)
+    while engine.step():
+        pass
+    assert all(request.done and len(request.tokens) < 50 for request in waits)
+    for request in waits:
+        whole = alone(target, draft, request.prompt, GREEDY, 50)
+        assert request.tokens == whole[: len(request.tokens)]
+
+
+def test_error_in_a_row_leaves_the_others_alone(target, draft):
+    """The model cannot read one token, which only one prompt has. Its row is used again."""
+    expected = alone(target, None, [5, 6], GREEDY)
+    other = next(token for token in range(1, 48) if token not in {4, 5, 6, *expected})
+    embedding = target.params["embed"]["embedding"].at[other].set(np.nan)
+    broken = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
+    engine = spsjax.Engine(broken, rows=2, slots=64)
+    healthy, failing = engine.submit([5, 6], GREEDY, 20), engine.submit([4, other], GREEDY, 20)
+    with pytest.raises(NonFiniteError, match=r"^position 2: expected finite logits"):
+        failing.result()
+    again = engine.submit([5, 6], GREEDY, 20)
+    assert healthy.result() == again.result() == expected
+    assert failing.done and failing.tokens == []
+
+
+@pytest.mark.parametrize("name", drafting.NAMES)
+def test_every_drafter_keeps_its_rows_apart(target, draft, name):
+    """A request that is put in late, beside others, gets what it gets alone."""
+    drafter = None if name == "none" else drafting.build(name, draft, 3)
+    fixed = {"verifier": drafting.verifier(name)}
+    engine = spsjax.Engine(target, drafter, rows=2, slots=64, chunk=8, rounds=1, **fixed)
+    requests = []
+    for seed, prompt in enumerate([[3, 4, 5, 3, 4, 5, 3, 1, 2, 3], [9], [1, 2, 1, 2, 1]]):
+        requests.append(engine.submit(prompt, GREEDY if seed == 1 else SamplingParams(), 9, seed))
+        engine.step()
+    for seed, request in enumerate(requests):
+        sampling = GREEDY if seed == 1 else SamplingParams()
+        out = spsjax.generate(target, [request.prompt], drafter, None, sampling, 9, seed, **fixed)
+        assert request.result() == out.tokens[0].tolist()
+
+
+def test_threads_share_an_engine(engine, target, draft):
+    results = {}
+
+    def ask(seed):
+        results[seed] = engine.submit([seed, 2], SamplingParams(), 15, seed).result()
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {s: alone(target, draft, [s, 2], count=15, seed=s) for s in range(6)}
+
+
+def test_requests_on_a_mesh(target, draft):
+    mesh = sharding.mesh(data=2, model=4)
+    models = [build_model(model.config, model.params, mesh) for model in (target, draft)]
+    engine = spsjax.Engine(*models, 3, rows=3, slots=64, chunk=8)
+    assert engine.rows == 4
+    requests = [engine.submit([seed] * (seed + 1), GREEDY, 10) for seed in range(6)]
+    for request in requests:
+        assert request.result() == alone(target, draft, request.prompt, GREEDY, 10)
+
+
+def test_text_comes_in_pieces(tiny_tokenizer):
+    model = dataclasses.replace(spread_model(300, seed=5), tokenizer=tiny_tokenizer)
+    engine = spsjax.Engine(model, rows=2, slots=96)
+    pieces = list(engine.submit("def f(x):", SamplingParams(), 30, 4))
+    expected = spsjax.generate(model, ["def f(x):"], max_new_tokens=30, seed=4)
+    assert len(pieces) > 1 and "".join(pieces) == expected.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": 0}, "rows: expected an integer >= 1, found 0"),
+        ({"chunk": 1.5}, "chunk: expected an integer >= 1, found 1.5"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer"),
+        ({"slots": "many"}, "slots: expected an integer >= 1"),
+    ],
+)
+def test_arguments_that_cannot_be_used(target, arguments, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        spsjax.Engine(target, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt: expected at least one token"),
+        ([1], {"max_new_tokens": 96}, r"prompt: expected prompt, new tokens and 4 more within the"),
+        ([1], {"max_new_tokens": -3}, "max_new_tokens: "),
+        ([1], {"seed": -1}, "seed: "),
+        ([1], {"sampling": 1.0}, "sampling: "),
+    ],
+)
+def test_requests_that_cannot_be_run(engine, prompt, options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        engine.submit(prompt, **options)
+
+
+def test_text_without_a_tokenizer_is_an_error(engine):
+    request = engine.submit([1, 2], GREEDY, 3)
+    with pytest.raises(InputError, match=r"^tiny: expected a model with a tokenizer"):
+        list(request)
+    request.cancel()
+
+
+def test_error_of_the_loop_ends_what_runs_and_not_what_waits(target, monkeypatch):
+    engine = spsjax.Engine(target, rows=1, slots=64, stop_at_eos=False)
+    first, second = engine.submit([1], GREEDY, 40), engine.submit([2], GREEDY, 5)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(execution, "run", lambda *_: 1 / 0)
+        assert engine.step()
+    with pytest.raises(ZeroDivisionError):
+        first.result()
+    out = spsjax.generate(target, [[2]], None, 0, GREEDY, 5, stop_at_eos=False)
+    assert second.result() == out.tokens[0].tolist()
