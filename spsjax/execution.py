@@ -49,7 +49,10 @@ def prepare(request: Request) -> float:
     request.params.pop("costs", None)
     types = tuple(leaf.dtype for leaf in jax.tree.leaves(request.params))
     key = request.program, request.slots, len(request.lengths), request.model.mesh, types
-    costs = _COSTS.get(key) or _measure(request)
+    if key in _COSTS:
+        request.params["costs"] = _COSTS[key]
+        return 0.0
+    costs = _measure(request)
     if request.lengths.max() < _most_tokens(request):  # else no round could be run
         _COSTS[key] = costs
     request.params["costs"] = costs
@@ -68,11 +71,13 @@ def _measure(request: Request) -> pacing.Costs:
     """
     K = request.program.drafter.num_speculative_tokens
     depths = pacing.scored_depths(K)
-    clock, times, end = _Clock(request), [], 0.0
-    while not times or (len(times) < _SWEEPS and time.perf_counter() < end):
+    clock, times, end, goes_on = _Clock(request), [], 0.0, True
+    while goes_on:
         # Of each round once with the drafter, and once with as many tokens of no meaning.
         times.append([[clock.seconds(own, depth) for own in (True, False)] for depth in depths])
         end = end or time.perf_counter() + _SECONDS  # the first time compiles
+        goes_on = len(times) < _SWEEPS and time.perf_counter() < end
+        goes_on = bool(multihost.broadcast_int(int(goes_on)))  # clocks may differ
     # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
     whole, score = np.minimum.accumulate(np.min(times, axis=0)[::-1])[::-1].T
     propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
