@@ -123,8 +123,12 @@ class _Clock:
             state, _ = prefill(request)
             most = np.full(len(request.lengths), _most_tokens(request), np.int32)
             done = request.lengths >= most
-            most, done = (jax.device_put(array, state.done.sharding) for array in (most, done))
-            self.state = dataclasses.replace(state, limits=most, done=done)
+            # Other random numbers than the call's own: its K must not depend on its draws. No row
+            # is as long as the number that is folded in, so that no round of the call uses it.
+            keys = jax.jit(jax.vmap(jax.random.fold_in, (0, None)))(state.keys, _FOREVER)
+            arrays = (jax.device_put(x, state.done.sharding) for x in (most, done, keys))
+            most, done, keys = arrays
+            self.state = dataclasses.replace(state, limits=most, done=done, keys=keys)
 
     def _run(self, count: int) -> tuple[float, int]:
         """Returns the seconds of a call of so many rounds, and how many there were."""

@@ -101,7 +101,8 @@ def generate(
             `load_drafter` returns; or a `spsjax.drafters.*.Drafter` that has no weights.
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
-            costs (`spsjax.pacing.Fastest`), for which the first call runs 60 rounds or more.
+            costs (`spsjax.pacing.Fastest`), for which the first call of its shapes runs rounds for
+            three seconds or more.
             Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.

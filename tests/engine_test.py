@@ -89,7 +89,7 @@ def test_cancelled_requests_free_their_rows(engine, target, draft):
         assert request.tokens == whole[: len(request.tokens)]
 
 
-def test_error_in_a_row_leaves_the_others_alone(target, draft):
+def test_error_in_a_row_leaves_the_others_alone(target):
     """The model cannot read one token, which only one prompt has. Its row is used again."""
     expected = alone(target, None, [5, 6], GREEDY)
     other = next(token for token in range(1, 48) if token not in {4, 5, 6, *expected})
