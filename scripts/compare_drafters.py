@@ -22,6 +22,7 @@ import statistics
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jax
+import jax.numpy as jnp
 from absl import flags
 from ml_collections import config_flags
 
@@ -33,7 +34,6 @@ from spsjax.evaluation import runner, samplers, speed, surprise, task_prompts
 from spsjax.evaluation.journal import Records
 from spsjax.evaluation.samplers import Role
 from spsjax.evaluation.summary import SystemSummary
-from spsjax.models import transformer
 from spsjax.performance import hardware, microbenchmarks
 from spsjax.sampling import SamplingParams
 from spsjax.utils import atomic_files, compilation
@@ -83,6 +83,8 @@ def run():
         name: [(shape, None) for shape in drafts] + judged_by(name, drafts, rules.get(name), target)
         for name, drafts in drafters.items()
     }
+    for drafts in drafters.values():
+        check_room(drafts, target, prompts, config)
     configs.begin(f"Drafters of {target.name}: {', '.join(drafters)}", config, workdir)
     rows = []
     for name, drafts in drafters.items():
@@ -94,6 +96,14 @@ def run():
     order = list(prompts), list(settings)
     rows.sort(key=lambda row: (order[0].index(row["task"]), order[1].index(row["setting"])))
     write(rows, hardware.machine(target), workdir)
+
+
+def check_room(drafts, target, prompts, config) -> None:
+    """Raises InputError unless target and drafter have room for every prompt and its new tokens."""
+    longest = max((text for texts in prompts.values() for text in texts.values()), key=len)
+    options = SamplingParams(), config.max_new_tokens, config.seed, None, config.stop_at_eos
+    for drafter in drafts.values():
+        request.Request("drafters", target, [longest], drafter, None, *options)
 
 
 def judged_by(name: str, drafts, rule: str | None, target) -> list[tuple[str, str]]:
@@ -210,7 +220,7 @@ def of_shapes(folder: str, target: loading.Model, shapes, own) -> dict[str, load
     """Returns a drafter in every shape that it can draft, and in all shapes of its own."""
     loaded, found = loading.load_drafter(folder, target), {}
     grows_trees = "tree" in {field.name for field in dataclasses.fields(loaded.drafter)}
-    most = getattr(loaded.drafter, "max_steps", None)
+    most = loaded.drafter.max_steps
     for name, shape in (shapes | own).items():
         if name == AUTO:
             found[name] = dataclasses.replace(loaded, drafter=loaded.drafter.paced())
@@ -257,7 +267,7 @@ def row_of(
         "shape": shape,
         "rule": rule,
         "draft_tokens": drafter.drafter.num_nodes,
-        "parameters": transformer.num_params(drafter.params),
+        "parameters": num_weights(drafter.params),
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.params)),
         "ms_per_draft": ms_per_draft,
         "tokens_per_call": summary.block_efficiency,
@@ -269,6 +279,12 @@ def row_of(
         "speedup_interval": summary.speedup_interval,
         "same_tokens": summary.same_tokens,
     }
+
+
+def num_weights(params) -> int:
+    """Returns the number of weights; the tokens of a store are none."""
+    weights = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return sum(leaf.size for leaf in weights)
 
 
 def fastest(rows: list[dict]) -> list[dict]:

@@ -128,9 +128,7 @@ def round_keys(state: DecodeState) -> Array:
 def pace(program: Program, params: PyTree, state: DecodeState) -> tuple[Array, DecodeState]:
     """Returns how deep each row is drafted in this round, and a state that is ready for it."""
     depths = program.pacer.depths(params["costs"], state.pace, state.done)
-    drafter = program.drafter.catch_up(
-        params, state.drafter, state.tokens, state.lengths, jnp.any(depths > 0)
-    )
+    drafter = program.drafter.catch_up(params, state.drafter, state.tokens, state.lengths, depths)
     return depths, dataclasses.replace(state, drafter=drafter)
 
 
@@ -153,7 +151,16 @@ def propose(
         InputError: when traced, for a proposal that target, drafter or verifier do not allow.
     """
     drafter = program.drafter
-    now = Round(state.tokens, state.lengths, state.rows, keys_B, state.cache, depths_B, state.rule)
+    now = Round(
+        state.tokens,
+        state.lengths,
+        state.rows,
+        keys_B,
+        state.cache,
+        depths_B,
+        state.rule,
+        state.done,
+    )
 
     def draft():
         result = drafter.propose(params, state.drafter, now)

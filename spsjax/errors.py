@@ -26,10 +26,12 @@ def short_repr(value) -> str:
     return " ".join(short.repr(value).split())
 
 
-def check_integer(name: str, value, least: int) -> None:
-    """Raises InputError unless `value` is an integer of at least `least`; a bool is not one."""
-    if type(value) is not int or value < least:
-        raise InputError(f"{name}: expected an integer >= {least}, found {short_repr(value)}")
+def check_integer(name: str, value, least: int, most: int | None = None) -> None:
+    """Raises InputError unless `value` is an integer from `least` to `most`; a bool is not one."""
+    if type(value) is int and least <= value and (most is None or value <= most):
+        return
+    bound = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+    raise InputError(f"{name}: expected {bound}, found {short_repr(value)}")
 
 
 def check_flag(name: str, value) -> None:

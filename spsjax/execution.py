@@ -1,6 +1,5 @@
 """Runs a checked call on its devices: the prompts, bounded runs of the loop, and measured costs."""
 
-import dataclasses
 import time
 
 import jax
@@ -40,7 +39,8 @@ def run(
 def prepare(request: Request) -> float:
     """Gives a request with a pacer the costs of its rounds; returns the seconds it took.
 
-    They are measured once for each program and shape in a process, on the request's own prompts.
+    They are measured once for each program and shape in a process, on the request's own prompts;
+    where the time of a draft depends on the text, once for each set of sampling parameters, too.
     All processes take those of process 0.
     """
     if request.program.pacer is None:
@@ -49,11 +49,15 @@ def prepare(request: Request) -> float:
     request.params.pop("costs", None)
     types = tuple(leaf.dtype for leaf in jax.tree.leaves(request.params))
     key = request.program, request.slots, len(request.lengths), request.model.mesh, types
+    if request.program.drafter.varies:
+        key += (
+            tuple(tuple(multihost.to_host(x).tolist()) for x in jax.tree.leaves(request.inputs[0])),
+        )
     if key in _COSTS:
         request.params["costs"] = _COSTS[key]
         return 0.0
     costs = _measure(request)
-    if request.lengths.max() < _most_tokens(request):  # else no round could be run
+    if _half(request).max() < _most_tokens(request):  # else no round could be run
         _COSTS[key] = costs
     request.params["costs"] = costs
     return time.perf_counter() - start
@@ -62,6 +66,11 @@ def prepare(request: Request) -> float:
 def _most_tokens(request: Request) -> int:
     """Returns the length at which a row's buffers have no room for one more round."""
     return request.slots - request.program.drafter.num_speculative_tokens - 1
+
+
+def _half(request: Request) -> np.ndarray:
+    """Returns how much of each prompt costs are measured on: there is room after it for rounds."""
+    return (request.lengths + 1) // 2
 
 
 def _measure(request: Request) -> pacing.Costs:
@@ -79,7 +88,10 @@ def _measure(request: Request) -> pacing.Costs:
         goes_on = len(times) < _SWEEPS and time.perf_counter() < end
         goes_on = bool(multihost.broadcast_int(int(goes_on)))  # clocks may differ
     # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
-    whole, score = np.minimum.accumulate(np.min(times, axis=0)[::-1])[::-1].T
+    whole, score = np.min(times, axis=0).T
+    if request.program.drafter.varies:  # as much as usual, and not as little as it ever did
+        whole = score + np.median(np.diff(np.asarray(times)[..., ::-1])[..., 0], axis=0)
+    whole, score = (np.minimum.accumulate(part[::-1])[::-1] for part in (whole, score))
     propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
     propose = np.where(np.asarray(depths) > 0, propose, 0)
     every = np.arange(K + 1)
@@ -117,18 +129,22 @@ class _Clock:
 
     def _begin_if_ended(self) -> None:
         """Begins texts again of which one has no room for a round."""
-        request = self.request
-        if self.state is None or multihost.to_host(self.state.done).any():
-            self.state = None  # there need not be room for two
-            state, _ = prefill(request)
-            most = np.full(len(request.lengths), _most_tokens(request), np.int32)
-            done = request.lengths >= most
-            # Other random numbers than the call's own: its K must not depend on its draws. No row
-            # is as long as the number that is folded in, so that no round of the call uses it.
-            keys = jax.jit(jax.vmap(jax.random.fold_in, (0, None)))(state.keys, _FOREVER)
-            arrays = (jax.device_put(x, state.done.sharding) for x in (most, done, keys))
-            most, done, keys = arrays
-            self.state = dataclasses.replace(state, limits=most, done=done, keys=keys)
+        request, count = self.request, len(self.request.prompts)
+        if self.state is not None and not multihost.to_host(self.state.done)[:count].any():
+            return
+        self.state = None  # there need not be room for two
+        limits = np.zeros(len(request.lengths), np.int32)  # 0: a row that only fills the mesh
+        limits[:count] = _most_tokens(request)
+        rows, tokens, lengths, _, keys = request.inputs
+        # Other random numbers than the call's own: its K must not depend on its draws. No row is as
+        # long as the number that is folded in, so that no round of the call uses it.
+        keys = jax.jit(jax.vmap(jax.random.fold_in, (0, None)), out_shardings=keys.sharding)(
+            keys, _FOREVER
+        )
+        halves = jax.device_put((_half(request), limits), lengths.sharding)
+        start = compiled(decode.prefill, request.program, request.slots)
+        with request.model.in_mesh():
+            self.state, _ = start(request.params, rows, tokens, *halves, keys)
 
     def _run(self, count: int) -> tuple[float, int]:
         """Returns the seconds of a call of so many rounds, and how many there were."""

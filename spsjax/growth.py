@@ -111,7 +111,8 @@ def grow(
     uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
     draw = functools.partial(draw_tree, shape)
     if shape is None:
-        draw = functools.partial(_draw_chain, stops, now.depths)
+        may_end = stops is not None or now.depths is not None
+        draw = functools.partial(_draw_chain, stops, now.wanted(N) if may_end else None)
     return draw(feed, state, now.root, now.rows, uniforms)
 
 
@@ -127,10 +128,11 @@ def _draw_chain(
     """Returns a chain of K tokens, each sampled after the one before, and what `grow` returns.
 
     A row whose chain has ended proposes nothing more. When all have ended, no step is run.
+    `depths_B` are the most tokens of each row; None: K, and no chain ends early.
     """
     B, K = uniforms_BK2.shape[:2]
     node = jnp.arange(K)[None, None]
-    may_end = stops is not None or depths_B is not None
+    may_end = depths_B is not None
 
     def draft(carry, inputs):
         (last, state, unended, stopping), (k, uniforms_B2) = carry, inputs
@@ -139,7 +141,7 @@ def _draw_chain(
         probs, note = sampling.to_probs(logits[:, 0], rows), None
         token = sampling.draw(probs, uniforms_B2)
         proposed = jnp.where(unended, token, -1) if may_end else token
-        if depths_B is not None:
+        if may_end:
             unended &= k + 1 < depths_B
         if stops is not None:
             drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
@@ -158,7 +160,7 @@ def _draw_chain(
         return lax.cond(jnp.any(carry[2]), draft, nothing, carry, inputs)
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
-    unended = jnp.ones(B, bool) if depths_B is None else depths_B > 0
+    unended = depths_B > 0 if may_end else jnp.ones(B, bool)
     carry = root_B, state, unended, () if stops is None else stops.start
     carry, first = draft(carry, (0, uniforms[0]))
     drafted = jax.tree.map(lambda one: one[None], first)

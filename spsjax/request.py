@@ -174,7 +174,7 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             "drafter: expected the loaded draft model itself, found a drafter without its weights"
         )
     _check_frozen("drafter", method)
-    if automatic:
+    if automatic and method.num_speculative_tokens:
         method = method.paced()
         if method.tree is None and method.num_speculative_tokens >= context > 1:
             method = dataclasses.replace(method, num_speculative_tokens=context - 1)

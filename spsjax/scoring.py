@@ -47,7 +47,10 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     """Cuts off all but the first draft tokens; in a tree, parents come before their children."""
 
     def cut(array, nodes, axis=1):
-        return None if array is None else lax.slice_in_dim(array, 0, nodes, axis=axis)
+        if array is None:
+            return None
+        # Nodes without children may have no distribution.
+        return lax.slice_in_dim(array, 0, min(nodes, array.shape[axis]), axis=axis)
 
     begun = proposal.begun
     if begun is not None:

@@ -64,6 +64,14 @@ class Round:
     depths: Array | None = None  # [B] int32, the greatest depth at which a row wants a token; None:
     #   K. Deeper tokens are dropped, so that a drafter need not look at it unless that saves time
     rule: PyTree = ()  # state of the drafter's rule that ends chains
+    done: Array | None = None  # [B] bool, rows that want nothing any more; None: none
+
+    def wanted(self, most: int) -> Array:
+        """Returns [B] int32, how many tokens each row wants, at most `most`."""
+        depths = jnp.full_like(self.lengths, most)
+        if self.depths is not None:
+            depths = jnp.minimum(depths, self.depths)
+        return depths if self.done is None else jnp.where(self.done, 0, depths)
 
     @property
     def root(self) -> Array:

@@ -1,11 +1,15 @@
 """The place from which aggressive decoding copies, compared with a plain loop."""
 
+import copy as copy_of
+import dataclasses
+
 import drafting
 import jax
 import numpy as np
 import pytest
 import reference
 
+import spsjax
 from spsjax import InputError
 from spsjax.drafters import copy
 
@@ -72,13 +76,25 @@ def test_replaced_token_does_not_end_the_copy():
         np.testing.assert_array_equal(proposal.tokens, [expected])
 
 
+def test_loaded_drafter_begins_after_what_the_tokenizer_puts_before_a_text():
+    target = spsjax.load("pystdlib/target")
+    tokenizer = copy_of.copy(target.tokenizer)
+    bare = target.tokenizer.encode("a", whole=False)
+    assert target.tokenizer.encode("a") == [target.tokenizer.bos_id, *bare]
+    assert spsjax.load_drafter("copy", target).drafter == copy.Drafter(start=1)
+    tokenizer.encode = lambda text, whole=True: bare if text else []
+    without = dataclasses.replace(target, tokenizer=tokenizer)
+    assert spsjax.load_drafter("copy", without).drafter == copy.Drafter()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
-        ({"start": -1}, "start: expected an integer >= 0, found -1"),
-        ({"max_suffix": 0}, "max_suffix: expected an integer >= 1, found 0"),
-        ({"max_suffix": 9}, "max_suffix: expected at most 8, found 9"),
+        ({"start": -1}, "start: expected an integer from 0 to 2147483647, found -1"),
+        ({"max_suffix": 0}, "max_suffix: expected an integer from 1 to 8, found 0"),
+        ({"max_suffix": 9}, "max_suffix: expected an integer from 1 to 8, found 9"),
+        ({"start": 2**31}, "start: expected an integer from 0 to 2147483647, found 2147483648"),
         ({"replaces": 1}, "replaces: expected True or False, found 1"),
     ],
 )

@@ -164,6 +164,10 @@ def test_what_is_no_store_or_no_text_is_refused(target):
         spsjax.load_drafter("suffix", target, stop_rule=stopping.Entropy(), store=store)
     with pytest.raises(InputError, match=r"^store: expected neither a tree nor a stop_rule"):
         spsjax.load_drafter("suffix", target, tree=spsjax.Tree((0, 0)), store=store)
+    with pytest.raises(InputError, match=r"^target: expected a loaded model, found str"):
+        spsjax.load_drafter("suffix", "pystdlib/target", store=store)
+    with pytest.raises(InputError, match=r"^replicate: expected True or False"):
+        spsjax.load_drafter("suffix", target, replicate=3, store=store)
 
 
 def test_file_is_a_store_of_its_texts(tmp_path, target):
@@ -185,7 +189,11 @@ def test_file_is_a_store_of_its_texts(tmp_path, target):
     path.write_text('{"text": "a"}\n[1]\n')
     with pytest.raises(InputError, match=r"line 2: expected an object with a text, found \[1\]"):
         spsjax.load_drafter(f"suffix:{path}", model)
-    for text, expected in (('{"text": ""}\n', "expected texts, found none"), ("x", "JSON lines")):
+    for text, expected in (
+        ('{"text": ""}\n', "expected texts, found none"),
+        ("x", "JSON lines"),
+        ('{"text": "\\ud800"}\n', "line 1: text: expected valid Unicode"),
+    ):
         path.write_text(text)
         with pytest.raises(InputError, match=expected):
             spsjax.load_drafter(f"suffix:{path}", model)

@@ -48,13 +48,13 @@ def results(process: Script) -> list[dict]:
 @pytest.fixture(scope="module")
 def one_device(pair) -> dict:
     """The tokens of one device."""
-    (result,) = results(Script(WORKER, *pair, devices=1))
-    assert [len(rows) for rows in result["tokens"]] == [4, 4]
+    (result,) = results(Script(WORKER, *pair, "--auto", devices=1))
+    assert [len(rows) for rows in result["tokens"]] == [4, 4, 4]
     return result
 
 
 def test_two_processes_give_the_tokens_of_one_device(pair, one_device):
-    flags = (*pair, "--data=2", "--model=4")
+    flags = (*pair, "--auto", "--data=2", "--model=4")
     (one_process,) = results(Script(WORKER, *flags, devices=8))
     first, second = start_two(*flags)
     (result,) = results(first)

@@ -80,8 +80,8 @@ class Looked(hybrid.Drafter):
     def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         state = super().prefill(params, state, tokens_BT, next_BT, starts_B, lengths_B, output)
         found, _ = self.lookup.propose({"drafter": {}}, (), drafting.round_of(tokens_BT, lengths_B))
-        looks_up = (found.tokens[:, 0] >= 0) & (found.expected >= 0.7)
-        return dataclasses.replace(state, found=found.tokens, looks_up=looks_up)
+        own = {"found": found.tokens, "score": found.expected}
+        return dataclasses.replace(state, **own, expected=jnp.full_like(found.expected, 0.7))
 
 
 def drafters(K, length):

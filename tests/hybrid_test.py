@@ -74,6 +74,11 @@ def steps(target, drafter, params, count, prompts=PROMPTS[:1], limit=60):
         state = step(weights, state)
 
 
+def looks_up(state, depth=K) -> np.ndarray:
+    """Returns which rows take what was looked up, if they are drafted so deep."""
+    return np.asarray(hybrid.looks_up(state.drafter, np.full(len(state.lengths), depth)))
+
+
 @pytest.mark.parametrize(("expects", "calls"), [(0.1, 7), (K + 1.0, 1)])
 def test_model_does_not_run_while_all_rows_look_up(target, expects, calls):
     """In the first round nothing is looked up yet. Its average begins at half of K."""
@@ -83,6 +88,42 @@ def test_model_does_not_run_while_all_rows_look_up(target, expects, calls):
     jax.block_until_ready(states[-1])
     jax.effects_barrier()
     assert len(drafter.model.calls) == calls
+
+
+@pytest.mark.parametrize("waits", (False, True))
+def test_model_does_not_run_for_rows_that_are_done(target, waits):
+    """One row looks up, and the other, which would not, is done."""
+    model = Watched()
+    drafter = hybrid.Drafter(model, Looks(), waits=waits)
+    ((program, params, state),) = steps(target, drafter, {}, 1, PROMPTS[:2])
+    own = dataclasses.replace(
+        state.drafter,
+        found=jnp.full((2, K), 7, jnp.int32),
+        score=jnp.asarray([3.0, 0.0]),
+        expected=jnp.ones(2),
+    )
+    jax.effects_barrier()
+    for done, calls in ((False, 1), (True, 0)):
+        drafter.model.calls.clear()
+        now = dataclasses.replace(state, drafter=own, done=jnp.asarray([False, done]))
+        proposal, _ = decode.propose(program, params, now, state.keys)
+        jax.block_until_ready(proposal)
+        jax.effects_barrier()
+        assert proposal.tokens[0].tolist() == [7] * K
+        assert len(drafter.model.calls) == calls
+
+
+def test_score_counts_no_more_tokens_than_are_drafted(target):
+    """Four tokens that are looked up are expected to give 3; of one, no more than 1 counts."""
+    ((*_, state),) = steps(target, hybrid.Drafter(Watched(), Looks()), {}, 1)
+    own = dataclasses.replace(
+        state.drafter,
+        found=jnp.full((1, K), 7, jnp.int32),
+        score=jnp.full(1, 3.0),
+        expected=jnp.full(1, 2.0),
+    )
+    state = dataclasses.replace(state, drafter=own)
+    assert [looks_up(state, depth).item() for depth in (K, 2, 1)] == [True, True, False]
 
 
 def test_rows_take_the_proposal_that_is_expected_to_be_longer(target, draft):
@@ -95,14 +136,14 @@ def test_rows_take_the_proposal_that_is_expected_to_be_longer(target, draft):
         own = state.drafter
         if before is not None:
             accepted = np.argmax(np.asarray(state.accepted) - np.asarray(before.accepted), axis=1)
-            average = np.where(before.drafter.looks_up, average, (average + accepted) / 2)
+            average = np.where(looks_up(before), average, (average + accepted) / 2)
             np.testing.assert_allclose(own.expected, average, rtol=1e-6)
             now = drafting.round_of(state.tokens, state.lengths)
             found, _ = drafter.lookup.propose({"drafter": {}}, (), now)
             better = (found.tokens[:, 0] >= 0) & (found.expected >= own.expected)
-            np.testing.assert_array_equal(own.looks_up, better)
+            np.testing.assert_array_equal(looks_up(state), better)
             proposal, _ = decode.propose(program, params, state, state.keys)
-            rows = np.asarray(own.looks_up)
+            rows = looks_up(state)
             looked += rows.sum()
             np.testing.assert_array_equal(proposal.tokens[rows], found.tokens[rows])
             assert (np.asarray(proposal.tokens)[~rows, 2:] == -1).all()
@@ -121,8 +162,8 @@ def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draf
     )
     compared, mixed, rested = 0, 0, np.zeros(3, bool)
     for program, params, state in steps(target, drafter, draft.params, 14, PROMPTS, 80):
-        looks_up = np.asarray(state.drafter.looks_up)
-        if (back := rested & ~looks_up).any():
+        looked = looks_up(state)
+        if (back := rested & ~looked).any():
             proposal, _ = decode.propose(program, params, state, state.keys)
             rows, limits = state.rows, state.limits
             fresh = decode.prefill(
@@ -133,7 +174,7 @@ def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draf
             np.testing.assert_allclose(proposal.probs[back], expected.probs[back], atol=1e-5)
             compared += back.sum()
             mixed += 0 if rested.all() else back.sum()
-        rested = looks_up
+        rested = looked
     assert compared and mixed
 
 
@@ -159,7 +200,7 @@ def test_rule_of_the_model_hears_of_its_own_rounds_alone(target, draft):
     for _, _, state in steps(target, drafter, draft.params, 12, PROMPTS, 60):
         if before is not None:
             same = np.asarray(state.drafter.rule.rate == before.drafter.rule.rate)
-            looked = np.asarray(before.drafter.looks_up)
+            looked = looks_up(before)
             assert same[looked].all()
             moved += looked.sum(), (~same).sum()
         before = state

@@ -218,6 +218,9 @@ def test_rule_that_does_not_fit_is_refused(target, drafter):
     with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE"):
         early = spsjax.load_drafter("early_exit:1", target)
         stop_rules.log(target, early, Disco(), PROMPTS, K, GREEDY, 4)
+    both = spsjax.load_drafter("suffix+pystdlib/draft", spsjax.load("pystdlib/target"))
+    with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE, found suffix"):
+        stop_rules.log(target, both, Disco(), PROMPTS, K, GREEDY, 4)
     odd = loading.LoadedDrafter("", ngram.Drafter(), {})
     with pytest.raises(InputError, match=r"^stop_rule: expected None for"):
         stop_rules.log(target, odd, Disco(), PROMPTS, K, GREEDY, 4)

@@ -16,8 +16,9 @@ from ml_collections import ConfigDict
 import spsjax
 from spsjax import InputError, SamplingParams
 from spsjax.cli import configs
-from spsjax.drafters import draft_model, ngram, none
+from spsjax.drafters import base, draft_model, ngram, none
 from spsjax.loading import LoadedDrafter
+from spsjax.types import Proposal
 from spsjax.verifiers import match
 
 
@@ -30,6 +31,34 @@ def model():
 @dataclasses.dataclass(frozen=True)
 class WithList(ngram.Drafter):
     items: list | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Star(base.Drafter):
+    """Tokens 3 and 4 after the root, of which only the first is there in short texts.
+
+    Only the root has a distribution.
+    """
+
+    vocab: int = 48
+    num_speculative_tokens: int = 1
+    num_nodes: int = 3
+    trees: bool = True
+    score_sizes: tuple = (1,)
+
+    def propose(self, params, state, now):
+        B, long = len(now.lengths), now.lengths[:, None] > 12
+        tokens = jnp.where(long, jnp.asarray([[3, 4, -1]]), jnp.asarray([[3, -1, -1]]))
+        probs = jnp.full((B, 1, self.vocab), 1 / self.vocab)
+        return Proposal(tokens, probs, jnp.zeros((B, 3), jnp.int32)), ()
+
+
+def test_tree_whose_leaves_have_no_distribution_is_scored_in_smaller_passes(target):
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
+    out = spsjax.generate(target, PROMPTS, Star(), verifier=match.Verifier(), **options)
+    expected = spsjax.generate(target, PROMPTS, **options)
+    for tokens, others in zip(out.tokens, expected.tokens):
+        np.testing.assert_array_equal(tokens, others)
 
 
 def test_tree_deeper_than_k_is_cut_at_k(target, draft):

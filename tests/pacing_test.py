@@ -168,9 +168,13 @@ def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft):
         assert len(out.stats.accepted_histogram) == 9
 
 
-def test_costs_are_those_of_the_fastest_sweep(target, draft, monkeypatch):
-    """A disturbance in one sweep does not count, and depths between are interpolated."""
-    disturbed = iter([3.0] * 2)
+@pytest.mark.parametrize("varies", (False, True))
+def test_costs_are_those_of_the_fastest_sweep(target, draft, monkeypatch, varies):
+    """A disturbance in one sweep does not count, and depths between are interpolated.
+
+    Where the time of a draft depends on the text, its median counts.
+    """
+    disturbed = iter([3.0, 3.0, *([-0.2, 0.0, 0.0] if varies else [])])
 
     def seconds(clock, drafts, depth):
         more = next(disturbed, 0.0) if drafts and depth == 1 else 0.0
@@ -179,7 +183,11 @@ def test_costs_are_those_of_the_fastest_sweep(target, draft, monkeypatch):
     monkeypatch.setattr(execution._Clock, "seconds", seconds)
     monkeypatch.setattr(execution, "_SECONDS", 60.0)
     execution._COSTS.clear()
-    spsjax.generate(target, PROMPTS, draft, "auto", max_new_tokens=20)
+    drafter = spsjax.loading.as_drafter(draft, target)
+    if varies:
+        rule = spsjax.drafters.stopping.Entropy()
+        drafter = spsjax.loading.with_stop_rule(drafter, target, rule)
+    spsjax.generate(target, PROMPTS, drafter, "auto", max_new_tokens=20)
     (measured,) = execution._COSTS.values()
     execution._COSTS.clear()
     np.testing.assert_allclose(measured.propose, np.arange(9) * 0.2, atol=1e-6)
@@ -202,6 +210,46 @@ def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft):
     assert min(rounds[2::3]) > 1 and max(rounds) == execution._ROUNDS
     assert len(execution._COSTS) == 1
     execution._COSTS.clear()
+
+
+@pytest.mark.parametrize(("name", "times"), [("draft_model", 1), ("hybrid", 2)])
+def test_costs_are_measured_anew_for_other_sampling_where_drafts_vary(
+    target, draft, monkeypatch, name, times
+):
+    measured, rest = [], pacing.forced(0, 8)
+    monkeypatch.setattr(
+        execution, "_measure", lambda call: measured.append(1) or execution.placed(call, rest)
+    )
+    execution._COSTS.clear()
+    for temperature in (0.0, 1.0, 0.0):
+        spsjax.generate(
+            target,
+            PROMPTS,
+            drafting.build(name, draft, 4),
+            "auto",
+            SamplingParams(temperature),
+            max_new_tokens=2,
+        )
+    execution._COSTS.clear()
+    assert len(measured) == times
+
+
+def test_costs_are_measured_on_half_of_the_prompts_with_keys_of_their_own(target, draft):
+    """So that there is room, and the depths of a call's rounds do not depend on its own draws."""
+    options = SamplingParams(), 4, 0, None, False
+    call = spsjax.request.Request("x", target, [[1, 2, 3, 4, 5], [6]], draft, "auto", *options)
+    clock = execution._Clock(call)
+    clock._begin_if_ended()
+    np.testing.assert_array_equal(clock.state.lengths, [3, 1])
+    np.testing.assert_array_equal(clock.state.limits, [call.slots - 9] * 2)
+    used = {tuple(key) for key in jax.random.key_data(clock.state.keys).tolist()}
+    rounds = jax.vmap(jax.random.fold_in, (None, 0))
+    for key in call.inputs[-1]:
+        own = [key, *rounds(key, np.arange(call.slots))]
+        assert used.isdisjoint(tuple(jax.random.key_data(one).tolist()) for one in own)
+    state = clock.state
+    clock._begin_if_ended()
+    assert clock.state is state
 
 
 @pytest.mark.parametrize("verifier", sorted(verifiers.NAMES))
@@ -246,15 +294,25 @@ def test_stream_and_trees_and_heads_take_auto(target, draft):
         np.testing.assert_array_equal(tokens, expected.tokens[0])
 
 
-def test_auto_on_eight_devices(target, draft):
+def test_auto_on_eight_devices(target, draft, monkeypatch):
+    """Of the rows, one only fills the mesh: it is done, and must not make the clock begin anew."""
+    clocks, begin = [], execution._Clock._begin_if_ended
+
+    def counted(clock):
+        before = clock.state
+        begin(clock)
+        clocks.append(clock.state is not before)
+
+    monkeypatch.setattr(execution._Clock, "_begin_if_ended", counted)
     mesh = sharding.mesh(2, 4)
     on_mesh = functools.partial(build_model, mesh=mesh)
     many = [on_mesh(model.config, model.params) for model in (target, draft)]
-    options = {"sampling": GREEDY, "max_new_tokens": 20}
-    out = spsjax.generate(many[0], PROMPTS, many[1], "auto", **options)
-    expected = spsjax.generate(target, PROMPTS, **options)
+    options = {"sampling": GREEDY, "max_new_tokens": 300, "stop_at_eos": False}
+    out = spsjax.generate(many[0], PROMPTS[:3], many[1], "auto", **options)
+    expected = spsjax.generate(target, PROMPTS[:3], **options)
     for tokens, others in zip(out.tokens, expected.tokens, strict=True):
         np.testing.assert_array_equal(tokens, others)
+    assert 1 <= sum(clocks) < len(clocks) / 2
 
 
 @pytest.mark.parametrize("count", ["Auto", "4", -1, 2.0, True])

@@ -67,7 +67,7 @@ def test_bound_follows_the_share_of_accepted_tokens():
 def test_loop_moves_the_bound(target, draft):
     """A bound that hardly anything passes falls, and one that all pass rises."""
     loaded = loading.as_drafter(draft, target)
-    for threshold, share, sign in ((1.0, 0.0, -1), (0.0, 1.0, 1)):
+    for threshold, share, sign in ((1, 0, -1), (0, 1, 1)):
         rule = stopping.Adaptive(stopping.Confidence(threshold), share, step=0.1)
         drafter = loading.with_stop_rule(loaded, target, rule)
         request = Request(
@@ -82,7 +82,7 @@ def test_loop_moves_the_bound(target, draft):
 
 
 def test_steps_after_the_end_of_all_chains_are_not_run():
-    """Row 0 ends after token 2, row 1 after token 3: of 6 steps 3 are run."""
+    """Row 0 ends after token 2, row 1 after token 3: of 6 steps 3 are run; 2 if row 1 is done."""
     steps = []
 
     def feed(state, level):
@@ -101,6 +101,12 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
     np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [0, 1, 2, -1, -1, -1]])
     jax.effects_barrier()
     assert len(steps) == 3
+    steps.clear()
+    without = dataclasses.replace(now, done=jnp.asarray([False, True]))
+    proposal, _, _ = jax.jit(lambda: growth.grow(None, 6, feed, (), without, stops))()
+    np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [-1] * 6])
+    jax.effects_barrier()
+    assert len(steps) == 2
 
 
 def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):

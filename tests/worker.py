@@ -22,6 +22,7 @@ _DATA = flags.DEFINE_integer("data", 1, "Size of the mesh's data axis.")
 _MODEL = flags.DEFINE_integer("model", 1, "Size of the mesh's model axis.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
 _STREAM = flags.DEFINE_bool("stream", False, "Stream one text instead.")
+_AUTO = flags.DEFINE_bool("auto", False, "Also sample greedily, with K chosen in every round.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "Number of batches.")
 
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
@@ -40,11 +41,14 @@ def run():
         "max_new_tokens": [24, 24, 9, 24],
         "seed": _SEED.value,
     }
+    greedy = {"sampling": spsjax.SamplingParams(temperature=0.0)}  # else K changes the texts
     if _STREAM.value:
         print("".join(spsjax.stream(target, PROMPTS[0], draft, seed=_SEED.value)))
         return
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
+        if _AUTO.value:
+            outs.append(spsjax.generate(target, PROMPTS, draft, "auto", **options | greedy))
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():
             print(json.dumps({"tokens": tokens, "held": held}), flush=True)

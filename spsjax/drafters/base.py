@@ -35,6 +35,8 @@ class Drafter(abc.ABC):
         score_sizes: numbers of draft tokens, beside N, for which a smaller scoring pass is
             compiled; for drafters that often propose fewer than N.
         stop_rule: rule that ends a chain early; None: none does.
+        max_steps: greatest K that it can have; None: any.
+        varies: whether the time of a draft depends on the text.
     """
 
     num_speculative_tokens: int
@@ -42,6 +44,11 @@ class Drafter(abc.ABC):
     tap_layers: tuple[int, ...] = ()
     score_sizes: tuple[int, ...] = ()
     stop_rule: stopping.Rule | None = None
+    max_steps: int | None = None
+
+    @property
+    def varies(self) -> bool:
+        return self.stop_rule is not None
 
     @property
     def trees(self) -> bool:
@@ -102,7 +109,7 @@ class Drafter(abc.ABC):
         return state
 
     def catch_up(
-        self, params: PyTree, state: PyTree, tokens_BS: Array, lengths_B: Array, soon: Array
+        self, params: PyTree, state: PyTree, tokens_BS: Array, lengths_B: Array, depths_B: Array
     ) -> PyTree:
         """Returns the state with what `commit` has left undone in rounds without a draft.
 
@@ -113,7 +120,7 @@ class Drafter(abc.ABC):
             state: state between rounds.
             tokens_BS: token buffer.
             lengths_B: committed tokens per row.
-            soon: [] bool, whether `propose` is next.
+            depths_B: `Round.depths` of the round that follows. If all are 0, nothing is drafted.
         """
         return state
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.errors import InputError, check_flag, check_integer
+from spsjax.errors import check_flag, check_integer
 from spsjax.types import Array, Proposal, pytree_dataclass
 
 
@@ -41,7 +41,8 @@ class Drafter(base.Drafter):
 
     Attributes:
         num_speculative_tokens: K, tokens that are copied per round.
-        start: index of the prompt's token with which the output is expected to begin.
+        start: index of the prompt's token with which the output is expected to begin; for
+            `load_drafter` the first one after what the tokenizer puts before every text.
         max_suffix: longest suffix of the output that is looked up, at most 8.
         replaces: whether a token without a place replaces the expected one; False: as published.
     """
@@ -53,11 +54,9 @@ class Drafter(base.Drafter):
 
     def __post_init__(self):
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
-        check_integer("start", self.start, 0)
-        check_integer("max_suffix", self.max_suffix, 1)
+        check_integer("start", self.start, 0, 2**31 - 1)
+        check_integer("max_suffix", self.max_suffix, 1, 8)  # every round compares all of them
         check_flag("replaces", self.replaces)
-        if self.max_suffix > 8:  # every round compares all of them
-            raise InputError(f"max_suffix: expected at most 8, found {self.max_suffix}")
 
     @property
     def score_sizes(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class Store:
     speed of a call which texts a store holds.
 
     Args:
-        capacity: tokens that it holds, one more for every text; a whole text at most.
+        capacity: tokens that it holds; every text takes one more. Of a longer text the end is kept.
         max_match: longest match that can be looked up.
     """
 

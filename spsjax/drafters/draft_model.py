@@ -66,9 +66,10 @@ class Drafter(base.Drafter):
         cache = state.at(starts_B)
         return cache.extend(transformer.apply(self.config, params["drafter"], tokens_BT, cache))
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
         # The last two tokens are fed in `propose`.
         wanted, width = jnp.maximum(lengths_B - 2, 0), min(_CATCH_UP, tokens_BS.shape[1])
+        soon = jnp.any(depths_B > 0)
 
         def read(cache):
             # Tokens that are known already are read again rather than exceed the buffer.

@@ -125,12 +125,13 @@ class Drafter(features.FeatureDrafter):
             state = dataclasses.replace(state, unread=later)
         return self._extended(params, state, next_BT, found, starts_B, pairs)
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
         def extended(state, tokens_BT, features_BTD, ends_B):
             starts = state.cache.lengths
             return self._extended(params, state, tokens_BT, features_BTD, starts, ends_B)
 
-        return waiting.read(state, tokens_BS, self.num_speculative_tokens + 1, soon, extended)
+        soon, chunk = jnp.any(depths_B > 0), self.num_speculative_tokens + 1
+        return waiting.read(state, tokens_BS, chunk, soon, extended)
 
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         found = tree.along(verdict.path, self.features(params, output))

@@ -21,14 +21,14 @@ class State:
     Attributes:
         model: the model's own.
         found: [B, K] int32, what was looked up for the next round; -1: nothing.
-        looks_up: [B] bool, whether the next round takes it.
+        score: [B] float32, how many of these are expected to be accepted.
         expected: [B] float32, draft tokens of the model that are accepted, as of its last rounds.
         rule: state of the model's rule that ends chains.
     """
 
     model: PyTree
     found: Array
-    looks_up: Array
+    score: Array
     expected: Array
     rule: PyTree
 
@@ -67,7 +67,7 @@ class Drafter(base.Drafter):
         K, most = self.num_speculative_tokens, self.model_tokens
         if K is None:
             K = self.lookup.num_speculative_tokens
-            K = min(K, getattr(self.model, "max_steps", None) or K)
+            K = min(K, self.max_steps or K)
         most = self.model.num_speculative_tokens if most is None else most
         check_integer("num_speculative_tokens", K, 0)
         check_integer("model_tokens", most, 0)
@@ -79,8 +79,16 @@ class Drafter(base.Drafter):
         object.__setattr__(self, "num_speculative_tokens", K)
 
     def paced(self):
-        longest = getattr(self.model, "max_steps", None) or max(self.num_speculative_tokens, 8)
+        longest = self.max_steps or max(self.num_speculative_tokens, 8)
         return dataclasses.replace(self, num_speculative_tokens=longest, waits=True)
+
+    @property
+    def max_steps(self):
+        return self.model.max_steps
+
+    @property
+    def varies(self):
+        return True
 
     @property
     def tap_layers(self):
@@ -96,7 +104,7 @@ class Drafter(base.Drafter):
         return State(
             self.model.init(params, batch, slots),
             jnp.full((batch, K), -1, jnp.int32),
-            jnp.zeros(batch, bool),
+            jnp.zeros(batch),
             jnp.full(batch, min(self.model_tokens, K) / 2),
             self.model.init_rule(batch),
         )
@@ -104,18 +112,15 @@ class Drafter(base.Drafter):
     def prefill(self, params, state, *chunk):
         return dataclasses.replace(state, model=self.model.prefill(params, state.model, *chunk))
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
-        soon &= ~jnp.all(state.looks_up)
-        model = self.model.catch_up(params, state.model, tokens_BS, lengths_B, soon)
+    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
+        depths = jnp.where(looks_up(state, depths_B), 0, depths_B)
+        model = self.model.catch_up(params, state.model, tokens_BS, lengths_B, depths)
         return dataclasses.replace(state, model=model)
 
     def propose(self, params, state, now):
-        depth = jnp.arange(1, self.num_speculative_tokens + 1)
-        wanted = jnp.full_like(now.lengths, self.model_tokens)
-        if now.depths is not None:
-            wanted = jnp.minimum(wanted, now.depths)
-        wanted = jnp.where(state.looks_up, 0, wanted)
-
+        K = self.num_speculative_tokens
+        depth, looks = jnp.arange(1, K + 1), looks_up(state, now.wanted(K))
+        wanted = jnp.where(looks, 0, now.wanted(self.model_tokens))
         own = dataclasses.replace(now, depths=wanted, rule=state.rule)
 
         def draft():
@@ -124,11 +129,11 @@ class Drafter(base.Drafter):
         shapes = jax.eval_shape(draft)
         proposal, drafted = lax.cond(jnp.any(wanted > 0), draft, lambda: base.nothing(shapes))
         tokens = jnp.where(depth <= wanted[:, None], proposal.tokens, -1)
-        tokens = jnp.where(state.looks_up[:, None], state.found, tokens)
+        tokens = jnp.where(looks[:, None], state.found, tokens)
         probs = proposal.probs
         if probs is not None:
             points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
-            probs = jnp.where(state.looks_up[:, None, None], points, probs)
+            probs = jnp.where(looks[:, None, None], points, probs)
         # What the target's first layers have begun is of the model's tokens alone.
         proposal = dataclasses.replace(proposal, tokens=tokens, probs=probs, begun=None)
         return proposal, (drafted, wanted)
@@ -140,7 +145,7 @@ class Drafter(base.Drafter):
         )
         accepted = verdict.num_tokens - verdict.valid
         average = self.memory * state.expected + (1 - self.memory) * accepted
-        modelled = ~state.looks_up & (proposal.tokens[:, 0] >= 0)
+        modelled = (wanted > 0) & (proposal.tokens[:, 0] >= 0)
         expected = jnp.where(modelled, average, state.expected)
         now = Round(tokens_BS, lengths_B, None, None, None)
         found, _ = self.lookup.propose({"drafter": {}}, (), now)
@@ -149,12 +154,18 @@ class Drafter(base.Drafter):
                 "lookup: expected a drafter such as suffix, whose proposals say what "
                 "they expect to be accepted, found another"
             )
-        looks_up = (found.tokens[:, 0] >= 0) & (found.expected >= expected)
         rule = state.rule
         if self.model.stop_rule is not None:
             offered = jnp.where(modelled, jnp.sum(proposal.tokens >= 0, axis=1), 0)
             rule = self.model.stop_rule.update(rule, offered, accepted, wanted)
-        state = State(model, found.tokens, looks_up, expected, rule)
+        state = State(model, found.tokens, found.expected, expected, rule)
         if self.waits:
             return state
-        return self.catch_up(params, state, tokens_BS, lengths_B, jnp.ones((), bool))
+        depths = jnp.full_like(lengths_B, self.num_speculative_tokens)
+        return self.catch_up(params, state, tokens_BS, lengths_B, depths)
+
+
+def looks_up(state: State, depths_B: Array) -> Array:
+    """Returns [B]: whether a row that is drafted so deep takes what was looked up for it."""
+    score = jnp.minimum(state.score, depths_B)
+    return (state.found[:, 0] >= 0) & (score >= state.expected)

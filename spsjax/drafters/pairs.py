@@ -113,12 +113,13 @@ class PairDrafter(features.FeatureDrafter):
         state = dataclasses.replace(state, cache=state.cache.at(starts_B))
         return self._extended(params, state, next_BT, features, lengths_B - 1)
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, soon):
+    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
         def extended(state, tokens_BT, seen_BTW, lengths_B):
             found = self.fused(params, seen_BTW)
             return self._extended(params, state, tokens_BT, found, lengths_B)
 
-        return waiting.read(state, tokens_BS, self.num_speculative_tokens + 1, soon, extended)
+        soon, chunk = jnp.any(depths_B > 0), self.num_speculative_tokens + 1
+        return waiting.read(state, tokens_BS, chunk, soon, extended)
 
     def propose(self, params, state, now):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache

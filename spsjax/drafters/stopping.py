@@ -147,7 +147,8 @@ class Adaptive(Rule):
             check_number(field, getattr(self, field), 0, 1)
 
     def init(self, batch):
-        return Adapted(jnp.full(batch, self.rule.bound), jnp.full(batch, self.share))
+        start = (jnp.full(batch, value, jnp.float32) for value in (self.rule.bound, self.share))
+        return Adapted(*start)
 
     def start(self, between, batch):
         return between.bound

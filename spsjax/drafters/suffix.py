@@ -50,7 +50,7 @@ class Drafter(base.Drafter):
     def __post_init__(self):
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
         check_integer("num_tree_tokens", self.num_tree_tokens, 0)
-        check_integer("max_match", self.max_match, 1)
+        check_integer("max_match", self.max_match, 1, 2**16)
         check_number("factor", self.factor, 0, 1e6)
         check_number("min_prob", self.min_prob, 0, 1)
 

@@ -89,6 +89,10 @@ def load_drafter(
         InputError: no drafter of that name, or one that does not fit the target, the tree or the
             rule.
     """
+    if not isinstance(target, Model):
+        raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
+    if replicate is not None:
+        check_flag("replicate", replicate)
     if store is not None:
         if tree is not None or stop_rule is not None:
             raise InputError("store: expected neither a tree nor a stop_rule beside it, found one")
@@ -162,16 +166,15 @@ def with_stop_rule(
 
 def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
     """Returns a drafter as `load_drafter` does, without a rule that ends chains."""
-    if not isinstance(target, Model):
-        raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
-    if replicate is not None:
-        check_flag("replicate", replicate)
     if not isinstance(tree, draft_shapes.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     if isinstance(name, str) and name in WEIGHTLESS:
         if tree is not None:
             raise InputError(f"tree: expected none for {name}, which drafts chains, found a tree")
-        return LoadedDrafter(name, getattr(drafters, name).Drafter(), {})
+        options = {}
+        if name == "copy" and target.tokenizer is not None:
+            options["start"] = len(target.tokenizer.encode(""))
+        return LoadedDrafter(name, getattr(drafters, name).Drafter(**options), {})
     method, _, rest = str(name).partition(":")
     if method == "suffix" and rest:
         if tree is not None:
@@ -238,7 +241,10 @@ def _stored(path: str, target: Model) -> datastore.Store:
             raise InputError(
                 f"{path}, line {number}: expected an object with a text, found {short_repr(record)}"
             )
-        texts += [target.tokenizer.encode(text)] if text else []
+        try:
+            texts += [target.tokenizer.encode(text)] if text else []
+        except InputError as error:
+            raise InputError(f"{path}, line {number}: {error}") from None
     store = datastore.Store(max(sum(len(text) + 1 for text in texts), 2))
     store.extend(texts)
     if not len(store):

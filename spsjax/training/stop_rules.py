@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from spsjax import decode, execution, loading, sampling
-from spsjax.drafters import early_exit, stopping
+from spsjax.drafters import early_exit, hybrid, stopping
 from spsjax.drafters.learned_stopping import LearnedRule, LoadedRule
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.loading import LoadedDrafter, Model
@@ -106,9 +106,9 @@ def log(
     Raises:
         InputError: the drafter takes no rules, or K is too small for this one.
     """
-    if isinstance(drafter.drafter, early_exit.Drafter):
-        # What its scoring pass costs depends on what was drafted.
-        raise InputError("draft: expected a draft model or EAGLE, found early_exit")
+    if isinstance(drafter.drafter, (early_exit.Drafter, hybrid.Drafter)):
+        # What a round costs, or who drafts it, depends on the text.
+        raise InputError(f"draft: expected a draft model or EAGLE, found {drafter.name}")
     if num_speculative_tokens <= rule.delay:
         raise InputError(
             f"num_speculative_tokens: expected at least {rule.delay + 1} for this rule, "
