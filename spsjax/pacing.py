@@ -124,9 +124,13 @@ class Fastest(Pacer):
 
 
 def scored_depths(num_speculative_tokens: int) -> tuple[int, ...]:
-    """Returns the depths for which a scoring pass is compiled: 0, 1, 2, 4, 6, 8, 12, 16, ..., K."""
+    """Returns the depths for which a scoring pass is compiled: 0, 1, 2, 4, 6, 7, 11, 15, ..., K.
+
+    With the root, the long ones are 8, 12, 16, 24, ... rows.
+    """
     K = num_speculative_tokens
-    sizes = {0, K} | {step << i for i in range(K.bit_length()) for step in (1, 6)}
+    rows = {step << i for i in range(K.bit_length()) for step in (8, 12)}
+    sizes = {0, 1, 2, 4, 6, K} | {count - 1 for count in rows}
     return tuple(sorted(size for size in sizes if size <= K))
 
 

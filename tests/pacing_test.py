@@ -86,8 +86,8 @@ def test_depth_with_the_most_tokens_per_time_is_taken():
 def test_scoring_passes_are_compiled_for_few_depths():
     assert pacing.scored_depths(0) == (0,)
     assert pacing.scored_depths(5) == (0, 1, 2, 4, 5)
-    assert pacing.scored_depths(8) == (0, 1, 2, 4, 6, 8)
-    assert pacing.scored_depths(30) == (0, 1, 2, 4, 6, 8, 12, 16, 24, 30)
+    assert pacing.scored_depths(7) == (0, 1, 2, 4, 6, 7)
+    assert pacing.scored_depths(30) == (0, 1, 2, 4, 6, 7, 11, 15, 23, 30)
 
 
 def test_drafter_that_is_never_accepted_is_given_up_and_tried_again():
@@ -165,7 +165,7 @@ def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft):
         out = spsjax.generate(target, PROMPTS, drafter, "auto", sampling=GREEDY, max_new_tokens=40)
         for tokens, others in zip(out.tokens, expected.tokens, strict=True):
             np.testing.assert_array_equal(tokens, others)
-        assert len(out.stats.accepted_histogram) == 9
+        assert len(out.stats.accepted_histogram) == 8
 
 
 @pytest.mark.parametrize("varies", (False, True))
@@ -190,8 +190,8 @@ def test_costs_are_those_of_the_fastest_sweep(target, draft, monkeypatch, varies
     spsjax.generate(target, PROMPTS, drafter, "auto", max_new_tokens=20)
     (measured,) = execution._COSTS.values()
     execution._COSTS.clear()
-    np.testing.assert_allclose(measured.propose, np.arange(9) * 0.2, atol=1e-6)
-    np.testing.assert_allclose(measured.score, [1, 1, *[1.1] * 3, *[1.6] * 4], atol=1e-6)
+    np.testing.assert_allclose(measured.propose, np.arange(8) * 0.2, atol=1e-6)
+    np.testing.assert_allclose(measured.score, [1, 1, *[1.1] * 3, *[1.6] * 3], atol=1e-6)
 
 
 def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft):
@@ -216,7 +216,7 @@ def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft):
 def test_costs_are_measured_anew_for_other_sampling_where_drafts_vary(
     target, draft, monkeypatch, name, times
 ):
-    measured, rest = [], pacing.forced(0, 8)
+    measured, rest = [], pacing.forced(0, 7)
     monkeypatch.setattr(
         execution, "_measure", lambda call: measured.append(1) or execution.placed(call, rest)
     )
@@ -241,7 +241,7 @@ def test_costs_are_measured_on_half_of_the_prompts_with_keys_of_their_own(target
     clock = execution._Clock(call)
     clock._begin_if_ended()
     np.testing.assert_array_equal(clock.state.lengths, [3, 1])
-    np.testing.assert_array_equal(clock.state.limits, [call.slots - 9] * 2)
+    np.testing.assert_array_equal(clock.state.limits, [call.slots - 8] * 2)
     used = {tuple(key) for key in jax.random.key_data(clock.state.keys).tolist()}
     rounds = jax.vmap(jax.random.fold_in, (None, 0))
     for key in call.inputs[-1]:
@@ -255,7 +255,7 @@ def test_costs_are_measured_on_half_of_the_prompts_with_keys_of_their_own(target
 @pytest.mark.parametrize("verifier", sorted(verifiers.NAMES))
 def test_auto_with_every_verifier(target, draft, verifier, monkeypatch):
     """A round without a draft is one of plain decoding by any rule."""
-    drafter, K = draft, 8
+    drafter, K = draft, 7
     if verifier in ("kseq", "multipath"):
         tree = spsjax.Tree.branching(2, replacement=True)
         drafter, K = spsjax.loading.as_drafter(draft, target, tree), 1

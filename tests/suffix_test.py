@@ -78,7 +78,7 @@ def test_text_behind_the_last_token_is_not_read():
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
         ({"num_tree_tokens": -3}, "num_tree_tokens: expected an integer >= 0, found -3"),
-        ({"max_match": 0}, "max_match: expected an integer >= 1, found 0"),
+        ({"max_match": 0}, "max_match: expected an integer from 1 to 65536, found 0"),
         ({"factor": -1.0}, "factor: expected a finite number"),
         ({"min_prob": 2.0}, "min_prob: expected a finite number"),
     ],

@@ -12,6 +12,10 @@ from spsjax.drafters import stopping
 from spsjax.errors import InputError
 from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 
+# Draft tokens of a chain whose K is chosen: with the root eight, in which rows of a matrix product
+# are computed together. A ninth costs as much as eight more.
+LONGEST = 7
+
 
 class Drafter(abc.ABC):
     """Proposes tokens that the target then verifies: pure functions over pytrees.
@@ -62,7 +66,7 @@ class Drafter(abc.ABC):
         """Returns the drafter for a loop in which K is chosen in every round, up to its own."""
         if self.tree is not None:
             return self
-        longest = max(self.num_speculative_tokens, 8)
+        longest = max(self.num_speculative_tokens, LONGEST)
         return dataclasses.replace(self, num_speculative_tokens=longest)
 
     def nodes_within(self, depth: int) -> int:

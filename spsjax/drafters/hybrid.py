@@ -79,7 +79,7 @@ class Drafter(base.Drafter):
         object.__setattr__(self, "num_speculative_tokens", K)
 
     def paced(self):
-        longest = self.max_steps or max(self.num_speculative_tokens, 8)
+        longest = self.max_steps or max(self.num_speculative_tokens, base.LONGEST)
         return dataclasses.replace(self, num_speculative_tokens=longest, waits=True)
 
     @property

@@ -232,4 +232,4 @@ def score_sizes(rule: Rule | None, num_speculative_tokens: int) -> tuple[int, ..
     """Returns the sizes of smaller scoring passes that chains of a rule are worth."""
     if rule is None:
         return ()
-    return tuple(size for size in (1, 2, 4, 8, 16) if size < num_speculative_tokens)
+    return tuple(size for size in (1, 2, 4, 7, 15) if size < num_speculative_tokens)
