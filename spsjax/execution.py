@@ -33,7 +33,7 @@ def run(
     """
     loop = compiled(decode.run, request.program, donate=1)
     with request.model.in_mesh():
-        return loop(request.params, state, placed(request, np.int32(max_rounds)))
+        return loop(request.params, state, np.int32(max_rounds))
 
 
 def prepare(request: Request) -> float:

@@ -13,6 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import spsjax
+from spsjax import execution
 from spsjax.cli import configs, main
 from spsjax.parallel import multihost
 
@@ -48,6 +49,7 @@ def run():
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         if _AUTO.value:
+            execution._ROUNDS, execution._SECONDS = 2, 0.0  # costs need not be exact here
             outs.append(spsjax.generate(target, PROMPTS, draft, "auto", **options | greedy))
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():

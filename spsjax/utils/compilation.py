@@ -1,12 +1,23 @@
-"""Compiled programs, with their compile time apart from their run time."""
+"""Jitted functions, with their compile time apart from their run time."""
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 
 import jax
+from jax import monitoring
 
-_programs = {}
+_jitted = {}
+_newest = threading.local()  # `ended`: when this thread compiled last
+
+
+def _note_compilation(event: str, seconds: float, **_) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _newest.ended = time.perf_counter()
+
+
+monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
 def compiled(function: Callable, *static, donate: int | None = None) -> Callable:
@@ -20,27 +31,21 @@ def compiled(function: Callable, *static, donate: int | None = None) -> Callable
         static: hashable leading arguments, compiled in.
         donate: index of a remaining argument whose buffers the result may take over.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    key = function, static, donate
+    if key not in _jitted:
+        donated = () if donate is None else donate
+        _jitted[key] = jax.jit(functools.partial(function, *static), donate_argnums=donated)
+    jitted = _jitted[key]
 
     def call(*args):
-        leaves, structure = jax.tree.flatten(args)
-        key = (function, static, donate, mesh, structure, *map(_signature, leaves))
-        seconds = 0.0
-        if key not in _programs:
-            start = time.perf_counter()
-            donated = () if donate is None else donate
-            jitted = jax.jit(functools.partial(function, *static), donate_argnums=donated)
-            _programs[key] = jitted.lower(*args).compile()
-            seconds = time.perf_counter() - start
-        return _programs[key](*args), seconds
+        start = time.perf_counter()
+        result = jitted(*args)  # returns as soon as its program is compiled and has begun
+        return result, max(getattr(_newest, "ended", start) - start, 0.0)
 
     return call
 
 
 def clear() -> None:
     """Forgets all programs: one process may not map the programs of a whole test suite."""
-    _programs.clear()
-
-
-def _signature(leaf: jax.Array):
-    return leaf.shape, leaf.dtype, leaf.sharding
+    _jitted.clear()
+    jax.clear_caches()
