@@ -102,8 +102,9 @@ def check_room(drafts, target, prompts, config) -> None:
     """Raises InputError unless target and drafter have room for every prompt and its new tokens."""
     longest = max((text for texts in prompts.values() for text in texts.values()), key=len)
     options = SamplingParams(), config.max_new_tokens, config.seed, None, config.stop_at_eos
-    for drafter in drafts.values():
-        request.Request("drafters", target, [longest], drafter, None, *options)
+    for shape, drafter in drafts.items():
+        count = request.AUTO if shape == AUTO else None
+        request.Request("drafters", target, [longest], drafter, count, *options)
 
 
 def judged_by(name: str, drafts, rule: str | None, target) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from spsjax.tokenization.base import incremental_text
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers.base import Verifier
 
+_SAMPLED = 64  # tokens of the first prompt, in all rows, on which costs are measured
 _READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "accepted"
 
 
@@ -111,7 +112,8 @@ class Engine:
 
     **Lossless** with a lossless verifier, as `generate` is. A request's tokens are those of
     `generate` alone with the same seed, to rounding, whatever else runs. (With "auto", what is
-    drafted depends on the other rows, and so does the sample of a seed.)
+    drafted depends on the other rows, and so does the sample of a seed. Its costs are measured on
+    the first prompt, with that one's sampling parameters.)
 
     Attributes:
         model: the target.
@@ -157,6 +159,7 @@ class Engine:
         self._chunk = min(chunk, decode.most_read(self._empty.program, self.slots))
         self._rounds = rounds
         self._state: decode.DecodeState | None = None
+        self._sample: request.Request | None = None  # on which the costs of rounds are measured
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}
         self._reading: _Reading | None = None
@@ -184,6 +187,10 @@ class Engine:
                 f"{self.slots} slots, found {needed}"
             )
         submitted = Request(self, call)
+        if self._sample is None and call.program.pacer is not None:
+            beginning = [call.prompts[0][:_SAMPLED]] * self.rows
+            self._sample = self._checked(beginning, sampling, 0, seed)
+            self._sample.slots = self.slots
         with self._changed:
             self._waiting.append(submitted)
         return submitted
@@ -279,7 +286,9 @@ class Engine:
         where = sharding.batch_sharding(self.model.mesh)
         self._reading.tokens = jax.device_put(tokens, where)
         if self._state is None:
-            execution.prepare(self._empty)
+            if self._sample is not None:
+                execution.prepare(self._sample)
+                self._empty.params["costs"] = self._sample.params["costs"]
             self._state, _ = execution.prefill(self._empty)
         return True
 

@@ -14,7 +14,8 @@ from spsjax.utils.compilation import compiled
 _FOREVER = 2**31 - 1
 # Rounds in a row that are timed, and how often everything is: so long, and at most so many times.
 _ROUNDS, _SWEEPS, _SECONDS = 10, 5, 3.0
-_COSTS: dict = {}  # of each program and shape that was measured
+_COSTS: dict = {}  # of each program and shape that was measured, the newest ones
+_MOST_KEPT = 64
 
 
 def prefill(request: Request) -> tuple[decode.DecodeState, float]:
@@ -40,20 +41,22 @@ def prepare(request: Request) -> float:
     """Gives a request with a pacer the costs of its rounds; returns the seconds it took.
 
     They are measured once for each program and shape in a process, on the request's own prompts;
-    where the time of a draft depends on the text, once for each set of sampling parameters, too.
+    where a draft `varies`, once for each set of weights and of sampling parameters, too.
     All processes take those of process 0.
     """
     if request.program.pacer is None:
         return 0.0
     start = time.perf_counter()
     request.params.pop("costs", None)
-    types = tuple(leaf.dtype for leaf in jax.tree.leaves(request.params))
+    weights = jax.tree.leaves(request.params)
+    types = tuple((leaf.shape, leaf.dtype) for leaf in weights)
     key = request.program, request.slots, len(request.lengths), request.model.mesh, types
     if request.program.drafter.varies:
-        key += (
-            tuple(tuple(multihost.to_host(x).tolist()) for x in jax.tree.leaves(request.inputs[0])),
-        )
-    if key in _COSTS:
+        rows = (multihost.to_host(column) for column in jax.tree.leaves(request.inputs[0]))
+        key += *map(id, weights), *(column.tobytes() for column in rows)
+    while len(_COSTS) > _MOST_KEPT:
+        _COSTS.pop(next(iter(_COSTS)))  # the oldest
+    if multihost.all_true(key in _COSTS):  # else some would measure, and others not
         request.params["costs"] = _COSTS[key]
         return 0.0
     costs = _measure(request)

@@ -34,8 +34,9 @@ class Stats:
             sequence or a full budget cut the block off.
         seconds: run time in seconds, prompt included.
         prompt_seconds: seconds of it that the prompt took.
-        compile_seconds: seconds to compile, and to measure costs for K = "auto"; once for each new
-            bucket of lengths.
+        compile_seconds: seconds to compile, and to measure costs for K = "auto": in the first call
+            of every bucket of lengths, for hybrids and rules that end chains also of every set of
+            sampling parameters.
     """
 
     target_calls: int
@@ -102,8 +103,8 @@ def generate(
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
             costs (`spsjax.pacing.Fastest`), for which the first call of its shapes runs rounds for
-            three seconds or more.
-            Without a drafter it is ignored.
+            about three seconds. Chains are then up to 7 tokens long, or as long as the drafter's
+            own K if that is greater. Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
         seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.

@@ -178,7 +178,7 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         method = method.paced()
         if method.tree is None and method.num_speculative_tokens >= context > 1:
             method = dataclasses.replace(method, num_speculative_tokens=context - 1)
-    elif count is not None:
+    elif count is not None and not automatic:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
     count = method.num_speculative_tokens
     if not _is_integer(count) or not 0 <= count < context:

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 import reference
+from ml_collections import ConfigDict
 
 import spsjax
 from spsjax import InputError
+from spsjax.cli import configs
 from spsjax.drafters import copy
 
 SLOTS = 40
@@ -85,6 +87,10 @@ def test_loaded_drafter_begins_after_what_the_tokenizer_puts_before_a_text():
     tokenizer.encode = lambda text, whole=True: bare if text else []
     without = dataclasses.replace(target, tokenizer=tokenizer)
     assert spsjax.load_drafter("copy", without).drafter == copy.Drafter()
+    for start, expected in ((None, 1), (0, 0), (5, 5)):  # scripts do the same, unless they are told
+        options = ConfigDict({"copy": {"start": start, "max_suffix": 2}})
+        drafter = configs.load_drafter("copy", "", options, target)
+        assert drafter == copy.Drafter(start=expected, max_suffix=2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from conftest import build_model, spread_model
 
 import spsjax
-from spsjax import InputError, NonFiniteError, SamplingParams, execution
+from spsjax import InputError, NonFiniteError, SamplingParams, execution, pacing
 from spsjax.parallel import sharding
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -48,6 +48,27 @@ def test_requests_that_come_and_go_get_what_they_get_alone(engine, target, draft
         assert request.done and request.error is None
         assert request.tokens == tokens
         assert sum(request.accepted_histogram) == request.rounds
+
+
+def test_costs_are_measured_on_the_first_prompt(target, draft, monkeypatch):
+    """In all rows, with its sampling parameters, and in buffers as large as the engine's."""
+    calls = []
+
+    def prepare(call):
+        calls.append(call)
+        costs = pacing.forced(0, call.program.drafter.num_speculative_tokens)
+        call.params["costs"] = execution.placed(call, costs)
+        return 0.0
+
+    monkeypatch.setattr(execution, "prepare", prepare)
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=96)
+    requests = [engine.submit(prompt, GREEDY, 3) for prompt in ([1, 2, 3], [4])]
+    for request in requests:
+        out = spsjax.generate(target, [request.prompt], sampling=GREEDY, max_new_tokens=3)
+        assert request.result() == out.tokens[0].tolist()
+    (call,) = [call for call in calls if call.program.pacer]
+    assert call.prompts == [[1, 2, 3]] * 2 and call.slots == engine.slots
+    assert call.inputs[0].temperature.tolist() == [0, 0]
 
 
 def test_rows_are_filled_again(endless):

@@ -14,7 +14,7 @@ from conftest import nearby_model, spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams, Tree, decode, sampling
-from spsjax.drafters import base, draft_model, hybrid, ngram, stopping, suffix
+from spsjax.drafters import base, copy, draft_model, hybrid, ngram, none, stopping, suffix
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
 from spsjax.verifiers import rejection
@@ -209,8 +209,18 @@ def test_rule_of_the_model_hears_of_its_own_rounds_alone(target, draft):
 
 def test_look_up_that_expects_nothing_is_refused(target, draft):
     drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), ngram.Drafter(K))
-    with pytest.raises(InputError, match=r"^lookup: expected a drafter such as suffix"):
+    with pytest.raises(InputError, match=r"^lookup: expected a drafter without a state, such as"):
         spsjax.generate(target, PROMPTS, LoadedDrafter("x", drafter, draft.params))
+
+
+def test_parts_that_do_not_fit_are_refused(draft):
+    model = draft_model.Drafter(draft.config, K)
+    whole = hybrid.Drafter(model, suffix.Drafter(K))
+    for lookup in (model, whole, copy.Drafter(K)):
+        with pytest.raises(InputError, match=r"^lookup: expected a drafter without a state"):
+            hybrid.Drafter(model, lookup)
+    with pytest.raises(InputError, match=r"^model: expected a drafter, found none"):
+        hybrid.Drafter(none.Drafter(), suffix.Drafter(K))
 
 
 def test_load_drafter_takes_both_by_one_name(target, draft):

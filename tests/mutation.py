@@ -70,7 +70,7 @@ def main(words: list[str]) -> int:
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
         for tests in sorted({mutant.tests for mutant in mutants}):
             if not passes(copy, tests):
                 raise RuntimeError(f"{tests}: fails without a mutant")

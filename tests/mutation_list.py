@@ -438,6 +438,11 @@ MUTANTS = [
         ("return between.bound", "return jnp.full(batch, self.rule.bound)"),
     ),
     *of(
+        "types.py",
+        "hybrid -k done",
+        ("jnp.where(self.done, 0, depths)", "depths"),
+    ),
+    *of(
         "drafters/hybrid.py",
         "hybrid",
         (

@@ -61,6 +61,13 @@ def test_tree_whose_leaves_have_no_distribution_is_scored_in_smaller_passes(targ
         np.testing.assert_array_equal(tokens, others)
 
 
+@pytest.mark.parametrize("name", ["copy", "draft_model", "hybrid", "lookahead", "ngram", "suffix"])
+def test_auto_does_not_draft_with_a_drafter_of_no_tokens(target, draft, name):
+    out = spsjax.generate(target, PROMPTS, drafting.build(name, draft, 0), "auto", max_new_tokens=4)
+    assert out.stats.proposed_tokens == 0
+    assert out.stats.target_calls == max(map(len, out.tokens))
+
+
 def test_tree_deeper_than_k_is_cut_at_k(target, draft):
     """Nodes below depth K are never accepted, so that greedy output stays the target's."""
     loaded = drafting.build("random_tree", draft, 3)

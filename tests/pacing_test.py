@@ -212,6 +212,17 @@ def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft):
     execution._COSTS.clear()
 
 
+def test_few_costs_are_kept(target, draft, monkeypatch):
+    rest = pacing.forced(0, 7)
+    monkeypatch.setattr(execution, "_measure", lambda call: execution.placed(call, rest))
+    monkeypatch.setattr(execution, "_MOST_KEPT", 2)
+    execution._COSTS.clear()
+    for batch in range(1, 5):
+        spsjax.generate(target, PROMPTS[:batch], draft, "auto", max_new_tokens=1)
+    assert len(execution._COSTS) == 3
+    execution._COSTS.clear()
+
+
 @pytest.mark.parametrize(("name", "times"), [("draft_model", 1), ("hybrid", 2)])
 def test_costs_are_measured_anew_for_other_sampling_where_drafts_vary(
     target, draft, monkeypatch, name, times

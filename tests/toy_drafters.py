@@ -73,6 +73,10 @@ class Tapped(base.TrainableDrafter):
     num_speculative_tokens: int = 3
     tap_layers: tuple[int, ...] = (0, 1)
 
+    @property
+    def max_steps(self):
+        return self.num_speculative_tokens
+
     def init(self, params, batch, slots):
         return jnp.zeros((batch, 2 * self.width), params["drafter"]["heads"].dtype)
 

@@ -30,7 +30,12 @@ def get_config() -> ml_collections.ConfigDict:
             "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},
-            "copy": {"start": 0, "max_suffix": 3},
+            "copy": {
+                # start: place of the first token; None: after what the tokenizer puts there.
+                "start": config_dict.placeholder(int),
+                "max_suffix": 3,
+                "replaces": True,
+            },
             "lookahead": {"window": 15, "num_guesses": 15, "pool": 1024, "follow": False},
             "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "max_new_tokens": 128,

@@ -34,7 +34,12 @@ def get_config() -> ml_collections.ConfigDict:
             "drafter": "model",  # or a module of spsjax.drafters
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},
-            "copy": {"start": 0, "max_suffix": 3},
+            "copy": {
+                # start: place of the first token; None: after what the tokenizer puts there.
+                "start": config_dict.placeholder(int),
+                "max_suffix": 3,
+                "replaces": True,
+            },
             "lookahead": {"window": 15, "num_guesses": 15, "pool": 1024, "follow": False},
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are

@@ -137,7 +137,10 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         raise InputError(
             f"drafter: expected {methods} or another module of spsjax.drafters, found {name!r}"
         )
-    return from_config.build(f"drafter {name}", drafter, options.get(name, {}))
+    fields = dict(options.get(name, {}))
+    if name == "copy" and fields.get("start") is None:
+        fields["start"] = loading.load_drafter("copy", target).drafter.start
+    return from_config.build(f"drafter {name}", drafter, fields)
 
 
 def draft_length(text: str | None) -> int | str | None:

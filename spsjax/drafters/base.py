@@ -12,9 +12,9 @@ from spsjax.drafters import stopping
 from spsjax.errors import InputError
 from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 
-# Draft tokens of a chain whose K is chosen: with the root eight, in which rows of a matrix product
-# are computed together. A ninth costs as much as eight more.
-LONGEST = 7
+# How deep a loop that chooses the depth of every round drafts chains, if the drafter's own K is not
+# greater. With the root these are eight rows of a matrix product. A ninth costs as much as eight.
+PACED_TOKENS = 7
 
 
 class Drafter(abc.ABC):
@@ -40,7 +40,8 @@ class Drafter(abc.ABC):
             compiled; for drafters that often propose fewer than N.
         stop_rule: rule that ends a chain early; None: none does.
         max_steps: greatest K that it can have; None: any.
-        varies: whether the time of a draft depends on the text.
+        varies: whether the time of a draft depends on the text so much that rounds must be measured
+            on texts of one kind.
     """
 
     num_speculative_tokens: int
@@ -63,10 +64,13 @@ class Drafter(abc.ABC):
         return self.tree.num_nodes if self.tree else self.num_speculative_tokens
 
     def paced(self) -> "Drafter":
-        """Returns the drafter for a loop in which K is chosen in every round, up to its own."""
+        """Returns the drafter for a loop that chooses the depth of every round, up to its K.
+
+        A chain's K is `max_steps`, or else at least `PACED_TOKENS`.
+        """
         if self.tree is not None:
             return self
-        longest = max(self.num_speculative_tokens, LONGEST)
+        longest = self.max_steps or max(self.num_speculative_tokens, PACED_TOKENS)
         return dataclasses.replace(self, num_speculative_tokens=longest)
 
     def nodes_within(self, depth: int) -> int:

@@ -47,7 +47,7 @@ class Drafter(base.Drafter):
         replaces: whether a token without a place replaces the expected one; False: as published.
     """
 
-    num_speculative_tokens: int = 2 * base.LONGEST + 1  # sixteen rows with the root
+    num_speculative_tokens: int = 2 * base.PACED_TOKENS + 1  # sixteen rows with the root
     start: int = 0
     max_suffix: int = 3
     replaces: bool = True

@@ -37,7 +37,7 @@ class Store:
     """
 
     def __init__(self, capacity: int = 2**17, max_match: int = 16):
-        check_integer("capacity", capacity, 2)
+        check_integer("capacity", capacity, 2, 2**30)
         check_integer("max_match", max_match, 1)
         self.capacity, self.max_match = capacity, max_match
         self._texts: collections.deque[np.ndarray] = collections.deque()

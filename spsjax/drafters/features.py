@@ -4,7 +4,6 @@ A feature is what the target has computed of a token, such as its final hidden s
 """
 
 import abc
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -58,12 +57,6 @@ class FeatureDrafter(base.TrainableDrafter):
     def max_steps(self) -> int | None:
         """Steps that it can take after a feature; None: any number."""
         return None
-
-    def paced(self):
-        longest = self.max_steps
-        if self.tree is not None or longest is None:
-            return super().paced()
-        return dataclasses.replace(self, num_speculative_tokens=longest)
 
     @property
     def least_steps(self) -> int:

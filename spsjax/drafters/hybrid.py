@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.drafters import base
+from spsjax.drafters import base, none
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.types import Array, PyTree, Round, pytree_dataclass
+
+_LOOKUP = (
+    "expected a drafter without a state, such as suffix, whose proposals say how many of their "
+    "tokens they expect to be accepted, found another"
+)
 
 
 @pytree_dataclass
@@ -45,7 +50,8 @@ class Drafter(base.Drafter):
     Attributes:
         model: drafter of chains with weights.
         lookup: drafter of chains without weights or state that says what it expects: `suffix`.
-        num_speculative_tokens: K, the most tokens that are looked up; None: as `lookup` has it.
+        num_speculative_tokens: K, the most tokens that are looked up; None: as `lookup` has it, but
+            no more than the model can draft.
         model_tokens: the most tokens that the model drafts; None: as `model` has it.
         memory: share of the average that stays in every round of the model.
         waits: whether the loop calls `catch_up`, as it does when it chooses K in every round.
@@ -63,6 +69,11 @@ class Drafter(base.Drafter):
             drafter = getattr(self, name)
             if not isinstance(drafter, base.Drafter) or drafter.trees:
                 raise InputError(f"{name}: expected a drafter of chains, found another")
+        if isinstance(self.model, none.Drafter):
+            raise InputError("model: expected a drafter, found none, which drafts nothing")
+        own = [getattr(type(self.lookup), name) for name in ("init", "prefill", "commit")]
+        if own != [base.Drafter.init, base.Drafter.prefill, base.Drafter.commit]:
+            raise InputError(f"lookup: {_LOOKUP}")
         check_number("memory", self.memory, 0, 1)
         K, most = self.num_speculative_tokens, self.model_tokens
         if K is None:
@@ -79,8 +90,7 @@ class Drafter(base.Drafter):
         object.__setattr__(self, "num_speculative_tokens", K)
 
     def paced(self):
-        longest = self.max_steps or max(self.num_speculative_tokens, base.LONGEST)
-        return dataclasses.replace(self, num_speculative_tokens=longest, waits=True)
+        return dataclasses.replace(super().paced(), waits=True)
 
     @property
     def max_steps(self):
@@ -150,10 +160,7 @@ class Drafter(base.Drafter):
         now = Round(tokens_BS, lengths_B, None, None, None)
         found, _ = self.lookup.propose({"drafter": {}}, (), now)
         if found.expected is None:
-            raise InputError(
-                "lookup: expected a drafter such as suffix, whose proposals say what "
-                "they expect to be accepted, found another"
-            )
+            raise InputError(f"lookup: {_LOOKUP}")
         rule = state.rule
         if self.model.stop_rule is not None:
             offered = jnp.where(modelled, jnp.sum(proposal.tokens >= 0, axis=1), 0)

@@ -41,7 +41,7 @@ class Drafter(base.Drafter):
         min_prob: tokens whose path has a lower probability are not proposed.
     """
 
-    num_speculative_tokens: int = base.LONGEST
+    num_speculative_tokens: int = base.PACED_TOKENS
     num_tree_tokens: int = 0
     max_match: int = 64
     factor: float = 1.0
