@@ -47,6 +47,7 @@ setup(
     extras_require={
         "test": ["pytest", "pytest-xdist", "ruff"],
         "plots": ["matplotlib"],
+        "serve": ["starlette", "uvicorn", "pydantic", "prometheus-client"],
         "hub": ["huggingface_hub"],
         "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.

@@ -7,9 +7,10 @@ A drafter is whatever `spsjax.load_drafter` takes. Each is run in every shape of
 can draft; `--trees=EAGLE-1=runs/tree.json` adds a tree of its own, from plan_tree.py, and
 `--verifiers=Medusa=typical` runs all its drafts by another rule, too. The tables are in `table.md`:
 the fastest draft of every drafter, and all drafts. The figures are in `table.json`, a plot in
-`table.png`: acceptance by depth, and tokens per call by kind of draft. The column "texts" says
-whether greedy texts are those of plain decoding, and of others by how many standard deviations the
-target finds them more surprising than its own samples: around 0 for a lossless rule.
+`table.png`: acceptance by depth, and tokens per call by kind of draft. They are written anew after
+every drafter. The column "texts" says whether greedy texts are those of plain decoding, and of
+others by how many standard deviations the target finds them more surprising than its own samples:
+around 0 for a lossless rule.
 `--config.run_tasks="('stdlib', 'edit')"` takes the prompts of tasks, each by itself.
 Every key of the config is a flag; configs/experiments/compare_drafters.py lists them.
 """
@@ -93,9 +94,10 @@ def run():
             own = rows_of(name, drafts, drafted[name], target, texts, settings, config, times)
             rows += [{"task": task} | row for row in own]
         compilation.clear()  # one process cannot hold the programs of all drafters
-    order = list(prompts), list(settings)
-    rows.sort(key=lambda row: (order[0].index(row["task"]), order[1].index(row["setting"])))
-    write(rows, hardware.machine(target), workdir)
+        order = list(prompts), list(settings)
+        rows.sort(key=lambda row: (order[0].index(row["task"]), order[1].index(row["setting"])))
+        text = write(rows, hardware.machine(target), workdir)  # whatever happens to the next one
+    print(f"\n{text}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
 
 
 def check_room(drafts, target, prompts, config) -> None:
@@ -330,8 +332,8 @@ def table(rows: list[dict]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> None:
-    """Writes the figures, the table and the plot."""
+def write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> str:
+    """Writes the figures, the tables and the plot; returns the tables."""
     from spsjax.cli import plots
 
     figures = {"machine": machine, "rows": rows}
@@ -341,7 +343,7 @@ def write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> None:
     atomic_files.write(workdir / "table.md", text)
     plot = plots.tasks if len({row["task"] for row in rows}) > 1 else plots.drafters
     plot([row for row in rows if row["rule"] is None], workdir / "table.png")
-    print(f"\n{text}\n{workdir / 'table.md'}, {workdir / 'table.png'}")
+    return text
 
 
 if __name__ == "__main__":

@@ -112,12 +112,6 @@ class KVCache:
         tokens = output.block.positions.shape[1]
         return self.write(output.block, None, self.lengths + tokens, output.hidden)
 
-    def insert(self, row: Array, other: "KVCache") -> "KVCache":
-        """Returns the cache with the first row of `other` in the place of row `row`."""
-        own = dataclasses.replace(self, distances=())
-        inserted = insert_row(own, row, dataclasses.replace(other, distances=()))
-        return dataclasses.replace(inserted, distances=self.distances)
-
 
 def _row_major(buffer: Array) -> Array:
     """Keeps the order of a buffer's axes in a TPU's memory.
@@ -137,20 +131,29 @@ def _row_major(buffer: Array) -> Array:
 
 
 def insert_row(state, row: Array, other):
-    """Returns a pytree of arrays [B, ...] with the first row of `other` at index `row`.
-
-    Caches insert on their own: not all that they hold has a batch axis.
-    """
+    """Returns a pytree of arrays [B, ...] with the first row of `other` at index `row`."""
 
     def insert(mine, theirs):
-        if isinstance(mine, KVCache):
-            return mine.insert(row, theirs)
         return lax.dynamic_update_slice_in_dim(mine, theirs[:1], row, axis=0)
 
-    def is_cache(leaf):
-        return isinstance(leaf, KVCache) and leaf is not state
+    return _by_rows(insert, state, other)
 
-    return jax.tree.map(insert, state, other, is_leaf=is_cache)
+
+def take_rows(state, rows_B: Array):
+    """Returns some rows of a pytree of arrays [B, ...]."""
+    return _by_rows(lambda array: array[rows_B], state)
+
+
+def _by_rows(function, *trees):
+    """Maps a function over the arrays of pytrees that have rows, not over distances of caches."""
+
+    def apply(*leaves):
+        if not isinstance(leaves[0], KVCache):
+            return function(*leaves)
+        bare = (dataclasses.replace(cache, distances=()) for cache in leaves)
+        return dataclasses.replace(jax.tree.map(function, *bare), distances=leaves[0].distances)
+
+    return jax.tree.map(apply, *trees, is_leaf=lambda leaf: isinstance(leaf, KVCache))
 
 
 def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:

@@ -423,14 +423,22 @@ def begin(
 def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
     """Returns the state with the first row of `fresh` in the place of row `row`, in [0, B).
 
-    Both come from `prefill` of one program. Raises InputError if `fresh` has more slots or, unless
+    Both come from `prefill` of one program. A pacer goes on with what it knows of the row's text
+    before, since requests are alike. Raises InputError if `fresh` has more slots or, unless
     traced by `jit`, if there is no such row.
     """
     if not isinstance(row, jax.core.Tracer) and not 0 <= row < len(state.tokens):
         raise InputError(f"row: expected a row in [0, {len(state.tokens)}), found {row}")
     if (found := fresh.tokens.shape[1]) > (slots := state.tokens.shape[1]):
         raise InputError(f"fresh: expected a state of at most {slots} slots, found {found}")
-    return kv.insert_row(state, row, fresh)
+    return dataclasses.replace(kv.insert_row(state, row, fresh), pace=state.pace)
+
+
+def take(state: DecodeState, rows_B: Array) -> DecodeState:
+    """Returns a state of some rows of another; where the row is -1, one that is done."""
+    taken, nothing = kv.take_rows(state, jnp.maximum(rows_B, 0)), rows_B < 0
+    done, failed = taken.done | nothing, taken.failed & ~nothing
+    return dataclasses.replace(taken, done=done, failed=failed)
 
 
 def stop(state: DecodeState, row: Array) -> DecodeState:

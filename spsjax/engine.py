@@ -19,6 +19,7 @@ from spsjax.utils.compilation import compiled
 from spsjax.verifiers.base import Verifier
 
 _SAMPLED = 64  # tokens of the first prompt, in all rows, on which costs are measured
+_CALM = 8  # times in a row that fewer rows would do before the loop has fewer
 _READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "accepted"
 
 
@@ -33,6 +34,7 @@ class Request:
         tokens: new tokens so far, an end of sequence included.
         done: whether there will be no more.
         error: the exception that ended it early; None: nothing did.
+        cancelled: whether it was cancelled.
         rounds: passes of the target after the prompt.
         accepted_histogram: [K+1], rounds per number of accepted draft tokens.
     """
@@ -44,8 +46,8 @@ class Request:
         self.error: BaseException | None = None
         self.rounds = 0
         self.accepted_histogram: list[int] = []
+        self.cancelled = False
         self._engine, self._call = engine, call
-        self._cancelled = False
 
     @property
     def text(self) -> str:
@@ -62,7 +64,7 @@ class Request:
 
     def cancel(self) -> None:
         """Ends it soon. It keeps the tokens that it has, and its row goes to another request."""
-        self._cancelled = True
+        self.cancelled = True
 
     def result(self) -> list[int]:
         """Runs the engine until this request is done, and returns its new tokens.
@@ -95,10 +97,9 @@ class Request:
 
 @dataclasses.dataclass
 class _Reading:
-    """A prompt that is being read for a row."""
+    """A prompt that is being read."""
 
     request: Request
-    row: int
     tokens: jax.Array | np.ndarray  # [B, S], of which the first row is the prompt
     count: int = 0  # tokens that were read
     caches: tuple | None = None
@@ -108,7 +109,8 @@ class Engine:
     """Continuous batching: requests run in the rows of one compiled loop.
 
     Between runs of a few rounds, rows that are done are emptied, and waiting prompts are read a
-    chunk at a time and put into empty rows.
+    chunk at a time and put into empty rows. A loop has 1, 2, 4, ... rows, as many as requests need,
+    since a round takes longer with more of them.
 
     **Lossless** with a lossless verifier, as `generate` is. A request's tokens are those of
     `generate` alone with the same seed, to rounding, whatever else runs. (With "auto", what is
@@ -117,7 +119,7 @@ class Engine:
 
     Attributes:
         model: the target.
-        rows: requests that run at the same time.
+        rows: most requests that run at the same time.
         slots: tokens of each row: a prompt, its continuation, and K + 1 more.
     """
 
@@ -138,7 +140,7 @@ class Engine:
 
         Args:
             model, drafter, num_speculative_tokens, verifier, stop_at_eos: as for `generate`.
-            rows: requests that run at the same time.
+            rows: most requests that run at the same time.
             slots: tokens of each row: a prompt, its continuation, and K + 1 more.
             chunk: most tokens of a prompt that are read between two runs of the loop.
             rounds: rounds of a run. More of them cost less time of the host, and make requests
@@ -153,13 +155,20 @@ class Engine:
             check_integer(name, value, 1)
         self._fixed = drafter, num_speculative_tokens, verifier, stop_at_eos
         self.model, self.slots = model, decode.num_slots(slots)
-        self._empty = self._checked([[0]] * rows, SamplingParams(), 0, 0)
-        self._empty.slots = self.slots
-        self.rows = len(self._empty.lengths)  # a mesh may have room for more
-        self._chunk = min(chunk, decode.most_read(self._empty.program, self.slots))
+        whole = self._checked([[0]] * rows, SamplingParams(), 0, 0)
+        self.rows = len(whole.lengths)  # a mesh may have room for more
+        least = 1 if model.mesh is None else model.mesh.shape["data"]
+        sizes = {min(least << i, self.rows) for i in range(self.rows.bit_length() + 1)}
+        self._sizes = sorted(sizes)  # numbers of rows for which a loop is compiled
+        self._loops: dict[int, request.Request] = {}  # by number of rows, with nothing to do
+        self._program, self._params = whole.program, whole.params
+        self._context = whole.context
+        self._chunk = min(chunk, decode.most_read(whole.program, self.slots))
         self._rounds = rounds
         self._state: decode.DecodeState | None = None
-        self._sample: request.Request | None = None  # on which the costs of rounds are measured
+        self._calm = 0  # times in a row that fewer rows would have done
+        # The first request's prompt and sampling, on which the costs of rounds are measured.
+        self._sample: tuple[list[int], SamplingParams] | None = None
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}
         self._reading: _Reading | None = None
@@ -187,13 +196,43 @@ class Engine:
                 f"{self.slots} slots, found {needed}"
             )
         submitted = Request(self, call)
-        if self._sample is None and call.program.pacer is not None:
-            beginning = [call.prompts[0][:_SAMPLED]] * self.rows
-            self._sample = self._checked(beginning, sampling, 0, seed)
-            self._sample.slots = self.slots
+        self._sample = self._sample or (call.prompts[0][:_SAMPLED], sampling)
         with self._changed:
             self._waiting.append(submitted)
         return submitted
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet, those that were cancelled included."""
+        return len(self._waiting) + (self._reading is not None)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the rows of the loop."""
+        return len(self._running)
+
+    def room_after(self, prompt: Sequence[int]) -> int:
+        """Returns how many new tokens may follow a prompt of token ids; below 0: it is too long."""
+        K = self._program.drafter.num_speculative_tokens
+        return min(self._context, self.slots - K - 1) - len(prompt)
+
+    def warm_up(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams = SamplingParams()
+    ) -> None:
+        """Compiles what requests like these need, for loops of all sizes, while nothing else runs.
+
+        Otherwise this happens when it is needed first, and all requests wait. With "auto", the
+        costs of rounds are measured on the first prompt.
+        """
+        for prompt in prompts:
+            self.submit(prompt, sampling, 1).result()
+        for rows in self._sizes:
+            loop = self._loop(rows)
+            state, _ = execution.prefill(loop)
+            state, _ = execution.run(loop, state, 0)
+            with self.model.in_mesh():
+                for others in self._sizes:
+                    compiled(decode.take)(state, np.full(others, -1, np.int32))
 
     def step(self) -> bool:
         """Reads a chunk of the waiting prompts, and runs the loop for a few rounds.
@@ -212,7 +251,9 @@ class Engine:
             while left > 0 and (count := self._read()):
                 left -= count
             if self._running:
-                self._state, _ = execution.run(self._empty, self._state, self._rounds)
+                self._fit(len(self._running) + (self._reading is not None))
+                loop = self._loop(len(self._state.done))
+                self._state, _ = execution.run(loop, self._state, self._rounds)
                 self._hand_out()
         except BaseException as error:
             self._give_up(error)
@@ -249,7 +290,7 @@ class Engine:
         """
         if self._reading is None and not self._take_next():
             return 0
-        reading, program, params = self._reading, self._empty.program, self._empty.params
+        reading, program, params = self._reading, self._program, self._params
         prompt, call = reading.request.prompt, reading.request._call
         rows, _, lengths, limits, keys = call.inputs
         width = min(self._chunk, decode.num_slots(len(prompt)), self.slots)
@@ -266,30 +307,59 @@ class Engine:
                 return width
             begin = compiled(decode.begin, program, donate=0)
             fresh, _ = begin(reading.caches, rows, reading.tokens, lengths, limits, keys)
-            row = execution.placed(call, np.int32(reading.row))
-            self._state, _ = compiled(decode.insert, donate=0)(self._state, row, fresh)
-        self._running[reading.row], self._reading = reading.request, None
+        self._fit(len(self._running) + 1)
+        row = min(set(range(len(self._state.done))) - self._running.keys())
+        with self.model.in_mesh():
+            insert = compiled(decode.insert, donate=0)
+            self._state, _ = insert(self._state, np.int32(row), fresh)
+        self._running[row], self._reading = reading.request, None
         return width
+
+    def _loop(self, rows: int) -> request.Request:
+        """Returns the loop of so many rows: a call with nothing to do, and the costs of its rounds.
+
+        They are measured when the loop is needed first.
+        """
+        if rows not in self._loops:
+            loop = self._checked([[0]] * rows, SamplingParams(), 0, 0)
+            loop.slots = self.slots
+            if loop.program.pacer is not None:
+                prompt, sampling = self._sample
+                measured = self._checked([prompt] * rows, sampling, 0, 0)
+                measured.slots = self.slots
+                execution.prepare(measured)
+                loop.params["costs"] = measured.params["costs"]
+            self._loops[rows] = loop
+        return self._loops[rows]
+
+    def _fit(self, count: int) -> None:
+        """Gives the state as many rows as so many requests need; fewer only after a while."""
+        size = next(size for size in self._sizes if size >= count)
+        if self._state is None:
+            self._state, _ = execution.prefill(self._loop(size))
+        now = len(self._state.done)
+        self._calm = self._calm + 1 if size < now else 0
+        if size > now or self._calm > _CALM:
+            rows = np.full(size, -1, np.int32)
+            rows[: len(self._running)] = list(self._running)
+            with self.model.in_mesh():
+                self._state, _ = compiled(decode.take)(self._state, rows)
+            self._running = dict(enumerate(self._running.values()))
+            self._calm = 0
 
     def _take_next(self) -> bool:
         """Begins to read the prompt that has waited longest, if a row is free for it."""
-        free = set(range(self.rows)) - self._running.keys()
         with self._changed:
-            if not free or not self._waiting:
+            if len(self._running) == self.rows or not self._waiting:
                 return False
             submitted = self._waiting.popleft()
             rows = len(submitted._call.lengths)  # more than one on a mesh
             tokens = np.zeros((rows, self.slots), np.int32)
             tokens[0, : len(submitted.prompt)] = submitted.prompt
             tokens[0, len(submitted.prompt) :] = submitted.prompt[-1]
-            self._reading = _Reading(submitted, min(free), tokens)
+            self._reading = _Reading(submitted, tokens)
         where = sharding.batch_sharding(self.model.mesh)
         self._reading.tokens = jax.device_put(tokens, where)
-        if self._state is None:
-            if self._sample is not None:
-                execution.prepare(self._sample)
-                self._empty.params["costs"] = self._sample.params["costs"]
-            self._state, _ = execution.prefill(self._empty)
         return True
 
     def _hand_out(self) -> None:
@@ -313,22 +383,21 @@ class Engine:
         """Ends the requests that were cancelled."""
         with self._changed:
             for submitted in [*self._waiting]:
-                if submitted._cancelled:
+                if submitted.cancelled:
                     self._waiting.remove(submitted)
                     submitted.done = True
-        if self._reading is not None and self._reading.request._cancelled:
+        if self._reading is not None and self._reading.request.cancelled:
             self._reading.request.done = True
             self._reading = None
         for row, submitted in list(self._running.items()):
-            if submitted._cancelled:
+            if submitted.cancelled:
                 self._empty_row(row)
                 submitted.done = True
                 del self._running[row]
 
     def _empty_row(self, row: int) -> None:
         with self.model.in_mesh():
-            row = execution.placed(self._empty, np.int32(row))
-            self._state, _ = compiled(decode.stop, donate=0)(self._state, row)
+            self._state, _ = compiled(decode.stop, donate=0)(self._state, np.int32(row))
 
     def _give_up(self, error: BaseException) -> None:
         """Ends all that runs with an error: the rows may be lost. What waits is tried again.

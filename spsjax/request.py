@@ -32,6 +32,7 @@ class Request:
         params: parameters of target and drafter.
         slots: size of token buffers and caches.
         prompts: token ids per prompt.
+        context: most tokens of a prompt and its continuation, of target and drafter.
         lengths: [B] lengths of the prompts; rows beyond the prompts fill up the mesh.
         inputs: arrays for `decode.prefill`.
     """
@@ -66,6 +67,7 @@ class Request:
         contexts = {model.name: model.config.max_positions}
         if loaded.max_positions:
             contexts[loaded.name] = loaded.max_positions
+        self.context = min(contexts.values())
         check_lengths(self.prompts, new_tokens, contexts, name)
         eos_ids = model.config.eos_ids if stop_at_eos else ()
         paced = num_speculative_tokens == AUTO and loaded.drafter.num_speculative_tokens > 0

@@ -91,6 +91,15 @@ def test_inserted_row_continues_as_if_alone(target, draft, name):
         np.testing.assert_array_equal(
             tokens[row, : lengths[row]], undisturbed[0][row, : lengths[row]]
         )
+    # The same rows in another order, one of them left out.
+    taken, _ = compiled(decode.take)(inserted, np.asarray([2, -1, 1], np.int32))
+    assert taken.done.tolist() == [inserted.done[2], True, inserted.done[1]]
+    others, other_lengths = finish(request, taken)
+    for row, before in ((0, 2), (2, 1)):
+        assert other_lengths[row] == lengths[before]
+        np.testing.assert_array_equal(
+            others[row, : lengths[before]], tokens[before, : lengths[before]]
+        )
 
 
 def test_insert_takes_the_first_row_of_a_padded_state(target):
@@ -118,7 +127,8 @@ def test_inserted_row_works_with_relative_positions():
     single = request_of(target, nearby_model(target), [[11, 12, 11]])
     fresh, _ = execution.prefill(single)
     inserted, _ = compiled(decode.insert)(state, jnp.int32(2), fresh)
-    tokens, lengths = finish(request, inserted)
+    taken, _ = compiled(decode.take)(inserted, np.asarray([1, 0, 2], np.int32))
+    tokens, lengths = finish(request, taken)
     alone, (length,) = finish(single, fresh)
     np.testing.assert_array_equal(tokens[2, : lengths[2]], alone[0, :length])
 

@@ -61,14 +61,34 @@ def test_costs_are_measured_on_the_first_prompt(target, draft, monkeypatch):
         return 0.0
 
     monkeypatch.setattr(execution, "prepare", prepare)
-    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=96)
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=96, rounds=1)
     requests = [engine.submit(prompt, GREEDY, 3) for prompt in ([1, 2, 3], [4])]
     for request in requests:
         out = spsjax.generate(target, [request.prompt], sampling=GREEDY, max_new_tokens=3)
         assert request.result() == out.tokens[0].tolist()
-    (call,) = [call for call in calls if call.program.pacer]
-    assert call.prompts == [[1, 2, 3]] * 2 and call.slots == engine.slots
-    assert call.inputs[0].temperature.tolist() == [0, 0]
+    measured = [call for call in calls if call.program.pacer]
+    assert [call.prompts for call in measured] == [[[1, 2, 3]], [[1, 2, 3]] * 2]
+    for call in measured:
+        assert call.slots == engine.slots and not call.inputs[0].temperature.any()
+
+
+def test_loop_has_as_many_rows_as_requests_need(target, draft):
+    """It grows at once, and shrinks after some steps. Each row keeps its text, wherever it is."""
+    engine = spsjax.Engine(target, draft, 3, rows=4, slots=160, rounds=1, stop_at_eos=False)
+    expected = {}
+    for seed, count in enumerate((120, 20, 20, 40)):
+        options = SamplingParams(), count, seed
+        out = spsjax.generate(target, [[seed, 5]], draft, 3, *options, stop_at_eos=False)
+        expected[seed] = out.tokens[0].tolist()
+    rows, requests = [], [engine.submit([0, 5], SamplingParams(), 120, 0)]
+    engine.step()
+    rows.append(len(engine._state.done))
+    for seed, count in enumerate((20, 20, 40), 1):
+        requests.append(engine.submit([seed, 5], SamplingParams(), count, seed))
+    while engine.step():
+        rows.append(len(engine._state.done))
+    assert [request.tokens for request in requests] == list(expected.values())
+    assert rows[:2] == [1, 4] and rows[-1] == 1 and set(rows) == {1, 2, 4}
 
 
 def test_rows_are_filled_again(endless):

@@ -219,7 +219,7 @@ def test_parts_that_do_not_fit_are_refused(draft):
     for lookup in (model, whole, copy.Drafter(K)):
         with pytest.raises(InputError, match=r"^lookup: expected a drafter without a state"):
             hybrid.Drafter(model, lookup)
-    with pytest.raises(InputError, match=r"^model: expected a drafter, found none"):
+    with pytest.raises(InputError, match=r"^model: expected a drafter with K >= 1"):
         hybrid.Drafter(none.Drafter(), suffix.Drafter(K))
 
 

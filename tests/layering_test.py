@@ -20,7 +20,7 @@ FLOORS = (
     {"request"},
     {"execution"},
     {"generation", "engine", "data", "performance"},
-    {"training", "evaluation"},
+    {"training", "evaluation", "serving"},
     {"cli"},
 )
 # The rooms whose modules import only what they share, never each other.

@@ -208,6 +208,24 @@ def predicted(curves: Mapping[str, Mapping[int, tuple]], path) -> None:
             axes[0, 0].legend(fontsize="small")
 
 
+def load(rows: Sequence[Mapping], path) -> None:
+    """Draws the mean and the 99th percentile of latency over the load, one line per system."""
+    kinds = list(dict.fromkeys(row["load"] for row in rows))
+    titles = {"rate": "requests per second", "clients": "clients"}
+    with panels(path, len(kinds), 2, figsize=(10, 4 * len(kinds))) as axes:
+        for line, kind in enumerate(kinds):
+            for name in dict.fromkeys(row["system"] for row in rows):
+                own = [row for row in rows if (row["load"], row["system"]) == (kind, name)]
+                values = [row["value"] for row in own]
+                means = [row["latency"] for row in own]
+                worst = [row["latency_percentiles"][-1] for row in own]
+                axes[line, 0].plot(values, means, "o-", label=name)
+                axes[line, 1].plot(values, worst, "o-", label=name)
+            for axis, title in zip(axes[line], ("mean latency, s", "99th percentile, s")):
+                axis.set(xlabel=titles[kind], ylabel=title, xscale="log", yscale="log")
+        axes[0, 0].legend(fontsize="small")
+
+
 def verifiers(rows: Sequence[Mapping], path) -> None:
     """Draws tokens per call over the draft tokens of a round, one panel per sampling setting.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.drafters import base, none
+from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.types import Array, PyTree, Round, pytree_dataclass
 
@@ -69,8 +69,6 @@ class Drafter(base.Drafter):
             drafter = getattr(self, name)
             if not isinstance(drafter, base.Drafter) or drafter.trees:
                 raise InputError(f"{name}: expected a drafter of chains, found another")
-        if isinstance(self.model, none.Drafter):
-            raise InputError("model: expected a drafter, found none, which drafts nothing")
         own = [getattr(type(self.lookup), name) for name in ("init", "prefill", "commit")]
         if own != [base.Drafter.init, base.Drafter.prefill, base.Drafter.commit]:
             raise InputError(f"lookup: {_LOOKUP}")
@@ -82,6 +80,8 @@ class Drafter(base.Drafter):
         most = self.model.num_speculative_tokens if most is None else most
         check_integer("num_speculative_tokens", K, 0)
         check_integer("model_tokens", most, 0)
+        if K and not self.model.num_speculative_tokens:
+            raise InputError("model: expected a drafter with K >= 1, found one that drafts nothing")
         # The model's buffers have room for whatever a round commits. It may rest between rounds.
         model = dataclasses.replace(self.model.paced(), num_speculative_tokens=K)
         lookup = dataclasses.replace(self.lookup, num_speculative_tokens=K)

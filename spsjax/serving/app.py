@@ -1,0 +1,293 @@
+"""The ASGI application: endpoints, limits and streams."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from spsjax.errors import InputError, one_line, short_repr
+from spsjax.serving import protocol
+from spsjax.serving.metrics import Metrics
+from spsjax.serving.protocol import ApiError
+from spsjax.serving.worker import Busy, Ticket, Worker
+
+_LOOK_SECONDS = 0.5  # how often a waiting handler looks whether its client is still there
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a server allows.
+
+    Attributes:
+        name: name of the model that clients ask for.
+        api_key: key that clients must send; empty: none.
+        most_bytes: greatest size of a request's body.
+        most_tokens: most new tokens of a request.
+    """
+
+    name: str
+    api_key: str = ""
+    most_bytes: int = 2**20
+    most_tokens: int = 4096
+
+
+def make(worker: Worker, options: Options) -> Starlette:
+    """Returns the application of a worker, which it stops when it ends."""
+    server = _Server(worker, options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        yield
+        await asyncio.to_thread(worker.stop)
+
+    routes = [
+        Route("/health", server.health),
+        Route("/metrics", server.answering(server.metrics)),
+        Route("/v1/models", server.answering(server.models)),
+        Route("/v1/models/{name:path}", server.answering(server.model)),
+        Route("/v1/completions", server.answering(server.completions), methods=["POST"]),
+        Route("/v1/chat/completions", server.answering(server.chat), methods=["POST"]),
+    ]
+    unknown = {
+        404: lambda http, error: _refusal(ApiError(404, f"{http.url.path}: no such endpoint")),
+        405: lambda http, error: _refusal(ApiError(405, f"{http.method}: expected another method")),
+    }
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=unknown)
+
+
+def _refusal(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+class _Server:
+    """The endpoints of one worker."""
+
+    def __init__(self, worker: Worker, options: Options):
+        self._worker, self._options = worker, options
+        self._metrics = Metrics(worker.engine)
+        self._started = int(time.time())
+
+    def answering(self, endpoint: Callable) -> Callable:
+        """Returns an endpoint that checks the key, answers errors and counts answers."""
+
+        async def answer(http: HttpRequest) -> Response:
+            try:
+                self._check_key(http)
+                response = await endpoint(http)
+            except ApiError as error:
+                response = _refusal(error)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it
+            self._metrics.answered(http.url.path, response.status_code)
+            return response
+
+        return answer
+
+    async def health(self, http: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        self._check_model(http.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, http: HttpRequest) -> Response:
+        ask = protocol.parse(protocol.Completion, await self._body(http))
+        return await self._answer(http, ask, ask.prompts)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        ask = protocol.parse(protocol.Chat, await self._body(http))
+        tokenizer = self._worker.engine.model.tokenizer
+        try:
+            prompt = await asyncio.to_thread(tokenizer.chat, ask.conversation)
+        except InputError as error:
+            raise ApiError(400, str(error)) from None
+        return await self._answer(http, ask, [prompt])
+
+    def _model(self) -> dict:
+        about = {"object": "model", "created": self._started, "owned_by": "spsjax"}
+        return {"id": self._options.name} | about
+
+    def _check_model(self, name: str) -> None:
+        if name != self._options.name:
+            text = f"model: expected {self._options.name!r}, found {short_repr(name)}"
+            raise ApiError(404, text, "not_found_error")
+
+    def _check_key(self, http: HttpRequest) -> None:
+        if not self._options.api_key:
+            return
+        kind, _, key = http.headers.get("authorization", "").partition(" ")
+        wanted = self._options.api_key.encode()
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), wanted):
+            raise ApiError(401, "expected the API key as a bearer token", "authentication_error")
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """Returns the body, of which no more than is allowed is read."""
+        most, body = self._options.most_bytes, bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > most:
+                raise ApiError(413, f"body: expected at most {most} bytes, found more")
+        return bytes(body)
+
+    async def _answer(self, http: HttpRequest, ask: protocol.Ask, prompts: list) -> Response:
+        self._check_model(ask.model)
+        start, tickets = time.monotonic(), await self._submit(ask, prompts)
+        reply = protocol.Reply(ask)
+        if ask.stream:  # which notices itself if its client has gone
+            events = self._events(None, ask, tickets, start)
+            return _EventStream(_lines(events, reply, ask, tickets), tickets)
+        texts, reasons = [""] * len(tickets), [""] * len(tickets)
+        async with contextlib.aclosing(self._events(http, ask, tickets, start)) as events:
+            async for index, text, reason in events:
+                texts[index] += text
+                reasons[index] = reason or reasons[index]
+        return JSONResponse(reply.whole(texts, reasons, _usage(tickets, len(prompts))))
+
+    async def _submit(self, ask: protocol.Ask, prompts: list) -> list[Ticket]:
+        """Returns tickets of all choices of all prompts."""
+        count, most = ask.n or 1, self._options.most_tokens
+        if ask.most_tokens is not None and ask.most_tokens > most:
+            raise ApiError(400, f"max_tokens: expected at most {most}, found {ask.most_tokens}")
+        if not prompts:
+            raise ApiError(400, "prompt: expected at least one, found none")
+        seed = secrets.randbits(32) if ask.seed is None else ask.seed
+        every = [prompt for prompt in prompts for _ in range(count)]
+        seeds = [(seed + index) % 2**32 for index in range(len(every))]
+        budget = ask.most_tokens
+        if budget is None:
+            room = min(map(self._worker.engine.room_after, prompts))
+            budget = max(min(room, most), 0)
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.to_thread(
+                self._worker.submit, every, ask.sampling, budget, seeds, loop
+            )
+        except InputError as error:
+            raise ApiError(400, str(error)) from None
+        except Busy:
+            text, later = "too many requests wait; try again later", {"Retry-After": "1"}
+            raise ApiError(429, text, "rate_limit_error", **later) from None
+
+    async def _events(
+        self, http: HttpRequest | None, ask: protocol.Ask, tickets: list[Ticket], start: float
+    ) -> AsyncIterator[tuple[int, str, str | None]]:
+        """Yields index, new text, and at the end the reason of each choice, as they come.
+
+        However it ends, all requests are done or cancelled after it. With `http` it ends when the
+        client has gone.
+        """
+        pieces: asyncio.Queue = asyncio.Queue()
+        tasks = []
+        for index, ticket in enumerate(tickets):
+            cut = protocol.Cut(ask.stops)
+            follow = self._follow(http, index, ticket, cut, pieces, start)
+            tasks.append(asyncio.create_task(follow))
+        try:
+            left = len(tickets)
+            while left:
+                piece = await pieces.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                left -= piece[2] is not None
+                yield piece
+        finally:
+            for ticket, task in zip(tickets, tasks):
+                ticket.request.cancel()
+                task.cancel()
+
+    async def _follow(self, http, index: int, ticket: Ticket, cut, pieces, start: float) -> None:
+        """Puts the text of one choice into a queue as it comes."""
+        request, sent, began = ticket.request, 0, False
+        try:
+            while True:
+                done = request.done
+                text = cut(request.text, done)
+                if request.tokens and not began:
+                    began = True
+                    self._metrics.began(start)
+                if done and request.error is not None:
+                    raise request.error
+                if done and request.cancelled:
+                    raise ApiError(503, "the server is being stopped", "server_error")
+                reason = None
+                if done or cut.found:
+                    eos = self._worker.engine.model.config.eos_ids
+                    ended = cut.found or (request.tokens and request.tokens[-1] in eos)
+                    reason = "stop" if ended else "length"
+                if len(text) > sent or reason:
+                    pieces.put_nowait((index, text[sent:], reason))
+                    sent = max(sent, len(text))
+                if reason:
+                    return
+                await ticket.news(_LOOK_SECONDS)
+                if http is not None and await http.is_disconnected():
+                    raise ClientDisconnect
+        except (ApiError, ClientDisconnect) as error:
+            pieces.put_nowait(error)
+        except Exception as error:  # of this request, or of the model: the other requests go on
+            pieces.put_nowait(ApiError(500, one_line(error), "server_error"))
+        finally:
+            request.cancel()
+            self._metrics.ended(request, start)
+
+
+class _EventStream(StreamingResponse):
+    """Lines that are sent as they come. However it ends, its requests are done or cancelled."""
+
+    def __init__(self, lines: AsyncIterator[str], tickets: list[Ticket]):
+        super().__init__(lines, media_type="text/event-stream")
+        self._tickets = tickets
+
+    async def __call__(self, scope, receive, send):
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for ticket in self._tickets:
+                ticket.request.cancel()
+
+
+async def _lines(stream, reply: protocol.Reply, ask: protocol.Ask, tickets: list[Ticket]):
+    """Yields the lines of an event stream."""
+    begun: set[int] = set()
+    try:
+        async for index, text, reason in stream:
+            if text or index not in begun:
+                yield _line(reply.piece(index, text, first=index not in begun))
+                begun.add(index)
+            if reason:
+                yield _line(reply.piece(index, "", reason))
+        if ask.wants_usage:
+            yield _line(reply.usage(_usage(tickets, len(tickets) // (ask.n or 1))))
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield _line(error.body())
+    finally:
+        await stream.aclose()
+
+
+def _line(body: dict) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _usage(tickets: list[Ticket], prompts: int) -> dict[str, int]:
+    """Returns the numbers of tokens; a prompt counts once, however many choices it has."""
+    each = len(tickets) // prompts
+    before = sum(len(ticket.request.prompt) for ticket in tickets[::each])
+    new = sum(len(ticket.request.tokens) for ticket in tickets)
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}

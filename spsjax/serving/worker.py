@@ -1,0 +1,124 @@
+"""A thread that runs an engine for callers in an event loop."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from spsjax.engine import Engine, Request
+from spsjax.errors import InputError
+from spsjax.sampling import SamplingParams
+
+
+class Busy(Exception):
+    """Too many requests wait already."""
+
+
+class Ticket:
+    """A submitted request, seen from an event loop.
+
+    Attributes:
+        request: the engine's request.
+    """
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
+        self.request, self._loop = request, loop
+        self._news = asyncio.Event()
+        self._seen = 0
+
+    async def news(self, seconds: float) -> None:
+        """Waits until there are more tokens or the request is done, or for so many seconds."""
+        try:
+            await asyncio.wait_for(self._news.wait(), seconds)
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    def publish(self) -> bool:
+        """Tells the event loop what is new, from the engine's thread; returns whether it is done.
+
+        The event loop may be closed by now, which is no concern of the others.
+        """
+        done = self.request.done  # before the tokens: they are complete if it is
+        if done or len(self.request.tokens) > self._seen:
+            self._seen = len(self.request.tokens)
+            try:
+                self._loop.call_soon_threadsafe(self._news.set)
+            except RuntimeError:
+                self.request.cancel()
+        return done
+
+
+class Worker:
+    """Runs an engine in a thread of its own until it is stopped.
+
+    Args:
+        engine: the engine, which nobody else runs.
+        most_waiting: requests that may wait for a row.
+    """
+
+    def __init__(self, engine: Engine, most_waiting: int):
+        self.engine, self._most_waiting = engine, most_waiting
+        self._tickets: set[Ticket] = set()
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams,
+        max_new_tokens: int | None,
+        seeds: Sequence[int],
+        loop: asyncio.AbstractEventLoop,
+    ) -> list[Ticket]:
+        """Queues one request for each prompt, all or none, and returns their tickets.
+
+        Args:
+            prompts, sampling: as for `Engine.submit`.
+            max_new_tokens: None: as many as there is room for after prompts of token ids.
+            seeds: one for each prompt.
+            loop: event loop in which the tickets are waited for.
+
+        Raises:
+            Busy: too many requests wait.
+            InputError: an argument that cannot be used.
+        """
+        with self._lock:
+            if self._stopped or self.engine.num_waiting + len(prompts) > self._most_waiting:
+                raise Busy
+            requests = []
+            try:
+                for prompt, seed in zip(prompts, seeds, strict=True):
+                    count = max_new_tokens
+                    if count is None:
+                        count = self.engine.room_after(prompt)
+                    requests.append(self.engine.submit(prompt, sampling, count, seed))
+            except InputError:
+                for request in requests:
+                    request.cancel()
+                raise
+            tickets = [Ticket(request, loop) for request in requests]
+            self._tickets.update(tickets)
+        self._wake.set()
+        return tickets
+
+    def stop(self) -> None:
+        """Cancels what is left, and ends the thread."""
+        with self._lock:
+            self._stopped = True
+            for ticket in self._tickets:
+                ticket.request.cancel()
+        self._wake.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            busy = self.engine.step()
+            with self._lock:
+                self._tickets = {ticket for ticket in self._tickets if not ticket.publish()}
+                if self._stopped and not self._tickets:
+                    return
+            if not busy:
+                self._wake.wait()
+                self._wake.clear()
