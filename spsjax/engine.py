@@ -227,12 +227,12 @@ class Engine:
         for prompt in prompts:
             self.submit(prompt, sampling, 1).result()
         for rows in self._sizes:
-            loop = self._loop(rows)
-            state, _ = execution.prefill(loop)
-            state, _ = execution.run(loop, state, 0)
+            self._state, _ = execution.prefill(self._loop(rows))
+            self._calm = 0  # or it would have fewer rows at once
+            self.submit(prompts[0], sampling, 1).result()
             with self.model.in_mesh():
                 for others in self._sizes:
-                    compiled(decode.take)(state, np.full(others, -1, np.int32))
+                    compiled(decode.take)(self._state, np.full(others, -1, np.int32))
 
     def step(self) -> bool:
         """Reads a chunk of the waiting prompts, and runs the loop for a few rounds.

@@ -11,6 +11,7 @@ from conftest import build_model, spread_model
 import spsjax
 from spsjax import InputError, NonFiniteError, SamplingParams, execution, pacing
 from spsjax.parallel import sharding
+from spsjax.utils import compilation
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -240,3 +241,19 @@ def test_error_of_the_loop_ends_what_runs_and_not_what_waits(target, monkeypatch
         first.result()
     out = spsjax.generate(target, [[2]], None, 0, GREEDY, 5, stop_at_eos=False)
     assert second.result() == out.tokens[0].tolist()
+
+
+def test_warm_engine_compiles_nothing_more(target, draft):
+    """Whatever number of requests comes, after prompts of the same lengths."""
+    engine = spsjax.Engine(target, draft, 2, rows=4, slots=96, stop_at_eos=False)
+    engine.warm_up([[1, 2, 3]])
+    compiled_at = getattr(compilation._newest, "ended", 0)
+    requests = [engine.submit([seed, 4], SamplingParams(), 10 * seed, seed) for seed in range(7)]
+    while engine.step():
+        pass
+    for _ in range(10):  # until it has one row again
+        requests.append(engine.submit([5], SamplingParams(), 20))
+        requests[-1].result()
+    assert [len(request.tokens) for request in requests] == [*range(0, 70, 10), *[20] * 10]
+    assert len(engine._state.done) == 1
+    assert compilation._newest.ended == compiled_at
