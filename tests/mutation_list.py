@@ -222,7 +222,7 @@ MUTANTS = [
         "cache.py",
         "core -k insert",
         ("theirs[:1]", "theirs[-1:]"),
-        ("inserted, distances=self.distances)", "inserted, distances=other.distances)"),
+        ("distances=leaves[0].distances", "distances=leaves[-1].distances"),
     ),
     *of(
         "cache.py",
@@ -543,7 +543,7 @@ MUTANTS = [
     *of(
         "engine.py",
         "engine",
-        ("if not free or not self._waiting", "if not self._waiting"),
+        ("len(self._running) == self.rows or not self._waiting", "not self._waiting"),
         ("reading.count += width", "reading.count += 2 * width"),
         ("if reading.count < len(prompt)", "if reading.count <= len(prompt)"),
         ("while left > 0 and", "while"),
