@@ -110,7 +110,8 @@ def simulated(config: ConfigDict, depths: list, workdir: pathlib.Path):
     configs.begin("Simulated load", config, workdir)
 
     def serve(K, jobs, clients, progress):
-        return load.simulate(model, jobs, K if isinstance(K, int) else None)
+        depth = K if isinstance(K, int) else None
+        return load.simulate(model, jobs, depth, progress=progress)
 
     systems = [functools.partial(serve, K) for K in depths]
     return [[0] * length for length in config.prompt_lengths], systems, {"simulated": True}

@@ -85,6 +85,7 @@ def bound(host: str, port: int) -> socket.socket:
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen()  # so that whoever reads the address can connect at once
     except (OSError, UnicodeError) as error:
         raise InputError(
             f"host, port: {host}:{port}: expected a free address, found {one_line(error)}"

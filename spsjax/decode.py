@@ -423,8 +423,8 @@ def begin(
 def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
     """Returns the state with the first row of `fresh` in the place of row `row`, in [0, B).
 
-    Both come from `prefill` of one program. A pacer goes on with what it knows of the row's text
-    before, since requests are alike. Raises InputError if `fresh` has more slots or, unless
+    Both come from `prefill` of one program. The row keeps what its pacer has learned from the text
+    before, because requests are alike. Raises InputError if `fresh` has more slots or, unless
     traced by `jit`, if there is no such row.
     """
     if not isinstance(row, jax.core.Tracer) and not 0 <= row < len(state.tokens):

@@ -105,6 +105,11 @@ class _Reading:
     caches: tuple | None = None
 
 
+def row_sizes(most: int, least: int = 1) -> list[int]:
+    """Returns the numbers of rows for which a loop is compiled: each twice the one before."""
+    return sorted({min(least << i, most) for i in range(most.bit_length() + 1)})
+
+
 class Engine:
     """Continuous batching: requests run in the rows of one compiled loop.
 
@@ -158,8 +163,7 @@ class Engine:
         whole = self._checked([[0]] * rows, SamplingParams(), 0, 0)
         self.rows = len(whole.lengths)  # a mesh may have room for more
         least = 1 if model.mesh is None else model.mesh.shape["data"]
-        sizes = {min(least << i, self.rows) for i in range(self.rows.bit_length() + 1)}
-        self._sizes = sorted(sizes)  # numbers of rows for which a loop is compiled
+        self._sizes = row_sizes(self.rows, least)
         self._loops: dict[int, request.Request] = {}  # by number of rows, with nothing to do
         self._program, self._params = whole.program, whole.params
         self._context = whole.context
@@ -300,7 +304,7 @@ class Engine:
                 reading.caches, _ = read(params, reading.tokens, lengths)
             else:
                 read = compiled(decode.read, program, width, donate=4)
-                start = execution.placed(call, np.int32(reading.count))
+                start = np.int32(reading.count)
                 reading.caches, _ = read(params, reading.tokens, lengths, start, reading.caches)
             reading.count += width
             if reading.count < len(prompt):

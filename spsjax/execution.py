@@ -91,9 +91,10 @@ def _measure(request: Request) -> pacing.Costs:
         goes_on = len(times) < _SWEEPS and time.perf_counter() < end
         goes_on = bool(multihost.broadcast_int(int(goes_on)))  # clocks may differ
     # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
-    whole, score = np.min(times, axis=0).T
-    if request.program.drafter.varies:  # as much as usual, and not as little as it ever did
-        whole = score + np.median(np.diff(np.asarray(times)[..., ::-1])[..., 0], axis=0)
+    drafted, scored = np.moveaxis(times, -1, 0)
+    whole, score = drafted.min(axis=0), scored.min(axis=0)
+    if request.program.drafter.varies:  # the least would be that of texts that need little drafting
+        whole = score + np.median(drafted - scored, axis=0)
     whole, score = (np.minimum.accumulate(part[::-1])[::-1] for part in (whole, score))
     propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
     propose = np.where(np.asarray(depths) > 0, propose, 0)

@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
             "ngram": {"max_ngram": 3, "min_ngram": 1},
             "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},
             "copy": {
-                # start: place of the first token; None: after what the tokenizer puts there.
+                # start: index of the first token; None: behind what the tokenizer adds.
                 "start": config_dict.placeholder(int),
                 "max_suffix": 3,
                 "replaces": True,

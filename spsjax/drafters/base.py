@@ -13,7 +13,8 @@ from spsjax.errors import InputError
 from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 
 # How deep a loop that chooses the depth of every round drafts chains, if the drafter's own K is not
-# greater. With the root these are eight rows of a matrix product. A ninth costs as much as eight.
+# greater. With the root these are eight rows of a matrix product. A ninth takes as long as eight
+# more.
 PACED_TOKENS = 7
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax.engine import Engine
+from spsjax.engine import Engine, row_sizes
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.pacing import Costs, Fastest
 from spsjax.sampling import SamplingParams
@@ -51,7 +51,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a load's users saw; in seconds, or per second.
+    """Latencies of served requests in seconds, and new tokens per second.
 
     Attributes:
         requests: number of requests.
@@ -189,12 +189,16 @@ class Floors:
             seconds = (np.float32(part / 1e3) for part in (propose, score))
             return Costs(*seconds, np.int32(0))
 
-        sizes = sorted({min(1 << i, rows) for i in range(rows.bit_length() + 1)})
-        return Hardware(costs, lambda tokens: tokens * self.read_token / 1e3, rates, sizes)
+        read = lambda tokens: tokens * self.read_token / 1e3  # noqa: E731
+        return Hardware(costs, read, rates, row_sizes(rows))
 
 
 def simulate(
-    hardware: Hardware, jobs: Sequence[Job], depth: int | None = None, seed: int = 0
+    hardware: Hardware,
+    jobs: Sequence[Job],
+    depth: int | None = None,
+    seed: int = 0,
+    progress: Callable[[Sequence], Iterable] = iter,
 ) -> list[Served]:
     """Returns the jobs as an engine with these times would serve them.
 
@@ -203,6 +207,7 @@ def simulate(
         jobs: the jobs, in the order of their arrivals.
         depth: draft tokens of every round; None: as `pacing.Fastest` chooses.
         seed: seed of what is accepted.
+        progress: wrapper of the list of jobs, for a progress bar.
     """
     chance, K, most = np.random.default_rng(seed), len(hardware.rates), hardware.sizes[-1]
     pacer = Fastest()
@@ -210,6 +215,7 @@ def simulate(
     histories = pacer.init(most, K)
     costs = {size: hardware.costs(size) for size in hardware.sizes}
     waiting, running, served, now = collections.deque(jobs), {}, [], 0.0
+    ends = iter(progress(jobs))
     while waiting or running:
         if not running:
             now = max(now, waiting[0].arrival)
@@ -235,11 +241,13 @@ def simulate(
             if entry[1] >= job.new_tokens:
                 served.append(Served(job.arrival, entry[2], now, job.new_tokens))
                 del running[row]
+                next(ends, None)
+    next(ends, None)  # closes a progress bar
     return served
 
 
 def summary(served: Sequence[Served]) -> Summary:
-    """Returns what the users of served jobs saw."""
+    """Returns the latencies of served jobs, and their new tokens per second."""
     waits = np.asarray([job.end - job.arrival for job in served])
     firsts = np.asarray([job.first - job.arrival for job in served])
     points = 50, 90, 99

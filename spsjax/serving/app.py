@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.5  # how often a waiting handler looks whether its client is s
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a server allows.
+    """Limits of a server, and the names by which clients know it.
 
     Attributes:
         name: name of the model that clients ask for.
@@ -87,8 +87,8 @@ class _Server:
             except ApiError as error:
                 response = _refusal(error)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
-            self._metrics.answered(http.url.path, response.status_code)
+                response = Response(status_code=499)  # its client has gone
+            self._metrics.answered(endpoint.__name__, response.status_code)
             return response
 
         return answer

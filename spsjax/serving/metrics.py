@@ -20,7 +20,7 @@ class Metrics:
         self._all = CollectorRegistry()
         own = {"registry": self._all}
         self._answers = Counter(
-            "spsjax_answers", "Answers, by endpoint and HTTP status.", ("path", "status"), **own
+            "spsjax_answers", "Answers, by endpoint and HTTP status.", ("endpoint", "status"), **own
         )
         self._prompts = Counter("spsjax_prompt_tokens", "Tokens of prompts.", **own)
         self._tokens = Counter("spsjax_new_tokens", "New tokens.", **own)
@@ -54,8 +54,9 @@ class Metrics:
         """Returns all counts."""
         return generate_latest(self._all)
 
-    def answered(self, path: str, status: int) -> None:
-        self._answers.labels(path, status).inc()
+    def answered(self, endpoint: str, status: int) -> None:
+        """Counts an answer. Paths would not do as endpoints: clients can make up any number."""
+        self._answers.labels(endpoint, status).inc()
 
     def began(self, start: float) -> None:
         """Counts a request whose first tokens are there; `start` is of `time.monotonic`."""

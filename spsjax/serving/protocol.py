@@ -1,4 +1,4 @@
-"""What a client may ask, and the bodies of the answers: OpenAI's completions and chat."""
+"""Bodies of requests and answers of OpenAI's completions and chat endpoints."""
 
 import json
 import math
@@ -39,7 +39,7 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """What completions and chat have in common. Fields that the loop cannot honour are refused."""
+    """Fields of both kinds of request. Those that the loop cannot carry out are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

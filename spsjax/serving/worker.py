@@ -52,14 +52,16 @@ class Worker:
     """Runs an engine in a thread of its own until it is stopped.
 
     Args:
-        engine: the engine, which nobody else runs.
+        engine: an engine that only this thread runs.
         most_waiting: requests that may wait for a row.
     """
 
     def __init__(self, engine: Engine, most_waiting: int):
         self.engine, self._most_waiting = engine, most_waiting
         self._tickets: set[Ticket] = set()
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        # The engine's thread never waits for a submission, which may take long to encode a text.
+        self._submitting, self._lock = threading.Lock(), threading.Lock()
+        self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -84,7 +86,7 @@ class Worker:
             Busy: too many requests wait.
             InputError: an argument that cannot be used.
         """
-        with self._lock:
+        with self._submitting:
             if self._stopped or self.engine.num_waiting + len(prompts) > self._most_waiting:
                 raise Busy
             requests = []
@@ -99,13 +101,14 @@ class Worker:
                     request.cancel()
                 raise
             tickets = [Ticket(request, loop) for request in requests]
-            self._tickets.update(tickets)
+            with self._lock:
+                self._tickets.update(tickets)
         self._wake.set()
         return tickets
 
     def stop(self) -> None:
         """Cancels what is left, and ends the thread."""
-        with self._lock:
+        with self._submitting, self._lock:
             self._stopped = True
             for ticket in self._tickets:
                 ticket.request.cancel()
