@@ -23,7 +23,7 @@ from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, short_repr
 from spsjax.evaluation import peers, samplers, speed
 from spsjax.parallel import multihost
-from spsjax.performance import forced_acceptance
+from spsjax.performance import forced_acceptance, mixtures
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -51,6 +51,8 @@ def run():
         main.check_installed("--plot", "matplotlib")
     mark = "random weights" if _SIZE.value or _RANDOM.value else ""
     verifier = config.verifier or None
+    if config.router_skew and not _RANDOM.value:
+        raise InputError("router_skew: expected --random beside it, found none")
     if config.forced_acceptance is not None:
         verifier = forced_acceptance.Verifier(config.forced_acceptance)
         if not _RANDOM.value:
@@ -103,13 +105,15 @@ def load_models(config, mesh) -> tuple[loading.Model, loading.Model | None]:
         raise InputError("--size, --random: expected one of the two, found both")
     if _SIZE.value:
         shape = speed.config_of_size(parse_size(_SIZE.value))
-        return loading.random(shape, mesh=mesh, dtype=config.dtype), None
+        return in_int8(loading.random(shape, mesh=mesh, dtype=config.dtype), config), None
     if _RANDOM.value:
         shapes = [configs.model_config(name, _MODELS) for name in (config.target, config.draft)]
         target, draft = (
             loading.random(shape, seed, mesh, config.dtype) for seed, shape in enumerate(shapes)
         )
-        return target, draft
+        if config.router_skew:
+            target = mixtures.with_skew(target, config.router_skew)
+        return in_int8(target, config), draft
     for flag in ("target", "draft"):
         name = config[flag]
         if name in configs.model_names(_MODELS) and not pathlib.Path(name).is_dir():
@@ -117,11 +121,16 @@ def load_models(config, mesh) -> tuple[loading.Model, loading.Model | None]:
                 f"--{flag}: expected a model folder, or --random for times alone, "
                 f"found {name}, a shape without weights"
             )
-    target = loading.load(config.target, mesh, config.dtype)
+    target = loading.load(config.target, mesh, config.dtype, quantize=config.quantize)
     draft = loading.load(config.draft, mesh, config.dtype)
     if config.texts and target.tokenizer is None:
         raise InputError(f"{target.name}: expected a tokenizer for texts, found none")
     return target, draft
+
+
+def in_int8(model: loading.Model, config) -> loading.Model:
+    """Returns a model with its matrices in int8, if the config asks for it."""
+    return loading.quantized(model, config.quantize) if config.quantize else model
 
 
 def rounded(tree):

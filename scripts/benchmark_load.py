@@ -5,13 +5,13 @@ python scripts/benchmark_load.py --workdir=runs/load --config.rates="()" --confi
 python scripts/benchmark_load.py --workdir=runs/load70b --simulated --config.rows=64 \
     --config.rates="(1.0,10.0,30.0,60.0)" --config.requests=400
 
-Engines of the same pair serve the same requests, one engine after another: plain decoding (K = 0),
-fixed K, and K chosen in every round by the tokens per second that it is expected to give (goodput,
-SmartSpec, arXiv 2406.14066). Arrivals are a Poisson process of each rate; with `clients`, each of
-so many clients asks again as soon as it is answered. With --simulated nothing runs: an engine whose
-rounds take as long as the config's `floors` serves the requests. The figures are in `load.json`, a
-table in `load.md`, a plot of latency over the rate in `load.png`. All are written anew after every
-load.
+Engines of the same pair serve the same requests in turn, in another order in each repetition: plain
+decoding (K = 0), fixed K, and K chosen in every round by the tokens per second that it is expected
+to give (goodput, SmartSpec, arXiv 2406.14066). Arrivals are a Poisson process of each rate; with
+`clients`, each of so many clients asks again as soon as it is answered. With --simulated nothing
+runs: an engine whose rounds take as long as the config's `floors` serves the requests. The figures
+are in `load.json`, a table in `load.md`, a plot of latency over the rate in `load.png`. All are
+written anew after every load.
 Every key of the config is a flag; configs/experiments/benchmark_load.py lists them.
 """
 
@@ -53,7 +53,8 @@ def run():
     atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
     main.check_installed("the plot", "matplotlib")
     loads = all_loads(config)
-    check_integer("requests", config.requests, 1)
+    for field in ("requests", "repetitions"):
+        check_integer(field, config[field], 1)
     depths = [configs.draft_length(count) for count in config.num_speculative_tokens]
     names = [name_of(K) for K in depths]
     if not depths:
@@ -62,11 +63,18 @@ def run():
     prompts, systems, machine = prepare(config, depths, workdir)
     rows = []
     for kind, value in loads:
-        rate, clients = (value, None) if kind == "rate" else (1.0, value)
-        jobs = load.poisson(prompts, rate, config.requests, config.max_new_tokens, config.seed)
-        for name, serve in zip(names, systems):
-            served = serve(jobs, clients, terminal.progress(f"{kind} {value:g}, {name}"))
-            figures = dataclasses.asdict(load.summary(served))
+        served = {name: [] for name in names}
+        for repetition in range(config.repetitions):
+            rate, clients = (value, None) if kind == "rate" else (1.0, value)
+            seed = config.seed + repetition
+            jobs = load.poisson(prompts, rate, config.requests, config.max_new_tokens, seed)
+            order = list(zip(names, systems))
+            # Each in every place: what drifts on the machine meets all of them.
+            for name, serve in order[repetition % len(order) :] + order[: repetition % len(order)]:
+                shown = terminal.progress(f"{kind} {value:g}, {name}")
+                served[name] += load.later(serve(jobs, clients, shown), served[name])
+        for name in names:
+            figures = dataclasses.asdict(load.summary(served[name]))
             rows.append({"load": kind, "value": value, "system": name} | figures)
         text = write(rows, machine, workdir)
     print(f"\n{text}\n{workdir / 'load.md'}, {workdir / 'load.png'}")
@@ -75,7 +83,9 @@ def run():
 def measured(config: ConfigDict, depths: list, workdir: pathlib.Path):
     """Returns prompts, for each K what serves jobs, and the machine."""
     sampling = from_config.build("sampling", SamplingParams, config.sampling)
-    target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
+    target = loading.load(
+        config.target, configs.mesh(config.mesh), config.dtype, quantize=config.quantize
+    )
     drafter = loading.load_drafter(config.draft, target)
     prompts, engines = all_prompts(config, target), []
     for K in depths:
@@ -100,6 +110,10 @@ def simulated(config: ConfigDict, depths: list, workdir: pathlib.Path):
     if config.clients:
         raise InputError("clients: expected none with --simulated, found some")
     check_integer("rows", config.rows, 1)
+    for length in config.prompt_lengths:
+        check_integer("prompt_lengths", length, 1)
+    if not config.acceptance:
+        raise InputError("acceptance: expected rates of at least one depth, found none")
     for rate in config.acceptance:
         check_number("acceptance", rate, 0, 1)
     for K in depths:
@@ -110,8 +124,9 @@ def simulated(config: ConfigDict, depths: list, workdir: pathlib.Path):
     configs.begin("Simulated load", config, workdir)
 
     def serve(K, jobs, clients, progress):
-        depth = K if isinstance(K, int) else None
-        return load.simulate(model, jobs, depth, progress=progress)
+        if isinstance(K, int):
+            return load.simulate(model, jobs, K, progress=progress)
+        return load.simulate(model, jobs, progress=progress, pacer=spsjax.request.pacer_of(K))
 
     systems = [functools.partial(serve, K) for K in depths]
     return [[0] * length for length in config.prompt_lengths], systems, {"simulated": True}
@@ -144,11 +159,11 @@ def all_prompts(config: ConfigDict, target: loading.Model) -> list[list[int]]:
 
 def name_of(K: int | str | None) -> str:
     """Returns the name under which an engine is shown."""
-    if K == spsjax.request.AUTO:
-        return "K chosen"
+    if spsjax.request.pacer_of(K) is not None:
+        return "K chosen" if K == spsjax.request.AUTO else f"K by {K}"
     if not isinstance(K, int):
         raise InputError(
-            f'num_speculative_tokens: expected numbers or "auto", found {short_repr(K)}'
+            f'num_speculative_tokens: expected numbers, "auto" or "utility", found {short_repr(K)}'
         )
     return f"K = {K}" if K else "plain"
 

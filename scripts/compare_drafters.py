@@ -73,7 +73,9 @@ def run():
         raise InputError("drafters: expected drafters, found none, which drafts nothing")
     own = {name: own_tree(file) for name, file in trees.items()}
     config.target = _TARGET.value or config.target
-    target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
+    target = loading.load(
+        config.target, configs.mesh(config.mesh), config.dtype, quantize=config.quantize
+    )
     prompts = prompts_by_task(config, target)
     # All of them are loaded before the first is run, to find what does not fit.
     drafters = {

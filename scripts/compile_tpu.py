@@ -48,6 +48,7 @@ def run():
         draft = train_head.build_drafter({"method": _DRAFTER.value} | chosen, target)
     else:
         draft = configs.model_config(draft, _CONFIGS / "models")
+    config["quantize"] = config["quantize"] or None
     config["compiler_options"] = _options(config["compiler_options"])
     config["tree"] = configs.read_tree(config["tree"]) if config["tree"] else None
     report = aot.compile_pair(

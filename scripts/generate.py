@@ -50,7 +50,7 @@ def run():
         "stop_at_eos": config.stop_at_eos,
     }
     mesh = configs.mesh(config.mesh)
-    target = spsjax.load(config.target, mesh, config.dtype)
+    target = spsjax.load(config.target, mesh, config.dtype, quantize=config.quantize)
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
     drafter = configs.load_drafter(config.drafter, config.draft, config, target, config.dtype)

@@ -127,7 +127,9 @@ def round_keys(state: DecodeState) -> Array:
 
 def pace(program: Program, params: PyTree, state: DecodeState) -> tuple[Array, DecodeState]:
     """Returns how deep each row is drafted in this round, and a state that is ready for it."""
-    depths = program.pacer.depths(params["costs"], state.pace, state.done)
+    costs = params["costs"]
+    depths = program.pacer.depths(costs, state.pace, state.done)
+    depths = jnp.where((costs.fixed < 0) | state.done, depths, costs.fixed)
     drafter = program.drafter.catch_up(params, state.drafter, state.tokens, state.lengths, depths)
     return depths, dataclasses.replace(state, drafter=drafter)
 
@@ -257,7 +259,7 @@ def commit(
         offered &= proposal.eligible
     number = jnp.sum(offered, axis=1, dtype=jnp.int32)
     path = None if proposal.parents is None else verdict.path
-    pace, rule = _after_round(program, state, proposal, depths_B, number, accepted)
+    pace, rule = _after_round(program, params, state, proposal, depths_B, number, accepted)
     return dataclasses.replace(
         state,
         tokens=tokens,
@@ -278,6 +280,7 @@ def commit(
 
 def _after_round(
     program: Program,
+    params: PyTree,
     state: DecodeState,
     proposal: Proposal,
     depths_B: Array | None,
@@ -293,8 +296,13 @@ def _after_round(
     if depths_B is not None:
         scored = proposal.tokens >= 0  # those that may not be accepted cost as much
         deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
-        pace = program.pacer.update(pace, depths_B, deepest, accepted_B)
+        learned = program.pacer.update(params["costs"], pace, depths_B, deepest, accepted_B)
+        pace = jax.tree.map(functools.partial(_unless_done, state.done), learned, pace)
     return pace, rule
+
+
+def _unless_done(done_B: Array, new: Array, old: Array) -> Array:
+    return jnp.where(done_B.reshape(-1, *[1] * (new.ndim - 1)), old, new)
 
 
 def prefill(

@@ -50,7 +50,8 @@ def prepare(request: Request) -> float:
     request.params.pop("costs", None)
     weights = jax.tree.leaves(request.params)
     types = tuple((leaf.shape, leaf.dtype) for leaf in weights)
-    key = request.program, request.slots, len(request.lengths), request.model.mesh, types
+    kinds = jax.tree.structure(request.params), types  # of quantisation, among others
+    key = request.program, request.slots, len(request.lengths), request.model.mesh, kinds
     if request.program.drafter.varies:
         rows = (multihost.to_host(column) for column in jax.tree.leaves(request.inputs[0]))
         key += *map(id, weights), *(column.tobytes() for column in rows)

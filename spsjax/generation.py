@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, execution
+from spsjax import decode, execution, pacing
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
 from spsjax.request import Request, check_model
+from spsjax.rounds import Round
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization.base import incremental_text
 from spsjax.types import Proposal
@@ -64,28 +65,11 @@ class Generation:
     stats: Stats
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Result of one round for one row.
-
-    Attributes:
-        tokens: new tokens, cut off at an end of sequence or at the limit.
-        accepted: draft tokens accepted, before the cut.
-        proposed: draft tokens proposed.
-        longest: most of them that could be accepted: all, or K, the depth of a tree.
-    """
-
-    tokens: np.ndarray
-    accepted: int
-    proposed: int
-    longest: int
-
-
 def generate(
     model: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens: int | str | pacing.Pacer | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int | Sequence[int] = 128,
     seed: int = 0,
@@ -103,8 +87,9 @@ def generate(
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
             costs (`spsjax.pacing.Fastest`), for which the first call of its shapes runs rounds for
-            about three seconds. Chains are then up to 7 tokens long, or as long as the drafter's
-            own K if that is greater. Without a drafter it is ignored.
+            about three seconds; "utility" or a `spsjax.pacing.Pacer`: by another rule. Chains are
+            then up to 7 tokens long, or as long as the drafter's own K if that is greater. Without
+            a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
         seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.
@@ -136,7 +121,7 @@ def stream(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens: int | str | pacing.Pacer | None = None,
     **options,
 ) -> Iterator[str]:
     """Yields the text of one continuation as it grows; the pieces join to `generate`'s text.
@@ -155,7 +140,7 @@ def rounds(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens: int | str | pacing.Pacer | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -183,7 +168,7 @@ def propose(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter,
-    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens: int | str | pacing.Pacer | None = None,
     sampling: SamplingParams = SamplingParams(),
     seed: int = 0,
 ) -> Proposal:

@@ -14,12 +14,12 @@ from spsjax import decode, loading, pacing, sampling, verifiers
 from spsjax.drafters import base, draft_model, early_exit, features, none
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
-from spsjax.models import transformer
+from spsjax.models import quantization, transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers import base as base_verifier
 
-AUTO = "auto"  # for num_speculative_tokens: chosen in every round
+AUTO = "auto"  # for num_speculative_tokens: chosen in every round, as by a `pacing.Pacer`
 _NO_DRAFTER = LoadedDrafter("none", none.Drafter(), {})
 
 
@@ -34,7 +34,6 @@ class Request:
         prompts: token ids per prompt.
         context: most tokens of a prompt and its continuation, of target and drafter.
         lengths: [B] lengths of the prompts; rows beyond the prompts fill up the mesh.
-        inputs: arrays for `decode.prefill`.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Request:
         model: Model,
         prompts,
         drafter,
-        num_speculative_tokens: int | str | None,
+        num_speculative_tokens: int | str | pacing.Pacer | None,
         params: SamplingParams,
         max_new_tokens,
         seed: int,
@@ -70,38 +69,41 @@ class Request:
         self.context = min(contexts.values())
         check_lengths(self.prompts, new_tokens, contexts, name)
         eos_ids = model.config.eos_ids if stop_at_eos else ()
-        paced = num_speculative_tokens == AUTO and loaded.drafter.num_speculative_tokens > 0
-        pacer = pacing.Fastest() if paced else None
+        pacer = pacer_of(num_speculative_tokens) if loaded.drafter.num_speculative_tokens else None
         self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids, pacer=pacer)
         self.params = loaded.with_target(model.params)  # and costs of a pacer
-        multihost.check_same_everywhere(
-            caller, self.program, self.prompts, new_tokens, params, seed, model.mesh
-        )
-        self._arrays(params, new_tokens, seed)
-
-    def _arrays(self, params: SamplingParams, new_tokens: list[int], seed: int) -> None:
-        """Makes the inputs of `decode.prefill`, and sizes the buffers."""
-        mesh, count = self.model.mesh, len(self.prompts)
+        if caller != "engine":  # which tells the others what process 0 was asked for
+            multihost.check_same_everywhere(
+                caller, self.program, self.prompts, new_tokens, params, seed, model.mesh
+            )
+        self._arguments = params, seed
         # Rows come in multiples of the mesh's data axis; the extra ones are done from the start.
-        extra = -count % (1 if mesh is None else mesh.shape["data"])
-        lengths = np.asarray([len(prompt) for prompt in self.prompts] + [1] * extra, np.int32)
-        limits = lengths + np.asarray([*new_tokens, *[0] * extra], np.int32)
-        width = decode.num_slots(int(lengths.max()))
-        needed = int(limits.max()) + self.program.drafter.num_speculative_tokens + 1
-        self.slots = max(width, decode.num_slots(needed))
-        tokens = np.zeros((len(lengths), width), np.int32)
+        extra = -len(self.prompts) % (1 if model.mesh is None else model.mesh.shape["data"])
+        lengths = [len(prompt) for prompt in self.prompts] + [1] * extra
+        self.lengths = np.asarray(lengths, np.int32)
+        self._limits = self.lengths + np.asarray([*new_tokens, *[0] * extra], np.int32)
+        needed = int(self._limits.max()) + self.program.drafter.num_speculative_tokens + 1
+        self.slots = max(decode.num_slots(int(self.lengths.max())), decode.num_slots(needed))
+
+    @functools.cached_property
+    def inputs(self) -> tuple:
+        """Arrays for `decode.prefill`. With several processes, all must ask for them."""
+        (params, seed), count = self._arguments, len(self.prompts)
+        width = decode.num_slots(int(self.lengths.max()))
+        tokens = np.zeros((len(self.lengths), width), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
             tokens[row, len(prompt) :] = prompt[-1]  # masked; a token that is known to be harmless
-        rows = params.rows(count)
-        rows = jax.tree.map(lambda column: np.pad(column, (0, extra)), rows)
-        where = sharding.batch_sharding(mesh)
+        rows = jax.tree.map(
+            lambda column: np.pad(column, (0, len(self.lengths) - count)), params.rows(count)
+        )
+        where = sharding.batch_sharding(self.model.mesh)
         with self.model.in_mesh():
             keys = jax.jit(_keys, static_argnums=1, out_shardings=where)(
-                np.uint32(seed), len(lengths)
+                np.uint32(seed), len(self.lengths)
             )
-            self.inputs = (*jax.device_put((rows, tokens, lengths, limits), where), keys)
-        self.lengths = lengths
+            arrays = rows, tokens, self.lengths, self._limits
+            return (*jax.device_put(arrays, where), keys)
 
 
 def _keys(seed, count: int) -> jax.Array:
@@ -143,6 +145,14 @@ def check_lengths(
                 )
 
 
+def pacer_of(count) -> pacing.Pacer | None:
+    """Returns the rule that a number of draft tokens stands for; None: it is no rule."""
+    if isinstance(count, pacing.Pacer):
+        _check_frozen("num_speculative_tokens", count)
+        return count
+    return pacing.NAMES[count]() if isinstance(count, str) and count in pacing.NAMES else None
+
+
 def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     """Returns the drafter as the loop takes it, with K set; raises InputError where it cannot be.
 
@@ -150,10 +160,10 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     drafting, K is ignored, so that one K serves a sweep over drafters.
     """
     count, context = num_speculative_tokens, model.config.max_positions
-    automatic = isinstance(count, str) and count == AUTO
+    automatic = pacer_of(count) is not None
     if count is not None and not automatic and (not _is_integer(count) or count < 0):
         raise InputError(
-            f'num_speculative_tokens: expected an integer >= 0 or "{AUTO}", '
+            'num_speculative_tokens: expected an integer >= 0, "auto" or "utility", '
             f"found {short_repr(count)}"
         )
     if drafter is None or (isinstance(drafter, LoadedDrafter) and count == 0):
@@ -243,8 +253,8 @@ def _check_weights(name: str, params, shapes: dict[str, list] | None) -> None:
 
 
 def _by_name(tree) -> dict[str, list[int]]:
-    """Returns the shapes of arrays by their paths in a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    """Returns the shapes of arrays by their paths in a tree; a matrix in int8 is one of them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=quantization.is_matrix)
     return {jax.tree_util.keystr(path): [*leaf.shape] for path, leaf in leaves}
 
 

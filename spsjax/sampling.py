@@ -79,6 +79,11 @@ class SamplingParams:
             if numbers.ndim > 1 or numbers.dtype.kind not in "iuf" or not np.all(in_range(numbers)):
                 raise InputError(f"{field}: expected {expected}, found {short_repr(value)}")
 
+    def of_one_row(self) -> "SamplingParams":
+        """Returns the parameters of the first row as single values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return SamplingParams(**{name: np.ravel(value)[0].item() for name, value in values.items()})
+
     def rows(self, batch: int) -> RowParams:
         """Returns NumPy arrays with one value per row; raises InputError for another length."""
         columns = {}

@@ -24,6 +24,9 @@ from spsjax.utils import from_config
 FOLDER = pathlib.Path(__file__).parent.parent / "configs" / "models"
 # Billions as a paper states them, or the exact count of the published weights.
 COUNTS = {
+    "mixture:8": 56_644_096,
+    "mixture:64": 207_753_728,
+    "mixture:draft": 1_966_848,
     "chinchilla_70b": 70.1,
     "chinchilla_draft_4b": 4.1,
     "gemma:2-2b": 2_614_341_888,
@@ -99,7 +102,9 @@ def test_model_config_belongs_to_a_family(name):
     """Hence the model can be saved in the Hugging Face layout."""
     config = configs.model_config(name, FOLDER)
     family = config_json.family_of(config)
-    stem = "mixtral" if "8x7b" in name else name.partition(":")[0].partition("_")[0]
+    of_experts = "8x7b" in name or name in ("mixture:8", "mixture:64")
+    stem = "mixtral" if of_experts else name.partition(":")[0].partition("_")[0]
+    stem = "llama" if name == "mixture:draft" else stem
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
 
 

@@ -266,7 +266,7 @@ class AsTold(pacing.Pacer):
     def depths(self, costs, state, done_B):
         return jnp.where(done_B, 0, state)
 
-    def update(self, state, asked_B, offered_B, accepted_B):
+    def update(self, costs, state, asked_B, offered_B, accepted_B):
         return state
 
 
@@ -277,7 +277,8 @@ class ByHistory(enumeration.Loop):
     def __post_init__(self):
         super().__post_init__()
         self.program = dataclasses.replace(self.program, pacer=AsTold())
-        self.params["costs"] = jax.tree.map(jnp.asarray, pacing.forced(0, self.K))
+        equal = jnp.ones(self.K + 1)
+        self.params["costs"] = jax.tree.map(jnp.asarray, pacing.Costs(equal, equal, 0))
 
     def _start(self, prefixes, params):
         depths = [sum(prefix) % (self.K + 1) for prefix in prefixes]

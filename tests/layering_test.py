@@ -18,7 +18,7 @@ FLOORS = (
     {"scoring", "loading"},
     {"decode"},
     {"request"},
-    {"execution"},
+    {"execution", "rounds"},
     {"generation", "engine", "data", "performance"},
     {"training", "evaluation", "serving"},
     {"cli"},

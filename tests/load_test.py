@@ -146,3 +146,12 @@ def test_script_simulates_loads(tmp_path):
         other = f"--workdir={tmp_path / 'other'}"
         result = run("benchmark_load.py", *flags, other, f"--config.{odd}")
         fails_with_one_line(result, odd.partition("=")[0].rpartition(".")[2])
+
+
+def test_repetitions_count_as_one_long_run():
+    one = [load.Served(0.0, 1.0, 2.0, 10), load.Served(1.0, 2.0, 4.0, 30)]
+    both = one + load.later(one, one)
+    assert both[3] == load.Served(5.0, 6.0, 8.0, 30)
+    assert load.summary(both).latency == load.summary(one).latency
+    assert load.summary(both).tokens_per_second == load.summary(one).tokens_per_second
+    assert load.later(one, []) == one

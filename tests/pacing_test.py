@@ -29,7 +29,7 @@ def after(rounds, batch=1, depths=4):
     """Returns the history after rounds of (asked, offered, accepted), equal in all rows."""
     state = RULE.init(batch, depths)
     for round_ in rounds:
-        state = RULE.update(state, *(jnp.full(batch, count) for count in round_))
+        state = RULE.update(None, state, *(jnp.full(batch, count) for count in round_))
     return state
 
 
@@ -97,7 +97,7 @@ def test_drafter_that_is_never_accepted_is_given_up_and_tried_again():
     update, choose = jax.jit(RULE.update), jax.jit(RULE.depths)
     for _ in range(400):
         depth = choose(costs(propose, score), state, jnp.asarray([False]))
-        state = update(state, depth, depth, jnp.zeros(1, jnp.int32))
+        state = update(None, state, depth, depth, jnp.zeros(1, jnp.int32))
         asked.append(int(depth[0]))
     lost = propose[asked].sum() / 400
     assert asked[0] > 0 and 0 < lost < 0.03
@@ -328,7 +328,7 @@ def test_auto_on_eight_devices(target, draft, monkeypatch):
 
 @pytest.mark.parametrize("count", ["Auto", "4", -1, 2.0, True])
 def test_odd_k_is_refused(target, draft, count):
-    with pytest.raises(InputError, match='expected an integer >= 0 or "auto", found'):
+    with pytest.raises(InputError, match='expected an integer >= 0, "auto" or "utility", found'):
         spsjax.generate(target, PROMPTS, draft, count, max_new_tokens=4)
 
 

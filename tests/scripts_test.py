@@ -10,7 +10,7 @@ import pytest
 from command_line import ROOT, fails_with_one_line, run, run_afresh, succeeds, tiny_pair
 
 from spsjax import generation
-from spsjax.cli import main, terminal
+from spsjax.cli import main
 from spsjax.evaluation import peers
 
 
@@ -310,30 +310,3 @@ def test_warnings_of_libraries_are_hidden(capsys):
     main._warn("odd types", DeprecationWarning, generation.__file__, 1)
     main._warn("odd arrays", UserWarning, np.__file__, 1)
     assert capsys.readouterr().err == "warning: odd weights\n"
-
-
-def test_styled_text_separates_kinds_of_tokens():
-    """Drafts, residual tokens and bonus tokens have different styles."""
-
-    class Letters:
-        vocab_size = 128
-
-        def decode(self, ids):
-            return "".join(chr(index) for index in ids)
-
-    def a_round(text, accepted, proposed, longest=None):
-        tokens = np.array([ord(letter) for letter in text])
-        return generation.Round(tokens, accepted, proposed, longest or proposed)
-
-    rounds = [
-        a_round("abR", 2, 3),  # rejected after two
-        a_round("cdeB", 3, 3),  # all accepted
-        a_round("B", 0, 0),  # nothing proposed
-        a_round("fgB", 2, 6, 2),  # the whole depth of a tree
-        a_round("h", 3, 3),  # cut off inside the drafts
-    ]
-    draft, residual, bonus = terminal._STYLES.values()
-    assert list(terminal.styled_text(Letters(), [ord(">")], rounds)) == [
-        ("ab", draft), ("R", residual), ("cde", draft), ("B", bonus), ("B", bonus),
-        ("fg", draft), ("B", bonus), ("h", draft)
-    ]  # fmt: skip

@@ -22,6 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
             "target": "pystdlib/target",
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "run_settings": ("sampled", "greedy"),  # names of the settings to run
             "settings": {
@@ -33,6 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
             "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"num_speculative_tokens": 4, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
+            "router_skew": 0.0,  # with --random: of a mixture, towards its first experts
             "time_rounds": True,  # time a draft step and a scoring pass alone, too
             # Prompts are the beginnings of held-out documents of these sources.
             "data": {

@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
             "target": "pystdlib/target",
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "num_speculative_tokens": ("0", "2", "4", "auto"),  # K of each engine; 0: plain
             "rows": 8,  # requests that run at the same time
@@ -24,6 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
             "rates": (0.5, 1.0, 2.0, 4.0),  # requests per second, of a Poisson process
             "clients": (),  # numbers of clients that wait for each answer before they ask again
             "requests": 40,  # of each load
+            "repetitions": 1,  # of each load, with other arrivals
             # Prompts are the beginnings of held-out documents of these sources.
             "data": {
                 "train": ("stdlib",),

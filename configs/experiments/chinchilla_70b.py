@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
                 "tap_layers": (),
             },
             "dtype": "bfloat16",
+            "quantize": "",  # the target's matrices: int8, int8_dynamic; empty: of this type
             "data": 1,  # of the mesh; the other chips split the weights
             "replicate": False,  # whether every chip holds all weights of the draft
             "batch": 1,

@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
         {
             "target": "pystdlib/target",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "chains": (2, 4, 7),  # K
             "auto": False,  # whether also chains whose K is chosen in every round

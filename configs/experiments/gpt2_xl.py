@@ -25,6 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
             "target": "gpt2:xl",  # a shape of configs/models, for --random only
             "draft": "gpt2:small",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "run_settings": ("greedy",),
             "settings": {
@@ -36,6 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
             "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
             "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
             "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
+            "router_skew": 0.0,  # with --random: of a mixture, towards its first experts
             "time_rounds": True,
             "data": {
                 "train": ("stdlib",),

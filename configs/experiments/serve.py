@@ -17,6 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "pystdlib/draft",  # or whatever load_drafter takes; "": plain decoding
             "name": "",  # under which clients ask for the model; empty: the target's
             "dtype": config_dict.placeholder(str),  # None: what suits the device
+            "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
             "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
             "num_speculative_tokens": "auto",  # or a number
             "rows": 8,  # most requests that run at the same time
@@ -29,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
             "most_waiting": 64,  # requests that may wait for a row; more get status 429
             "most_bytes": 2**20,  # of a request's body
             "most_tokens": 4096,  # new tokens of a request
+            "page": ("ngram", "suffix"),  # drafters to choose on the page at /, beside `draft`
             "grace_seconds": 20,  # for which requests may go on when the server is stopped
         }
     )

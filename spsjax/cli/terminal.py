@@ -1,31 +1,29 @@
 """Terminal output of the scripts: tables, and coloured text that is printed as it is generated."""
 
-import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from spsjax import generation
+from spsjax import generation, rounds
 from spsjax.evaluation.samplers import Role
 from spsjax.evaluation.speed import SpeedReport
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.parallel import multihost
 from spsjax.performance.tree_theory import Plan
-from spsjax.tokenization.base import incremental_text
+from spsjax.rounds import Totals
 from spsjax.utils.progress import Bar
 
 _STYLES = {
-    "accepted draft token": "green",
-    "residual token, after a rejection": "bold red",
-    "bonus token, after no rejection": "bold blue underline",
+    rounds.DRAFT: ("green", "accepted draft token"),
+    rounds.RESIDUAL: ("bold red", "residual token, after a rejection"),
+    rounds.BONUS: ("bold blue underline", "bonus token, after no rejection"),
 }
-_DRAFT, _RESIDUAL, _BONUS = _STYLES
 
 
 def paint(console: Console, text: str, style: str) -> None:
@@ -38,73 +36,12 @@ def paint(console: Console, text: str, style: str) -> None:
 
 def legend() -> Text:
     """Returns the meaning of the colours."""
-    return Text("  ").join(Text(kind, style) for kind, style in _STYLES.items())
-
-
-def styled_text(
-    tokenizer, prompt: Sequence[int], rounds: Iterable[generation.Round]
-) -> Iterator[tuple[str, str]]:
-    """Yields (text, style) pairs. A character that spans tokens is held back until it is whole."""
-    tokens, sent, style = [], 0, None
-    for decoded in rounds:
-        # An end of sequence or the budget may have cut the block off before its last token.
-        drafted = min(decoded.accepted, len(decoded.tokens))
-        last = _BONUS if decoded.accepted == decoded.longest else _RESIDUAL
-        for kind, new in ((_DRAFT, decoded.tokens[:drafted]), (last, decoded.tokens[drafted:])):
-            tokens += new.tolist()
-            style = _STYLES[kind]
-            text = incremental_text(tokenizer, prompt, tokens).rstrip("\ufffd")
-            if len(text) > sent:
-                yield text[sent:], style
-                sent = len(text)
-    text = incremental_text(tokenizer, prompt, tokens)
-    if len(text) > sent:
-        yield text[sent:], style
-
-
-@dataclasses.dataclass
-class StreamStats:
-    """Counts and times of one text that was generated round by round.
-
-    Attributes:
-        tokens, rounds, accepted, proposed: totals over the rounds.
-        seconds: time of the rounds.
-        warm_up: seconds that compilation and a first round took.
-    """
-
-    tokens: int = 0
-    rounds: int = 0
-    accepted: int = 0
-    proposed: int = 0
-    seconds: float = 0.0
-    warm_up: float = 0.0
-
-    def count(self, rounds: Iterable[generation.Round]) -> Iterator[generation.Round]:
-        """Yields the rounds, and adds up their counts and the time that each takes."""
-        start = time.perf_counter()
-        for decoded in rounds:
-            self.seconds += time.perf_counter() - start
-            self.tokens += len(decoded.tokens)
-            self.rounds += 1
-            self.accepted += decoded.accepted
-            self.proposed += decoded.proposed
-            yield decoded
-            start = time.perf_counter()
-
-    def __str__(self):
-        line = f"{self.tokens} tokens in {self.rounds} target calls"
-        if self.rounds:
-            line += f", {self.tokens / self.rounds:.2f} tokens per call"
-        if self.proposed:
-            line += f"; {self.accepted / self.proposed:.0%} of draft tokens accepted"
-        if self.tokens:
-            line += f"; {1e3 * self.seconds / self.tokens:.2f} ms/token"
-        return line + f" (excluding {self.warm_up:.1f} s for compilation and a first round)"
+    return Text("  ").join(Text(meaning, style) for style, meaning in _STYLES.values())
 
 
 def stream(
     model, prompt, shown: str, drafter, num_speculative_tokens, *, colour: bool, **options
-) -> StreamStats:
+) -> Totals:
     """Prints a prompt and its continuation as it is generated, and returns its counts and times.
 
     Args:
@@ -115,20 +52,20 @@ def stream(
         colour: whether the style of a token shows how it was made.
         options: further arguments of `generate`.
     """
-    console, stats = Console(highlight=False), StreamStats()
+    console, totals = Console(highlight=False), Totals()
     start = time.perf_counter()
     with Console(stderr=True).status("compiling"):
-        _, rounds = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
-        next(rounds, None)
-    stats.warm_up = time.perf_counter() - start
-    ids, rounds = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
+        _, steps = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
+        next(steps, None)
+    totals.warm_up = time.perf_counter() - start
+    ids, steps = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
     paint(console, shown, "dim" if colour else "")
-    for text, style in styled_text(model.tokenizer, ids, stats.count(rounds)):
-        paint(console, text, style if colour else "")
+    for text, kind in rounds.pieces(model.tokenizer, ids, totals.count(steps)):
+        paint(console, text, _STYLES[kind][0] if colour else "")
     print(flush=True)
-    if colour and stats.proposed:
+    if colour and totals.proposed:
         console.print(legend(), soft_wrap=True)
-    return stats
+    return totals
 
 
 def progress(description: str) -> Callable[[Sequence], Iterable]:

@@ -12,7 +12,7 @@ from flax import nnx
 from spsjax.drafters import states
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
-from spsjax.models.layers import make_linear, two_rows
+from spsjax.models.linear import make_linear, two_rows
 
 
 class Blockwise(nnx.Module):

@@ -15,7 +15,7 @@ from spsjax.errors import InputError
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
-from spsjax.models.layers import make_linear
+from spsjax.models.linear import make_linear
 from spsjax.parallel import sharding
 
 # The fixed tree of EAGLE-1: 25 tokens in five levels.

@@ -14,7 +14,8 @@ from spsjax.drafters import pairs
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.feature_layer import FeatureLayer
-from spsjax.models.layers import INIT, Norm, head_logits, make_linear
+from spsjax.models.layers import Norm
+from spsjax.models.linear import INIT, head_logits, make_linear
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree
 

@@ -14,7 +14,7 @@ from spsjax.drafters import states
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.attention import capped
-from spsjax.models.layers import INIT, head_logits, two_rows
+from spsjax.models.linear import INIT, head_logits, two_rows
 
 
 class _Block(nnx.Module):

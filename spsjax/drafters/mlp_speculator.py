@@ -15,7 +15,7 @@ from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import states
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure
-from spsjax.models.layers import head_logits, two_rows
+from spsjax.models.linear import head_logits, two_rows
 from spsjax.types import Array
 
 _NORM_EPS = 1e-6

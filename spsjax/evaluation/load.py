@@ -11,7 +11,7 @@ import numpy as np
 
 from spsjax.engine import Engine, row_sizes
 from spsjax.errors import InputError, check_integer, check_number
-from spsjax.pacing import Costs, Fastest
+from spsjax.pacing import Costs, Fastest, Pacer
 from spsjax.sampling import SamplingParams
 
 
@@ -199,18 +199,19 @@ def simulate(
     depth: int | None = None,
     seed: int = 0,
     progress: Callable[[Sequence], Iterable] = iter,
+    pacer: Pacer = Fastest(),
 ) -> list[Served]:
     """Returns the jobs as an engine with these times would serve them.
 
     Args:
         hardware: the times.
         jobs: the jobs, in the order of their arrivals.
-        depth: draft tokens of every round; None: as `pacing.Fastest` chooses.
+        depth: draft tokens of every round; None: as the pacer chooses.
         seed: seed of what is accepted.
         progress: wrapper of the list of jobs, for a progress bar.
+        pacer: rule that chooses the depth.
     """
     chance, K, most = np.random.default_rng(seed), len(hardware.rates), hardware.sizes[-1]
-    pacer = Fastest()
     choose, learn = jax.jit(pacer.depths), jax.jit(pacer.update)
     histories = pacer.init(most, K)
     costs = {size: hardware.costs(size) for size in hardware.sizes}
@@ -233,7 +234,8 @@ def simulate(
         now += float(costs[size].propose[deepest] + costs[size].score[deepest])
         accepted = np.cumprod(chance.random((most, K)) < hardware.rates, axis=1).sum(axis=1)
         accepted = np.minimum(accepted, asked)
-        histories = learn(histories, *map(jnp.asarray, (asked, asked, accepted)))
+        seen = map(jnp.asarray, (asked, asked, accepted))
+        histories = learn(costs[size], histories, *seen)
         for row, entry in list(running.items()):
             job = entry[0]
             entry[1] += int(accepted[row]) + 1
@@ -244,6 +246,15 @@ def simulate(
                 next(ends, None)
     next(ends, None)  # closes a progress bar
     return served
+
+
+def later(served: Sequence[Served], before: Sequence[Served]) -> list[Served]:
+    """Returns requests as if they had begun when all those before were done."""
+    start = max((one.end for one in before), default=0.0)
+    return [
+        Served(one.arrival + start, one.first + start, one.end + start, one.tokens)
+        for one in served
+    ]
 
 
 def summary(served: Sequence[Served]) -> Summary:

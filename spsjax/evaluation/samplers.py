@@ -134,7 +134,7 @@ def spsjax_system(
 def speculative_systems(
     target: Model,
     drafter: Model | base.Drafter,
-    counts: Sequence[int],
+    counts: Sequence[int | str],
     field: str,
     verifier: Verifier | None = None,
 ) -> list[System]:
@@ -143,7 +143,7 @@ def speculative_systems(
     Args:
         target: target model.
         drafter: draft model or drafter, as for `generate`.
-        counts: values of K.
+        counts: values of K, "auto" among them.
         field: name of the config's field with the values, for messages.
         verifier: rule of acceptance, as for `generate`.
 
@@ -151,7 +151,13 @@ def speculative_systems(
         InputError: a K is not usable, or occurs twice, so that one system would run twice.
     """
     for count in counts:
-        check_integer(field, count, 1)
+        if request.pacer_of(count) is None:
+            check_integer(field, count, 1)
     if len(set(counts)) < len(counts):
         raise InputError(f"{field}: expected different integers, found {short_repr(counts)}")
-    return [spsjax_system("SpS", target, drafter, K, verifier=verifier) for K in counts]
+    return [
+        spsjax_system(
+            f"SpS {K}" if isinstance(K, str) else "SpS", target, drafter, K, verifier=verifier
+        )
+        for K in counts
+    ]

@@ -16,6 +16,7 @@ from spsjax.loading.models import (
     load,
     load_config,
     load_tokenizer,
+    quantized,
     random,
     save,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "load_config",
     "load_drafter",
     "load_tokenizer",
+    "quantized",
     "random",
     "save",
     "save_drafter",

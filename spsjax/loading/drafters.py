@@ -21,8 +21,9 @@ from spsjax.drafters import (
 )
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
-from spsjax.loading.models import Model, compute_type, default_dtype, load
+from spsjax.loading.models import Model, compute_type, default_dtype, load, quantized
 from spsjax.loading.names import folder_of, layout_of
+from spsjax.models import quantization
 from spsjax.models.hf import feature_weights, head_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
@@ -74,8 +75,9 @@ def load_drafter(
             "lookahead", "early_exit:4" (the target's first 4 layers), "early_exit:FILE" (without
             what scripts/plan_skips.py chose) or "suffix:FILE" (also looks into texts, JSON lines
             with `text`); or whatever `load` takes: a smaller model with the target's tokenizer, or
-            a drafter of the target's features (docs/drafters.md). With "suffix+" before the latter
-            two, suffix decoding drafts where it expects more.
+            a drafter of the target's features (docs/drafters.md); or "int8:FOLDER", such a model in
+            int8, or "int8", the target in int8 (also "int8_dynamic"). With "suffix+" before a
+            model or a drafter of features, suffix decoding drafts where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
@@ -191,11 +193,18 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
+    default = None if dtype == default_dtype(target.config) else dtype
+    if method in quantization.KINDS:
+        options = target.mesh, default, bool(replicate), method
+        draft = load(rest, *options) if rest else quantized(target, method)
+        if replicate and not rest:
+            copies = jax.device_put(draft.params, sharding.replicated(target.mesh))
+            draft = dataclasses.replace(draft, params=copies)
+        return dataclasses.replace(as_drafter(draft, target, tree), name=str(name))
     folder = folder_of(name, weights=True)
     if layout_of(folder):
         return _load_head(str(name), folder, target, dtype, tree, replicate)
-    dtype = None if dtype == default_dtype(target.config) else dtype
-    return as_drafter(load(name, target.mesh, dtype, bool(replicate)), target, tree)
+    return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)
 
 
 def _load_head(

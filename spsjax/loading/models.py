@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from spsjax import tokenization
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.loading.names import folder_of, layout_of
-from spsjax.models import transformer
+from spsjax.models import quantization, transformer
 from spsjax.models.hf import head_weights
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
@@ -56,14 +57,19 @@ class Model:
     def num_bytes(self) -> int:
         """Bytes of weights that one pass reads from the memory of one device.
 
-        An input embedding that is not also the head is left out: a pass reads few of its rows. The
-        CPU devices of one process share one memory.
+        An input embedding that is not also the head is left out: a pass reads few of its rows. Of a
+        mixture, the experts of one token count. The CPU devices of one process share one memory.
         """
-        read = {name: part for name, part in self.params.items() if name != "embed"}
-        leaves = jax.tree.leaves(self.params if self.config.tie_embeddings else read)
-        total = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
-        used = {shard.device for leaf in leaves for shard in leaf.addressable_shards}
-        return total if jax.default_backend() == "cpu" else total // len(used)
+        config, total, devices = self.config, 0.0, set()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            names = [getattr(entry, "key", "") for entry in path]
+            if names[0] == "embed" and not config.tie_embeddings:
+                continue
+            experts = any(str(name).startswith("experts_") for name in names)
+            share = config.experts_per_token / config.num_experts if experts else 1
+            total += share * sum(shard.data.nbytes for shard in leaf.addressable_shards)
+            devices |= {shard.device for shard in leaf.addressable_shards}
+        return round(total if jax.default_backend() == "cpu" else total / len(devices))
 
 
 def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
@@ -100,6 +106,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     dtype=None,
     replicate: bool = False,
+    quantize: str | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -112,11 +119,15 @@ def load(
         dtype: compute type; None: what is fastest (`default_dtype`).
         replicate: with a mesh, whether to keep all weights on every device. This suits a draft so
             small that collectives would cost more than they save.
+        quantize: "int8" or "int8_dynamic" rounds the matrices to int8 (`models.quantization`); what
+            is sampled exactly is then the rounded model's distribution. None: they stay as they
+            are.
 
     Raises:
         InputError: no model of that name, or files that cannot be used.
     """
     compute_type(dtype)
+    quantization.check_kind(quantize)
     folder = folder_of(name, weights=True)
     if layout_of(folder):
         raise InputError(
@@ -130,8 +141,35 @@ def load(
     if pieces is not None:
         config = _unpadded(config, pieces)
     where = sharding.param_shardings(mesh, config, replicate)
-    params = hf_weights.read_params(folder, config, compute_type(dtype, config), where)
+    convert = None
+    if quantize is not None:
+        convert = functools.partial(
+            quantization.quantized_leaf, kind=quantize, tied=config.tie_embeddings
+        )
+    params = hf_weights.read_params(folder, config, compute_type(dtype, config), where, convert)
     return Model(str(name), config, params, pieces, mesh)
+
+
+def quantized(model: Model, kind: str) -> Model:
+    """Returns a model with its matrices in int8; `kind` is as for `load`.
+
+    Raises InputError for another kind, or if they are in int8 already.
+    """
+    if not isinstance(model, Model):
+        raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+    if kind is None:
+        raise InputError(f"quantize: expected {' or '.join(quantization.KINDS)}, found None")
+    quantization.check_kind(kind)
+    _check_float("quantize", model)
+    params = quantization.quantize(model.params, kind, model.config.tie_embeddings)
+    return dataclasses.replace(model, params=params)
+
+
+def _check_float(argument: str, model: Model) -> None:
+    if found := quantization.kind_of(model.params):
+        raise InputError(
+            f"{argument}: {model.name}: expected floating-point weights, found {found}"
+        )
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
@@ -152,6 +190,7 @@ def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
     """
     if not isinstance(model, Model):
         raise InputError(f"model: expected a loaded model, found {type(model).__name__}")
+    _check_float("model", model)
     check_path("folder", folder)
     folder, dtype = pathlib.Path(folder), compute_type(dtype)
     try:

@@ -4,7 +4,8 @@ from flax import nnx
 
 from spsjax import cache as kv
 from spsjax.models.config import Config
-from spsjax.models.layers import Attention, Context, FeedForward, Norm, two_rows
+from spsjax.models.layers import Attention, Context, FeedForward, Norm
+from spsjax.models.linear import two_rows
 
 
 class FeatureLayer(nnx.Module):

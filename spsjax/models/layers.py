@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,10 @@ from spsjax.models.attention import (
     scores_of_slots,
 )
 from spsjax.models.config import Config
-from spsjax.models.products import product
+from spsjax.models.experts import Experts
+from spsjax.models.linear import ACTIVATIONS, make_linear, two_rows
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
-
-INIT = nnx.initializers.normal(0.02)
 
 
 class Norm(nnx.Module):
@@ -46,32 +45,6 @@ class Norm(nnx.Module):
         if config.norm == "layer":
             x = x + self.bias[...].astype(wide)
         return x.astype(self.dtype)
-
-
-def two_rows(function: Callable[[Array], Array], x: Array) -> Array:
-    """Returns `function(x)`, computed for two equal rows where `x` is one row of bfloat16.
-
-    One row is the slow case of several compilers. XLA for CPUs converts the weights to float32
-    (seen with JAX 0.12), and a TPU multiplies on its vector unit (docs/pods.md).
-
-    Args:
-        function: maps rows independently of each other.
-        x: [..., T, D].
-    """
-    if x.size > x.shape[-1] or x.dtype != jnp.bfloat16:
-        return function(x)
-    return function(jnp.repeat(x, 2, axis=-2))[..., :1, :]
-
-
-class Linear(nnx.Linear):
-    """A linear layer that is never given one row alone."""
-
-    def __call__(self, x):
-        return two_rows(self._of_rows, x)
-
-    def _of_rows(self, x):
-        outputs = product(x.astype(self.dtype), self.kernel[...])
-        return outputs if self.bias is None else outputs + self.bias[...].astype(self.dtype)
 
 
 KeysValues = tuple[Array, Array]  # [B, G, P, C] each
@@ -267,38 +240,7 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD):
         if self.config.ffn == "gelu":
             return self.down(jax.nn.gelu(self.up(x_BTD)))
-        return self.down(_ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))
-
-
-class Experts(nnx.Module):
-    """Mixture of gated feed-forward networks (Jiang et al. 2024, arXiv 2401.04088, 2.1).
-
-    Every expert processes every token, and those that the router did not choose weigh zero. So
-    experts that are split over a mesh need no communication but the one sum.
-    """
-
-    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
-        self.config = config
-        self.router = make_linear(config.d_model, config.num_experts, False, dtype=dtype, rngs=rngs)
-        E, D, F = config.num_experts, config.d_model, config.d_ff
-        for name, shape in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D))):
-            setattr(self, f"experts_{name}", nnx.Param(INIT(rngs.params(), shape, dtype)))
-
-    def __call__(self, x_BTD):
-        config = self.config
-        # In float32, so that the choice of experts depends little on the compute type.
-        probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
-        # Not `top_k`: the compiler does not split it by rows and would gather all of them.
-        ids = jnp.argsort(-probs, axis=-1)[..., : config.experts_per_token]
-        best = jnp.take_along_axis(probs, ids, axis=-1)
-        if config.renormalize:
-            best = best / jnp.sum(best, axis=-1, keepdims=True)
-        chosen = jax.nn.one_hot(ids, config.num_experts)
-        weights_BTE = jnp.sum(chosen * best[..., None], axis=-2).astype(x_BTD.dtype)
-        gate = jnp.einsum("btd,edf->btef", x_BTD, self.experts_gate[...])
-        up = jnp.einsum("btd,edf->btef", x_BTD, self.experts_up[...])
-        inner = _ACTIVATIONS[config.ffn](gate) * up * weights_BTE[..., None]
-        return jnp.einsum("btef,efd->btd", inner, self.experts_down[...])
+        return self.down(ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class DecoderBlock(nnx.Module):
@@ -343,30 +285,3 @@ class DecoderBlock(nnx.Module):
 def _unless(skips: bool | Array, x_BTD: Array) -> Array:
     """Returns x, or zeros in rows that leave it out."""
     return x_BTD if skips is False else jnp.where(skips[:, None, None], 0, x_BTD)
-
-
-_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-
-
-def head_logits(x_BTD: Array, kernel: Array, multiply=product) -> Array:
-    """Returns logits [B, T, V] of at least float32: the sampler's ratios need the bits.
-
-    Args:
-        x_BTD: final hidden states.
-        kernel: [D, V], or [V, D] for an embedding that is multiplied by `row_product`.
-        multiply: `product` or `row_product`.
-    """
-    wide = jnp.promote_types(kernel.dtype, jnp.float32)
-    return two_rows(lambda x: multiply(x, kernel, wide), x_BTD)
-
-
-def make_linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
-    return Linear(
-        features_in,
-        features_out,
-        use_bias=bias,
-        dtype=dtype,
-        param_dtype=dtype,
-        kernel_init=INIT,
-        rngs=rngs,
-    )

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax.models.layers import Linear
+from spsjax.models.linear import Linear
 from spsjax.types import Array
 
 

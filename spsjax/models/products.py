@@ -1,4 +1,7 @@
-"""Products with a weight matrix, whose gradients are fast in bfloat16 on CPUs, too."""
+"""Products with a weight matrix, whose gradients are fast in bfloat16 on CPUs, too.
+
+A quantised matrix is a constant, and no gradient is to be taken through its products.
+"""
 
 import functools
 
@@ -6,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spsjax.models.quantization import Quantized
 from spsjax.types import Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def product(x: Array, kernel_DF: Array, dtype=None) -> Array:
+def product(x: Array, kernel_DF: Array | Quantized, dtype=None, axis: str | None = None) -> Array:
     """Returns x [..., D] times the kernel: [..., F].
 
     The kernel is rounded to the type of `x` first, and so is the gradient that arrives from the
@@ -21,12 +24,20 @@ def product(x: Array, kernel_DF: Array, dtype=None) -> Array:
         x: rows.
         kernel_DF: weight matrix.
         dtype: type of the result; None: that of `x`.
+        axis: mesh axis over which rows and kernel are split inside of `shard_map`, if they are.
     """
+    if isinstance(kernel_DF, Quantized):
+        return kernel_DF.times(x, dtype, axis)
+    return _product(x, kernel_DF, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, kernel_DF, dtype=None):
     return jnp.matmul(x, kernel_DF.astype(x.dtype), preferred_element_type=dtype)
 
 
 def _product_forward(x, kernel_DF, dtype):
-    return product(x, kernel_DF, dtype), (x, kernel_DF)
+    return _product(x, kernel_DF, dtype), (x, kernel_DF)
 
 
 def _product_backward(dtype, saved, gradient):
@@ -36,21 +47,27 @@ def _product_backward(dtype, saved, gradient):
     return of_x, _outer(x, gradient, kernel_DF.dtype)
 
 
-product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def row_product(x: Array, rows_VD: Array, dtype=None) -> Array:
+def row_product(x: Array, rows_VD: Array | Quantized, dtype=None) -> Array:
     """Returns the products of x [..., D] with the rows of a matrix: [..., V].
 
     It is `product` with the transpose, and serves embeddings that are heads, too.
     """
+    if isinstance(rows_VD, Quantized):
+        return rows_VD.times(x, dtype)
+    return _row_product(x, rows_VD, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _row_product(x, rows_VD, dtype=None):
     rows_VD = rows_VD.astype(x.dtype)
     return jnp.einsum("...d,vd->...v", x, rows_VD, preferred_element_type=dtype)
 
 
 def _row_product_forward(x, rows_VD, dtype):
-    return product(x, _transposed(rows_VD.astype(x.dtype)), dtype), (x, rows_VD)
+    return _product(x, _transposed(rows_VD.astype(x.dtype)), dtype), (x, rows_VD)
 
 
 def _row_product_backward(dtype, saved, gradient):
@@ -59,7 +76,7 @@ def _row_product_backward(dtype, saved, gradient):
     return gradient @ rows_VD.astype(x.dtype), _outer(gradient, x, rows_VD.dtype)
 
 
-row_product.defvjp(_row_product_forward, _row_product_backward)
+_row_product.defvjp(_row_product_forward, _row_product_backward)
 
 
 def _outer(left: Array, right: Array, dtype) -> Array:

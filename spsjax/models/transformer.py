@@ -18,8 +18,10 @@ from spsjax.errors import InputError
 from spsjax.models import pure
 from spsjax.models.attention import capped
 from spsjax.models.config import Config, Skipped
-from spsjax.models.layers import INIT, Context, DecoderBlock, Norm, context_of, head_logits
+from spsjax.models.layers import Context, DecoderBlock, Norm, context_of
+from spsjax.models.linear import INIT, head_logits
 from spsjax.models.products import row_product
+from spsjax.models.quantization import Quantized
 from spsjax.parallel import sharding
 from spsjax.types import Array, Begun, Block, ModelOutput, PyTree
 
@@ -94,7 +96,10 @@ class Transformer(nnx.Module):
 
     def embedded(self, tokens_BT) -> Array:
         """Returns the embeddings [B, T, D] of tokens, without their positions."""
-        x_BTD = self.embed(tokens_BT)
+        table = self.embed.embedding.get_value()
+        quantized = isinstance(table, Quantized)
+        dtype = self.norm.dtype
+        x_BTD = table.rows(tokens_BT, dtype) if quantized else self.embed(tokens_BT)
         if self.config.embed_scale:
             x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, x_BTD.dtype)
         return x_BTD
@@ -102,9 +107,9 @@ class Transformer(nnx.Module):
     def logits(self, hidden_BTD) -> Array:
         """Returns logits [B, T, V] of final hidden states."""
         if self.config.tie_embeddings:
-            logits = head_logits(hidden_BTD, self.embed.embedding[...], row_product)
+            logits = head_logits(hidden_BTD, self.embed.embedding.get_value(), row_product)
         else:
-            logits = head_logits(hidden_BTD, self.head.kernel[...])
+            logits = head_logits(hidden_BTD, self.head.kernel.get_value())
         logits = sharding.split_rows(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
@@ -199,7 +204,9 @@ def exit_logits(config: Config, params: PyTree, stream_BTD: Array) -> Array:
 def head_kernel(config: Config, params: PyTree) -> Array:
     """Returns the head's matrix [D, V], with the rows that pad the vocabulary."""
     tied = config.tie_embeddings
-    return params["embed"]["embedding"].T if tied else params["head"]["kernel"]
+    matrix = params["embed"]["embedding"] if tied else params["head"]["kernel"]
+    matrix = matrix.values() if isinstance(matrix, Quantized) else matrix
+    return matrix.T if tied else matrix
 
 
 def embed(config: Config, params: PyTree, tokens_BT: Array) -> Array:

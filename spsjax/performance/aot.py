@@ -17,7 +17,7 @@ from spsjax.draft_shapes import Tree
 from spsjax.drafters import draft_model, none
 from spsjax.drafters.pairs import PairDrafter
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
-from spsjax.models import transformer
+from spsjax.models import quantization, transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hardware, roofline, theory
 from spsjax.performance.compiled_program import CompiledProgram, compile_program
@@ -77,6 +77,7 @@ def compile_pair(
     data: int = 1,
     replicate: bool = False,
     dtype=jnp.bfloat16,
+    quantize: str | None = None,
     acceptance: float = 0.8,
     collective_us: float = 0.0,
     tree: Tree | None = None,
@@ -96,6 +97,7 @@ def compile_pair(
         data: size of the mesh's data axis; the other chips split the weights.
         replicate: whether every chip holds all weights of the draft.
         dtype: type of weights and caches.
+        quantize: kind of the target's matrices, as for `load`; None: of the type `dtype`.
         acceptance: assumed acceptance rate of a draft token, the same at every position; in a tree
             that of first children, beside which the others are left out of the prediction.
         collective_us: microseconds per collective, assumed, beside its bytes over the bandwidth. No
@@ -125,6 +127,7 @@ def compile_pair(
         data=data,
         replicate=replicate,
         dtype=dtype,
+        quantize=quantize,
         tree=tree,
     )
     programs = plan.compile(options=compiler_options, progress=progress)
@@ -143,6 +146,7 @@ def plan_pair(
     data: int = 1,
     replicate: bool = False,
     dtype=jnp.bfloat16,
+    quantize: str | None = None,
     tree: Tree | None = None,
 ) -> "Plan":
     """Puts a pair on the chips of a topology, to compile some of its programs only.
@@ -157,6 +161,7 @@ def plan_pair(
         "data": data,
     }
     check_flag("replicate", replicate)
+    quantization.check_kind(quantize)
     shape = draft if isinstance(draft, transformer.Config) else draft.config
     _validate(target, shape, sizes)
     K = num_speculative_tokens
@@ -164,7 +169,8 @@ def plan_pair(
         drafter = draft_model.Drafter(draft, K, tree=tree)
     else:
         drafter = dataclasses.replace(draft, num_speculative_tokens=K, tree=tree)
-    return _plan(target, drafter, name, sizes, loading.compute_type(dtype), replicate)
+    types = loading.compute_type(dtype), quantize
+    return _plan(target, drafter, name, sizes, types, replicate)
 
 
 def _validate(target, draft, sizes: Mapping[str, int]) -> None:
@@ -288,11 +294,12 @@ class Plan:
                 tokens,
                 self.batch,
                 collective_us,
+                shape.experts_per_token,
             )
-            for label, weights, program, tokens in (
-                ("target", read, "ArS", 1),
-                ("scoring", (read, once), "ArS", 1 + self.drafter.num_nodes),
-                ("draft", drafting, "draft", 1),
+            for label, weights, program, tokens, shape in (
+                ("target", read, "ArS", 1, self.target),
+                ("scoring", (read, once), "ArS", 1 + self.drafter.num_nodes, self.target),
+                ("draft", drafting, "draft", 1, self.drafter.config),
             )
         }
         weights, caches = roofline.num_bytes(self.params), sum(self.caches.values())
@@ -330,8 +337,9 @@ def _draft_step(drafter: PairDrafter, params: PyTree, token_BT, state):
     return drafter.logits(params, outputs), block
 
 
-def _plan(target, drafter, name: str, sizes: Mapping[str, int], dtype, replicate: bool) -> Plan:
+def _plan(target, drafter, name: str, sizes: Mapping[str, int], types, replicate: bool) -> Plan:
     """Puts a pair on the chips of a topology; raises InputError if they cannot hold it."""
+    dtype, quantize = types
     chip, devices = hardware.topology(name)
     data, batch = sizes["data"], sizes["batch"]
     if len(devices) % data or batch % data:
@@ -344,7 +352,10 @@ def _plan(target, drafter, name: str, sizes: Mapping[str, int], dtype, replicate
         weights = sharding.place_shapes(shapes, drafter.shardings(mesh, replicate))
     else:
         weights = roofline.abstract_params(drafter.config, mesh, dtype, replicate)
-    params = {"target": roofline.abstract_params(target, mesh, dtype), "drafter": weights}
+    params = {
+        "target": roofline.abstract_params(target, mesh, dtype, quantize=quantize),
+        "drafter": weights,
+    }
     width = decode.num_slots(sizes["prompt_tokens"])
     length = sizes["prompt_tokens"] + sizes["max_new_tokens"]
     slots = max(width, decode.num_slots(length + drafter.num_speculative_tokens + 1))

@@ -17,6 +17,7 @@ from jax.experimental import topologies
 
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.loading import Model
+from spsjax.models import quantization
 from spsjax.utils import bfloat16
 
 
@@ -130,6 +131,7 @@ def machine(model: Model) -> dict[str, object]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "dtype": str(model.params["norm"]["scale"].dtype),
+        "weights": quantization.kind_of(model.params) or "as dtype",
         "bfloat16": "multiplied directly" if direct else "converted to float32",
     }
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spsjax.models import transformer
+from spsjax.models import quantization, transformer
 from spsjax.parallel import sharding
-from spsjax.performance import hlo
+from spsjax.performance import hlo, mixtures
 from spsjax.performance.hardware import Chip
 from spsjax.types import PyTree
 
@@ -46,19 +46,26 @@ class PassCost:
 
 
 def abstract_params(
-    config: transformer.Config, mesh: Mesh, dtype, replicate: bool = False
+    config: transformer.Config,
+    mesh: Mesh,
+    dtype,
+    replicate: bool = False,
+    quantize: str | None = None,
 ) -> PyTree:
-    """Returns the shapes, types and shardings of the parameters."""
+    """Returns the shapes, types and shardings of the parameters; `quantize` is as for `load`."""
     shapes = transformer.param_shapes(config, dtype)
-    return sharding.place_shapes(shapes, sharding.param_shardings(mesh, config, replicate))
+    placed = sharding.place_shapes(shapes, sharding.param_shardings(mesh, config, replicate))
+    return quantization.quantize(placed, quantize, config.tie_embeddings) if quantize else placed
 
 
 def num_bytes(tree: PyTree) -> int:
     """Returns the bytes of the arrays on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    return sum(_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _size(leaf) -> int:
+    """Returns the number of an array's elements on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def cache_bytes(
@@ -89,8 +96,22 @@ def multiplied(config: transformer.Config, params: PyTree) -> PyTree:
     """
     used = params if config.tie_embeddings else params | {"embed": {}}
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: None if any(entry.key == "position" for entry in path) else leaf, used
+        lambda path, leaf: None if any(entry.key == "position" for entry in path) else leaf,
+        used,
+        is_leaf=quantization.is_matrix,
     )
+
+
+def _experts_apart(params: PyTree) -> tuple[list, list, int]:
+    """Returns the arrays that every token needs, those of the experts, and the number of those."""
+    common, experts, number = [], [], 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if any(str(getattr(entry, "key", "")).startswith("experts_") for entry in path):
+            experts.append(leaf)
+            number = leaf.shape[0]
+        else:
+            common.append(leaf)
+    return common, experts, number
 
 
 def lower_bound(
@@ -102,8 +123,12 @@ def lower_bound(
     tokens: int,
     batch: int,
     collective_us: float,
+    per_token: int = 0,
 ) -> PassCost:
     """Returns the cost of one pass, from published figures of the chip.
+
+    Of a mixture, the experts are read that some token chooses if all are as popular and tokens
+    choose independently.
 
     Args:
         chip: figures of one chip.
@@ -114,9 +139,15 @@ def lower_bound(
         tokens: number of tokens per row.
         batch: number of rows.
         collective_us: microseconds that each collective is assumed to take besides its bytes.
+        per_token: experts of each token, of a mixture.
     """
-    weights, rows = num_bytes(params), tokens * batch // mesh.shape["data"]
-    flops = 2 * rows * weights / jax.tree.leaves(params)[0].dtype.itemsize
+    rows = tokens * batch // mesh.shape["data"]
+    common, experts, number = _experts_apart(params)
+    shares = mixtures.popularity(number, per_token) if number else ()
+    read = mixtures.distinct_experts(shares, rows) / max(number, 1)
+    weights = num_bytes(common) + round(num_bytes(experts) * read)
+    used = per_token / max(number, 1)
+    flops = 2 * rows * (sum(map(_size, common)) + used * sum(map(_size, experts)))
     moved = rows / (batch // mesh.shape["data"]) * sum(c.num_bytes for c in collectives)
     # A ring all-reduce sends every byte twice: once to reduce, once to distribute the sums.
     ring = 2 * (1 - 1 / mesh.shape["model"])

@@ -177,6 +177,7 @@ def read_params(
     config: transformer.Config,
     dtype,
     sharding_of: Callable[[tuple], jax.sharding.Sharding] | None = None,
+    convert: Callable[[tuple, jax.Array], PyTree] | None = None,
 ) -> PyTree:
     """Reads parameters. For each device, only the device's slice is read.
 
@@ -186,6 +187,7 @@ def read_params(
         dtype: type of the parameters in memory.
         sharding_of: sharding of each parameter, from `sharding.param_shardings`; None: the default
             device.
+        convert: makes of each parameter, given its path, what is kept of it; None: itself.
 
     Raises:
         InputError: files or tensors are missing, damaged or of another model.
@@ -211,7 +213,8 @@ def read_params(
 
     def read(path, leaf):
         path = tuple(entry.key for entry in path)
-        return _read(tensors, locations[path], leaf.shape, dtype, sharding_of(path))
+        leaf = _read(tensors, locations[path], leaf.shape, dtype, sharding_of(path))
+        return leaf if convert is None else convert(path, leaf)
 
     return jax.tree_util.tree_map_with_path(read, shapes)
 

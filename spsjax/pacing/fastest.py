@@ -1,50 +1,12 @@
-"""Rules that decide from past rounds how deep the next one is drafted.
+"""The depth with the most expected tokens per time, of the whole batch."""
 
-**Lossless.** A rule knows which tokens were accepted in the rounds before, and never a token of the
-round that it decides about. But the samples drawn with one seed change with its decisions, which a
-row shares with the other rows of its batch.
-"""
-
-import abc
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
 from spsjax.errors import check_number
-from spsjax.types import Array, PyTree, pytree_dataclass
-
-
-@pytree_dataclass
-class Costs:
-    """Times of a round's parts, in any unit. A *depth* is a token of a chain, or a tree's level."""
-
-    propose: Array  # [K+1] to draft k depths; 0 for none
-    score: Array  # [K+1] the rest of a round in which k depths are scored
-    least: Array  # [] int32, depths that are scored even if nothing is drafted; for measurements
-
-
-class Pacer(abc.ABC):
-    """Decides before each round how deep it is drafted. A frozen, hashable dataclass."""
-
-    @abc.abstractmethod
-    def init(self, batch: int, num_speculative_tokens: int) -> PyTree:
-        """Returns the state before the first round; all leaves have a batch axis first."""
-
-    @abc.abstractmethod
-    def depths(self, costs: Costs, state: PyTree, done_B: Array) -> Array:
-        """Returns [B] int32, the depth to which each row is drafted, at most K; 0 if it is done."""
-
-    @abc.abstractmethod
-    def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
-        """Returns the state after a round.
-
-        Args:
-            state: the state before.
-            asked_B: what `depths` returned.
-            offered_B: the greatest depth at which the drafter proposed a token.
-            accepted_B: accepted draft tokens.
-        """
+from spsjax.pacing.base import Pacer
+from spsjax.types import Array, pytree_dataclass
 
 
 @pytree_dataclass
@@ -108,7 +70,7 @@ class Fastest(Pacer):
             weight = self.prior
         return jnp.stack(rates[1:], axis=1)
 
-    def update(self, state, asked_B, offered_B, accepted_B):
+    def update(self, costs, state, asked_B, offered_B, accepted_B):
         depth = jnp.arange(1, state.asked.shape[1] + 1)
         asked, offered, accepted = (
             count[:, None] for count in (asked_B, offered_B, jnp.minimum(accepted_B, asked_B))
@@ -121,21 +83,3 @@ class Fastest(Pacer):
         )
         names = (field.name for field in dataclasses.fields(History))
         return History(*(self.memory * getattr(state, x) + getattr(new, x) for x in names))
-
-
-def scored_depths(num_speculative_tokens: int) -> tuple[int, ...]:
-    """Returns the depths for which a scoring pass is compiled: 0, 1, 2, 4, 6, 7, 11, 15, ..., K.
-
-    With the root, the long ones are 8, 12, 16, 24, ... rows.
-    """
-    K = num_speculative_tokens
-    rows = {step << i for i in range(K.bit_length()) for step in (8, 12)}
-    sizes = {0, 1, 2, 4, 6, K} | {count - 1 for count in rows}
-    return tuple(sorted(size for size in sizes if size <= K))
-
-
-def forced(depth: int, num_speculative_tokens: int, least: int = 0) -> Costs:
-    """Returns costs at which `Fastest` always takes one depth, to measure what it costs."""
-    propose = np.full(num_speculative_tokens + 1, np.inf, np.float32)
-    propose[depth] = 0
-    return Costs(propose, np.ones(num_speculative_tokens + 1, np.float32), np.int32(least))

@@ -1,0 +1,175 @@
+"""Mixtures of experts: every token runs through a few of many feed-forward networks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from spsjax.models.config import Config
+from spsjax.models.linear import ACTIVATIONS, INIT, make_linear
+from spsjax.models.products import product
+from spsjax.models.quantization import Quantized
+from spsjax.types import Array
+
+Kernels = tuple[Array, Array, Array]  # gate and up [E, D, F], down [E, F, D]
+# Rows that one expert multiplies at once. Fewer than two are slow (`linear.two_rows`), and more
+# than these make a product no faster.
+_LEAST_ROWS, _MOST_ROWS = 2, 64
+
+
+class Experts(nnx.Module):
+    """Mixture of gated feed-forward networks (Jiang et al. 2024, arXiv 2401.04088, 2.1).
+
+    Only the experts that some token chose are read, and each multiplies its own tokens only. On a
+    mesh every device runs the experts, or the parts of experts, that it holds, for all tokens of
+    its rows, and one sum over the model axis joins them.
+    """
+
+    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.router = make_linear(config.d_model, config.num_experts, False, dtype=dtype, rngs=rngs)
+        E, D, F = config.num_experts, config.d_model, config.d_ff
+        for name, shape in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D))):
+            setattr(self, f"experts_{name}", nnx.Param(INIT(rngs.params(), shape, dtype)))
+
+    def __call__(self, x_BTD):
+        config = self.config
+        # In float32, so that the choice of experts depends little on the compute type.
+        probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
+        # Not `top_k`: the compiler does not split it by rows and would gather all of them.
+        ids = jnp.argsort(-probs, axis=-1)[..., : config.experts_per_token]
+        best = jnp.take_along_axis(probs, ids, axis=-1)
+        if config.renormalize:
+            best = best / jnp.sum(best, axis=-1, keepdims=True)
+        chosen = jax.nn.one_hot(ids, config.num_experts)
+        weights_BTE = jnp.sum(chosen * best[..., None], axis=-2).astype(x_BTD.dtype)
+        chosen_BTE = jnp.any(chosen, axis=-2)
+        kernels = tuple(
+            getattr(self, f"experts_{name}").get_value() for name in ("gate", "up", "down")
+        )
+        return mixture(config, x_BTD, chosen_BTE, weights_BTE, kernels)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mixture(
+    config: Config, x_BTD: Array, chosen_BTE: Array, weights_BTE: Array, kernels: Kernels
+) -> Array:
+    """Returns the weighted sum [B, T, D] of each token's experts.
+
+    Args:
+        config: activation, and number of experts per token.
+        x_BTD: what the experts read.
+        chosen_BTE: bool, the experts of each token.
+        weights_BTE: their weights; 0 for the others.
+        kernels: weight matrices of all experts.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _grouped(config, None, x_BTD, chosen_BTE, weights_BTE, kernels).astype(x_BTD.dtype)
+    size = mesh.shape["model"]
+    # Whole experts if the axis divides their number, else a part of each (`sharding.param_spec`).
+    whole = config.num_experts % size == 0
+    if not whole and config.d_ff % size:  # copies of all weights everywhere
+        return all_experts(config, x_BTD, chosen_BTE, weights_BTE, kernels)
+
+    def run_part(*arguments):
+        out = _grouped(config, None if whole else "model", *arguments)
+        return jax.lax.psum(out.astype(x_BTD.dtype), "model")
+
+    columns, rows = (P("model"),) * 2 if whole else (P(None, None, "model"), P(None, "model"))
+    split = [
+        jax.tree.map(functools.partial(_spec, spec), kernel)
+        for spec, kernel in zip((columns, columns, rows), kernels)
+    ]
+    data = "data" if x_BTD.shape[0] % mesh.shape["data"] == 0 else None
+    choice = P(data, None, "model" if whole else None)
+    # The checks do not know that a loop's first sum, of zeros, may differ between devices later.
+    sharded = jax.shard_map(
+        run_part,
+        in_specs=(P(data), choice, choice, tuple(split)),
+        out_specs=P(data),
+        check_vma=False,
+    )
+    return sharded(x_BTD, chosen_BTE, weights_BTE, kernels)
+
+
+def _spec(spec: P, leaf: Array) -> P:
+    """Returns how a part of a kernel is split; the step size of a quantised one has no inputs."""
+    return P(*(None if size == 1 else axis for axis, size in zip(spec, leaf.shape)))
+
+
+def _grouped(
+    config: Config, axis: str | None, x_BTD, chosen_BTE, weights_BTE, kernels: Kernels
+) -> Array:
+    """Returns the sum [B, T, D] of the experts given, one block of tokens at a time.
+
+    It is in float32 at least. `axis` is the mesh axis that splits each expert, if one does.
+    """
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    B, T, D = x_BTD.shape
+    E, N = chosen_BTE.shape[-1], B * T
+    x_ND = x_BTD.reshape(N, D)
+    chosen_EN, weights_EN = (array.reshape(N, E).T for array in (chosen_BTE, weights_BTE))
+    # The tokens of the first expert, then those of the second, ...
+    most = N * min(config.experts_per_token, E)
+    (pairs,) = jnp.nonzero(chosen_EN.reshape(-1), size=most, fill_value=0)
+    height = _block_rows(config, N)
+    tokens = jnp.pad(pairs % N, (0, height))  # the last block may go beyond them
+    counts_E = jnp.sum(chosen_EN, axis=1)
+    blocks_E = -(-counts_E // height)
+    starts_E, ends_E = jnp.cumsum(counts_E) - counts_E, jnp.cumsum(blocks_E)
+
+    def add_block(block, sum_ND):
+        expert = jnp.searchsorted(ends_E, block, side="right")
+        before = (block - (ends_E[expert] - blocks_E[expert])) * height  # of this expert
+        own = jax.lax.dynamic_slice_in_dim(tokens, starts_E[expert] + before, height)
+        is_own = jnp.arange(height) < counts_E[expert] - before
+        weights = weights_EN[expert, own].astype(x_ND.dtype)[:, None]
+        gate, up, down = jax.tree.map(lambda kernel: kernel[expert], kernels)
+        x = x_ND[own]
+        inner = ACTIVATIONS[config.ffn](product(x, gate)) * product(x, up) * weights
+        out = product(inner, down, wide, axis)
+        return sum_ND.at[own].add(jnp.where(is_own[:, None], out, 0))
+
+    zeros = jnp.zeros((N, D), wide)
+    return jax.lax.fori_loop(0, ends_E[-1], add_block, zeros).reshape(B, T, D)
+
+
+def _block_rows(config: Config, tokens: int) -> int:
+    """Returns how many tokens an expert multiplies at once: about as many as it gets."""
+    share = tokens * config.experts_per_token // config.num_experts
+    return min(max(1 << share.bit_length() - 1 if share else 1, _LEAST_ROWS), _MOST_ROWS)
+
+
+def all_experts(
+    config: Config, x_BTD: Array, chosen_BTE: Array, weights_BTE: Array, kernels: Kernels
+) -> Array:
+    """Returns what `mixture` does, from all experts over all tokens. It can be differentiated."""
+    gate, up, down = (
+        kernel.values().astype(x_BTD.dtype) if isinstance(kernel, Quantized) else kernel
+        for kernel in kernels
+    )
+    gate = jnp.einsum("btd,edf->btef", x_BTD, gate)
+    up = jnp.einsum("btd,edf->btef", x_BTD, up)
+    inner = ACTIVATIONS[config.ffn](gate) * up * weights_BTE[..., None]
+    return jnp.einsum("btef,efd->btd", inner, down)
+
+
+def _forward(config, *arguments):
+    return mixture(config, *arguments), arguments
+
+
+def _backward(config, arguments, gradient):
+    # A loop whose length is data has no gradient.
+    x, chosen, weights, kernels = arguments
+
+    def run(x, weights, kernels):
+        return all_experts(config, x, chosen, weights, kernels)
+
+    of_x, of_weights, of_kernels = jax.vjp(run, x, weights, kernels)[1](gradient)
+    return of_x, None, of_weights, of_kernels
+
+
+mixture.defvjp(_forward, _backward)
