@@ -21,7 +21,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["spsjax", "spsjax.*"]),
     package_data={
-        "spsjax": [f"pretrained/**/*.{suffix}" for suffix in ("safetensors", "json", "model", "md")]
+        "spsjax": [
+            "serving/page.html",
+            *(f"pretrained/**/*.{suffix}" for suffix in ("safetensors", "json", "model", "md")),
+        ]
     },
     install_requires=[
         "absl-py",

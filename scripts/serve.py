@@ -1,4 +1,4 @@
-"""Serves a pair with the endpoints of OpenAI's API: completions, chat, models; and /metrics.
+"""Serves a pair with the endpoints of OpenAI's API, and a page that shows how texts come about.
 
 python scripts/serve.py --target=FOLDER --draft=FOLDER
 SPSJAX_API_KEY=... python scripts/serve.py --config.host=0.0.0.0   # clients must send the key
@@ -6,15 +6,21 @@ SPSJAX_API_KEY=... python scripts/serve.py --config.host=0.0.0.0   # clients mus
     client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     client.completions.create(model="pystdlib/target", prompt="import os")
 
-Requests share the rows of one loop, and K is chosen in every round. Only this machine can reach the
-server, unless --config.host says otherwise. After Ctrl-C or SIGTERM requests may end, then the
-server does. Needs the extra `serve`. Every key of the config is a flag:
+The endpoints are completions, chat and models; /metrics has counts for Prometheus. Requests share
+the rows of one loop, and K is chosen in every round. The page at / shows one text at a time. Only
+this machine can reach the server, unless --config.host says otherwise. After Ctrl-C or SIGTERM
+requests may end, then the server does. Needs the extra `serve`. Every key of the config is a flag:
 configs/experiments/serve.py lists them.
 """
 
+import dataclasses
+import ipaddress
 import os
 import pathlib
+import signal
 import socket
+import sys
+import threading
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jax
@@ -25,6 +31,7 @@ import spsjax
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, check_integer, one_line
+from spsjax.parallel import multihost
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to serve.", lock_config=True)
@@ -32,6 +39,7 @@ _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target mode
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
 
 _PROMPT = [1]  # for warming up
+_SECONDS_TO_END = 10  # for requests that are cancelled when the server stops
 
 
 def run():
@@ -44,41 +52,78 @@ def run():
     from spsjax.serving import app
     from spsjax.serving.worker import Worker
 
-    if jax.process_count() > 1:
-        raise InputError(f"expected one process, found {jax.process_count()}")
     for field in ("most_waiting", "most_bytes", "most_tokens", "grace_seconds"):
         check_integer(field, config[field], 1)
-    listening = bound(config.host, config.port)
-    target = loading.load(config.target, configs.mesh(config.mesh), config.dtype)
+    first = multihost.is_main_process()
+    listening, loopback = bound(config.host, config.port) if first else (None, False)
+    target = loading.load(
+        config.target, configs.mesh(config.mesh), config.dtype, quantize=config.quantize
+    )
     if target.tokenizer is None:
         raise InputError(f"{target.name}: expected a tokenizer, found none")
+    target = dataclasses.replace(target, name=config.name or target.name)  # as messages call it
     drafter = loading.load_drafter(config.draft, target) if config.draft else None
     sizes = {name: config[name] for name in ("rows", "slots", "chunk", "rounds")}
     K = configs.draft_length(config.num_speculative_tokens)
     engine = spsjax.Engine(target, drafter, K, **sizes)
-    if config.warm_up:
-        terminal.note("Compiling the programs of all numbers of rows (a minute or two)")
-        lengths = (config.chunk, 128, 96, 64, 48, 32)
-        room = engine.room_after([]) - 1
-        engine.warm_up([_PROMPT * min(length, room) for length in lengths])
     limits = {name: config[name] for name in ("most_bytes", "most_tokens")}
     key = os.environ.get("SPSJAX_API_KEY", "")
-    options = app.Options(config.name or target.name, key, **limits)
-    served = app.make(Worker(engine, config.most_waiting), options)
+    page = page_of(config, target, drafter, limits, bool(key))
+    if config.warm_up:
+        terminal.note("Compiling the programs of all numbers of rows (a minute or two)")
+        lengths = (config.chunk + 1, config.chunk, 128, 96, 64, 48, 32)
+        if (room := engine.room_after([]) - 1) < 1:
+            raise InputError(f"slots: expected room for a prompt and a token, found {engine.slots}")
+        engine.warm_up([_PROMPT * min(length, room) for length in lengths])
+    if not first:
+        engine.follow()
+        return
     host, port = listening.getsockname()[:2]
-    if not key and config.host != "127.0.0.1":
+    # Without a key, pages of other names must not reach it through a browser on this machine.
+    hosts = (host, "localhost") if loopback and not key and ":" not in host else ()
+    options = app.Options(target.name, key, **limits, hosts=hosts)
+    worker = Worker(engine, config.most_waiting)
+    served = app.make(worker, options, page)
+    host = f"[{host}]" if ":" in host else host
+    if not key and not loopback:
         terminal.note(
             "warning: whoever reaches this machine can use the server; set SPSJAX_API_KEY"
         )
     print(f"Serving {options.name} at http://{host}:{port}/v1", flush=True)
-    how = uvicorn.Config(
-        served, log_level="warning", timeout_graceful_shutdown=config.grace_seconds
-    )
-    uvicorn.Server(how).run(sockets=[listening])
+    if jax.process_count() == 1:
+        print(f"A page that shows how a text comes about: http://{host}:{port}/", flush=True)
+    # Clients hear from the worker why their requests end; uvicorn need not cut them off.
+    late = config.grace_seconds + _SECONDS_TO_END
+    how = uvicorn.Config(served, log_level="warning", timeout_graceful_shutdown=late)
+    # uvicorn lets requests end, then raises the signal again. Other processes wait for a clean end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets=None):
+            stop = threading.Timer(config.grace_seconds, worker.stop)
+            stop.start()
+            await super().shutdown(sockets)
+            stop.cancel()
+
+    Server(how).run(sockets=[listening])
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to an address; raises InputError if that is not possible."""
+def page_of(config, target, drafter, limits: dict[str, int], needs_key: bool):
+    """Returns the page; None with several processes, which would have to write its texts, too."""
+    from spsjax.serving.page import Page
+
+    if jax.process_count() > 1:
+        return None
+    drafters = {config.draft: drafter} if config.draft else {}
+    drafters |= {name: loading.load_drafter(name, target) for name in config.page}
+    return Page(target, drafters, **limits, needs_key=needs_key)
+
+
+def bound(host: str, port: int) -> tuple[socket.socket, bool]:
+    """Returns a socket that is bound to an address, and whether only this machine can reach it.
+
+    Raises InputError if that is not possible.
+    """
     check_integer("port", port, 0, 65535)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -90,7 +135,7 @@ def bound(host: str, port: int) -> socket.socket:
         raise InputError(
             f"host, port: {host}:{port}: expected a free address, found {one_line(error)}"
         ) from None
-    return listening
+    return listening, ipaddress.ip_address(address[0]).is_loopback
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import pytest
 from command_line import Script, free_port
 from conftest import nearby_model, spread_model
 
+import spsjax
 from spsjax import InputError
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
+PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]  # as in worker.py
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,20 @@ def test_two_processes_give_the_tokens_of_one_device(pair, one_device):
     assert result["tokens"] == one_process["tokens"] == one_device["tokens"]
     # Each process loads only its own slices of the weights.
     assert result["held"] <= 1.01 * one_process["held"] / 2
+
+
+def test_an_engine_of_two_processes_serves_what_one_device_generates(pair):
+    """Process 0 takes the requests, and the other one follows it until it closes the engine."""
+    (alone,) = results(Script(WORKER, *pair, "--engine", devices=1))
+    first, second = start_two(*pair, "--engine", "--data=2", "--model=4")
+    assert results(second) == []
+    (together,) = results(first)
+    assert together == alone and alone["cancelled"]
+    target, draft = (spsjax.load(flag.partition("=")[2]) for flag in pair)
+    sampling = spsjax.SamplingParams(temperature=0.8, top_p=0.95)
+    for seed, (prompt, tokens) in enumerate(zip(PROMPTS, alone["tokens"], strict=True)):
+        out = spsjax.generate(target, [prompt], draft, 3, sampling, 16, seed)
+        assert tokens == out.tokens[0].tolist()
 
 
 def test_mesh_without_the_devices_of_a_process_is_refused(pair):

@@ -257,3 +257,22 @@ def test_warm_engine_compiles_nothing_more(target, draft):
     assert [len(request.tokens) for request in requests] == [*range(0, 70, 10), *[20] * 10]
     assert len(engine._state.done) == 1
     assert compilation._newest.ended == compiled_at
+
+
+def test_a_list_of_one_value_serves_one_request_and_costs_of_many_rows(target, draft):
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=64)
+    engine.submit([1, 2], SamplingParams(temperature=[0.8]), 5).result()
+    for one in [engine.submit([1, 2], SamplingParams(), 5, seed) for seed in range(2)]:
+        assert len(one.result()) <= 5
+
+
+def test_a_closed_engine_ends_its_requests_and_takes_no_more(target):
+    engine = spsjax.Engine(target, rows=1, slots=64)
+    requests = [engine.submit([1, 2], max_new_tokens=30) for _ in range(2)]
+    engine.step()
+    engine.close()
+    assert all(one.done and one.cancelled for one in requests)
+    with pytest.raises(InputError, match=r"^submit: expected an open engine"):
+        engine.submit([1, 2], max_new_tokens=5)
+    with pytest.raises(InputError, match=r"^prompts: expected at least one"):
+        spsjax.Engine(target, rows=1, slots=64).warm_up([])

@@ -5,11 +5,12 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 
 import numpy as np
 import pytest
-from command_line import Script, fails_with_one_line, run, tiny_pair
+from command_line import Script, fails_with_one_line, free_port, run, tiny_pair
 from conftest import spread_model
 
 import spsjax
@@ -41,7 +42,7 @@ def start(pair, **changes) -> tuple[Script, str]:
     while "http://" not in (line := process.read("stdout")):
         assert process.poll() is None, process.read("stderr")
         time.sleep(0.05)
-    return process, line.split(" at ")[1].strip()
+    return process, line.split(" at ")[1].split()[0]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def address(pair):
     process, address = start(pair)
     yield address
     process.terminate()
-    assert process.wait(60).returncode == -signal.SIGTERM
+    assert process.wait(60).returncode == 0
 
 
 @pytest.fixture
@@ -211,7 +212,8 @@ def test_client_that_does_not_wait_for_a_whole_answer(address):
 )
 def test_bad_bodies_are_refused_in_one_line(address, body, status, message):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx.post(f"{address}/completions", content=raw)
+    kind = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{address}/completions", content=raw, headers=kind)
     error = answer.json()["error"]
     assert answer.status_code == status and message in error["message"], error
     assert "\n" not in error["message"] and error["type"]
@@ -243,13 +245,18 @@ def test_models_and_metrics(client, address):
 
 
 def test_requests_beyond_the_queue_are_sent_away(pair):
-    process, address = start(pair, most_waiting=2, rows=1)
+    process, address = start(pair, most_waiting=2, rows=1, slots=240, most_tokens=200)
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    options = {"model": NAME, "prompt": "a", "n": 2, "max_tokens": 200}
+    stream = client.completions.create(**options, stream=True)
+    next(iter(stream))  # one runs, and one waits
     with pytest.raises(openai.RateLimitError, match="too many requests wait"):
-        client.completions.create(model=NAME, prompt="a", n=3)
+        client.completions.create(**options)
+    stream.close()
+    idle(address)
     assert client.completions.create(model=NAME, prompt="a", n=2).choices
     process.terminate()
-    assert process.wait(60).returncode == -signal.SIGTERM
+    assert process.wait(60).returncode == 0
 
 
 def test_stopped_server_lets_streams_end(pair, models):
@@ -261,7 +268,88 @@ def test_stopped_server_lets_streams_end(pair, models):
     process.terminate()
     text += "".join(piece.choices[0].text for piece in stream)
     assert text == alone(models, "import os", 60, 4)
-    assert process.wait(60).returncode == -signal.SIGTERM
+    assert process.wait(60).returncode == 0
+
+
+def test_two_processes_serve_what_one_generates(tmp_path_factory, tiny_tokenizer):
+    """The first one listens, and the other one ends with it."""
+    folder = tmp_path_factory.mktemp("split")
+    target = dataclasses.replace(spread_model(320), tokenizer=tiny_tokenizer)
+    spsjax.loading.save(folder, target, "float32")
+    flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
+    flags += [
+        f"--target={folder}",
+        "--config.draft=",
+        "--config.mesh.data=2",
+        "--config.mesh.model=4",
+    ]
+    flags += [f"--coordinator=localhost:{free_port()}", "--num_processes=2"]
+    first, second = (
+        Script("serve.py", *flags, f"--process_id={index}", devices=4) for index in range(2)
+    )
+    while "http://" not in (line := first.read("stdout")):
+        assert first.poll() is None, first.read("stderr")
+        time.sleep(0.05)
+    address = line.split(" at ")[1].split()[0]
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    answer = client.completions.create(model=NAME, prompt="import os", max_tokens=12, seed=3)
+    alone = spsjax.load(folder)
+    expected = spsjax.generate(alone, ["import os"], None, 0, SamplingParams(), 12, 3)
+    assert answer.choices[0].text == expected.texts[0]
+    assert httpx.get(address.removesuffix("/v1") + "/").status_code == 404  # no page
+    first.terminate()
+    assert second.wait(60).returncode == 0
+    assert first.wait(60).returncode == 0
+
+
+@pytest.mark.parametrize("step", (1, 2, 3, 7))
+def test_the_stop_that_is_whole_first_ends_the_text(step):
+    """However many tokens a round adds."""
+    cut, text, sent = protocol.Cut(["abc", "b", "bcd"]), "xxabcd", ""
+    for end in (*range(step, len(text), step), len(text)):
+        shown = cut(text[:end], end == len(text))
+        assert shown.startswith(sent)
+        sent = shown
+        if cut.found:
+            break
+    assert cut.found and sent == "xxa"
+
+
+def test_a_refused_batch_leaves_nothing_waiting(address, client):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=NAME, prompt=["a"] * 60 + [""], max_tokens=5)
+    idle(address)
+    with pytest.raises(openai.BadRequestError, match="at most 120 choices in all, found 121"):
+        client.completions.create(model=NAME, prompt=["a"] * 121, max_tokens=5)
+
+
+def test_other_types_of_bodies_are_refused(address):
+    """A page of another origin can send them without asking."""
+    body = json.dumps({"model": NAME, "prompt": "import os"})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = httpx.post(f"{address}/completions", content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 415
+    right = {"Content-Type": "application/json; charset=utf-8"}
+    assert httpx.post(f"{address}/completions", content=body, headers=right).status_code == 200
+    other = {"Host": "example.com"}
+    assert httpx.get(f"{address}/models", headers=other).status_code == 400
+    assert httpx.put(f"{address}/models").headers["Allow"]
+
+
+def test_requests_hear_that_the_server_stops(pair):
+    process, address = start(pair, grace_seconds=1, rows=1, slots=240, most_tokens=200)
+    body = {"model": NAME, "prompt": ["a"] * 7, "max_tokens": 200, "n": 16, "seed": 1}
+    answers = []
+    ask = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{address}/completions", json=body, timeout=60))
+    )
+    ask.start()
+    time.sleep(1)
+    process.terminate()
+    ask.join(60)
+    assert answers[0].status_code == 503 and "being stopped" in answers[0].text
+    done = process.wait(60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 def served(model, **options):

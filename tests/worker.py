@@ -24,6 +24,7 @@ _MODEL = flags.DEFINE_integer("model", 1, "Size of the mesh's model axis.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
 _STREAM = flags.DEFINE_bool("stream", False, "Stream one text instead.")
 _AUTO = flags.DEFINE_bool("auto", False, "Also sample greedily, with K chosen in every round.")
+_ENGINE = flags.DEFINE_bool("engine", False, "Serve the prompts as requests of an engine instead.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "Number of batches.")
 
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
@@ -46,6 +47,9 @@ def run():
     if _STREAM.value:
         print("".join(spsjax.stream(target, PROMPTS[0], draft, seed=_SEED.value)))
         return
+    if _ENGINE.value:
+        serve(spsjax.Engine(target, draft, 3, rows=2, slots=64, chunk=8))
+        return
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         if _AUTO.value:
@@ -54,6 +58,24 @@ def run():
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():
             print(json.dumps({"tokens": tokens, "held": held}), flush=True)
+
+
+def serve(engine: spsjax.Engine) -> None:
+    """Prints the tokens of requests that come one after another, of which one is cancelled."""
+    engine.warm_up(PROMPTS[:1])
+    if not multihost.is_main_process():
+        engine.follow()
+        return
+    sampling = spsjax.SamplingParams(temperature=0.8, top_p=0.95)
+    cancelled = engine.submit(PROMPTS[0], sampling, 40, 9)
+    requests = []
+    for seed, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, sampling, 16, seed))
+        engine.step()
+    cancelled.cancel()
+    tokens = [request.result() for request in requests]
+    engine.close()
+    print(json.dumps({"tokens": tokens, "cancelled": cancelled.done}), flush=True)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,16 @@ def broadcast_int(number: int) -> int:
     return int(multihost_utils.process_allgather(np.asarray(number)).ravel()[0])
 
 
+def broadcast_text(text: str) -> str:
+    """Returns the text that process 0 passed. Every process must call it."""
+    if jax.process_count() == 1:
+        return text
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    length = broadcast_int(len(encoded))
+    padded = np.resize(encoded, length) if is_main_process() else np.zeros(length, np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
+
+
 def barrier(name: str) -> None:
     """Waits until all processes have reached the barrier of this name."""
     if jax.process_count() > 1:

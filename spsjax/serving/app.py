@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,6 +20,7 @@ from starlette.routing import Route
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.serving import protocol
 from spsjax.serving.metrics import Metrics
+from spsjax.serving.page import Page
 from spsjax.serving.protocol import ApiError
 from spsjax.serving.worker import Busy, Ticket, Worker
 
@@ -33,16 +36,25 @@ class Options:
         api_key: key that clients must send; empty: none.
         most_bytes: greatest size of a request's body.
         most_tokens: most new tokens of a request.
+        hosts: names by which the server may be asked; (): any. It keeps pages of other names away
+            that resolve to this machine.
     """
 
     name: str
     api_key: str = ""
     most_bytes: int = 2**20
     most_tokens: int = 4096
+    hosts: tuple[str, ...] = ()
 
 
-def make(worker: Worker, options: Options) -> Starlette:
-    """Returns the application of a worker, which it stops when it ends."""
+def make(worker: Worker, options: Options, page: Page | None = None) -> Starlette:
+    """Returns the application of a worker, which it stops when it ends.
+
+    Args:
+        worker: runs the requests.
+        options: limits and names.
+        page: the page at "/"; None: there is none.
+    """
     server = _Server(worker, options)
 
     @contextlib.asynccontextmanager
@@ -58,11 +70,24 @@ def make(worker: Worker, options: Options) -> Starlette:
         Route("/v1/completions", server.answering(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.answering(server.chat), methods=["POST"]),
     ]
+    if page is not None:
+        routes += [
+            Route("/", page.whole),
+            Route("/page/choices", server.answering(page.choices)),
+            Route("/page/rounds", server.answering(page.rounds), methods=["POST"]),
+        ]
     unknown = {
         404: lambda http, error: _refusal(ApiError(404, f"{http.url.path}: no such endpoint")),
-        405: lambda http, error: _refusal(ApiError(405, f"{http.method}: expected another method")),
+        405: lambda http, error: _refusal(
+            ApiError(405, f"{http.method}: expected another method", **(error.headers or {}))
+        ),
     }
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=unknown)
+    middleware = []
+    if options.hosts:
+        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=options.hosts))
+    return Starlette(
+        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=unknown
+    )
 
 
 def _refusal(error: ApiError) -> Response:
@@ -107,17 +132,20 @@ class _Server:
         return JSONResponse(self._model())
 
     async def completions(self, http: HttpRequest) -> Response:
-        ask = protocol.parse(protocol.Completion, await self._body(http))
+        ask = await self._parsed(http, protocol.Completion)
         return await self._answer(http, ask, ask.prompts)
 
     async def chat(self, http: HttpRequest) -> Response:
-        ask = protocol.parse(protocol.Chat, await self._body(http))
+        ask = await self._parsed(http, protocol.Chat)
         tokenizer = self._worker.engine.model.tokenizer
         try:
             prompt = await asyncio.to_thread(tokenizer.chat, ask.conversation)
         except InputError as error:
             raise ApiError(400, str(error)) from None
         return await self._answer(http, ask, [prompt])
+
+    async def _parsed(self, http: HttpRequest, kind: type[protocol.Ask]) -> protocol.Ask:
+        return protocol.parse(kind, await protocol.body(http, self._options.most_bytes))
 
     def _model(self) -> dict:
         about = {"object": "model", "created": self._started, "owned_by": "spsjax"}
@@ -133,17 +161,9 @@ class _Server:
             return
         kind, _, key = http.headers.get("authorization", "").partition(" ")
         wanted = self._options.api_key.encode()
-        if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), wanted):
+        sent = key.encode("latin-1")  # the header's bytes
+        if kind.lower() != "bearer" or not hmac.compare_digest(sent, wanted):
             raise ApiError(401, "expected the API key as a bearer token", "authentication_error")
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        """Returns the body, of which no more than is allowed is read."""
-        most, body = self._options.most_bytes, bytearray()
-        async for part in http.stream():
-            body += part
-            if len(body) > most:
-                raise ApiError(413, f"body: expected at most {most} bytes, found more")
-        return bytes(body)
 
     async def _answer(self, http: HttpRequest, ask: protocol.Ask, prompts: list) -> Response:
         self._check_model(ask.model)

@@ -7,12 +7,14 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import Request as HttpRequest
 
-from spsjax.errors import one_line
+from spsjax.errors import one_line, short_repr
 from spsjax.sampling import SamplingParams
 
 Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
 _MOST_CHOICES = 16
+_LONGEST_MESSAGE = 300
 
 
 class ApiError(Exception):
@@ -31,6 +33,23 @@ class ApiError(Exception):
 
     def body(self) -> dict:
         return {"error": {"message": self.message, "type": self.kind, "param": None, "code": None}}
+
+
+async def body(http: HttpRequest, most_bytes: int) -> bytes:
+    """Returns a request's JSON body, of which no more is read than is allowed.
+
+    Any page of a browser can send other types here without asking.
+    """
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        found = short_repr(kind)
+        raise ApiError(415, f"Content-Type: expected 'application/json', found {found}")
+    read = bytearray()
+    async for part in http.stream():
+        read += part
+        if len(read) > most_bytes:
+            raise ApiError(413, f"body: expected at most {most_bytes} bytes, found more")
+    return bytes(read)
 
 
 class _StreamOptions(BaseModel):
@@ -140,7 +159,6 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: str
     content: str | list[_Part]
-    name: str | None = None
 
 
 class Chat(Ask):
@@ -186,10 +204,12 @@ def parse(kind: type[Ask], body: bytes) -> Ask:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        text = f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
-        raise ApiError(400, one_line(ValueError(text))) from None
+        first, *others = error.errors(include_url=False, include_input=False)
+        place, text = ".".join(str(part) for part in first["loc"]), first["msg"]
+        if any(other["loc"][:1] == first["loc"][:1] for other in others):  # none of several forms
+            place, text = str(first["loc"][0]), "it has none of the forms that are taken"
+        text = f"{place}: {text}" if place else text.removeprefix("Value error, ")
+        raise ApiError(400, one_line(ValueError(text))[:_LONGEST_MESSAGE]) from None
 
 
 class Cut:
@@ -203,11 +223,14 @@ class Cut:
         self.stops, self.found = stops, False
 
     def __call__(self, text: str, done: bool) -> str:
-        """Returns as much as is safe to send: what may be the beginning of a stop is held back."""
-        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        if places:
+        """Returns as much as is safe to send: what may be the beginning of a stop is held back.
+
+        Of several stops the one that is whole first counts, however much of the text is known.
+        """
+        places = {stop: text.find(stop) for stop in self.stops}
+        if ends := [(place + len(stop), place) for stop, place in places.items() if place >= 0]:
             self.found = True
-            return text[: min(places)]
+            return text[: min(ends)[1]]
         if done:
             return text
         held = 0

@@ -4,9 +4,13 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import jax
+
 from spsjax.engine import Engine, Request
 from spsjax.errors import InputError
 from spsjax.sampling import SamplingParams
+
+_BEAT_SECONDS = 5.0  # of an idle engine of several processes: collectives do not wait forever
 
 
 class Busy(Exception):
@@ -84,10 +88,15 @@ class Worker:
 
         Raises:
             Busy: too many requests wait.
-            InputError: an argument that cannot be used.
+            InputError: an argument that cannot be used, or more prompts than may ever wait.
         """
+        most = self._most_waiting
+        if len(prompts) > most:
+            raise InputError(
+                f"prompt, n: expected at most {most} choices in all, found {len(prompts)}"
+            )
         with self._submitting:
-            if self._stopped or self.engine.num_waiting + len(prompts) > self._most_waiting:
+            if self._stopped or self.engine.num_waiting + len(prompts) > most:
                 raise Busy
             requests = []
             try:
@@ -99,6 +108,7 @@ class Worker:
             except InputError:
                 for request in requests:
                     request.cancel()
+                self._wake.set()  # or an idle engine would keep them
                 raise
             tickets = [Ticket(request, loop) for request in requests]
             with self._lock:
@@ -107,13 +117,14 @@ class Worker:
         return tickets
 
     def stop(self) -> None:
-        """Cancels what is left, and ends the thread."""
+        """Cancels what is left, ends the thread, and closes the engine."""
         with self._submitting, self._lock:
             self._stopped = True
             for ticket in self._tickets:
                 ticket.request.cancel()
         self._wake.set()
         self._thread.join()
+        self.engine.close()
 
     def _work(self) -> None:
         while True:
@@ -123,5 +134,5 @@ class Worker:
                 if self._stopped and not self._tickets:
                     return
             if not busy:
-                self._wake.wait()
+                self._wake.wait(_BEAT_SECONDS if jax.process_count() > 1 else None)
                 self._wake.clear()

@@ -1,4 +1,4 @@
-"""Many requests in the rows of one loop: they come and go, and the loop goes on."""
+"""The engine: which requests are read, which rows they have, and runs of the loop between."""
 
 import collections
 import dataclasses
@@ -8,91 +8,19 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, execution, request
+from spsjax import decode, execution, pacing, request
 from spsjax.drafters import base
+from spsjax.engine.requests import News, Request, Submission
 from spsjax.errors import InputError, NonFiniteError, check_integer
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
-from spsjax.tokenization.base import incremental_text
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers.base import Verifier
 
 _SAMPLED = 64  # tokens of the first prompt, in all rows, on which costs are measured
 _CALM = 8  # times in a row that fewer rows would do before the loop has fewer
 _READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "accepted"
-
-
-class Request:
-    """A submitted prompt, and its continuation as far as it is known.
-
-    Iterate it for pieces of text, which join to `generate`'s text. That runs the engine as far as
-    it needs; other threads may run it as well. Attributes are only to be read.
-
-    Attributes:
-        prompt: token ids.
-        tokens: new tokens so far, an end of sequence included.
-        done: whether there will be no more.
-        error: the exception that ended it early; None: nothing did.
-        cancelled: whether it was cancelled.
-        rounds: passes of the target after the prompt.
-        accepted_histogram: [K+1], rounds per number of accepted draft tokens.
-    """
-
-    def __init__(self, engine: "Engine", call: request.Request):
-        self.prompt = call.prompts[0]
-        self.tokens: list[int] = []
-        self.done = False
-        self.error: BaseException | None = None
-        self.rounds = 0
-        self.accepted_histogram: list[int] = []
-        self.cancelled = False
-        self._engine, self._call = engine, call
-
-    @property
-    def text(self) -> str:
-        """The continuation so far. A character that spans tokens is held back until it is whole.
-
-        Raises:
-            InputError: the model has no tokenizer.
-        """
-        model, done = self._engine.model, self.done  # before the tokens are read
-        if model.tokenizer is None:
-            raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
-        text = incremental_text(model.tokenizer, self.prompt, self.tokens)
-        return text if done else text.rstrip("\ufffd")
-
-    def cancel(self) -> None:
-        """Ends it soon. It keeps the tokens that it has, and its row goes to another request."""
-        self.cancelled = True
-
-    def result(self) -> list[int]:
-        """Runs the engine until this request is done, and returns its new tokens.
-
-        Raises:
-            NonFiniteError: a model gave a NaN or an infinity.
-        """
-        while not self.done:
-            self._engine.step()
-        self._raise()
-        return self.tokens
-
-    def __iter__(self) -> Iterator[str]:
-        sent = 0
-        while True:
-            done, text = self.done, self.text  # in this order: another thread may add to it
-            if len(text) > sent:
-                yield text[sent:]
-                sent = len(text)
-            elif done:
-                break
-            else:
-                self._engine.step()
-        self._raise()
-
-    def _raise(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 @dataclasses.dataclass
@@ -132,7 +60,7 @@ class Engine:
         self,
         model: Model,
         drafter: Model | LoadedDrafter | base.Drafter | None = None,
-        num_speculative_tokens: int | str | None = None,
+        num_speculative_tokens: int | str | pacing.Pacer | None = None,
         *,
         rows: int = 8,
         slots: int = 2048,
@@ -152,10 +80,8 @@ class Engine:
                 wait longer.
 
         Raises:
-            InputError: an argument that cannot be used, or there are several processes.
+            InputError: an argument that cannot be used.
         """
-        if jax.process_count() > 1:
-            raise InputError(f"Engine: expected one process, found {jax.process_count()}")
         for name, value in (("rows", rows), ("slots", slots), ("chunk", chunk), ("rounds", rounds)):
             check_integer(name, value, 1)
         self._fixed = drafter, num_speculative_tokens, verifier, stop_at_eos
@@ -173,11 +99,17 @@ class Engine:
         self._calm = 0  # times in a row that fewer rows would have done
         # The first request's prompt and sampling, on which the costs of rounds are measured.
         self._sample: tuple[list[int], SamplingParams] | None = None
+        self._new: list[Request] = []  # since the last step
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}
         self._reading: _Reading | None = None
-        self._stepping = False
-        self._changed = threading.Condition()  # guards what waits, and whose turn it is
+        self._stepping, self._count = False, 0
+        self._closed = self._ended = (
+            False  # whether process 0 does not take requests, and all know it
+        )
+        self._changed = threading.Condition()  # guards what is new, and whose turn it is
+        sizes = rows, slots, chunk, rounds, model.mesh
+        multihost.check_same_everywhere("Engine", whole.program, *sizes)
 
     def submit(
         self,
@@ -191,24 +123,21 @@ class Engine:
         Raises:
             InputError: an argument that cannot be used; the message names it.
         """
-        call = self._checked([prompt], sampling, max_new_tokens, seed)
-        (count,) = request.budgets(max_new_tokens, 1)
-        K = call.program.drafter.num_speculative_tokens
-        if (needed := len(call.prompts[0]) + count + K + 1) > self.slots:
-            raise InputError(
-                f"prompt: expected prompt, new tokens and {K + 1} more within the engine's "
-                f"{self.slots} slots, found {needed}"
-            )
-        submitted = Request(self, call)
-        self._sample = self._sample or (call.prompts[0][:_SAMPLED], sampling)
+        if not multihost.is_main_process():
+            raise InputError(f"submit: expected process 0, found process {jax.process_index()}")
+        submitted = self._request(prompt, sampling, max_new_tokens, seed)
+        if jax.process_count() == 1:
+            _ = submitted.call.inputs  # made here, so that the loop need not wait for them
         with self._changed:
-            self._waiting.append(submitted)
+            if self._closed:
+                raise InputError("submit: expected an open engine, found a closed one")
+            self._new.append(submitted)
         return submitted
 
     @property
     def num_waiting(self) -> int:
         """Requests that have no row yet, those that were cancelled included."""
-        return len(self._waiting) + (self._reading is not None)
+        return len(self._new) + len(self._waiting) + (self._reading is not None)
 
     @property
     def num_running(self) -> int:
@@ -228,15 +157,33 @@ class Engine:
         Otherwise this happens when it is needed first, and all requests wait. With "auto", the
         costs of rounds are measured on the first prompt.
         """
+        if not prompts:
+            raise InputError("prompts: expected at least one, found none")
         for prompt in prompts:
-            self.submit(prompt, sampling, 1).result()
+            self._finish(self._request(prompt, sampling, 1, 0))
         for rows in self._sizes:
             self._state, _ = execution.prefill(self._loop(rows))
             self._calm = 0  # or it would have fewer rows at once
-            self.submit(prompts[0], sampling, 1).result()
+            self._finish(self._request(prompts[0], sampling, 1, 0))
+            self._empty_row(0)
             with self.model.in_mesh():
                 for others in self._sizes:
-                    compiled(decode.take)(self._state, np.full(others, -1, np.int32))
+                    empty = np.full(others, -1, np.int32)
+                    jax.block_until_ready(compiled(decode.take)(self._state, empty))
+
+    def close(self) -> None:
+        """Cancels all requests, and takes no more of them. Other processes stop following."""
+        with self._changed:
+            self._closed = True
+            for submitted in self._all():
+                submitted.cancelled = True
+        while not self._ended:
+            self.step()
+
+    def follow(self) -> None:
+        """Runs what process 0 decides until it closes the engine; for all other processes."""
+        while not self._ended:
+            self.step()
 
     def step(self) -> bool:
         """Reads a chunk of the waiting prompts, and runs the loop for a few rounds.
@@ -250,18 +197,12 @@ class Engine:
                 return self._busy()
             self._stepping = True
         try:
-            self._drop_cancelled()
-            left = self._chunk
-            while left > 0 and (count := self._read()):
-                left -= count
-            if self._running:
-                self._fit(len(self._running) + (self._reading is not None))
-                loop = self._loop(len(self._state.done))
-                self._state, _ = execution.run(loop, self._state, self._rounds)
-                self._hand_out()
+            self._hear()
+            self._advance()
         except BaseException as error:
             self._give_up(error)
-            if not isinstance(error, Exception):  # somebody wants to stop
+            # Somebody wants to stop, or other processes would go on without this one.
+            if not isinstance(error, Exception) or jax.process_count() > 1:
                 raise
         finally:
             with self._changed:
@@ -270,7 +211,79 @@ class Engine:
         return self._busy()
 
     def _busy(self) -> bool:
-        return bool(self._running or self._reading or self._waiting)
+        return any(True for _ in self._all())
+
+    def _all(self) -> Iterator[Request]:
+        """Yields the requests that are not done."""
+        yield from self._running.values()
+        if self._reading is not None:
+            yield self._reading.request
+        yield from self._waiting
+        yield from self._new
+
+    def _request(self, prompt, sampling, max_new_tokens, seed) -> Request:
+        """Returns a request that nobody knows yet; raises InputError as `submit` does."""
+        call = self._checked([prompt], sampling, max_new_tokens, seed)
+        (count,) = request.budgets(max_new_tokens, 1)
+        K = call.program.drafter.num_speculative_tokens
+        if (needed := len(call.prompts[0]) + count + K + 1) > self.slots:
+            raise InputError(
+                f"prompt: expected prompt, new tokens and {K + 1} more within the engine's "
+                f"{self.slots} slots, found {needed}"
+            )
+        submission = Submission(call.prompts[0], sampling.of_one_row(), count, seed)
+        return Request(self, call, submission)
+
+    def _settle(self, *results) -> None:
+        """Waits, if there are several processes, until all programs have ended.
+
+        Those that do not need each other's results may run in other orders elsewhere, and their
+        collectives would meet the wrong partners.
+        """
+        if jax.process_count() > 1:
+            caches = None if self._reading is None else self._reading.caches
+            jax.block_until_ready((self._state, caches, results))
+
+    def _hear(self) -> None:
+        """Takes in what is new. With several processes, that is what process 0 says."""
+        with self._changed:
+            new, self._new = self._new, []
+            cancelled = tuple(one.number for one in self._all() if one.cancelled)
+            news = News(tuple(one.news for one in new), cancelled, self._closed)
+        if jax.process_count() > 1:
+            news = news.of_first_process()
+            if not multihost.is_main_process():
+                new = [
+                    self._request(one.prompt, one.sampling, one.max_new_tokens, one.seed)
+                    for one in news.submitted
+                ]
+        for submitted in new:
+            self._enqueue(submitted)
+        self._drop(set(news.cancelled))
+        self._ended = news.closed
+
+    def _enqueue(self, submitted: Request) -> None:
+        self._sample = self._sample or (submitted.prompt[:_SAMPLED], submitted.news.sampling)
+        submitted.number, self._count = self._count, self._count + 1
+        self._waiting.append(submitted)
+
+    def _finish(self, submitted: Request) -> None:
+        """Runs a request that nobody else knows until it is done."""
+        self._enqueue(submitted)
+        while not submitted.done:
+            self._advance()
+        submitted.check()
+
+    def _advance(self) -> None:
+        """Reads a chunk of the waiting prompts, and runs the loop for a few rounds."""
+        left = self._chunk
+        while left > 0 and (count := self._read()):
+            left -= count
+        if self._running:
+            self._fit(len(self._running) + (self._reading is not None))
+            loop = self._loop(len(self._state.done))
+            self._state, _ = execution.run(loop, self._state, self._rounds)
+            self._hand_out()
 
     def _checked(self, prompts, sampling, max_new_tokens, seed) -> request.Request:
         drafter, count, verifier, stop = self._fixed
@@ -295,7 +308,7 @@ class Engine:
         if self._reading is None and not self._take_next():
             return 0
         reading, program, params = self._reading, self._program, self._params
-        prompt, call = reading.request.prompt, reading.request._call
+        prompt, call = reading.request.prompt, reading.request.call
         rows, _, lengths, limits, keys = call.inputs
         width = min(self._chunk, decode.num_slots(len(prompt)), self.slots)
         with self.model.in_mesh():
@@ -306,17 +319,21 @@ class Engine:
                 read = compiled(decode.read, program, width, donate=4)
                 start = np.int32(reading.count)
                 reading.caches, _ = read(params, reading.tokens, lengths, start, reading.caches)
+            self._settle()
             reading.count += width
             if reading.count < len(prompt):
                 return width
             begin = compiled(decode.begin, program, donate=0)
             fresh, _ = begin(reading.caches, rows, reading.tokens, lengths, limits, keys)
+            reading.caches = None  # used up
+            self._settle(fresh)
         self._fit(len(self._running) + 1)
         row = min(set(range(len(self._state.done))) - self._running.keys())
         with self.model.in_mesh():
             insert = compiled(decode.insert, donate=0)
             self._state, _ = insert(self._state, np.int32(row), fresh)
         self._running[row], self._reading = reading.request, None
+        self._settle()
         return width
 
     def _loop(self, rows: int) -> request.Request:
@@ -341,6 +358,7 @@ class Engine:
         size = next(size for size in self._sizes if size >= count)
         if self._state is None:
             self._state, _ = execution.prefill(self._loop(size))
+            self._settle()
         now = len(self._state.done)
         self._calm = self._calm + 1 if size < now else 0
         if size > now or self._calm > _CALM:
@@ -348,20 +366,20 @@ class Engine:
             rows[: len(self._running)] = list(self._running)
             with self.model.in_mesh():
                 self._state, _ = compiled(decode.take)(self._state, rows)
+            self._settle()
             self._running = dict(enumerate(self._running.values()))
             self._calm = 0
 
     def _take_next(self) -> bool:
         """Begins to read the prompt that has waited longest, if a row is free for it."""
-        with self._changed:
-            if len(self._running) == self.rows or not self._waiting:
-                return False
-            submitted = self._waiting.popleft()
-            rows = len(submitted._call.lengths)  # more than one on a mesh
-            tokens = np.zeros((rows, self.slots), np.int32)
-            tokens[0, : len(submitted.prompt)] = submitted.prompt
-            tokens[0, len(submitted.prompt) :] = submitted.prompt[-1]
-            self._reading = _Reading(submitted, tokens)
+        if len(self._running) == self.rows or not self._waiting:
+            return False
+        submitted = self._waiting.popleft()
+        rows = len(submitted.call.lengths)  # more than one on a mesh
+        tokens = np.zeros((rows, self.slots), np.int32)
+        tokens[0, : len(submitted.prompt)] = submitted.prompt
+        tokens[0, len(submitted.prompt) :] = submitted.prompt[-1]
+        self._reading = _Reading(submitted, tokens)
         where = sharding.batch_sharding(self.model.mesh)
         self._reading.tokens = jax.device_put(tokens, where)
         return True
@@ -383,18 +401,16 @@ class Engine:
                 submitted.done = True
                 del self._running[row]
 
-    def _drop_cancelled(self) -> None:
-        """Ends the requests that were cancelled."""
-        with self._changed:
-            for submitted in [*self._waiting]:
-                if submitted.cancelled:
-                    self._waiting.remove(submitted)
-                    submitted.done = True
-        if self._reading is not None and self._reading.request.cancelled:
+    def _drop(self, numbers: set[int]) -> None:
+        """Ends requests that were cancelled."""
+        for submitted in [one for one in self._waiting if one.number in numbers]:
+            self._waiting.remove(submitted)
+            submitted.done = True
+        if self._reading is not None and self._reading.request.number in numbers:
             self._reading.request.done = True
             self._reading = None
         for row, submitted in list(self._running.items()):
-            if submitted.cancelled:
+            if submitted.number in numbers:
                 self._empty_row(row)
                 submitted.done = True
                 del self._running[row]
@@ -411,10 +427,9 @@ class Engine:
         ended = list(self._running.values())
         if self._reading is not None:
             ended.append(self._reading.request)
-        with self._changed:
-            if not ended:
-                ended = list(self._waiting)
-                self._waiting.clear()
+        if not ended:
+            ended = list(self._waiting)
+            self._waiting.clear()
         for submitted in ended:
             submitted.error, submitted.done = error, True
         self._running, self._reading, self._state = {}, None, None

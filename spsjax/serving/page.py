@@ -1,0 +1,172 @@
+"""A page that shows how a text comes about: each token streams in the colour of its kind."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.resources
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from spsjax import generation, pacing
+from spsjax.drafters.base import Drafter
+from spsjax.errors import InputError, NonFiniteError, one_line, short_repr
+from spsjax.loading import LoadedDrafter, Model
+from spsjax.rounds import Totals, pieces
+from spsjax.sampling import SamplingParams
+from spsjax.serving import protocol
+from spsjax.serving.protocol import ApiError
+
+PLAIN = "none"
+_MOST_DRAFTED = 16
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+)
+
+
+class _Ask(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str
+    drafter: str
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=_MOST_DRAFTED)] | str = "auto"
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1)] = 128
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Text:
+    """A text that is being written, and what the page's thread does for it."""
+
+    ask: _Ask
+    job: concurrent.futures.Future | None = None
+
+
+class Page:
+    """The page and what it asks for. It shows one text at a time, apart from the engine's requests.
+
+    Args:
+        model: the target.
+        drafters: what one can choose from, by name, the first one first; plain decoding is added.
+        most_bytes, most_tokens: limits of a request's body and of its new tokens.
+        needs_key: whether the page has to ask for the API key.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drafters: Mapping[str, LoadedDrafter | Drafter | Model],
+        most_bytes: int,
+        most_tokens: int,
+        needs_key: bool,
+    ):
+        self._model, self._drafters = model, {**drafters, PLAIN: None}
+        self._most_bytes, self._most_tokens = most_bytes, most_tokens
+        self._needs_key = needs_key
+        self._current: _Text | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "page")
+
+    async def whole(self, http: HttpRequest) -> Response:
+        """Returns the page, which needs no key."""
+        text = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
+        text = text.replace("NEEDS_KEY", str(self._needs_key).lower())
+        return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+
+    async def choices(self, http: HttpRequest) -> Response:
+        """Returns what one can choose from."""
+        return JSONResponse(
+            {
+                "model": self._model.name,
+                "drafters": list(self._drafters),
+                "num_speculative_tokens": [*pacing.NAMES, *range(1, _MOST_DRAFTED + 1)],
+                "most_tokens": self._most_tokens,
+            }
+        )
+
+    async def rounds(self, http: HttpRequest) -> Response:
+        """Returns the pieces of a text as they come, one JSON object per line."""
+        ask = protocol.parse(_Ask, await protocol.body(http, self._most_bytes))
+        if ask.drafter not in self._drafters:
+            known = ", ".join(self._drafters)
+            raise ApiError(
+                400, f"drafter: expected one of {known}, found {short_repr(ask.drafter)}"
+            )
+        if ask.max_tokens > self._most_tokens:
+            most = self._most_tokens
+            raise ApiError(400, f"max_tokens: expected at most {most}, found {ask.max_tokens}")
+        if self._current is not None:
+            raise ApiError(429, "the page shows another text; try again later", "rate_limit_error")
+        text = self._current = _Text(ask)
+        return _Lines(functools.partial(self._end, text), self._lines(text))
+
+    def _end(self, text: "_Text") -> None:
+        """Lets the next text begin, once the page's thread has left this one."""
+
+        def end(job=None):
+            if self._current is text:
+                self._current = None
+
+        if text.job is None:
+            end()
+        else:
+            text.job.add_done_callback(end)
+
+    async def _do(self, text: "_Text", function, *arguments):
+        """Calls a function in the page's thread, which goes on even if nobody waits any more."""
+        text.job = self._thread.submit(function, *arguments)
+        return await asyncio.wrap_future(text.job)
+
+    async def _lines(self, text: "_Text") -> AsyncIterator[str]:
+        totals = Totals()
+        try:
+            yield _line(state="compiling")
+            ids, steps = await self._do(text, self._begin, text.ask)
+            shown = pieces(self._model.tokenizer, ids, totals.count(steps))
+            while (piece := await self._do(text, next, shown, None)) is not None:
+                yield _line(text=piece[0], kind=piece[1], **_figures(totals))
+            self._end(text)  # before the client knows that it may ask for the next one
+            yield _line(state="done", **_figures(totals))
+        except (InputError, NonFiniteError) as error:
+            yield _line(error=one_line(error))
+        except Exception as error:  # whatever the model does, the page says so
+            yield _line(error=f"{type(error).__name__}: {one_line(error)}")
+
+    def _begin(self, ask: _Ask) -> tuple:
+        """Returns the prompt's tokens and the rounds, of which one was run to compile them."""
+        sampling = SamplingParams(ask.temperature, top_p=ask.top_p)
+        drafter = self._drafters[ask.drafter]
+        arguments = self._model, ask.prompt, drafter, ask.num_speculative_tokens
+        options = {"sampling": sampling, "max_new_tokens": ask.max_tokens, "seed": ask.seed}
+        _, steps = generation.rounds(*arguments, **options)
+        next(steps, None)
+        return generation.rounds(*arguments, **options)
+
+
+class _Lines(StreamingResponse):
+    """Lines that are sent as they come. However it ends, the page is free for the next text."""
+
+    def __init__(self, end: Callable[[], None], lines: AsyncIterator[str]):
+        super().__init__(lines, media_type="application/x-ndjson")
+        self._end = end
+
+    async def __call__(self, scope, receive, send):
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+def _figures(totals: Totals) -> dict:
+    figures = {"tokens": totals.tokens, "calls": totals.rounds, "seconds": totals.seconds}
+    return figures | {"accepted": totals.accepted, "proposed": totals.proposed}
+
+
+def _line(**fields) -> str:
+    return json.dumps(fields, ensure_ascii=False) + "\n"
