@@ -527,7 +527,7 @@ MUTANTS = [
         ("turns = up & ~climbs &", "turns = False &"),
         ("utility > state.utility, state.step", "utility >= 0, state.step"),
         ("jnp.where(useful, best, 0)),\n            left", "best),\n            left"),
-        ("* times[0] / times", "/ times"),
+        ("state.tokens / state.time", "state.tokens / self.trial"),
     ),
     *of(
         "models/experts.py",
