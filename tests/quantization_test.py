@@ -44,6 +44,7 @@ def test_a_value_is_at_most_half_a_step_off():
     matrix = np.random.default_rng(1).normal(size=(4, 16, 8)).astype(np.float32)
     held = made(matrix)
     assert held.steps.dtype == jnp.int8 and held.size.shape == (4, 1, 8)
+    assert (made(np.zeros((4, 3))).size == 1).all()  # nothing is divided by 0
     off = np.abs(held.values() - matrix)
     assert (off <= 0.501 * np.asarray(held.size)).all() and off.max() > 0
 
@@ -68,6 +69,9 @@ def test_a_quantised_model_is_that_of_its_rounded_weights(kind, tied, num_expert
     more = {"num_experts": num_experts, "experts_per_token": min(num_experts, 2)}
     model = loading.random(tiny_config(48, tie_embeddings=tied, **more), dtype=jnp.float32)
     small = loading.quantized(model, kind)
+    assert isinstance(small.params["embed"]["embedding"], Quantized) == tied
+    if num_experts:
+        assert not isinstance(small.params["layers"][0]["ffn"]["router"]["kernel"], Quantized)
     values = jax.tree.map(
         lambda leaf: leaf.values() if isinstance(leaf, Quantized) else leaf,
         small.params,
