@@ -104,9 +104,7 @@ class Engine:
         self._running: dict[int, Request] = {}
         self._reading: _Reading | None = None
         self._stepping, self._count = False, 0
-        self._closed = self._ended = (
-            False  # whether process 0 does not take requests, and all know it
-        )
+        self._closed, self._ended = False, False  # for new requests; in all processes
         self._changed = threading.Condition()  # guards what is new, and whose turn it is
         sizes = rows, slots, chunk, rounds, model.mesh
         multihost.check_same_everywhere("Engine", whole.program, *sizes)
@@ -222,7 +220,7 @@ class Engine:
         yield from self._new
 
     def _request(self, prompt, sampling, max_new_tokens, seed) -> Request:
-        """Returns a request that nobody knows yet; raises InputError as `submit` does."""
+        """Returns a request that is not queued yet; raises InputError as `submit` does."""
         call = self._checked([prompt], sampling, max_new_tokens, seed)
         (count,) = request.budgets(max_new_tokens, 1)
         K = call.program.drafter.num_speculative_tokens
@@ -268,7 +266,7 @@ class Engine:
         self._waiting.append(submitted)
 
     def _finish(self, submitted: Request) -> None:
-        """Runs a request that nobody else knows until it is done."""
+        """Queues a request in every process, and runs it until it is done."""
         self._enqueue(submitted)
         while not submitted.done:
             self._advance()

@@ -23,7 +23,7 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What happened to an engine since its last step.
+    """Requests that came or were cancelled since the engine's last step.
 
     Attributes:
         submitted: new requests.

@@ -1,4 +1,4 @@
-"""What a rule that chooses the depth of every round is, and what it knows of costs."""
+"""The interface of rules that choose the depth of every round, and the costs that they read."""
 
 import abc
 

@@ -15,7 +15,7 @@ _FROM_TOP = 6  # every so many useless phases, the next one begins with the grea
 
 @pytree_dataclass
 class Trials:
-    """Where a row is in its phases. A *level* is the place of a depth among `scored_depths`.
+    """A row's place in its phases. A *level* is the index of a depth in `scored_depths`.
 
     All are [B].
     """

@@ -1,7 +1,8 @@
-"""How many experts a pass reads: a model of what verification costs a mixture of experts.
+"""A model of the number of experts that a pass reads, and so of the cost of verification.
 
-Each token chooses its experts by itself. Real tokens of one text choose alike more often, so that
-this is an upper bound (Cascade, arXiv 2506.20675, measures 2 to 3 times the time of one token).
+Tokens choose their experts independently of each other. Real tokens of one text choose alike more
+often, so that this is an upper bound (Cascade, arXiv 2506.20675, measures 2 to 3 times the time of
+one token).
 """
 
 import dataclasses

@@ -119,7 +119,7 @@ class Page:
             text.job.add_done_callback(end)
 
     async def _do(self, text: "_Text", function, *arguments):
-        """Calls a function in the page's thread, which goes on even if nobody waits any more."""
+        """Calls a function in the page's thread, which goes on even if the client has gone."""
         text.job = self._thread.submit(function, *arguments)
         return await asyncio.wrap_future(text.job)
 

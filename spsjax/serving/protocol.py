@@ -15,6 +15,7 @@ from spsjax.sampling import SamplingParams
 Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
 _MOST_CHOICES = 16
 _LONGEST_MESSAGE = 300
+_OF_SEVERAL_FORMS = "prompt", "stop", "content", "num_speculative_tokens"  # fields
 
 
 class ApiError(Exception):
@@ -204,10 +205,13 @@ def parse(kind: type[Ask], body: bytes) -> Ask:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False, include_input=False)
-        place, text = ".".join(str(part) for part in first["loc"]), first["msg"]
-        if any(other["loc"][:1] == first["loc"][:1] for other in others):  # none of several forms
-            place, text = str(first["loc"][0]), "it has none of the forms that are taken"
+        first = error.errors(include_url=False, include_input=False)[0]
+        parts, text = first["loc"], first["msg"]
+        for index, part in enumerate(parts[:-1]):
+            if part in _OF_SEVERAL_FORMS:  # the rest names one of them
+                parts, text = parts[: index + 1], "it has none of the forms that are taken"
+                break
+        place = ".".join(map(str, parts))
         text = f"{place}: {text}" if place else text.removeprefix("Value error, ")
         raise ApiError(400, one_line(ValueError(text))[:_LONGEST_MESSAGE]) from None
 
