@@ -336,7 +336,7 @@ def prefill(
         def chunk(index, carry):
             return read(program, width, params, tokens_BT, lengths_B, index * width, carry)
 
-        carry = lax.fori_loop(0, count, chunk, _unread(program, slots, B, params))
+        carry = lax.fori_loop(0, count, chunk, unread(program, slots, B, params))
     return begin(program, carry, rows, tokens_BT, lengths_B, limits_B, keys_B)
 
 
@@ -349,11 +349,11 @@ def read_first(
     program: Program, slots: int, width: int, params: PyTree, tokens_BT: Array, lengths_B: Array
 ) -> tuple[kv.KVCache, PyTree]:
     """Returns cache and drafter state after the first chunk of prompts; see `read`."""
-    carry = _unread(program, slots, len(tokens_BT), params)
+    carry = unread(program, slots, len(tokens_BT), params)
     return read(program, width, params, tokens_BT, lengths_B, 0, carry, first=True)
 
 
-def _unread(program: Program, slots: int, batch: int, params: PyTree) -> tuple[kv.KVCache, PyTree]:
+def unread(program: Program, slots: int, batch: int, params: PyTree) -> tuple[kv.KVCache, PyTree]:
     """Returns the target's cache and the drafter's state before anything is read."""
     cache = transformer.empty_cache(program.target, params["target"], batch, slots)
     return cache, program.drafter.init(params, batch, slots)

@@ -68,6 +68,8 @@ COUNTS = {
     "qwen:3-14b": 14_768_307_200,
     "qwen:3-32b": 32_762_123_264,
     "qwen:3-30b-a3b": 30_532_122_624,
+    "wide_shallow:target": 13_015_864_320,  # as Llama 2
+    "wide_shallow:draft": 959_481_600,
 }
 
 
@@ -104,7 +106,7 @@ def test_model_config_belongs_to_a_family(name):
     family = config_json.family_of(config)
     of_experts = "8x7b" in name or name in ("mixture:8", "mixture:64")
     stem = "mixtral" if of_experts else name.partition(":")[0].partition("_")[0]
-    stem = "llama" if name == "mixture:draft" else stem
+    stem = "llama" if name == "mixture:draft" or stem == "wide" else stem
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
 
 

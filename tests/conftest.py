@@ -28,7 +28,8 @@ if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such
 for _flag, _value in _FLAGS.items():
     if _flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_flag}={_value}".strip()
-os.environ["JAX_PLATFORMS"] = "cpu"
+# On one GPU: SPSJAX_TEST_PLATFORM=cuda python -m pytest -k "not eight and not mesh" ...
+os.environ["JAX_PLATFORMS"] = os.environ.get("SPSJAX_TEST_PLATFORM", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
 # Tests compile many small programs, all below the default thresholds of the cache.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

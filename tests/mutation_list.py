@@ -114,18 +114,18 @@ MUTANTS = [
         "models/attention.py",
         "half_precision -k attention",
         (
-            "        keys_BGSC,\n        preferred_element_type=jnp.float32,\n",
-            "        keys_BGSC,\n",
+            "            keys_BGSC,\n            preferred_element_type=jnp.float32,\n",
+            "            keys_BGSC,\n",
         ),
         (
-            "        values_BGSC,\n        preferred_element_type=jnp.float32,\n",
-            "        values_BGSC,\n",
+            "            values_BGSC,\n            preferred_element_type=jnp.float32,\n",
+            "            values_BGSC,\n",
         ),
         ("table_HSC, preferred_element_type=jnp.float32)", "table_HSC)"),
         ("query.astype(jnp.float32) * keys", "query * keys"),
         (
-            "jnp.concatenate(scores, axis=-1), axis",
-            "jnp.concatenate(scores, -1).astype('bfloat16'), axis",
+            "products, -jnp.inf))",
+            "products, -jnp.inf).astype('bfloat16'))",
         ),
     ),
     *of(
@@ -615,5 +615,21 @@ MUTANTS = [
         "chat_template -k of_texts or of_its_folder",
         ("_CHARACTERS + 10 * len(json.dumps(variables))", "_CHARACTERS"),
         ('"-P", ', ""),
+    ),
+    *of(
+        "performance/decode_times.py",
+        "decode_times",
+        ("drafted = cell.depth * draft", "drafted = draft"),
+        ("pair.new_tokens // (cell.depth + 1)", "pair.new_tokens"),
+        ('shapes | {"embed": {}}', "shapes"),
+        ("if time.monotonic() < end else None", ""),
+        ("carry = _patterned(cache), _patterned(drafter)", "carry = cache, drafter"),
+    ),
+    *of("utils/turns.py", "decode_times -k turns", ("fcntl.LOCK_EX", "fcntl.LOCK_SH")),
+    *of(
+        "evaluation/flips.py",
+        "gpu_suite -k flips",
+        ("plain[first], plain[name]", "plain[first], plain[first]"),
+        ("new_tokens * (len(prompts) - len(found))", "new_tokens * len(prompts)"),
     ),
 ]

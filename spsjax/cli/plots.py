@@ -10,6 +10,7 @@ from spsjax.cli import terminal
 from spsjax.evaluation.paper import TaskReport
 from spsjax.evaluation.samplers import Role
 from spsjax.evaluation.summary import SystemSummary
+from spsjax.performance import decode_times
 from spsjax.utils import atomic_files
 
 matplotlib.use("Agg")
@@ -224,6 +225,43 @@ def load(rows: Sequence[Mapping], path) -> None:
             for axis, title in zip(axes[line], ("mean latency, s", "99th percentile, s")):
                 axis.set(xlabel=titles[kind], ylabel=title, xscale="log", yscale="log")
         axes[0, 0].legend(fontsize="small")
+
+
+def decoding(parts: Sequence[Mapping], path) -> None:
+    """Draws the time per token at the shapes of scripts/gpu_suite.sh, one panel per pair.
+
+    Args:
+        parts: results of the parts "loop" and "huggingface"; others are left out.
+        path: path of the PNG.
+    """
+    bars: dict[str, dict[str, dict[str, float]]] = {}  # by pair and shape
+    floors: dict[tuple[str, str], float] = {}
+    for part in parts:
+        for row in part["rows"] if part["part"] in ("loop", "huggingface") else ():
+            if not row["tokens"]:
+                continue
+            cell = row.get("cell", row)
+            name = f"HF {row['variant']}" if "variant" in row else decode_times.Cell(**cell).name
+            shape = f"batch {cell['batch']}, context {cell['context']}"
+            own = bars.setdefault(part["pair"], {}).setdefault(shape, {})
+            own[name] = row["ms"] / row["tokens"]
+            if name == "ArS":
+                floors[part["pair"], shape] = row["floor_ms"]
+    shapes = list(dict.fromkeys(shape for own in bars.values() for shape in own))
+    if not shapes:
+        return
+    size = 5 * len(bars), 2.6 * len(shapes)
+    with panels(path, len(shapes), len(bars), figsize=size) as axes:
+        for column, (pair, own) in enumerate(bars.items()):
+            for row, shape in enumerate(shapes):
+                axis, times = axes[row, column], own.get(shape, {})
+                axis.barh(list(times), list(times.values()), color="C0", height=0.6)
+                floor = floors.get((pair, shape))
+                if floor is not None:
+                    axis.axvline(floor, color="C3", ls=":", label="weights / bandwidth")
+                    axis.legend(fontsize="small")
+                axis.set(title=f"{pair}, {shape}", xlabel="ms per token", xlim=(0, None))
+                axis.invert_yaxis()
 
 
 def verifiers(rows: Sequence[Mapping], path) -> None:

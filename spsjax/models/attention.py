@@ -1,11 +1,10 @@
 """Attention as pure functions without parameters: positions, scores and the weighted sum."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from spsjax.cache import Segment
@@ -130,9 +129,11 @@ def attend(
         products = capped(products * scale, softcap)
         scores.append(jnp.where(segment.visible[:, None, :, None], products, -jnp.inf))
         values.append(jnp.repeat(segment.values, repeats, axis=1))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    ends = np.cumsum([value.shape[2] for value in values])[:-1]
-    mixed = sum(map(_mix, jnp.split(weights, ends, axis=-1), values))
+    # One softmax without a copy of all scores: every segment has its own part of both sums.
+    top = functools.reduce(jnp.maximum, (jnp.max(part, axis=-1, keepdims=True) for part in scores))
+    weights = [jnp.exp(part - lax.stop_gradient(top)) for part in scores]
+    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
+    mixed = sum(map(_mix, weights, values)) / total
     mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
     return mixed.reshape(B, T, H, C)
 
@@ -141,41 +142,56 @@ def _score(query: Array, keys_BGSC: Array) -> Array:
     """[B, G, T, H/G, C] queries -> [B, G, T, H/G, S] float32."""
     B = len(query)
     query = _gathered(query, len(keys_BGSC))
-    if _single(query):
+
+    def summed(query, keys_BGSC):
         scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
         return jnp.swapaxes(scores, 2, 3)[:, :, None]
-    scores = jnp.einsum(
-        "bgnc,bgsc->bgns",
-        query.reshape(*query.shape[:2], -1, query.shape[-1]),
-        keys_BGSC,
-        preferred_element_type=jnp.float32,
-    )
-    return _dealt(scores.reshape(*query.shape[:4], -1), B)
+
+    def multiplied(query, keys_BGSC):
+        scores = jnp.einsum(
+            "bgnc,bgsc->bgns",
+            query.reshape(*query.shape[:2], -1, query.shape[-1]),
+            keys_BGSC,
+            preferred_element_type=jnp.float32,
+        )
+        return scores.reshape(*query.shape[:4], -1)
+
+    return _dealt(_fastest(query, summed, multiplied)(query, keys_BGSC), B)
 
 
 def _mix(weights: Array, values_BGSC: Array) -> Array:
     """[B, G, T, H/G, S] weights -> [B, G, T, H/G, C] float32."""
     B = len(weights)
     weights = _gathered(weights, len(values_BGSC))
-    if _single(weights):
+
+    def summed(weights, values_BGSC):
         mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
         return mixed[:, :, None]
-    mixed = jnp.einsum(
-        "bgns,bgsc->bgnc",
-        weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values_BGSC.dtype),
-        values_BGSC,
-        preferred_element_type=jnp.float32,
-    )
-    return _dealt(mixed.reshape(*weights.shape[:4], -1), B)
+
+    def multiplied(weights, values_BGSC):
+        mixed = jnp.einsum(
+            "bgns,bgsc->bgnc",
+            weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values_BGSC.dtype),
+            values_BGSC,
+            preferred_element_type=jnp.float32,
+        )
+        return mixed.reshape(*weights.shape[:4], -1)
+
+    return _dealt(_fastest(weights, summed, multiplied)(weights, values_BGSC), B)
 
 
-def _single(query: Array) -> bool:
-    """Returns whether there is one query, of several heads per key-value head.
+def _fastest(x_BGTH: Array, summed: Callable, multiplied: Callable) -> Callable:
+    """Returns the faster of two ways to multiply with a segment, for this number of queries.
 
-    XLA's batched dot is slow at so few rows on CPUs, and a product and a sum take half the time.
-    With one head per key-value head it is the other way round.
+    For one query of several heads per key-value head, XLA's batched dot is slow on CPUs: a product
+    and a sum take half the time. With one head per key-value head it is the other way round. On
+    GPUs the sum takes several times as long as the dot.
     """
-    return query.shape[2] == 1 and query.shape[3] > 1
+    if x_BGTH.shape[2] > 1 or x_BGTH.shape[3] == 1:
+        return multiplied
+    return functools.partial(
+        lax.platform_dependent, default=summed, cuda=multiplied, rocm=multiplied
+    )
 
 
 def _gathered(x: Array, rows: int) -> Array:

@@ -28,17 +28,18 @@ class Chip:
     Attributes:
         device_kind: start of the name that JAX gives the device.
         flops: dense bfloat16 operations per second.
-        memory: bytes of high-bandwidth memory. None (here and below): not needed, GPUs only.
+        memory: bytes of high-bandwidth memory.
         bandwidth: bytes per second that the memory delivers.
-        interconnect: bytes per second over all links to other chips, both directions together.
+        interconnect: bytes per second over all links to other chips, both directions together. None
+            (here and below): not needed, GPUs only.
         dimensions: number of axes of a slice's shape.
         chip_config: name of the chip configuration that describes one device per chip.
     """
 
     device_kind: str
     flops: float
-    memory: float | None = None
-    bandwidth: float | None = None
+    memory: float
+    bandwidth: float
     interconnect: float | None = None
     dimensions: int | None = None
     chip_config: str | None = None
@@ -51,9 +52,10 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", 197e12, 16 * 2**30, 819e9, 400e9, 2),
     "v5p": Chip("TPU v5", 459e12, 95 * 2**30, 2765e9, 1200e9, 3),
     "v6e": Chip("TPU v6 lite", 918e12, 32 * 2**30, 1640e9, 800e9, 2),
-    "A100": Chip("NVIDIA A100", 312e12),
-    "H100": Chip("NVIDIA H100", 989e12),
-    "H200": Chip("NVIDIA H200", 989e12),
+    # GPUs: the vendor's data sheets of the boards with NVLink (SXM), A100 with 80 GB.
+    "A100": Chip("NVIDIA A100", 312e12, 80 * 2**30, 2039e9),
+    "H100": Chip("NVIDIA H100", 989e12, 80 * 2**30, 3350e9),
+    "H200": Chip("NVIDIA H200", 989e12, 141e9, 4800e9),
 }
 
 

@@ -65,7 +65,7 @@ def round_cost_timer(
     def measure() -> RoundCost:
         with target.in_mesh():
             state = begin()
-            many = compiled(_score_often, program, repeats)
+            many = compiled(score_often, program, repeats)
             scoring = _seconds(many, weights, state, drafts) / repeats
             step = _draft_seconds(program, weights, state, repeats) / K if K and draft else 0.0
         return RoundCost(step, scoring)
@@ -102,7 +102,7 @@ def _beginner(target, program, weights, params, slots) -> Callable[[], decode.De
 
 
 def _draft_seconds(program, weights, state, repeats: int) -> float:
-    many = compiled(_draft_often, program, repeats)
+    many = compiled(draft_often, program, repeats)
     return _seconds(many, weights, state) / repeats
 
 
@@ -125,7 +125,7 @@ def _seconds(call: Callable, *args) -> float:
     return time.perf_counter() - start - compiling
 
 
-def _score_often(program, repeats, params, state, drafts_BK):
+def score_often(program, repeats, params, state, drafts_BK):
     """Runs scoring passes one after another, each on tokens that depend on the one before."""
 
     def once(_, carry):
@@ -141,7 +141,7 @@ def _score_often(program, repeats, params, state, drafts_BK):
     return lax.fori_loop(0, repeats, once, carry)
 
 
-def _draft_often(program, repeats, params, state):
+def draft_often(program, repeats, params, state):
     """Drafts K tokens again and again, each time after a token of the proposal before."""
 
     def once(_, carry):

@@ -1,0 +1,78 @@
+"""Greedy texts that should be equal, and where rounding makes them differ."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from spsjax import generation
+from spsjax.evaluation import acceptance_analysis
+from spsjax.loading import Model
+from spsjax.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Flips:
+    """Differences between two ways to write the same greedy texts.
+
+    Attributes:
+        compared: the two ways.
+        texts: number of texts.
+        differ: number of those that differ.
+        tokens: tokens of all texts up to their first difference, which are how often a difference
+            could have begun.
+        margins: difference between the two highest logits of the first model where each text
+            begins to differ. Above what rounding can change, it would be a mistake.
+    """
+
+    compared: str
+    texts: int
+    differ: int
+    tokens: int
+    margins: list[float]
+
+
+def compare(
+    pairs: Mapping[str, tuple[Model, Model]],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    num_speculative_tokens: int = 4,
+) -> list[Flips]:
+    """Compares speculative with autoregressive sampling in each type, and the types.
+
+    Args:
+        pairs: target and draft by compute type; the first target judges all differences.
+        prompts: token ids.
+        new_tokens: length of the texts.
+        num_speculative_tokens: K.
+    """
+
+    def texts(pair, K):
+        out = generation.generate(
+            pair[0],
+            prompts,
+            pair[1] if K else None,
+            K,
+            SamplingParams(temperature=0.0),
+            new_tokens,
+            stop_at_eos=False,
+        )
+        return [tokens.tolist() for tokens in out.tokens]
+
+    plain = {name: texts(pair, 0) for name, pair in pairs.items()}
+    ways = {
+        f"{name}: SpS and ArS": (plain[name], texts(pair, num_speculative_tokens))
+        for name, pair in pairs.items()
+    }
+    first, *others = pairs
+    ways |= {f"ArS: {first} and {name}": (plain[first], plain[name]) for name in others}
+    judge = pairs[first][0]
+    return [_flips(name, judge, prompts, *both, new_tokens) for name, both in ways.items()]
+
+
+def _flips(name, judge: Model, prompts, one, other, new_tokens: int) -> Flips:
+    found = [
+        acceptance_analysis.divergence(judge, prompt, a, b)
+        for prompt, a, b in zip(prompts, one, other)
+    ]
+    found = [each for each in found if each is not None]
+    tokens = sum(each.position for each in found) + new_tokens * (len(prompts) - len(found))
+    return Flips(name, len(prompts), len(found), tokens, [each.margin for each in found])
