@@ -15,7 +15,7 @@ DOCUMENTS = {
         *ROOT.glob("*.md"),
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "notebooks").glob("*.ipynb")),
-        ROOT / "spsjax" / "pretrained" / "pystdlib" / "README.md",
+        *sorted((ROOT / "spsjax" / "pretrained").glob("*/README.md")),
     )
 }
 # Flags of other programs: git, pip, nbconvert, XLA and its TPU compiler.

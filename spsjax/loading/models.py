@@ -111,9 +111,9 @@ def load(
     """Loads a model.
 
     Args:
-        name: name of a shipped model ("pystdlib/target", "pystdlib/draft"); or a folder in the
-            Hugging Face layout with config.json, model.safetensors or its shards, and a tokenizer;
-            or, with the extra `hub`, a repository: "hf://openai-community/gpt2-xl",
+        name: name of a shipped model ("pystdlib/target", "pystdlib/draft", "pycode/target"); or a
+            folder in the Hugging Face layout with config.json, model.safetensors or its shards, and
+            a tokenizer; or, with the extra `hub`, a repository: "hf://openai-community/gpt2-xl",
             "hf://...@revision".
         mesh: mesh over which the weights are split (`sharding.mesh`); None: the default device.
         dtype: compute type; None: what is fastest (`default_dtype`).
