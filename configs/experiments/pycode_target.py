@@ -13,11 +13,12 @@ The first part of a training can be that of a shallow model, which reads more te
         --workdir=runs/shallow
     --config.init=runs/shallow/model --workdir=runs/target
 
-Hardware: any. On two CPU cores with AVX-512 BF16 (AMD EPYC, Zen 4) and JAX 0.12 the tokenizer and the
-tokens take 5 minutes, six layers read 1,350 tokens per second and two 3,300: a night. On one NVIDIA
-H200 with `--config.batch=64` six layers read 1.49 million, 20% of its peak.
-Figures: `pycode/target` was trained so on an H200, for 58.5 million tokens in two and a half minutes,
-and has 1.95 nats per token on held-out files (spsjax/pretrained/pycode/README.md has the command).
+Hardware: any. On two CPU cores with AVX-512 BF16 (AMD EPYC, Zen 4) and JAX 0.12 the tokenizer and
+the tokens take 5 minutes, six layers read 1,350 tokens per second and two 3,300: a night. On one
+NVIDIA H200 with `--config.batch=64` six layers read 1.49 million, 20% of its peak.
+Figures: `pycode/target` was trained so on an H200, for 58.5 million tokens in two and a half
+minutes, and has 1.95 nats per token on held-out files (spsjax/pretrained/pycode/README.md has the
+command).
 """
 
 import pathlib
