@@ -9,6 +9,7 @@ Parts that share a --lock prepare beside each other and measure one after anothe
 """
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from ml_collections import ConfigDict, config_flags
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
 from spsjax.data.documents import Sources
-from spsjax.errors import InputError, one_line
+from spsjax.errors import InputError, check_integer, one_line
 from spsjax.evaluation import flips, hf_times, speed
 from spsjax.models import transformer
 from spsjax.performance import decode_times, hardware
@@ -96,18 +97,31 @@ def loop(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iterator[decode
     pair = decode_times.Pair(
         *pair_shapes(config), config.acceptance, config.new_tokens, sampling_of(config)
     )
-    compiled = decode_times.compile_all(
-        pair, loop_cells(config), config.threads, config.compile_seconds
-    )
+    for field in ("threads", "repetitions", "new_tokens"):
+        check_integer(field, config[field], 1)
+    left = loop_cells(config)
+    compiled = decode_times.compile_all(pair, left, config.threads, config.compile_seconds)
     profile = out / f"profile-{_PAIR.value}" if _PROFILE.value else None
     with turns.alone():
-        yield from decode_times.time_cells(
-            pair, compiled, bandwidth(), config.repetitions, config.seconds, profile
+        bandwidth = hardware.bandwidth(jax.devices()[0])
+        print(f"floors at {bandwidth / 1e9:.0f} GB/s")
+        times = decode_times.time_cells(
+            pair, compiled, bandwidth, config.repetitions, config.seconds, profile
         )
+        for row in times:
+            left.remove(row.cell)
+            yield row
+    if left:
+        print("left out:", "; ".join(cell.title for cell in left))
 
 
 def loop_cells(config: ConfigDict) -> list[decode_times.Cell]:
     """Returns what is timed, the most important first: time may run out."""
+    for field in ("batches", "contexts", "num_speculative_tokens", "scored"):
+        for number in config[field]:
+            check_integer(field, number, 1)
+        if field != "scored" and not config[field]:
+            raise InputError(f"{field}: expected at least one, found none")
     Cell, first, (K, *others) = decode_times.Cell, config.contexts[0], config.num_speculative_tokens
     cells = [Cell("rounds", 1, first), Cell("rounds", 1, first, K)]
     cells += [Cell("score", 1, first), Cell("score", 1, first, K), Cell("draft", 1, first, K)]
@@ -121,13 +135,6 @@ def loop_cells(config: ConfigDict) -> list[decode_times.Cell]:
     cells += [Cell("rounds", 1, first, branching=tuple(tree)) for tree in config.trees]
     cells += [Cell("score", 1, first, count - 1) for count in config.scored]
     return list(dict.fromkeys(cells))
-
-
-def bandwidth() -> float:
-    """Returns the published bytes per second of the device's memory, or else measured ones."""
-    kind = jax.devices()[0].device_kind
-    chips = [chip for chip in hardware.CHIPS.values() if kind.startswith(chip.device_kind)]
-    return chips[0].bandwidth if chips else max(hardware.memory_bandwidth().values())
 
 
 def huggingface(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iterator[hf_times.Times]:
@@ -155,7 +162,8 @@ def huggingface(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iterator
 def texts_that_flip(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iterator[flips.Flips]:
     """Yields how greedy texts of a trained pair differ by compute type and by speculation."""
     options = config.flips
-    with turns.alone():
+    # GPUs round the factors of float32 products otherwise.
+    with turns.alone(), jax.default_matmul_precision("highest"):
         names, dtypes = (options.target, options.draft), ("float32", "bfloat16")
         pairs = {
             dtype: tuple(loading.load(name, dtype=dtype) for name in names) for dtype in dtypes
@@ -173,17 +181,25 @@ def texts_that_flip(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iter
 
 def report(out: pathlib.Path) -> None:
     """Prints tables of all parts in a folder, and writes results.json and a plot."""
-    try:
-        parts = [json.loads(path.read_text()) for path in sorted(out.glob("part-*.json"))]
-        tables = [(part, _TABLES[part["part"]](part["rows"])) for part in parts]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{out}: expected results of parts, found {one_line(error)}") from None
-    if not tables:
+    parts, tables = [], []
+    for path in sorted(out.glob("part-*.json")):
+        try:
+            part = json.loads(path.read_text())
+            title = f"{part['part']} {part['pair'] or ''} on {part['device']}"
+            tables.append((title, *_TABLES[part["part"]](part["rows"])))
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            found = one_line(error)
+            raise InputError(f"{path}: expected the results of a part, found {found}") from None
+        parts.append(part)
+    if not parts:
         raise InputError(f"{out}: expected results of other parts, found none")
     atomic_files.write(out / "results.json", json.dumps(parts, indent=1) + "\n")
-    for part, (header, rows) in tables:
-        terminal.heading(f"{part['part']} {part['pair'] or ''} on {part['device']}")
+    for title, header, rows in tables:
+        terminal.heading(title)
         terminal.print_table(header, rows, left=(0,))
+    if importlib.util.find_spec("matplotlib") is None:
+        terminal.note(f"no plot in {out}: matplotlib is not installed")
+        return
     from spsjax.cli import plots
 
     plots.decoding(parts, out / "results.png")

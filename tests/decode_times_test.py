@@ -1,5 +1,6 @@
 """Times of the loop at given shapes: what is compiled, how many bytes it reads, and in turn."""
 
+import dataclasses
 import threading
 import time
 
@@ -59,17 +60,46 @@ def test_bytes_are_those_of_weights_and_filled_caches():
     """By hand: a tied embedding is read whole, one that is only looked up is not."""
     layer = 32 * (32 + 8 + 8 + 32) + 3 * 32 * 32 + 2 * 32
     head = 48 * 32 + 32  # and the last norm
-    cache = 2 * 2 * 4 * 10  # keys and values, two heads of size 4, ten tokens, per layer and row
+    cache = 2 * 2 * 4  # keys and values, two heads of size 4, per layer, row and token
     target, draft = 2 * layer + head, layer + head
     reads = [decode_times.bytes_read(PAIR, cell) // 4 for cell in CELLS]
-    of_target, of_draft = target + 2 * 2 * cache, 3 * (draft + 2 * cache)
-    tree = target + 2 * cache + 2 * (draft + cache)
-    assert reads == [of_target, of_target + of_draft, tree, of_draft, of_target]
+    # Two rows of ten tokens, and in rounds half of the eight new ones.
+    of_target, of_draft = target + 2 * 2 * 14 * cache, 3 * (draft + 2 * 14 * cache)
+    tree = target + 2 * 14 * cache + 2 * (draft + 14 * cache)
+    alone = 3 * (draft + 2 * 10 * cache), target + 2 * 2 * 10 * cache
+    assert reads == [of_target, of_target + of_draft, tree, *alone]
+    learned = dataclasses.replace(PAIR, target=tiny_config(48, positions="learned"))
+    assert decode_times.bytes_read(learned, CELLS[4]) // 4 == draft + 2 * 10 * cache
 
 
 def test_nothing_begins_after_the_time_is_up(compiled):
     assert decode_times.compile_all(PAIR, CELLS, threads=1, seconds=-1) == {}
     assert not list(decode_times.time_cells(PAIR, compiled, 1e9, repetitions=1, seconds=-1))
+
+
+def test_cells_that_fail_are_noted_and_the_others_go_on(compiled, monkeypatch):
+    """As where one does not fit into memory, when it is compiled or when it runs."""
+    notes, compile_cell, run = [], decode_times.compile_cell, decode_times._run
+
+    def failing(function):
+        def call(pair, cell, *rest):
+            if cell == CELLS[0]:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+            return function(pair, cell, *rest)
+
+        return call
+
+    monkeypatch.setattr(decode_times, "compile_cell", failing(compile_cell))
+    monkeypatch.setattr(decode_times, "_run", failing(run))
+    cells = CELLS[0], CELLS[4]
+    assert list(decode_times.compile_all(PAIR, cells, 1, 1e9, notes.append)) == [CELLS[4]]
+    some = {cell: compiled[cell] for cell in cells}
+    times = list(decode_times.time_cells(PAIR, some, 1e9, 1, 1e9, note=notes.append))
+    assert [row.cell for row in times] == [CELLS[4]]
+    assert [note.partition(": RESOURCE")[0] for note in notes] == [
+        "ArS, batch 2, context 10: not compiled",
+        "ArS, batch 2, context 10: not timed",
+    ]
 
 
 def test_profile_has_the_program_and_a_trace(compiled, tmp_path):

@@ -30,7 +30,7 @@ def suite(*arguments, **environment):
 
 
 def test_suite_leaves_a_row_per_program_and_a_plot(tmp_path):
-    """Without torch that part fails alone, and the others are reported."""
+    """Without torch that part is left out; a second run replaces only the parts that it has."""
     pytest.importorskip("matplotlib")
     result = suite(tmp_path, "--tiny")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -42,9 +42,22 @@ def test_suite_leaves_a_row_per_program_and_a_plot(tmp_path):
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "profile-tiny").rglob("*.trace.json.gz"))
     assert "passed" in (tmp_path / "tests.log").read_text().splitlines()[-1]
-    assert "huggingface-tiny: exit code " + "01"[not HAS_TORCH] in result.stdout
-    for name in names:
-        assert name in result.stdout
+    shown = "huggingface-tiny: exit code 0" if HAS_TORCH else "huggingface: left out"
+    for text in (shown, *names):
+        assert text in result.stdout
+    before = (tmp_path / "part-loop-tiny.json").read_bytes()
+    result = suite(tmp_path, "--tiny", PARTS="flips", SUITE_SECONDS="1")
+    assert result.returncode == 0 and "flips: exit code 124" in result.stdout
+    assert (tmp_path / "part-loop-tiny.json").read_bytes() == before
+    assert not (tmp_path / "part-flips.json").exists() and "SpS 2" in result.stdout
+
+
+def test_suite_fails_with_a_part(tmp_path):
+    """A folder in the place of a part's file; the exit code says it, and the others are there."""
+    (tmp_path / "part-flips.json" / "x").mkdir(parents=True)
+    result = suite(tmp_path, "--tiny", PARTS="flips")
+    assert result.returncode == 1 and "flips: exit code 1" in result.stdout
+    assert "error: these parts failed: flips" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -53,6 +66,8 @@ def test_suite_leaves_a_row_per_program_and_a_plot(tmp_path):
         ((), {}, "expected a folder"),
         (("x", "--tinny"), {}, "--tinny: expected --tiny or nothing"),
         (("x",), {"PARTS": "loops"}, "PARTS: expected some of loop"),
+        (("x",), {"SUITE_SECONDS": "1.5"}, "SUITE_SECONDS: expected a whole number"),
+        (("--tiny",), {}, "expected a folder"),
     ],
 )
 def test_suite_names_a_mistake(tmp_path, arguments, environment, message):
@@ -67,6 +82,8 @@ def test_suite_names_a_mistake(tmp_path, arguments, environment, message):
         (("--part=loop", "--pair=x"), "--pair: expected one of tiny, found x"),
         (("--part=report",), "expected results of other parts, found none"),
         ((), "--part: expected one of pairs, loop"),
+        (("--part=loop", "--pair=tiny", "--config.threads=0"), "threads: expected"),
+        (("--part=loop", "--pair=tiny", "--config.contexts=()"), "contexts: expected at least one"),
     ],
 )
 def test_part_names_a_mistake(tmp_path, flags, message):
@@ -76,7 +93,7 @@ def test_part_names_a_mistake(tmp_path, flags, message):
 def test_damaged_part_is_named(tmp_path):
     (tmp_path / "part-loop-x.json").write_text('{"part": "loop"}')
     result = run("gpu_suite.py", TINY, f"--out={tmp_path}", "--part=report")
-    fails_with_one_line(result, "expected results of parts, found")
+    fails_with_one_line(result, "part-loop-x.json: expected the results of a part")
 
 
 def test_huggingface_drafts_for_one_row_only():

@@ -79,6 +79,45 @@ def test_attention_tells_scores_apart_that_bfloat16_cannot(T):
     np.testing.assert_allclose(np.asarray(mixed, np.float64), expected, atol=HALF_ULP)
 
 
+@pytest.mark.parametrize("T", (1, 3))
+def test_attention_in_float64_is_exact(T):
+    """Also compiled, and where one query of several heads is multiplied in another way."""
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        query, keys, values = (rng.normal(size=(1, T, 4, 8)), *rng.normal(size=(2, 1, 2, 5, 8)))
+        visible, positions = np.ones((1, T, 5), bool), np.arange(5)[None]
+        attend = jax.jit(
+            lambda q, k, v: attention.attend(
+                q, [Segment(k, v, visible, positions, None)], [None], 1.0
+            )
+        )
+        mixed = np.asarray(attend(query, keys, values))
+    k, v = (np.repeat(array, 2, axis=1) for array in (keys, values))
+    weights = np.exp(np.einsum("bthc,bhsc->bths", query, k))
+    weights /= weights.sum(-1, keepdims=True)
+    assert mixed.dtype == np.float64
+    np.testing.assert_allclose(mixed, np.einsum("bths,bhsc->bthc", weights, v), atol=1e-14)
+
+
+@pytest.mark.parametrize("T", (1, 3))
+def test_attention_gradient_of_a_token_that_sees_only_itself_is_zero(T):
+    """Its weight is 1 whatever its query, also in rounded products."""
+    rng = np.random.default_rng(2)
+    query, keys, values = (
+        jnp.asarray(array, jnp.bfloat16)
+        for array in (rng.normal(size=(1, T, 4, 8)), *rng.normal(size=(2, 1, 2, T, 8)))
+    )
+    visible = jnp.tril(jnp.ones((T, T), bool))[None]
+
+    def total(query):
+        segment = Segment(keys, values, visible, jnp.arange(T)[None], None)
+        return jnp.sum(attention.attend(query, [segment], [None], 1.0) * values[0, 0, 0])
+
+    gradient = jax.grad(total)(query)
+    assert not np.any(gradient[:, 0])
+    assert T == 1 or np.all(np.any(gradient[:, 1:], axis=-1))
+
+
 def test_attention_products_are_float32():
     """Products of half-precision queries, keys and tables are not rounded to half precision."""
     query = jnp.full((1, 1, 2, 1, 4), 1.0, jnp.bfloat16)

@@ -258,9 +258,9 @@ def decoding(parts: Sequence[Mapping], path) -> None:
                 axis.barh(list(times), list(times.values()), color="C0", height=0.6)
                 floor = floors.get((pair, shape))
                 if floor is not None:
-                    axis.axvline(floor, color="C3", ls=":", label="weights / bandwidth")
+                    axis.axvline(floor, color="C3", ls=":", label="bandwidth's floor of ArS")
                     axis.legend(fontsize="small")
-                axis.set(title=f"{pair}, {shape}", xlabel="ms per token", xlim=(0, None))
+                axis.set(title=f"{pair}, {shape}", xlabel="ms per token and row", xlim=(0, None))
                 axis.invert_yaxis()
 
 

@@ -17,7 +17,7 @@ class Flips:
         compared: the two ways.
         texts: number of texts.
         differ: number of those that differ.
-        tokens: tokens of all texts up to their first difference, which are how often a difference
+        tokens: tokens of all texts, up to and with the first that differs: how often a difference
             could have begun.
         margins: difference between the two highest logits of the first model where each text
             begins to differ. Above what rounding can change, it would be a mistake.
@@ -74,5 +74,5 @@ def _flips(name, judge: Model, prompts, one, other, new_tokens: int) -> Flips:
         for prompt, a, b in zip(prompts, one, other)
     ]
     found = [each for each in found if each is not None]
-    tokens = sum(each.position for each in found) + new_tokens * (len(prompts) - len(found))
+    tokens = sum(each.position + 1 for each in found) + new_tokens * (len(prompts) - len(found))
     return Flips(name, len(prompts), len(found), tokens, [each.margin for each in found])

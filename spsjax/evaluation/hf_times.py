@@ -2,12 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, one_line
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.performance import theory
@@ -24,8 +24,8 @@ class Times:
         variant: "plain"; "assisted", with a draft model; or "compiled", with a static cache, whose
             passes `generate` compiles on a GPU.
         batch, context: rows, and tokens of each prompt.
-        ms: milliseconds per call of the target: the slope between a short and a long text, each
-            the fastest of the repetitions, so that the prompt does not count.
+        ms: milliseconds per call of the target: the slope between short and long texts, so that
+            the prompt does not count. The mean of the repetitions.
         first_seconds: time of the first call, which compiles if something does.
     """
 
@@ -44,8 +44,8 @@ class Pair:
         target, draft: shapes of the models.
         params: sampling parameters.
         num_speculative_tokens: K of "assisted".
-        acceptance: probability that a draft token is accepted, of a trained pair. Random weights
-            agree on nothing, so that a call takes as long, but gives one token.
+        acceptance: probability that a draft token is accepted, which random weights do not have:
+            only the time per call of the target is measured.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Pair:
             "temperature": params.temperature or None,
             "top_k": params.top_k,
             "top_p": params.top_p,
+            "min_p": params.min_p or None,
         }
 
     def warm(self, variant: str, batch: int, context: int, new_tokens: int) -> float:
@@ -97,8 +98,9 @@ class Pair:
             [self._generate(variant, batch, context, length) for length in lengths]
             for _ in range(repetitions)
         ]
-        (short, first), (long, second) = map(min, zip(*runs))
-        return 1e3 * (long - short) / max(second - first, 1)
+        # Sums, because the number of calls is drawn with the tokens.
+        (short, first), (long, second) = np.asarray(runs).sum(axis=0)
+        return 1e3 * float(long - short) / max(float(second - first), 1)
 
     def tokens(self, variant: str) -> float:
         """Returns the new tokens per row and call of the target."""
@@ -144,16 +146,25 @@ class Pair:
 
 
 def warm_all(
-    pair: Pair, cells: Sequence[tuple[str, int, int]], new_tokens: int, seconds: float
+    pair: Pair,
+    cells: Sequence[tuple[str, int, int]],
+    new_tokens: int,
+    seconds: float,
+    note: Callable[[str], None] = print,
 ) -> dict[tuple[str, int, int], float]:
     """Calls cells (variant, batch, context) once, and begins none after so many seconds.
 
-    Returns the seconds of each.
+    `note` is told which cells fail. Returns the seconds of the others.
     """
     end, warmed = time.monotonic() + seconds, {}
     for cell in cells:
-        if time.monotonic() < end:
+        if time.monotonic() > end:
+            break
+        try:
             warmed[cell] = pair.warm(*cell, new_tokens)
+        except RuntimeError as error:  # out of memory, or what a compiler raises
+            variant, batch, context = cell
+            note(f"{variant}, batch {batch}, context {context}: not run: {one_line(error)}")
     return warmed
 
 

@@ -111,8 +111,9 @@ def attend(
 ) -> Array:
     """Attends to several segments under one softmax: [B, T, H, C].
 
-    The softmax is float32, and masked slots weigh exactly zero. A segment's bias is added to the
-    products of queries and keys before they are scaled, and then capped unless `softcap` is 0.
+    The softmax is of at least float32, and masked slots weigh exactly zero. A segment's bias is
+    added to the products of queries and keys before they are scaled, and then capped unless
+    `softcap` is 0.
 
     A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
@@ -130,21 +131,23 @@ def attend(
         scores.append(jnp.where(segment.visible[:, None, :, None], products, -jnp.inf))
         values.append(jnp.repeat(segment.values, repeats, axis=1))
     # One softmax without a copy of all scores: every segment has its own part of both sums.
-    top = functools.reduce(jnp.maximum, (jnp.max(part, axis=-1, keepdims=True) for part in scores))
-    weights = [jnp.exp(part - lax.stop_gradient(top)) for part in scores]
+    most = functools.partial(jnp.max, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, map(most, scores)))
+    weights = [jnp.exp(part - top) for part in scores]
     total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
-    mixed = sum(map(_mix, weights, values)) / total
+    # Divided first: the sum over rounded weights would not cancel in the gradient.
+    mixed = sum(_mix(part / total, value) for part, value in zip(weights, values))
     mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
     return mixed.reshape(B, T, H, C)
 
 
 def _score(query: Array, keys_BGSC: Array) -> Array:
-    """[B, G, T, H/G, C] queries -> [B, G, T, H/G, S] float32."""
-    B = len(query)
+    """[B, G, T, H/G, C] queries -> [B, G, T, H/G, S] of at least float32."""
+    B, wide = len(query), jnp.promote_types(query.dtype, jnp.float32)
     query = _gathered(query, len(keys_BGSC))
 
     def summed(query, keys_BGSC):
-        scores = jnp.sum(query.astype(jnp.float32) * keys_BGSC[:, :, :, None], axis=-1)
+        scores = jnp.sum(query.astype(wide) * keys_BGSC[:, :, :, None], axis=-1)
         return jnp.swapaxes(scores, 2, 3)[:, :, None]
 
     def multiplied(query, keys_BGSC):
@@ -152,15 +155,15 @@ def _score(query: Array, keys_BGSC: Array) -> Array:
             "bgnc,bgsc->bgns",
             query.reshape(*query.shape[:2], -1, query.shape[-1]),
             keys_BGSC,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=wide,
         )
         return scores.reshape(*query.shape[:4], -1)
 
-    return _dealt(_fastest(query, summed, multiplied)(query, keys_BGSC), B)
+    return _dealt(_product(query, summed, multiplied)(query, keys_BGSC), B)
 
 
 def _mix(weights: Array, values_BGSC: Array) -> Array:
-    """[B, G, T, H/G, S] weights -> [B, G, T, H/G, C] float32."""
+    """[B, G, T, H/G, S] weights -> [B, G, T, H/G, C] of the same type."""
     B = len(weights)
     weights = _gathered(weights, len(values_BGSC))
 
@@ -173,15 +176,15 @@ def _mix(weights: Array, values_BGSC: Array) -> Array:
             "bgns,bgsc->bgnc",
             weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values_BGSC.dtype),
             values_BGSC,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=weights.dtype,
         )
         return mixed.reshape(*weights.shape[:4], -1)
 
-    return _dealt(_fastest(weights, summed, multiplied)(weights, values_BGSC), B)
+    return _dealt(_product(weights, summed, multiplied)(weights, values_BGSC), B)
 
 
-def _fastest(x_BGTH: Array, summed: Callable, multiplied: Callable) -> Callable:
-    """Returns the faster of two ways to multiply with a segment, for this number of queries.
+def _product(x_BGTH: Array, summed: Callable, multiplied: Callable) -> Callable:
+    """Returns that of two ways to multiply with a segment which suits device and queries.
 
     For one query of several heads per key-value head, XLA's batched dot is slow on CPUs: a product
     and a sum take half the time. With one head per key-value head it is the other way round. On

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from spsjax.errors import check_number
@@ -25,22 +26,26 @@ class Fastest(Pacer):
 
     The rate of acceptance at each depth is that of the last rounds, as if `prior` rounds at the
     rate of the depth above had come before; at the first depth, one at the rate `hope`. Counts
-    shrink by `memory` in every round. So a drafter that was given up is forgiven after a while, and
-    tried again. Where nothing is ever accepted, this costs in the long run at most a share
-    `hope` x (1 - `memory`) of the time, beside what the drafter has to catch up on.
+    shrink by `memory` in every round with a draft, and by `rest` in others. So a drafter that was
+    given up is forgiven after a while, and tried again. Where nothing is ever accepted, this costs
+    in the long run at most a share `hope` x (1 - `rest`) of the time, beside what the drafter has
+    to catch up on.
 
     Attributes:
-        memory: factor of all counts per round.
+        memory: factor of all counts per round that is drafted.
+        rest: factor of all counts per round that is not.
         hope: expected rate of acceptance before any round.
         prior: rounds that the rate of the depth above counts for.
     """
 
     memory: float = 0.98
-    hope: float = 0.8
+    rest: float = 0.99
+    hope: float = 0.75
     prior: float = 8.0
 
     def __post_init__(self):
         check_number("memory", self.memory, 0, 1)
+        check_number("rest", self.rest, 0, 1)
         check_number("hope", self.hope, 0, 1)
         check_number("prior", self.prior, 1e-3, 1e6)
 
@@ -81,5 +86,5 @@ class Fastest(Pacer):
             (depth <= asked) & (depth <= accepted + 1),
             depth <= accepted,
         )
-        names = (field.name for field in dataclasses.fields(History))
-        return History(*(self.memory * getattr(state, x) + getattr(new, x) for x in names))
+        kept = jnp.where(asked > 0, self.memory, self.rest)
+        return jax.tree.map(lambda old, now: kept * old + now, state, new)

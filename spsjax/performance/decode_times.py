@@ -18,6 +18,7 @@ import numpy as np
 from spsjax import decode, draft_shapes, loading, sampling
 from spsjax.cache import KVCache
 from spsjax.drafters import draft_model, none
+from spsjax.errors import one_line
 from spsjax.models import transformer
 from spsjax.performance import forced_acceptance, microbenchmarks, theory
 from spsjax.sampling import SamplingParams
@@ -90,6 +91,11 @@ class Cell:
             return f"draft {self.nodes}"
         shape = "tree" if self.branching else "SpS"
         return f"{shape} {self.nodes}" if self.nodes else "ArS"
+
+    @property
+    def title(self) -> str:
+        """Name with the batch and the context."""
+        return f"{self.name}, batch {self.batch}, context {self.context}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,19 +220,29 @@ def _keys(batch: int) -> Array:
 
 
 def compile_all(
-    pair: Pair, cells: Sequence[Cell], threads: int, seconds: float
+    pair: Pair,
+    cells: Sequence[Cell],
+    threads: int,
+    seconds: float,
+    note: Callable[[str], None] = print,
 ) -> dict[Cell, _Compiled]:
-    """Compiles cells beside each other, in their order, and begins none after so many seconds."""
-    end, done = time.monotonic() + seconds, {}
+    """Compiles cells beside each other, in their order, and begins none after so many seconds.
+
+    `note` is told which cells cannot be compiled; the others are returned.
+    """
+    end = time.monotonic() + seconds
 
     def one(cell):
-        return compile_cell(pair, cell) if time.monotonic() < end else None
+        if time.monotonic() > end:
+            return None
+        try:
+            return compile_cell(pair, cell)
+        except jax.errors.JaxRuntimeError as error:
+            note(f"{cell.title}: not compiled: {one_line(error)}")
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for cell, result in zip(cells, pool.map(one, cells)):
-            if result is not None:
-                done[cell] = result
-    return done
+        results = zip(cells, pool.map(one, cells))
+        return {cell: result for cell, result in results if result is not None}
 
 
 def time_cells(
@@ -237,6 +253,7 @@ def time_cells(
     seconds: float,
     profile: pathlib.Path | None = None,
     profiled: int = 2,
+    note: Callable[[str], None] = print,
 ) -> Iterator[Times]:
     """Yields the times of cells, and begins none after so many seconds.
 
@@ -249,6 +266,7 @@ def time_cells(
         profile: folder that receives the program of each of the first cells, and a trace of one
             more run; None: there is none.
         profiled: how many cells these are.
+        note: is told which cells fail, as one that does not fit into memory; the others go on.
     """
     end = time.monotonic() + seconds
     dtype = loading.compute_type(pair.dtype, pair.target)
@@ -257,23 +275,32 @@ def time_cells(
         if time.monotonic() > end:
             return
         weights = {"target": models[0].params, "drafter": models[1].params if cell.drafts else {}}
-        times = [1e3 * _run(pair, cell, programs, weights) for _ in range(repetitions + 1)][1:]
-        if profile is not None and index < profiled:
-            folder = profile / cell.name.replace(" ", "_")
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_files.write(folder / "program.txt", programs.timed.as_text())
-            with jax.profiler.trace(folder):
-                _run(pair, cell, programs, weights)
-        floor = 1e3 * bytes_read(pair, cell) / bandwidth
+        folder = profile / cell.name.replace(" ", "_") if profile and index < profiled else None
+        try:
+            times = _times(pair, cell, programs, weights, repetitions, folder)
+        except jax.errors.JaxRuntimeError as error:
+            note(f"{cell.title}: not timed: {one_line(error)}")
+            continue
         yield Times(
             cell=cell,
             ms=float(np.median(times)),
             fastest_ms=min(times),
             slowest_ms=max(times),
             tokens=_tokens(pair, cell),
-            floor_ms=floor,
+            floor_ms=1e3 * bytes_read(pair, cell) / bandwidth,
             compile_seconds=programs.seconds,
         )
+
+
+def _times(pair, cell, programs: _Compiled, weights, repetitions: int, folder) -> list[float]:
+    """Returns milliseconds; traces one more run if there is a folder for it."""
+    times = [1e3 * _run(pair, cell, programs, weights) for _ in range(repetitions + 1)]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(folder / "program.txt", programs.timed.as_text())
+        with jax.profiler.trace(folder):
+            _run(pair, cell, programs, weights)
+    return times[1:]
 
 
 def _tokens(pair: Pair, cell: Cell) -> float | None:
@@ -305,22 +332,28 @@ def _run(pair: Pair, cell: Cell, programs: _Compiled, weights) -> float:
 
 
 def bytes_read(pair: Pair, cell: Cell) -> int:
-    """Returns the bytes of weights and of filled caches that a round, draft or pass must read."""
+    """Returns the bytes of weights and of filled caches that a round, draft or pass must read.
+
+    Rounds fill the caches on their way: half of the new tokens count, on average.
+    """
     dtype = loading.compute_type(pair.dtype, pair.target)
     target, draft = (
-        _weight_bytes(shape, dtype) + _cache_bytes(shape, dtype, cell) for shape in _shapes(pair)
+        _weight_bytes(shape, dtype) + _cache_bytes(pair, shape, dtype, cell)
+        for shape in _shapes(pair)
     )
     drafted = cell.depth * draft
     return {"rounds": target + drafted, "draft": drafted, "score": target}[cell.kind]
 
 
 def _weight_bytes(config: transformer.Config, dtype) -> int:
-    """Returns the bytes of a model's weights; an embedding that is only looked up is left out."""
-    shapes = transformer.param_shapes(config, dtype)
-    read = shapes if config.tie_embeddings else shapes | {"embed": {}}
+    """Returns the bytes of a model's weights; embeddings that are only looked up are left out."""
+    read = transformer.param_shapes(config, dtype) | {"position_embed": {}}
+    if not config.tie_embeddings:
+        read |= {"embed": {}}
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
 
 
-def _cache_bytes(config: transformer.Config, dtype, cell: Cell) -> int:
+def _cache_bytes(pair: Pair, config: transformer.Config, dtype, cell: Cell) -> int:
+    filled = cell.context + (pair.new_tokens // 2 if cell.kind == "rounds" else 0)
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return numbers * cell.batch * cell.context * jnp.dtype(dtype).itemsize
+    return numbers * cell.batch * filled * jnp.dtype(dtype).itemsize

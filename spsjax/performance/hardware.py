@@ -66,6 +66,17 @@ def peak(device) -> float | None:
     return max(chips, key=lambda chip: len(chip.device_kind)).flops if chips else None
 
 
+# GPUs as JAX names them whose memory is that of `CHIPS`; other boards have slower memory.
+_BOARDS = {"NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+
+
+def bandwidth(device) -> float:
+    """Returns the bytes per second of a device's memory: published ones, or else measured ones."""
+    if device.device_kind in _BOARDS:
+        return CHIPS[_BOARDS[device.device_kind]].bandwidth
+    return max(memory_bandwidth().values())
+
+
 def topology(name: str) -> tuple[Chip, list]:
     """Returns the figures of one chip, and the devices of a TPU slice that is not attached.
 

@@ -18,7 +18,7 @@ class Turns:
 
     def __init__(self, path: str | pathlib.Path | None):
         # Open as long as the process: closing it would give the lock back.
-        self._file = None if path is None else open(path, "a")  # noqa: SIM115
+        self._file = None if path is None else open(path, "a+")  # noqa: SIM115
         self._lock(fcntl.LOCK_SH)
 
     @contextlib.contextmanager
