@@ -102,13 +102,6 @@ def test_cells_that_fail_are_noted_and_the_others_go_on(compiled, monkeypatch):
     ]
 
 
-def test_profile_has_the_program_and_a_trace(compiled, tmp_path):
-    first = {CELLS[0]: compiled[CELLS[0]]}
-    list(decode_times.time_cells(PAIR, first, 1e9, 1, 1e9, tmp_path))
-    assert "HloModule" in (tmp_path / "ArS" / "program.txt").read_text()
-    assert list((tmp_path / "ArS").rglob("*.trace.json.gz"))
-
-
 def test_turns_wait_for_those_who_prepare_and_never_overlap(tmp_path):
     """The first to be ready waits for the second, which still compiles."""
     one, two, log = Turns(tmp_path / "lock"), Turns(tmp_path / "lock"), []

@@ -40,7 +40,10 @@ def test_suite_leaves_a_row_per_program_and_a_plot(tmp_path):
     assert names == ["ArS", "SpS 2", "score 1", "score 3", "draft 2", "tree 4"]
     assert [row["texts"] for row in parts["flips"]["rows"]] == [1, 1, 1]
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "profile-tiny").rglob("*.trace.json.gz"))
+    # In a process of its own: the profiler can crash one that has loaded thousands of programs.
+    profile = tmp_path / "profile-tiny"
+    assert "HloModule" in (profile / "ArS" / "program.txt").read_text()
+    assert len(list(profile.rglob("*.trace.json.gz"))) == 2
     assert "passed" in (tmp_path / "tests.log").read_text().splitlines()[-1]
     shown = "huggingface-tiny: exit code 0" if HAS_TORCH else "huggingface: left out"
     for text in (shown, *names):
