@@ -1,4 +1,4 @@
-r"""One part of scripts/gpu_suite.sh, which runs them beside each other and calls `report` last.
+r"""Single part of scripts/gpu_suite.sh, which runs the parts beside each other.
 
 python scripts/gpu_suite.py --part=loop --pair=gpt2_xl --out=runs/gpu   # times of the loop
 python scripts/gpu_suite.py --part=huggingface --pair=gpt2_xl --out=runs/gpu
@@ -104,7 +104,7 @@ def loop(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iterator[decode
     profile = out / f"profile-{_PAIR.value}" if _PROFILE.value else None
     with turns.alone():
         bandwidth = hardware.bandwidth(jax.devices()[0])
-        print(f"floors at {bandwidth / 1e9:.0f} GB/s")
+        print(f"lower bounds at {bandwidth / 1e9:.0f} GB/s")
         times = decode_times.time_cells(
             pair, compiled, bandwidth, config.repetitions, config.seconds, profile
         )
@@ -181,19 +181,19 @@ def texts_that_flip(config: ConfigDict, turns: Turns, out: pathlib.Path) -> Iter
 
 def report(out: pathlib.Path) -> None:
     """Prints tables of all parts in a folder, and writes results.json and a plot."""
-    parts, tables = [], []
+    results, tables = [], []
     for path in sorted(out.glob("part-*.json")):
         try:
-            part = json.loads(path.read_text())
-            title = f"{part['part']} {part['pair'] or ''} on {part['device']}"
-            tables.append((title, *_TABLES[part["part"]](part["rows"])))
+            result = json.loads(path.read_text())
+            title = f"{result['part']} {result['pair'] or ''} on {result['device']}"
+            tables.append((title, *_TABLES[result["part"]](result["rows"])))
         except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            found = one_line(error)
-            raise InputError(f"{path}: expected the results of a part, found {found}") from None
-        parts.append(part)
-    if not parts:
+            text = f"{path}: expected the results of a part, found {one_line(error)}"
+            raise InputError(text) from None
+        results.append(result)
+    if not results:
         raise InputError(f"{out}: expected results of other parts, found none")
-    atomic_files.write(out / "results.json", json.dumps(parts, indent=1) + "\n")
+    atomic_files.write(out / "results.json", json.dumps(results, indent=1) + "\n")
     for title, header, rows in tables:
         terminal.heading(title)
         terminal.print_table(header, rows, left=(0,))
@@ -202,11 +202,11 @@ def report(out: pathlib.Path) -> None:
         return
     from spsjax.cli import plots
 
-    plots.decoding(parts, out / "results.png")
+    plots.decoding(results, out / "results.png")
 
 
 def _loop_table(rows) -> tuple:
-    header = "program", "batch", "context", "ms", "from", "to", "floor", "x floor", "ms/token"
+    header = "program", "batch", "context", "ms", "from", "to", "bound", "x bound", "ms/token"
     return header, [
         [
             decode_times.Cell(**row["cell"]).name,
@@ -215,8 +215,8 @@ def _loop_table(rows) -> tuple:
             f"{row['ms']:.3f}",
             f"{row['fastest_ms']:.3f}",
             f"{row['slowest_ms']:.3f}",
-            f"{row['floor_ms']:.3f}",
-            f"{row['ms'] / row['floor_ms']:.2f}",
+            f"{row['lower_bound_ms']:.3f}",
+            f"{row['ms'] / row['lower_bound_ms']:.2f}",
             f"{row['ms'] / row['tokens']:.3f}" if row["tokens"] else "",
         ]
         for row in rows

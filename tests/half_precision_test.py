@@ -100,7 +100,7 @@ def test_attention_in_float64_is_exact(T):
 
 
 @pytest.mark.parametrize("T", (1, 3))
-def test_attention_gradient_of_a_token_that_sees_only_itself_is_zero(T):
+def test_attention_gradient_of_a_lone_token_is_zero(T):
     """Its weight is 1 whatever its query, also in rounded products."""
     rng = np.random.default_rng(2)
     query, keys, values = (

@@ -1,4 +1,4 @@
-"""What scripts/gpu_suite.sh measures on one accelerator, as `:full` or `:tiny`.
+"""Shapes and time limits of scripts/gpu_suite.sh, as `:full` or `:tiny`.
 
 bash scripts/gpu_suite.sh runs/gpu          # what nine minutes on one accelerator allow
 bash scripts/gpu_suite.sh runs/gpu --tiny   # a part of everything, in a minute on a CPU

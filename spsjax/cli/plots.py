@@ -227,26 +227,26 @@ def load(rows: Sequence[Mapping], path) -> None:
         axes[0, 0].legend(fontsize="small")
 
 
-def decoding(parts: Sequence[Mapping], path) -> None:
+def decoding(results: Sequence[Mapping], path) -> None:
     """Draws the time per token at the shapes of scripts/gpu_suite.sh, one panel per pair.
 
     Args:
-        parts: results of the parts "loop" and "huggingface"; others are left out.
+        results: results of the parts "loop" and "huggingface"; others are left out.
         path: path of the PNG.
     """
     bars: dict[str, dict[str, dict[str, float]]] = {}  # by pair and shape
-    floors: dict[tuple[str, str], float] = {}
-    for part in parts:
-        for row in part["rows"] if part["part"] in ("loop", "huggingface") else ():
+    bounds: dict[tuple[str, str], float] = {}
+    for result in results:
+        for row in result["rows"] if result["part"] in ("loop", "huggingface") else ():
             if not row["tokens"]:
                 continue
             cell = row.get("cell", row)
             name = f"HF {row['variant']}" if "variant" in row else decode_times.Cell(**cell).name
             shape = f"batch {cell['batch']}, context {cell['context']}"
-            own = bars.setdefault(part["pair"], {}).setdefault(shape, {})
+            own = bars.setdefault(result["pair"], {}).setdefault(shape, {})
             own[name] = row["ms"] / row["tokens"]
             if name == "ArS":
-                floors[part["pair"], shape] = row["floor_ms"]
+                bounds[result["pair"], shape] = row["lower_bound_ms"]
     shapes = list(dict.fromkeys(shape for own in bars.values() for shape in own))
     if not shapes:
         return
@@ -256,9 +256,9 @@ def decoding(parts: Sequence[Mapping], path) -> None:
             for row, shape in enumerate(shapes):
                 axis, times = axes[row, column], own.get(shape, {})
                 axis.barh(list(times), list(times.values()), color="C0", height=0.6)
-                floor = floors.get((pair, shape))
-                if floor is not None:
-                    axis.axvline(floor, color="C3", ls=":", label="bandwidth's floor of ArS")
+                bound = bounds.get((pair, shape))
+                if bound is not None:
+                    axis.axvline(bound, color="C3", ls=":", label="lower bound of ArS")
                     axis.legend(fontsize="small")
                 axis.set(title=f"{pair}, {shape}", xlabel="ms per token and row", xlim=(0, None))
                 axis.invert_yaxis()

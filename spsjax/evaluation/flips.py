@@ -1,4 +1,4 @@
-"""Greedy texts that should be equal, and where rounding makes them differ."""
+"""Differences between greedy texts that only rounding may cause."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -69,10 +69,12 @@ def compare(
 
 
 def _flips(name, judge: Model, prompts, one, other, new_tokens: int) -> Flips:
-    found = [
+    divergences = [
         acceptance_analysis.divergence(judge, prompt, a, b)
         for prompt, a, b in zip(prompts, one, other)
     ]
-    found = [each for each in found if each is not None]
-    tokens = sum(each.position + 1 for each in found) + new_tokens * (len(prompts) - len(found))
-    return Flips(name, len(prompts), len(found), tokens, [each.margin for each in found])
+    divergences = [first for first in divergences if first is not None]
+    equal = len(prompts) - len(divergences)
+    tokens = sum(first.position + 1 for first in divergences) + new_tokens * equal
+    margins = [first.margin for first in divergences]
+    return Flips(name, len(prompts), len(divergences), tokens, margins)

@@ -60,12 +60,9 @@ class HFBaseline:
 
         def call(prompt, params, max_new_tokens, seed, stop_at_eos):
             torch = self.torch
-            options = _options(params)
+            options = sampling_options(params)
             if num_speculative_tokens:
-                config = self.draft.generation_config
-                config.num_assistant_tokens = num_speculative_tokens
-                config.num_assistant_tokens_schedule = "constant"
-                config.assistant_confidence_threshold = 0.0  # never stop early: always K
+                draft_always(self.draft, num_speculative_tokens)
                 options["assistant_model"] = self.draft
             if stop_at_eos:
                 options["eos_token_id"] = list(self._eos_ids) or None
@@ -89,7 +86,7 @@ class HFBaseline:
         return System(name, Role.PEER, num_speculative_tokens, self._context, call)
 
 
-def _options(params: SamplingParams) -> dict:
+def sampling_options(params: SamplingParams) -> dict:
     """Returns the sampling parameters under Hugging Face's names."""
     if not params.temperature:
         return {"do_sample": False}
@@ -100,6 +97,14 @@ def _options(params: SamplingParams) -> dict:
         "top_p": params.top_p,
         "min_p": params.min_p or None,
     }
+
+
+def draft_always(draft, num_speculative_tokens: int) -> None:
+    """Sets a Hugging Face model to draft K tokens per round, and never to stop early."""
+    config = draft.generation_config
+    config.num_assistant_tokens = num_speculative_tokens
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = 0.0
 
 
 def systems(options, target: Model, draft: Model | None) -> list[System]:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from spsjax.errors import InputError, one_line
+from spsjax.evaluation import hf_baseline
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.performance import theory
@@ -18,14 +19,15 @@ VARIANTS = "plain", "assisted", "compiled"
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What was measured of one way to call `generate`.
+    """Measured time of one way to call `generate`.
 
     Attributes:
         variant: "plain"; "assisted", with a draft model; or "compiled", with a static cache, whose
             passes `generate` compiles on a GPU.
         batch, context: rows, and tokens of each prompt.
         ms: milliseconds per call of the target: the slope between short and long texts, so that
-            the prompt does not count. The mean of the repetitions.
+            the prompt does not count. Mean of the repetitions.
+        tokens: new tokens per row and call; with a draft, the number expected at `acceptance`.
         first_seconds: time of the first call, which compiles if something does.
     """
 
@@ -73,17 +75,8 @@ class Pair:
             return model.eval()
 
         self.target, self.draft = build(target), build(draft)
-        options = self.draft.generation_config
-        options.num_assistant_tokens = num_speculative_tokens
-        options.num_assistant_tokens_schedule = "constant"
-        options.assistant_confidence_threshold = 0.0  # never stop early: always K
-        self._sampling = {
-            "do_sample": params.temperature > 0,
-            "temperature": params.temperature or None,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or None,
-        }
+        hf_baseline.draft_always(self.draft, num_speculative_tokens)
+        self._sampling = hf_baseline.sampling_options(params)
 
     def warm(self, variant: str, batch: int, context: int, new_tokens: int) -> float:
         """Calls `generate` once, which compiles what it compiles; returns the seconds."""

@@ -20,7 +20,8 @@ from spsjax.cache import KVCache
 from spsjax.drafters import draft_model, none
 from spsjax.errors import one_line
 from spsjax.models import transformer
-from spsjax.performance import forced_acceptance, microbenchmarks, theory
+from spsjax.parallel import sharding
+from spsjax.performance import forced_acceptance, microbenchmarks, roofline, theory
 from spsjax.sampling import SamplingParams
 from spsjax.types import Array, PyTree
 from spsjax.utils import atomic_files
@@ -31,7 +32,7 @@ _REPEATS = 8  # passes in a row of a cell that times one pass
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What is the same in all cells.
+    """Models and settings that all cells share.
 
     Attributes:
         target, draft: shapes of the models.
@@ -51,7 +52,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One program to time.
+    """Program to time, at one batch and context.
 
     Attributes:
         kind: "rounds" of the loop; "draft", a proposal alone; or "score", a scoring pass alone.
@@ -100,7 +101,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What was measured of a cell.
+    """Measured times of a cell.
 
     Attributes:
         cell: the cell.
@@ -108,7 +109,7 @@ class Times:
         fastest_ms, slowest_ms: the extremes.
         tokens: expected new tokens per row and round; None for a pass alone, and for trees, whose
             acceptance is not forced.
-        floor_ms: bytes of weights and filled caches that it reads, over the memory's bandwidth.
+        lower_bound_ms: bytes of weights and filled caches that it reads, over the bandwidth.
         compile_seconds: time to compile it, beside others.
     """
 
@@ -117,7 +118,7 @@ class Times:
     fastest_ms: float
     slowest_ms: float
     tokens: float | None
-    floor_ms: float
+    lower_bound_ms: float
     compile_seconds: float
 
 
@@ -287,7 +288,7 @@ def time_cells(
             fastest_ms=min(times),
             slowest_ms=max(times),
             tokens=_tokens(pair, cell),
-            floor_ms=1e3 * bytes_read(pair, cell) / bandwidth,
+            lower_bound_ms=1e3 * bytes_read(pair, cell) / bandwidth,
             compile_seconds=programs.seconds,
         )
 
@@ -346,14 +347,10 @@ def bytes_read(pair: Pair, cell: Cell) -> int:
 
 
 def _weight_bytes(config: transformer.Config, dtype) -> int:
-    """Returns the bytes of a model's weights; embeddings that are only looked up are left out."""
-    read = transformer.param_shapes(config, dtype) | {"position_embed": {}}
-    if not config.tie_embeddings:
-        read |= {"embed": {}}
+    read = roofline.multiplied(config, transformer.param_shapes(config, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
 
 
 def _cache_bytes(pair: Pair, config: transformer.Config, dtype, cell: Cell) -> int:
     filled = cell.context + (pair.new_tokens // 2 if cell.kind == "rounds" else 0)
-    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return numbers * cell.batch * filled * jnp.dtype(dtype).itemsize
+    return roofline.cache_bytes(config, sharding.mesh(1, 1), cell.batch, filled, dtype)

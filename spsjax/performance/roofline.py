@@ -91,10 +91,11 @@ def cache_bytes(
 def multiplied(config: transformer.Config, params: PyTree) -> PyTree:
     """Returns the parameters that a model's pass over a filled cache multiplies with.
 
-    An embedding is looked up, not multiplied, unless it also is the head. The projections of
-    relative positions were applied when the cache was made.
+    An embedding is looked up, not multiplied, unless it also is the head; so is a learned
+    position. The projections of relative positions were applied when the cache was made.
     """
-    used = params if config.tie_embeddings else params | {"embed": {}}
+    looked_up = ("position_embed",) if config.tie_embeddings else ("position_embed", "embed")
+    used = params | {name: {} for name in looked_up}
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: None if any(entry.key == "position" for entry in path) else leaf,
         used,
