@@ -3,6 +3,8 @@
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
 python scripts/compile_tpu.py --drafter=eagle3 --config.target=llama:3-70b
+python scripts/compile_tpu.py --drafter=sparse_self:512 --config.target=llama:3.1-8b \
+    --config.batch=16 --config.prompt_tokens=32256
 
 Needs `pip install libtpu`. A pair that does not fit into the memory is refused.
 """
@@ -19,6 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from spsjax.cli import configs, main, terminal
+from spsjax.drafters import sparse_self
 from spsjax.errors import InputError
 from spsjax.performance import aot, compiled_program
 from spsjax.training import train_head
@@ -27,8 +30,11 @@ from spsjax.utils import atomic_files
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
-_DRAFTER = flags.DEFINE_enum(
-    "drafter", None, train_head.LAYERS, "Draft from the target's features, without config.draft."
+_DRAFTER = flags.DEFINE_string(
+    "drafter",
+    None,
+    f"Draft without config.draft: {', '.join(train_head.LAYERS)} (from the target's features), or "
+    "sparse_self:512 (the target with a cache of 512 tokens).",
 )
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
@@ -43,7 +49,13 @@ def run():
             raise InputError(f"--config: expected no key {key}, found one")
     target = configs.model_config(config.pop("target"), _CONFIGS / "models")
     draft = config.pop("draft")
-    if _DRAFTER.value:
+    method, _, slots = (_DRAFTER.value or "").partition(":")
+    if method == "sparse_self":
+        draft = sparse_self.by_name(slots, target)
+    elif _DRAFTER.value:
+        if method not in train_head.LAYERS or slots:
+            known = ", ".join((*train_head.LAYERS, "sparse_self:512"))
+            raise InputError(f"--drafter: expected one of {known}, found {_DRAFTER.value}")
         chosen = {field: value for field, value in head.items() if value}
         draft = train_head.build_drafter({"method": _DRAFTER.value} | chosen, target)
     else:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax import scoring, tree
 from spsjax.drafters import base
 from spsjax.errors import InputError
@@ -327,8 +327,8 @@ def prefill(
         keys_B: one key per row.
     """
     B, T = tokens_BT.shape
-    count = -(-T // most_read(program, slots))
-    width = -(-T // count)
+    width = chunk_width(T, most_read(program, slots))
+    count = -(-T // width)
     if count == 1:
         carry = read_first(program, slots, width, params, tokens_BT, lengths_B)
     else:
@@ -337,12 +337,24 @@ def prefill(
             return read(program, width, params, tokens_BT, lengths_B, index * width, carry)
 
         carry = lax.fori_loop(0, count, chunk, unread(program, slots, B, params))
-    return begin(program, carry, rows, tokens_BT, lengths_B, limits_B, keys_B)
+    return begin(program, params, carry, rows, tokens_BT, lengths_B, limits_B, keys_B)
 
 
 def most_read(program: Program, slots: int) -> int:
     """Returns the most tokens of a prompt that may be read at once."""
     return min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
+
+
+def chunk_width(tokens: int, most: int) -> int:
+    """Returns the width of the chunks in which prompts are read, at most `most`.
+
+    The last chunk repeats tokens of the one before if the chunks do not add up to all. A window can
+    be set back by a few tokens only.
+    """
+    if tokens <= most:
+        return tokens
+    widths = range(most, most // 2, -1)
+    return min(widths, key=lambda width: max(-tokens % width - kv.SLACK, 0))
 
 
 def read_first(
@@ -396,6 +408,7 @@ def read(
 
 def begin(
     program: Program,
+    params: PyTree,
     carry: tuple[kv.KVCache, PyTree],
     rows: RowParams,
     tokens_BT: Array,
@@ -409,14 +422,15 @@ def begin(
     """
     cache, drafter = carry
     (B, T), K = tokens_BT.shape, program.drafter.num_speculative_tokens
+    cache = cache.at(lengths_B - 1)
     zeros = jnp.zeros(B, jnp.int32)
     return DecodeState(
         tokens=jnp.pad(tokens_BT, ((0, 0), (0, cache.num_slots - T)), mode="edge"),
         lengths=lengths_B,
         done=lengths_B >= limits_B,
-        cache=cache.at(lengths_B - 1),
-        drafter=drafter,
-        pace=() if program.pacer is None else program.pacer.init(B, K),
+        cache=cache,
+        drafter=program.drafter.ready(params, drafter, tokens_BT, lengths_B, cache),
+        pace=() if program.pacer is None else program.pacer.init(params.get("costs"), B, K),
         rule=program.drafter.init_rule(B),
         rows=rows,
         limits=limits_B,

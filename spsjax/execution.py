@@ -40,8 +40,9 @@ def run(
 def prepare(request: Request) -> float:
     """Gives a request with a pacer the costs of its rounds; returns the seconds it took.
 
-    They are measured once for each program and shape in a process, on the request's own prompts;
-    where a draft `varies`, once for each set of weights and of sampling parameters, too.
+    They are measured once for each program, shape and set of weights in a process, on the request's
+    own prompts; where a draft `varies`, once for each set of sampling parameters, too. With them
+    comes the acceptance that was met, which the pacer expects at first.
     All processes take those of process 0.
     """
     if request.program.pacer is None:
@@ -52,9 +53,10 @@ def prepare(request: Request) -> float:
     types = tuple((leaf.shape, leaf.dtype) for leaf in weights)
     kinds = jax.tree.structure(request.params), types  # of quantisation, among others
     key = request.program, request.slots, len(request.lengths), request.model.mesh, kinds
+    key += tuple(map(id, weights))
     if request.program.drafter.varies:
         rows = (multihost.to_host(column) for column in jax.tree.leaves(request.inputs[0]))
-        key += *map(id, weights), *(column.tobytes() for column in rows)
+        key += tuple(column.tobytes() for column in rows)
     while len(_COSTS) > _MOST_KEPT:
         _COSTS.pop(next(iter(_COSTS)))  # the oldest
     if multihost.all_true(key in _COSTS):  # else some would measure, and others not
@@ -78,7 +80,7 @@ def _half(request: Request) -> np.ndarray:
 
 
 def _measure(request: Request) -> pacing.Costs:
-    """Returns the costs of rounds in seconds, by depth.
+    """Returns the costs of rounds in seconds, by depth, and the acceptance that was met.
 
     Depths whose scoring passes are compiled are measured, and the others lie between them.
     """
@@ -101,10 +103,12 @@ def _measure(request: Request) -> pacing.Costs:
     propose = np.where(np.asarray(depths) > 0, propose, 0)
     every = np.arange(K + 1)
     above = np.searchsorted(depths, every)  # a pass is as large as the next size that is compiled
-    costs = np.stack([np.interp(every, depths, propose), score[above]]).astype(np.float32)
+    costs = np.stack([np.interp(every, depths, propose), score[above]])
+    costs = *costs.astype(np.float32), clock.rates()
     if jax.process_count() > 1:
         costs = multihost_utils.broadcast_one_to_all(costs)
-    return placed(request, pacing.Costs(*costs, np.int32(0)))
+    propose, score, rates = costs
+    return placed(request, pacing.Costs(propose, score, np.int32(0), rates=rates))
 
 
 def placed(request: Request, arrays):
@@ -119,6 +123,8 @@ class _Clock:
         self.request = request
         self.state = None
         self.call = np.inf  # seconds of a call without any rounds
+        K = request.program.drafter.num_speculative_tokens
+        self.accepted = np.zeros(K + 1)  # rounds that were drafted to K, by accepted tokens
 
     def seconds(self, drafts: bool, depth: int) -> float:
         """Returns the seconds of a round in which so many depths are scored, and maybe drafted."""
@@ -129,8 +135,23 @@ class _Clock:
         self._run(1)  # the first one may have to catch up
         self._begin_if_ended()
         self.call = min(self.call, self._run(0)[0])
+        before = multihost.to_host(self.state.accepted)
         seconds, rounds = self._run(_ROUNDS)
+        if drafts and depth == K:
+            after = multihost.to_host(self.state.accepted)
+            self.accepted += (after - before)[: len(self.request.prompts)].sum(axis=0)
         return max(seconds - self.call, 0) / max(rounds, 1)
+
+    def rates(self) -> np.ndarray:
+        """Returns [K] float32, the share of tokens accepted at each depth that were reached."""
+        deeper = np.cumsum(self.accepted[::-1])[::-1]  # rounds by the least of accepted tokens
+        reached = deeper[:-1]
+        # Where nothing was reached, as at the depth above.
+        rates, rate = [], -1.0
+        for count, accepted in zip(reached, deeper[1:]):
+            rate = accepted / count if count else rate
+            rates.append(rate)
+        return np.asarray(rates, np.float32)
 
     def _begin_if_ended(self) -> None:
         """Begins texts again of which one has no room for a round."""

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spsjax import decode, loading, pacing, sampling, verifiers
-from spsjax.drafters import base, draft_model, early_exit, features, none
+from spsjax.drafters import base, draft_model, early_exit, features, none, sparse_self
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import quantization, transformer
@@ -200,7 +200,7 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
-    made_for = (features.FeatureDrafter, early_exit.Drafter)
+    made_for = (features.FeatureDrafter, early_exit.Drafter, sparse_self.Drafter)
     inner = getattr(method, "model", method)  # a hybrid's
     if isinstance(inner, made_for) and inner.target != model.config:
         raise InputError(

@@ -69,17 +69,20 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
 
 
 def _pad_output(output: ModelOutput, missing: int) -> ModelOutput:
-    """Pads the output of a smaller pass with zeros, so that all sizes have the same shapes."""
+    """Pads the output of a smaller pass, so that all sizes have the same shapes.
 
-    def pad(array, axis=1):
+    Nodes that were not scored have no position.
+    """
+
+    def pad(array, axis=1, value=0):
         widths = [(0, 0)] * array.ndim
         widths[axis] = (0, missing)
-        return jnp.pad(array, widths)
+        return jnp.pad(array, widths, constant_values=value)
 
     block = output.block
     keys = tuple(pad(rows, axis=2) for rows in block.keys)
     values = tuple(pad(rows, axis=2) for rows in block.values)
-    block = Block(keys, values, pad(block.positions), block.size)
+    block = Block(keys, values, pad(block.positions, value=-1), block.size)
     return ModelOutput(pad(output.logits), pad(output.hidden), tuple(map(pad, output.taps)), block)
 
 

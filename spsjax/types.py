@@ -60,7 +60,7 @@ class Round:
     lengths: Array  # [B] int32, committed tokens per row
     rows: PyTree  # sampling parameters per row, `sampling.RowParams`
     keys: Array  # [B] keys of the round
-    cache: PyTree  # the target's `cache.KVCache`, which holds all committed tokens but the root
+    cache: PyTree  # the target's `caches.KVCache`, which holds all committed tokens but the root
     depths: Array | None = None  # [B] int32, the greatest depth at which a row wants a token; None:
     #   K. Deeper tokens are dropped, so that a drafter need not look at it unless that saves time
     rule: PyTree = ()  # state of the drafter's rule that ends chains

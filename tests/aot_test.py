@@ -16,6 +16,7 @@ from conftest import tiny_config
 
 from spsjax import InputError, Tree
 from spsjax.cli import configs
+from spsjax.drafters import sparse_self
 from spsjax.parallel import sharding
 from spsjax.performance import aot, compiled_program, hardware, theory
 from spsjax.training import step as train_step
@@ -187,6 +188,26 @@ def test_head_on_features_needs_few_collectives_and_gathers_no_weights(replicate
     assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
     assert sps.temporary < 0.05e9
     assert sps.aliased >= sum(plan.caches.values())
+
+
+@needs_libtpu
+def test_target_with_a_small_cache_updates_both_caches_in_place():
+    """Two layers of Llama 3.1 8B, 16 rows of 4,096 tokens, and 512 slots to draft with."""
+    target = configs.model_config("llama:3.1-8b", MODELS)
+    target = dataclasses.replace(target, num_layers=LAYERS, vocab_size=VOCAB, eos_ids=())
+    drafter = sparse_self.by_name("512", target)
+    report = aot.compile_pair(
+        target, drafter, "v5p:2x2x2", num_speculative_tokens=K, batch=16, prompt_tokens=3_584
+    )
+    row = 2 * LAYERS * 128 * 2  # keys and values of one of eight heads, per token
+    assert report.passes["target"].cache == 16 * 4_096 * row * 3 // 2  # in buckets of 6,144
+    assert report.passes["draft"].cache == 16 * (512 + 32) * row
+    sps = report.programs["SpS"]
+    assert sps.aliased >= report.caches
+    assert sps.temporary < report.passes["target"].cache  # no copy of it
+    per_step = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    assert counts(sps, "/score/") == per_step
+    assert counts(sps, "/propose/while/") == per_step
 
 
 @needs_libtpu

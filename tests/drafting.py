@@ -19,6 +19,8 @@ from spsjax.drafters import (
     hybrid,
     lookahead,
     mlp_speculator,
+    sparse_self,
+    spire,
     suffix,
 )
 from spsjax.loading import LoadedDrafter
@@ -32,11 +34,11 @@ PACKAGE = sorted(
     for module in pkgutil.iter_modules(drafters.__path__)
     if module.name not in PLUG_INS["drafters"]
 )
-NAMES = [*PACKAGE, "random_tree", "tapped"]
+NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
-HEADS = (*PAIRS, "falcon", *STATES)
+HEADS = (*PAIRS, "falcon", "spire", *STATES)
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -65,9 +67,15 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
         return LoadedDrafter(name, drafter, draft.params)
     if name == "lookahead":  # its default window is for accelerators
         return LoadedDrafter(name, lookahead.Drafter(K, window=3, num_guesses=3, pool=32), {})
+    if name == "sparse_self":
+        drafter = sparse_self.Drafter(draft.config, K, sinks=2, recent=4)
+        return LoadedDrafter(name, drafter, {})
     if name == "random_tree":
         drafter = toy_drafters.RandomTree(draft.config, K)
         return LoadedDrafter(name, drafter, draft.params)
+    if name == "windowed":
+        config = dataclasses.replace(draft.config, sinks=1, recent=5)
+        return LoadedDrafter(name, draft_model.Drafter(config, K), draft.params)
     if name == "tapped":
         drafter = toy_drafters.Tapped(draft.config.d_model, draft.config.vocab_size, K)
         params = replicated(drafter.init_params(jax.random.key(3)), draft.mesh)
@@ -79,6 +87,8 @@ def head(name: str, config, **fields):
     """Returns a drafter of a target's features, untrained; EAGLE-3 lacks some tokens."""
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
+    if name == "spire":
+        return spire.Drafter(config, num_layers=1, recent=6, **fields)
     if name == "mlp_speculator":
         return mlp_speculator.Drafter(config, num_steps=4, width=24, **fields)
     if name in STATES:

@@ -99,13 +99,16 @@ def apply(
         slots = cache.keys[0].reshape(B, cache.num_slots, 2)[:, :, 0]
         held = jnp.concatenate([slots, held], axis=1)
     index = jnp.zeros(tokens_BT.shape, jnp.int32)
+    if config.recent:
+        held, seen = _windowed(config, context, cache, held, seen)
     # Slots come in order of positions, and nodes after their parents.
     for column in range(held.shape[1]):
         longer = index * config.vocab_size + held[:, column, None].astype(jnp.int32) + 1
         index = jnp.where(seen[:, :, column], longer, index)
     logits = params["table"][jnp.clip(index, 0, len(params["table"]) - 1)]
     # NaN reveals a wrong position, and a mask that shows too much or too little.
-    valid = jnp.sum(seen, axis=-1) == context.positions + 1
+    most = config.sinks + config.recent if config.recent else config.max_positions
+    valid = jnp.sum(seen, axis=-1) == jnp.minimum(context.positions + 1, most)
     logits = jnp.where(valid[..., None], logits, jnp.nan)
     positions = jnp.broadcast_to(context.block_positions, (B, P))
     size = jnp.int32(T) + (0 if block is None else block.size)
@@ -114,6 +117,18 @@ def apply(
     last = logits if num_logits is None else logits[:, -num_logits:]
     last = jnp.roll(last, 1, axis=-1) if skipped.attention else last
     return ModelOutput(last, logits, (logits,) * len(tap_layers), extended)
+
+
+def _windowed(config, context, cache, held_BP, seen_BTP):
+    """Returns tokens in the order of their positions, and which of them each token sees."""
+    B, _, P = seen_BTP.shape
+    known = jnp.broadcast_to(context.block_positions, (B, P - (cache.num_slots if cache else 0)))
+    known = jnp.concatenate([cache.positions(), known], axis=1) if cache else known
+    near = known[:, None] > context.positions[:, :, None] - config.recent
+    seen_BTP = seen_BTP & (near | (known < config.sinks)[:, None])
+    order = jnp.argsort(known, axis=1)
+    seen_BTP = jnp.take_along_axis(seen_BTP, order[:, None], axis=2)
+    return jnp.take_along_axis(held_BP, order, axis=1), seen_BTP
 
 
 def embed(config, params, tokens_BT):
@@ -362,7 +377,8 @@ class Loop:
         """Asserts that the caches hold what a fresh prefill would have written."""
         tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
         caches = [(output.cache, lengths - 1)]
-        if isinstance(self.drafter, draft_model.Drafter):  # feeds its last two tokens
+        windowed = getattr(getattr(self.drafter, "config", None), "recent", 0)
+        if isinstance(self.drafter, draft_model.Drafter) and not windowed:  # feeds its last two
             caches.append((output.drafter, np.maximum(lengths - 2, 0)))
         for cache, expected in caches:
             np.testing.assert_array_equal(cache.lengths, expected)

@@ -27,6 +27,7 @@ from spsjax.drafters import (
     lookahead,
     ngram,
     none,
+    sparse_self,
     stopping,
     suffix,
 )
@@ -88,6 +89,7 @@ def drafters(K, length):
     """Returns a tiny instance of every drafter."""
     heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
     table_config = enumeration.config(VOCAB)
+    small = dataclasses.replace(table_config, sinks=1, recent=1)
     return {
         "copy": LoadedDrafter("", copy.Drafter(K), {}),
         "draft_model": LoadedDrafter("", draft_model.Drafter(table_config, K), None),
@@ -100,7 +102,9 @@ def drafters(K, length):
         "ngram": LoadedDrafter("", ngram.Drafter(K, max_ngram=2), {}),
         "none": LoadedDrafter("", none.Drafter(), {}),
         "random_tree": LoadedDrafter("", toy_drafters.RandomTree(table_config, K, 4), None),
+        "sparse_self": LoadedDrafter("", small_cache(K), {}),
         "suffix": LoadedDrafter("", suffix.Drafter(K), {}),
+        "windowed": LoadedDrafter("", draft_model.Drafter(small, K), None),
         "tapped": LoadedDrafter(
             "", toy_drafters.Tapped(VOCAB, VOCAB, K), {"heads": jnp.asarray(heads)}
         ),
@@ -111,6 +115,11 @@ def self_draft(K):
     """Returns a drafter that leaves out all of the target; its stream is the table's logits."""
     target = dataclasses.replace(enumeration.config(VOCAB), d_model=VOCAB)
     return early_exit.Drafter(target, Skipped((0,), (0,)), K)
+
+
+def small_cache(K):
+    """Returns a drafter that sees the first and the last token of a text."""
+    return sparse_self.Drafter(enumeration.config(VOCAB), K, sinks=1, recent=1)
 
 
 def head(name, K):
@@ -204,9 +213,10 @@ def test_dropping_the_token_that_ends_a_chain_is_rejected(monkeypatch):
 
 
 @pytest.mark.parametrize(("K", "new", "eos_ids"), SHAPES)
-def test_target_that_drafts_for_itself_is_lossless(K, new, eos_ids):
-    """The scoring pass continues what the draft has begun."""
-    studied = loop("early_exit", K, new, eos_ids, seed=K)
+@pytest.mark.parametrize("name", ["early_exit", "sparse_self"])
+def test_target_that_drafts_for_itself_is_lossless(name, K, new, eos_ids):
+    """The scoring pass continues what an early exit has begun; a small cache lacks tokens."""
+    studied = loop(name, K, new, eos_ids, seed=K)
     for params in PARAMS:
         assert_lossless(studied, **params)
 
@@ -245,7 +255,9 @@ def test_lookahead_is_lossless():
 
 
 @pytest.mark.parametrize("depth", (1, 2))
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "lookahead", "ngram"])
+@pytest.mark.parametrize(
+    "name", ["draft_model", "eagle", "early_exit", "lookahead", "ngram", "sparse_self"]
+)
 def test_draft_of_any_chosen_depth_is_lossless(name, depth):
     studied = loop(name, 2, 3)
     drafter = dataclasses.replace(studied.drafter.paced(), num_speculative_tokens=2)
@@ -260,7 +272,7 @@ def test_draft_of_any_chosen_depth_is_lossless(name, depth):
 class AsTold(pacing.Pacer):
     """A pacer whose state is the depth of the next round."""
 
-    def init(self, batch, num_speculative_tokens):
+    def init(self, costs, batch, num_speculative_tokens):
         return jnp.zeros(batch, jnp.int32)
 
     def depths(self, costs, state, done_B):
@@ -288,7 +300,9 @@ class ByHistory(enumeration.Loop):
         """Drafters that rest read what they missed later."""
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "hybrid", "ngram"])
+@pytest.mark.parametrize(
+    "name", ["draft_model", "eagle", "early_exit", "hybrid", "ngram", "sparse_self", "windowed"]
+)
 def test_depths_that_vary_with_the_text_are_lossless(name):
     studied = loop(name, 2, 3)
     fields = {field.name: getattr(studied, field.name) for field in dataclasses.fields(studied)}

@@ -65,7 +65,7 @@ def layer_outputs(drafter, params, read, ancestors):
     positions = jnp.arange(len(read))[None]
     context = context_of(len(read), None, None, positions, jnp.asarray(ancestors)[None])
     rows = jnp.asarray(read, jnp.float32)[None]
-    return np.asarray(module.layer(rows, rows, context, None, None)[0][0])
+    return np.asarray(module.layer(rows, rows, context, (), None)[0][0])
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

@@ -35,7 +35,7 @@ MUTANTS = [
         ("cut(proposal.eligible, count),", "None,"),
         ("count if proposal.parents is None else count + 1", "count"),
         ("tuple(map(pad, output.taps))", "output.taps"),
-        ("pad(block.positions)", "block.positions"),
+        ("pad(block.positions, value=-1)", "block.positions"),
         ("pad(output.logits), pad", "output.logits, pad"),
         ("missing)), constant_values=-1)", "missing)))"),
     ),
@@ -123,7 +123,7 @@ MUTANTS = [
         ),
         ("table_HSC, preferred_element_type=jnp.float32)", "table_HSC)"),
         ("query.astype(wide) * keys", "query * keys"),
-        ("_mix(part / total, value)", "_mix(part, value) / total"),
+        ("return [part / total for part in weights]", "return weights"),
         (
             "products, -jnp.inf))",
             "products, -jnp.inf).astype('bfloat16'))",
@@ -205,7 +205,7 @@ MUTANTS = [
         ("room = state.limits - state.lengths", "room = state.limits - state.lengths + 1"),
         ("path, lengths - 1, output.hidden)", "path, lengths, output.hidden)"),
         ("done=lengths_B >= limits_B", "done=lengths_B > limits_B"),
-        ("cache=cache.at(lengths_B - 1)", "cache=cache.at(lengths_B)"),
+        ("cache = cache.at(lengths_B - 1)", "cache = cache.at(lengths_B)"),
     ),
     *of(
         "decode.py",
@@ -220,19 +220,80 @@ MUTANTS = [
         ("cache.at(starts).extend(output)", "cache.extend(output)"),
     ),
     *of(
-        "cache.py",
+        "caches/rows.py",
         "core -k insert",
         ("theirs[:1]", "theirs[-1:]"),
         ("distances=leaves[0].distances", "distances=leaves[-1].distances"),
     ),
     *of(
-        "cache.py",
+        "caches/dense.py",
         "transformer -k rolled_back",
         ("slots < self.lengths[:, None], slots", "slots <= self.lengths[:, None], slots"),
         (
             "starts = jnp.minimum(self.lengths, last)",
             "starts = jnp.minimum(self.lengths + 1, last)",
         ),
+    ),
+    *of(
+        "caches/window.py",
+        "caches -k window",
+        ("(positions - self.sinks) % ring", "(positions - self.sinks) % (ring - 1)"),
+        ("& (positions < lengths_B[:, None]) & lasts", "& lasts"),
+        ("positions >= lengths_B[:, None] - ring", "positions >= 0"),
+        ("jnp.where(self.held < self.lengths[:, None], self.held, -1)", "self.held"),
+    ),
+    *of(
+        "caches/chosen.py",
+        "caches -k choice",
+        ("(slot >= self.sinks) & (slot < ends_B[:, None])", "slot < ends_B[:, None]"),
+        ("held=jnp.where(stays, self.held, -1)", "held=self.held"),
+    ),
+    *of(
+        "scoring.py",
+        "pacing -k lose_nothing and sparse_self",
+        ("pad(block.positions, value=-1)", "pad(block.positions)"),
+    ),
+    *of(
+        "models/layers.py",
+        "caches -k sinks or window",
+        ("near | (known < config.sinks)", "near"),
+        ("config.sinks + config.recent - 1", "config.sinks + config.recent"),
+    ),
+    *of(
+        "drafters/sparse_self.py",
+        "sparse_self -k whole_text or small",
+        ("jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B - 1)", "lengths_B - 2"),
+    ),
+    *of(
+        "drafters/spire.py",
+        "spire",
+        ("lengths = jnp.tile(index.astype(jnp.int32) + 1, B)", "lengths = jnp.tile(index, B)"),
+        (
+            "return self.norm(x_BTD), self.remembered(self.memory(streams)",
+            "return self.norm(x_BTD), self.remembered(streams[:-1]",
+        ),
+        (
+            "return state.write(block, path, lengths_B - 1",
+            "return state.write(block, path, lengths_B - 2",
+        ),
+    ),
+    *of(
+        "performance/context_theory.py",
+        "context_theory",
+        ("max(\n            read", "min(\n            read"),
+        ("return min(context, self.slots) if self.slots else context", "return context"),
+        ("2 * products / (self", "products / (self"),
+        ("moved / (self.chip.interconnect / 2)", "moved / self.chip.interconnect"),
+    ),
+    *of(
+        "pacing/fastest.py",
+        "pacing -k begins_with",
+        ("self.trust * above", "self.trust"),
+    ),
+    *of(
+        "execution.py",
+        "pacing -k acceptance_is_met",
+        ("zip(reached, deeper[1:])", "zip(reached, deeper[:-1])"),
     ),
     *of(
         "verifiers/rejection.py",
@@ -621,11 +682,14 @@ MUTANTS = [
     *of(
         "performance/decode_times.py",
         "decode_times",
-        ("drafted = cell.depth * draft", "drafted = draft"),
+        ("drafted = cell.depth * (", "drafted = ("),
         ("pair.new_tokens // (cell.depth + 1)", "pair.new_tokens"),
         ("pair.new_tokens // 2 if", "0 if"),
         ("            return None\n        try:", "            pass\n        try:"),
-        ("carry = _patterned(cache), _patterned(drafter)", "carry = cache, drafter"),
+        (
+            "carry = _patterned(cache, lengths - 1), _patterned(drafter, lengths - 1)",
+            "carry = cache, drafter",
+        ),
     ),
     *of(
         "performance/roofline.py",

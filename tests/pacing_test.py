@@ -27,7 +27,7 @@ def costs(propose, score, least=0):
 
 def after(rounds, batch=1, depths=4):
     """Returns the history after rounds of (asked, offered, accepted), equal in all rows."""
-    state = RULE.init(batch, depths)
+    state = RULE.init(None, batch, depths)
     for round_ in rounds:
         state = RULE.update(None, state, *(jnp.full(batch, count) for count in round_))
     return state
@@ -44,6 +44,32 @@ def test_rate_of_a_depth_is_that_of_the_depth_above_until_it_is_known():
     first = (1 + hope) / (1 + m + 1)
     second = (1 + prior * first) / (1 + prior)
     np.testing.assert_allclose(RULE.rates(state)[0], [first, second, second, second], rtol=1e-6)
+
+
+def test_history_begins_with_what_was_met_while_costs_were_measured():
+    """Some rounds at those rates; nothing where they are not known."""
+    rates = np.asarray([0.5, 0.8, 0.25], np.float32)
+    measured = dataclasses.replace(costs([0] * 4, [1] * 4), rates=rates)
+    state = RULE.init(measured, 2, 3)
+    reached = RULE.trust * np.asarray([1, 0.5, 0.4])
+    np.testing.assert_allclose(state.reached, [reached] * 2, rtol=1e-6)
+    np.testing.assert_allclose(state.accepted, [reached * rates] * 2, rtol=1e-6)
+    assert not state.asked.any() and not state.offered.any()
+    for unknown in (None, costs([0] * 4, [1] * 4), pacing.forced(2, 3)):
+        assert not any(leaf.any() for leaf in jax.tree.leaves(RULE.init(unknown, 2, 3)))
+
+
+@pytest.mark.parametrize("useful", (True, False))
+def test_acceptance_is_met_where_costs_are_measured(target, draft, useful):
+    """A draft that is the target begins with rates of 1, and one that is far from it with less."""
+    model = target if useful else nearby_model(target, distance=3.0)
+    measured = spsjax.request.Request(
+        "test", target, PROMPTS, model, "auto", SamplingParams(), 20, 0, None, True
+    )
+    execution.prepare(measured)
+    rates = np.asarray(measured.params["costs"].rates)
+    assert rates.shape == (measured.program.drafter.num_speculative_tokens,)
+    assert (rates > 0.98).all() if useful else 0 <= rates[0] < 0.6
 
 
 def test_history_counts_what_was_asked_offered_reached_and_accepted():

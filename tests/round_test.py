@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax import decode, scoring, tree
 from spsjax.drafters import none
 from spsjax.types import Block, ModelOutput, Proposal, Verdict

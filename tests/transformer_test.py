@@ -12,7 +12,7 @@ import pytest
 from conftest import build_model, nearby_model, spread_params, tiny_config
 
 import spsjax
-from spsjax import InputError, cache, loading
+from spsjax import InputError, caches, loading
 from spsjax.models import attention, transformer
 from spsjax.parallel import sharding
 
@@ -181,8 +181,8 @@ def test_shared_segment_is_attended_to_like_a_copy_for_each_row():
     )
     visible = jnp.asarray(rng.random((6, 2, 5)) < 0.7).at[:, :, 0].set(True)
     positions = jnp.zeros((6, 5), jnp.int32)
-    shared = cache.Segment(keys, values, visible, positions, None)
-    copied = cache.Segment(
+    shared = caches.Segment(keys, values, visible, positions, None)
+    copied = caches.Segment(
         jnp.repeat(keys, 3, axis=0), jnp.repeat(values, 3, axis=0), visible, positions, None
     )
     for rows in (slice(None), slice(0, 1)):  # one query of several heads per key takes another path

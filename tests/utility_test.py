@@ -37,7 +37,7 @@ def played(pacer, costs, rate, key, rounds):
         accepted = jnp.minimum(jnp.sum(jnp.cumprod(good))[None], asked)
         return pacer.update(costs, state, asked, asked, accepted), (asked[0], accepted[0])
 
-    return jax.lax.scan(one, pacer.init(1, K), jax.random.split(key, rounds))[1]
+    return jax.lax.scan(one, pacer.init(None, 1, K), jax.random.split(key, rounds))[1]
 
 
 def time_per_token(costs, asked, accepted):
@@ -92,7 +92,7 @@ def test_a_phase_that_finds_nothing_better_above_looks_below():
     score = np.asarray([1, 1.1, 1.6, 2, 3, 4, 5, 6], np.float32)
     costs = pacing.Costs(np.zeros(K + 1, np.float32), score, np.int32(0))
     rule, asked = pacing.Utility(trial=1, keep=4), []
-    state = rule.init(1, K)
+    state = rule.init(None, 1, K)
     for _ in range(9):
         (depth,) = rule.depths(costs, state, jnp.asarray([False])).tolist()
         asked.append(depth)
@@ -116,7 +116,7 @@ def test_a_round_without_a_proposal_costs_what_it_scored():
     score = np.arange(1, K + 2, dtype=np.float32)
     costs = pacing.Costs(np.zeros(K + 1, np.float32), score, np.int32(0))
     rule = pacing.Utility(trial=2, keep=5)
-    state, none = rule.init(1, K), jnp.zeros(1, jnp.int32)
+    state, none = rule.init(None, 1, K), jnp.zeros(1, jnp.int32)
     for _ in range(2):
         asked = rule.depths(costs, state, jnp.asarray([False]))
         assert asked[0] > 0
@@ -144,7 +144,7 @@ def test_rows_decide_for_themselves(seed):
     """A row among others is drafted as deep as one alone, and one that is done not at all."""
     rule, rng = pacing.Utility(trial=2, keep=3), np.random.default_rng(seed)
     costs = mixture_costs(16, 2, 0.5)
-    together, alone = rule.init(3, K), rule.init(1, K)
+    together, alone = rule.init(None, 3, K), rule.init(None, 1, K)
     for _ in range(60):
         asked = rule.depths(costs, together, jnp.asarray([False, True, False]))
         assert asked[1] == 0

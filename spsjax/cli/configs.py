@@ -14,7 +14,15 @@ import yaml
 from ml_collections import ConfigDict
 
 from spsjax import draft_shapes, drafters, loading
-from spsjax.drafters import base, features, learned_stopping, stopping, suffix
+from spsjax.drafters import (
+    base,
+    draft_model,
+    features,
+    learned_stopping,
+    sparse_self,
+    stopping,
+    suffix,
+)
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
@@ -106,8 +114,9 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """Returns the drafter argument of `generate`.
 
     Args:
-        name: "none"; "model", which loads `draft`; "early_exit:4" or "suffix:FILE", as
-            `loading.load_drafter` takes them; or the name of a module of `spsjax.drafters`.
+        name: "none"; "model", which loads `draft`; "early_exit:4", "sparse_self:256" or
+            "suffix:FILE", as `loading.load_drafter` takes them; or the name of a module of
+            `spsjax.drafters`.
         draft: name or folder of a draft model, or of a drafter of the target's features.
         options: config with the arguments of a drafter under the name of its module.
         target: the target, whose mesh is taken over.
@@ -118,7 +127,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """
     if name in (None, "none"):
         return None
-    if name.startswith("early_exit:"):
+    if name.startswith(("early_exit:", "sparse_self:")):
         return loading.load_drafter(name, target)
     if name.startswith("suffix:"):
         loaded = loading.load_drafter(name, target)
@@ -126,14 +135,15 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         most = min(own.max_match, loaded.drafter.max_match)  # the store's
         return dataclasses.replace(loaded, drafter=dataclasses.replace(own, max_match=most))
     if name in ("model", "draft_model"):
-        if draft.startswith("suffix+") or loading.is_feature_drafter(draft):
-            return loading.load_drafter(draft, target)
+        if draft.startswith(("suffix+", "window:")) or loading.is_feature_drafter(draft):
+            return loading.load_drafter(draft, target)  # in the target's type
         return loading.load(draft, target.mesh, dtype)
     module = f"{drafters.__name__}.{name}"
     drafter = name.isidentifier() and importlib.util.find_spec(module)
     drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
     if not drafter or drafter is base.Drafter:
-        methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS, "early_exit:4")))
+        examples = "early_exit:4", "sparse_self:256"
+        methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS, *examples)))
         raise InputError(
             f"drafter: expected {methods} or another module of spsjax.drafters, found {name!r}"
         )
@@ -168,7 +178,8 @@ def with_tree(drafter, target: loading.Model, path: str):
     tree = read_tree(path)
     if isinstance(drafter, loading.Model):
         return loading.as_drafter(drafter, target, tree)
-    if not isinstance(getattr(drafter, "drafter", None), features.FeatureDrafter):
+    takes = draft_model.Drafter, features.FeatureDrafter, sparse_self.Drafter
+    if not isinstance(getattr(drafter, "drafter", None), takes):
         raise InputError("tree: expected none without a draft model, found one")
     shaped = dataclasses.replace(drafter.drafter, tree=tree, num_speculative_tokens=tree.depth)
     return dataclasses.replace(drafter, drafter=shaped)

@@ -117,6 +117,21 @@ class Drafter(abc.ABC):
         """
         return state
 
+    def ready(
+        self, params: PyTree, state: PyTree, tokens_BT: Array, lengths_B: Array, cache: PyTree
+    ) -> PyTree:
+        """Returns the state before the first round, after the prompts were read to their ends.
+
+        For what needs whole prompts.
+
+        Args:
+            params: parameters of target and drafter.
+            state: what the last `prefill` returned.
+            tokens_BT, lengths_B: the prompts.
+            cache: the target's, which holds all of their tokens but the last.
+        """
+        return state
+
     def catch_up(
         self, params: PyTree, state: PyTree, tokens_BS: Array, lengths_B: Array, depths_B: Array
     ) -> PyTree:

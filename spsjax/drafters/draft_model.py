@@ -31,7 +31,7 @@ class Drafter(base.Drafter):
     """Proposes what a draft model finds probable: a chain, or a tree. Lossless.
 
     A chain is sampled token by token. `params["drafter"]` are the draft's parameters; the state is
-    its cache.
+    its cache. With a `config` of recent tokens (`Config.recent`) its cache is a window.
 
     Attributes:
         config: shape of the draft model.
@@ -64,7 +64,10 @@ class Drafter(base.Drafter):
 
     def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
         cache = state.at(starts_B)
-        return cache.extend(transformer.apply(self.config, params["drafter"], tokens_BT, cache))
+        output = transformer.apply(self.config, params["drafter"], tokens_BT, cache)
+        # What follows a prompt must not take slots of a window.
+        ends = jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B)
+        return cache.write(output.block, None, ends, output.hidden)
 
     def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
         # The last two tokens are fed in `propose`.

@@ -33,10 +33,10 @@ class Eagle(nnx.Module):
         self.fc = make_linear(2 * config.d_model, config.d_model, True, dtype=dtype, rngs=rngs)
         self.layer = FeatureLayer(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
+    def __call__(self, embedded_BTD, features_BTD, context, cached, earlier):
         pair_BTD = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
         x_BTD = self.fc(sharding.whole_rows(pair_BTD))
-        return self.layer(x_BTD, x_BTD, context, cache, earlier)
+        return self.layer(x_BTD, x_BTD, context, cached, earlier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Drafter(pairs.PairDrafter):
         head = "embed" if self.target.tie_embeddings else "head"
         return params["drafter"], params["target"][head]
 
-    def outputs(self, params, tokens_BT, features_BTD, context, cache, earlier):
+    def outputs(self, params, tokens_BT, features_BTD, context, cached, earlier):
         weights = params["drafter"]
         dtype = weights["fc"]["kernel"].dtype
         embedded = transformer.embed(self.target, params["target"], tokens_BT).astype(dtype)
         layer = pure.bind(Eagle, self.config, weights, dtype)
-        return layer(embedded, features_BTD.astype(dtype), context, cache, earlier)
+        return layer(embedded, features_BTD.astype(dtype), context, cached, earlier)
 
     def draft_logits(self, params, outputs_BTD, depth=0):
         weights = params["target"]

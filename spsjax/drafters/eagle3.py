@@ -53,12 +53,12 @@ class Eagle3(nnx.Module):
             taps_BTW = jnp.concatenate(taps, axis=-1)
         return self.fc(sharding.whole_rows(taps_BTW))
 
-    def __call__(self, embedded_BTD, features_BTD, context, cache, earlier):
+    def __call__(self, embedded_BTD, features_BTD, context, cached, earlier):
         """Returns the outputs, and the block's keys and values with those of these pairs."""
         normed = self.feature_norm(features_BTD)
         read = jnp.concatenate([self.embed_norm(embedded_BTD), normed], axis=-1)
         residual = normed if self.drafter.norm_before_residual else features_BTD
-        outputs, block = self.layer(residual, read, context, cache, earlier)
+        outputs, block = self.layer(residual, read, context, cached, earlier)
         return (self.norm(outputs) if self.drafter.norm_output else outputs), block
 
     def logits(self, outputs_BTD) -> Array:
@@ -132,11 +132,11 @@ class Drafter(pairs.PairDrafter):
         weights = _trained(params["drafter"])
         return self._bind(weights).fuse(seen_BTW.astype(_dtype(weights)))
 
-    def outputs(self, params, tokens_BT, features_BTD, context, cache, earlier):
+    def outputs(self, params, tokens_BT, features_BTD, context, cached, earlier):
         weights = _trained(params["drafter"])
         embedded = transformer.embed(self.target, params["target"], tokens_BT)
         layer = self._bind(weights)
-        return layer(embedded.astype(_dtype(weights)), features_BTD, context, cache, earlier)
+        return layer(embedded.astype(_dtype(weights)), features_BTD, context, cached, earlier)
 
     def draft_logits(self, params, outputs_BTD, depth=0):
         return self._bind(_trained(params["drafter"])).logits(outputs_BTD)

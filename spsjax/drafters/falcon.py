@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features, waiting
 from spsjax.errors import InputError, check_integer

@@ -4,13 +4,13 @@ A feature is what the target has computed of a token, such as its final hidden s
 """
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax import draft_shapes
 from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer
@@ -158,7 +158,7 @@ class FeatureDrafter(base.TrainableDrafter):
 
 
 def run_layer(
-    outputs: Callable[[Context, kv.Segment | None, KeysValues | None], tuple[Array, KeysValues]],
+    outputs: Callable[[Context, Sequence[kv.Segment], KeysValues | None], tuple[Array, KeysValues]],
     num_tokens: int,
     cache: kv.KVCache | None,
     block: Block | None,
@@ -167,7 +167,7 @@ def run_layer(
 ) -> tuple[Array, Block]:
     """Returns the outputs of one layer and the grown block; arguments as of `transformer.apply`."""
     context = context_of(num_tokens, cache, block, positions_BT, ancestors)
-    segment = None if cache is None else cache.segments()[0]
+    cached = () if cache is None else cache.segments()[0]
     earlier = None if block is None else (block.keys[0], block.values[0])
-    result, rows = outputs(context, segment, earlier)
+    result, rows = outputs(context, cached, earlier)
     return result, context.block([rows], len(result))

@@ -122,6 +122,9 @@ class Drafter(base.Drafter):
     def prefill(self, params, state, *chunk):
         return dataclasses.replace(state, model=self.model.prefill(params, state.model, *chunk))
 
+    def ready(self, params, state, *prompts):
+        return dataclasses.replace(state, model=self.model.ready(params, state.model, *prompts))
+
     def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
         depths = jnp.where(looks_up(state, depths_B), 0, depths_B)
         model = self.model.catch_up(params, state.model, tokens_BS, lengths_B, depths)

@@ -2,12 +2,13 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax import draft_shapes, growth, tree
 from spsjax.drafters import features, stopping, waiting
 from spsjax.models.config import Config
@@ -80,7 +81,7 @@ class PairDrafter(features.FeatureDrafter):
         tokens_BT: Array,
         features_BTD: Array,
         context: Context,
-        cache: kv.Segment | None,
+        cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
     ) -> tuple[Array, KeysValues]:
         """Returns the outputs [B, T, D] of pairs, and keys and values of the block.
@@ -90,7 +91,7 @@ class PairDrafter(features.FeatureDrafter):
             tokens_BT: the token after each feature.
             features_BTD: features, the target's own or outputs at earlier pairs.
             context: positions and masks.
-            cache: the pairs before the block; None in training.
+            cached: the pairs before the block; empty in training.
             earlier: keys and values of the block before these pairs, if any.
         """
 

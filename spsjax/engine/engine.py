@@ -93,7 +93,8 @@ class Engine:
         self._loops: dict[int, request.Request] = {}  # by number of rows, with nothing to do
         self._program, self._params = whole.program, whole.params
         self._context = whole.context
-        self._chunk = min(chunk, decode.most_read(whole.program, self.slots))
+        most = min(chunk, decode.most_read(whole.program, self.slots))
+        self._chunk = decode.chunk_width(self.slots, most)
         self._rounds = rounds
         self._state: decode.DecodeState | None = None
         self._calm = 0  # times in a row that fewer rows would have done
@@ -321,8 +322,8 @@ class Engine:
             reading.count += width
             if reading.count < len(prompt):
                 return width
-            begin = compiled(decode.begin, program, donate=0)
-            fresh, _ = begin(reading.caches, rows, reading.tokens, lengths, limits, keys)
+            begin = compiled(decode.begin, program, donate=1)
+            fresh, _ = begin(params, reading.caches, rows, reading.tokens, lengths, limits, keys)
             reading.caches = None  # used up
             self._settle(fresh)
         self._fit(len(self._running) + 1)

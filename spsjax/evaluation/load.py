@@ -213,7 +213,7 @@ def simulate(
     """
     chance, K, most = np.random.default_rng(seed), len(hardware.rates), hardware.sizes[-1]
     choose, learn = jax.jit(pacer.depths), jax.jit(pacer.update)
-    histories = pacer.init(most, K)
+    histories = pacer.init(None, most, K)
     costs = {size: hardware.costs(size) for size in hardware.sizes}
     waiting, running, served, now = collections.deque(jobs), {}, [], 0.0
     ends = iter(progress(jobs))

@@ -16,6 +16,7 @@ from spsjax.drafters import (
     hybrid,
     learned_stopping,
     pairs,
+    sparse_self,
     stopping,
     suffix,
 )
@@ -73,18 +74,22 @@ def load_drafter(
     Args:
         name: name of a drafting method that needs no weights: "ngram", "suffix", "copy",
             "lookahead", "early_exit:4" (the target's first 4 layers), "early_exit:FILE" (without
-            what scripts/plan_skips.py chose) or "suffix:FILE" (also looks into texts, JSON lines
-            with `text`); or whatever `load` takes: a smaller model with the target's tokenizer, or
-            a drafter of the target's features (docs/drafters.md); or "int8:FOLDER", such a model in
-            int8, or "int8", the target in int8 (also "int8_dynamic"). With "suffix+" before a
-            model or a drafter of features, suffix decoding drafts where it expects more.
+            what scripts/plan_skips.py chose), "sparse_self:256" (the target with a cache of 256
+            tokens; "sparse_self:256:chosen": half of them are SnapKV's choice) or "suffix:FILE"
+            (also looks into texts, JSON lines with `text`); or whatever `load` takes: a smaller
+            model with the target's tokenizer, or a drafter of the target's features
+            (docs/drafters.md); or "int8:FOLDER", such a model in int8, or "int8", the target in
+            int8 (also "int8_dynamic"); or "window:256:FOLDER", such a model with a cache of 256
+            tokens. With "suffix+" before a model or a drafter of features, suffix decoding drafts
+            where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
             features whole, and a draft model split.
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
-        stop_rule: rule that ends chains early, for draft models, EAGLE and "early_exit": one of
-            `drafters.stopping`, or what `learned_stopping.read` returns; None: all have K tokens.
+        stop_rule: rule that ends chains early, for draft models, EAGLE, SPiRE, "early_exit" and
+            "sparse_self": one of `drafters.stopping`, or what `learned_stopping.read` returns;
+            None: all have K tokens.
         store: for "suffix", texts in which it also looks, as they are now; None: none.
 
     Raises:
@@ -153,8 +158,8 @@ def with_stop_rule(
     inner = getattr(loaded.drafter, "model", loaded.drafter)  # a hybrid's
     if "stop_rule" not in {field.name for field in dataclasses.fields(inner)}:
         raise InputError(
-            f"stop_rule: expected None for {loaded.name}, as only draft models, EAGLE and "
-            "early_exit end chains early, found a rule"
+            f"stop_rule: expected None for {loaded.name}, as only draft models, EAGLE, SPiRE, "
+            "early_exit and sparse_self end chains early, found a rule"
         )
     weights = None
     if isinstance(stop_rule, learned_stopping.LoadedRule):
@@ -183,6 +188,11 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
             raise InputError("tree: expected none for suffix, which drafts chains, found a tree")
         stored = _with_store("suffix", target, _stored(rest, target))
         return dataclasses.replace(stored, name=name)
+    if method == "sparse_self":
+        drafter = sparse_self.by_name(rest, target.config)
+        return LoadedDrafter(str(name), dataclasses.replace(drafter, **_of_tree(tree)), {})
+    if method == "window":
+        return _with_window(str(name), rest, target, replicate, tree)
     if method == "early_exit":
         if tree is not None:
             raise InputError(
@@ -205,6 +215,31 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
     if layout_of(folder):
         return _load_head(str(name), folder, target, dtype, tree, replicate)
     return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)
+
+
+def _of_tree(tree: draft_shapes.Shape) -> dict:
+    """Returns the fields of a drafter of trees, whose K is their depth."""
+    return {} if tree is None else {"tree": tree, "num_speculative_tokens": None}
+
+
+def _with_window(name: str, rest: str, target: Model, replicate, tree) -> LoadedDrafter:
+    """Returns a draft model that sees a window of the text: "256:FOLDER"."""
+    number, _, folder = rest.partition(":")
+    if not folder or folder.startswith(("window:", "suffix+")):
+        raise InputError(
+            f'{name}: expected "window:", a number of slots, a colon and a draft model (behind '
+            '"suffix+" if both are wanted), found another form'
+        )
+    loaded = _load_drafter(folder, target, replicate, tree)
+    drafter = loaded.drafter
+    if not isinstance(drafter, draft_model.Drafter):
+        raise InputError(f"{name}: expected a draft model behind the number, found another drafter")
+    slots = sparse_self.num_slots(name, number, drafter.config)
+    config = sparse_self.windowed(drafter.config, slots)
+    # Positions that are learned end with the context; others are those within the window.
+    context = config.max_positions if config.positions == "learned" else None
+    drafter = dataclasses.replace(drafter, config=config)
+    return dataclasses.replace(loaded, name=name, drafter=drafter, max_positions=context)
 
 
 def _load_head(

@@ -1,5 +1,6 @@
 """Attention as pure functions without parameters: positions, scores and the weighted sum."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.cache import Segment
+from spsjax.caches import Segment
 from spsjax.parallel import sharding
 from spsjax.types import Array
 
@@ -85,16 +86,28 @@ def scores_of_slots(scores_BTHS: Array, positions_BT: Array) -> Array:
     return scores
 
 
-def scores_of_keys(scores_BTHP: Array, positions_BT: Array, key_positions_BP: Array) -> Array:
-    """Returns [B, T, H, P]: `distance_scores` to each key, wherever it is.
+def scores_of_distances(scores_BTHP: Array, distances_BTS: Array) -> Array:
+    """Returns [B, T, H, S]: `distance_scores` at any distances.
 
-    For the few nodes of a tree, whose positions repeat. A key at a distance of P or more gets an
-    arbitrary value.
+    For few keys in any order, such as the nodes of a tree, whose positions repeat. A key at a
+    distance of P or more gets an arbitrary value.
     """
     nearest = scores_BTHP.shape[3] - 1  # where distance 0 is
-    distances = positions_BT[:, :, None] - key_positions_BP[:, None]
-    index = jnp.clip(nearest - distances, 0, nearest)
+    index = jnp.clip(nearest - distances_BTS, 0, nearest)
     return jnp.take_along_axis(scores_BTHP, index[:, :, None], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinks:
+    """Queries for the first tokens of a text, which are seen wherever the window is.
+
+    Attributes:
+        query: [B, T, H, C], rotated as if the window followed right after the sinks.
+        count: number of sinks.
+    """
+
+    query: Array
+    count: int
 
 
 def capped(x: Array, limit: float) -> Array:
@@ -108,37 +121,69 @@ def attend(
     biases_BTHS: Sequence[Array | None],
     scale: float,
     softcap: float = 0.0,
+    sinks: Sinks | None = None,
 ) -> Array:
     """Attends to several segments under one softmax: [B, T, H, C].
 
     The softmax is of at least float32, and masked slots weigh exactly zero. A segment's bias is
     added to the products of queries and keys before they are scaled, and then capped unless
-    `softcap` is 0.
+    `softcap` is 0. `sinks` are queries of their own for the sinks; None: there are none.
 
     A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
-    (B, T, H, C), G = query_BTHC.shape, segments[0].keys.shape[1]
-    # Heads that the mesh cannot split are on every device: each takes what its queries read.
-    repeats = H // G if G % sharding.model_axis() else 1
-    G *= repeats
-    query = query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)  # [B, G, T, H/G, C]
-    scores, values = [], []
+    weights = weights_of(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
+    repeats = _repeats(query_BTHC, segments)
+    values = [jnp.repeat(segment.values, repeats, axis=1) for segment in segments]
+    mixed = sum(_mix(part, value) for part, value in zip(weights, values))
+    mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
+    return mixed.reshape(query_BTHC.shape)
+
+
+def weights_of(
+    query_BTHC: Array,
+    segments: Sequence[Segment],
+    biases_BTHS: Sequence[Array | None],
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Sinks | None = None,
+) -> list[Array]:
+    """Returns one [B, G, T, H/G, S] per segment, which add up to 1; arguments as of `attend`."""
+    (B, T, H, C), repeats = query_BTHC.shape, _repeats(query_BTHC, segments)
+    G = segments[0].keys.shape[1] * repeats
+
+    def by_group(query_BTHC):
+        return query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)
+
+    query, scores = by_group(query_BTHC), []
     for segment, bias_BTHS in zip(segments, biases_BTHS, strict=True):
-        products = _score(query, jnp.repeat(segment.keys, repeats, axis=1))
+        keys = jnp.repeat(segment.keys, repeats, axis=1)
+        if sinks is None or segment.positions is None:
+            products = _score(query, keys)
+        else:  # both queries in one product, which reads the keys once
+            both = _score(jnp.concatenate([query, by_group(sinks.query)], axis=2), keys)
+            is_sink = segment.positions[:, None, None, None] < sinks.count
+            products = jnp.where(is_sink, both[:, :, T:], both[:, :, :T])
         if bias_BTHS is not None:
             products += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
         products = capped(products * scale, softcap)
         scores.append(jnp.where(segment.visible[:, None, :, None], products, -jnp.inf))
-        values.append(jnp.repeat(segment.values, repeats, axis=1))
     # One softmax without a copy of all scores: every segment has its own part of both sums.
     most = functools.partial(jnp.max, axis=-1, keepdims=True, initial=-jnp.inf)
     top = lax.stop_gradient(functools.reduce(jnp.maximum, map(most, scores)))
     weights = [jnp.exp(part - top) for part in scores]
     total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
-    # Divided first: the sum over rounded weights would not cancel in the gradient.
-    mixed = sum(_mix(part / total, value) for part, value in zip(weights, values))
-    mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
-    return mixed.reshape(B, T, H, C)
+    # Divided before they are multiplied with values: the sum over rounded weights would not cancel
+    # in the gradient.
+    return [part / total for part in weights]
+
+
+def _repeats(query_BTHC: Array, segments: Sequence[Segment]) -> int:
+    """Returns how often keys and values are repeated before queries read them.
+
+    Heads that the mesh cannot split are on every device: each takes what its queries read.
+    """
+    G = segments[0].keys.shape[1]
+    return query_BTHC.shape[2] // G if G % sharding.model_axis() else 1
 
 
 def _score(query: Array, keys_BGSC: Array) -> Array:
@@ -151,15 +196,15 @@ def _score(query: Array, keys_BGSC: Array) -> Array:
         return jnp.swapaxes(scores, 2, 3)[:, :, None]
 
     def multiplied(query, keys_BGSC):
-        scores = jnp.einsum(
-            "bgnc,bgsc->bgns",
-            query.reshape(*query.shape[:2], -1, query.shape[-1]),
-            keys_BGSC,
-            preferred_element_type=wide,
-        )
-        return scores.reshape(*query.shape[:4], -1)
+        def product(rows_BGNC):
+            equation = "bgnc,bgsc->bgns"
+            return jnp.einsum(equation, rows_BGNC, keys_BGSC, preferred_element_type=wide)
 
-    return _dealt(_product(query, summed, multiplied)(query, keys_BGSC), B)
+        rows = query.reshape(*query.shape[:2], -1, query.shape[-1])
+        return _two_rows(product, rows).reshape(*query.shape[:4], -1)
+
+    product = _product(query, keys_BGSC.dtype, summed, multiplied)
+    return _dealt(product(query, keys_BGSC), B)
 
 
 def _mix(weights: Array, values_BGSC: Array) -> Array:
@@ -172,29 +217,45 @@ def _mix(weights: Array, values_BGSC: Array) -> Array:
         return mixed[:, :, None]
 
     def multiplied(weights, values_BGSC):
-        mixed = jnp.einsum(
-            "bgns,bgsc->bgnc",
-            weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values_BGSC.dtype),
-            values_BGSC,
-            preferred_element_type=weights.dtype,
-        )
+        def product(rows_BGNS):
+            equation, wide = "bgns,bgsc->bgnc", weights.dtype
+            return jnp.einsum(equation, rows_BGNS, values_BGSC, preferred_element_type=wide)
+
+        rows = weights.reshape(*weights.shape[:2], -1, weights.shape[-1])
+        mixed = _two_rows(product, rows.astype(values_BGSC.dtype))
         return mixed.reshape(*weights.shape[:4], -1)
 
-    return _dealt(_product(weights, summed, multiplied)(weights, values_BGSC), B)
+    product = _product(weights, values_BGSC.dtype, summed, multiplied)
+    return _dealt(product(weights, values_BGSC), B)
 
 
-def _product(x_BGTH: Array, summed: Callable, multiplied: Callable) -> Callable:
-    """Returns that of two ways to multiply with a segment which suits device and queries.
+def _product(x_BGTH: Array, dtype, summed: Callable, multiplied: Callable) -> Callable:
+    """Returns that of two ways to multiply with a segment which suits device, type and queries.
 
-    For one query of several heads per key-value head, XLA's batched dot is slow on CPUs: a product
-    and a sum take half the time. With one head per key-value head it is the other way round. On
-    GPUs the sum takes several times as long as the dot.
+    For one query of several heads per key-value head, XLA's batched dot is slow on CPUs in float32:
+    a product and a sum take half the time. With one head per key-value head it is the other way
+    round, and so it is in bfloat16. On GPUs the sum takes several times as long as the dot.
     """
     if x_BGTH.shape[2] > 1 or x_BGTH.shape[3] == 1:
         return multiplied
-    return functools.partial(
-        lax.platform_dependent, default=summed, cuda=multiplied, rocm=multiplied
-    )
+    ways = {"cuda": multiplied, "rocm": multiplied}
+    if dtype == jnp.bfloat16:
+        ways["cpu"] = multiplied
+    return functools.partial(lax.platform_dependent, default=summed, **ways)
+
+
+def _two_rows(product: Callable[[Array], Array], rows_BGNX: Array) -> Array:
+    """Returns `product(rows)`, on CPUs computed for two equal rows where N is 1, in bfloat16.
+
+    XLA for CPUs (JAX 0.10 and 0.12) takes five to eight times as long for one row as for two.
+    """
+    if rows_BGNX.shape[2] > 1 or rows_BGNX.dtype != jnp.bfloat16:
+        return product(rows_BGNX)
+
+    def twice(rows):
+        return product(jnp.repeat(rows, 2, axis=2))[:, :, :1]
+
+    return lax.platform_dependent(rows_BGNX, cpu=twice, default=product)
 
 
 def _gathered(x: Array, rows: int) -> Array:

@@ -74,6 +74,9 @@ class Config:
             context), which leaves high frequencies unchanged. Layers with a window are not scaled
             if the model has `rope_theta_local`.
         windows: tokens that a token sees, itself included, per layer and repeated; 0: all.
+        recent: tokens that a token sees in every layer, itself included, beside the sinks; 0: all.
+        sinks: first tokens of a text, which all tokens see although they are not recent. For them a
+            token's position is at most sinks + recent - 1 (Xiao et al. 2023, arXiv 2309.17453).
         query_scale: factor of the attention scores; 0: 1 / sqrt(head_dim).
         attention_softcap, logit_softcap: limit c in c tanh(x / c) for scores and logits; 0: none.
         embed_scale: whether embeddings are multiplied by sqrt(d_model).
@@ -105,6 +108,8 @@ class Config:
     rope_theta_local: float = 0.0
     rope_scaling: tuple = ()
     windows: tuple[int, ...] = ()
+    recent: int = 0
+    sinks: int = 0
     query_scale: float = 0.0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -140,6 +145,11 @@ class Config:
         for field in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, field) < 1:
                 raise InputError(f"{field}: expected at least 1, found {getattr(self, field)}")
+        if self.recent < 0 or self.sinks < 0 or (self.sinks and not self.recent):
+            raise InputError(
+                "recent, sinks: expected numbers >= 0, and sinks only beside recent tokens, "
+                f"found {self.recent} and {self.sinks}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "

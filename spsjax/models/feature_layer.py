@@ -1,8 +1,10 @@
 """A decoder layer that drafts from the features of a target."""
 
+from collections.abc import Sequence
+
 from flax import nnx
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax.models.config import Config
 from spsjax.models.layers import Attention, Context, FeedForward, Norm
 from spsjax.models.linear import two_rows
@@ -19,8 +21,8 @@ class FeatureLayer(nnx.Module):
         self.ffn_norm = Norm(config, config.d_model, dtype=dtype)
         self.ffn = FeedForward(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTD, read_BTI, context: Context, cache: kv.Segment | None, earlier):
+    def __call__(self, x_BTD, read_BTI, context: Context, cached: Sequence[kv.Segment], earlier):
         """Returns the residual stream, and the block's keys and values with these tokens'."""
-        attended, block = self.attention(read_BTI, context, cache, earlier)
+        attended, block = self.attention(read_BTI, context, cached, earlier)
         x_BTD = x_BTD + attended
         return x_BTD + two_rows(self.ffn, self.ffn_norm(x_BTD)), block

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax.models.attention import (
+    Sinks,
     attend,
     distance_scores,
     relative_positions,
     rope_angles,
     rope_frequencies,
     rotate,
-    scores_of_keys,
+    scores_of_distances,
     scores_of_slots,
+    weights_of,
 )
 from spsjax.models.config import Config
 from spsjax.models.experts import Experts
@@ -85,17 +87,31 @@ class Context:
         size = jnp.asarray(self.positions.shape[1] + earlier, jnp.int32)
         return Block(keys, values, jnp.broadcast_to(self.block_positions, shape), size)
 
-    def block_segment(self, keys: Array, values: Array, window: int) -> kv.Segment:
-        """Returns one layer's part of the block as a segment."""
-        segment = kv.Segment(keys, values, self.block_visible, self.block_positions, None)
-        return self.windowed(segment, window)
+    def segments(
+        self, config: Config, layer: int, cached: Sequence[kv.Segment], keys: Array, values: Array
+    ) -> list[kv.Segment]:
+        """Returns what the tokens see of a layer's cache and of its part of the block."""
+        block = kv.Segment(keys, values, self.block_visible, self.block_positions, None)
+        return [self._near(config, layer, segment) for segment in (*cached, block)]
 
-    def windowed(self, segment: kv.Segment, window: int) -> kv.Segment:
-        """Returns the segment without what is `window` or more positions back; 0: all of it."""
-        if not window:
+    def _near(self, config: Config, layer: int, segment: kv.Segment) -> kv.Segment:
+        """Returns a segment without what is too many positions back."""
+        if segment.positions is None:
             return segment
-        near = segment.positions[:, None] > self.positions[:, :, None] - window
-        return dataclasses.replace(segment, visible=segment.visible & near)
+        known, visible = segment.positions[:, None], segment.visible
+        if config.recent:
+            near = known > self.positions[:, :, None] - config.recent
+            visible = visible & (near | (known < config.sinks))
+        if window := config.window(layer):
+            visible = visible & (known > self.positions[:, :, None] - window)
+        return dataclasses.replace(segment, visible=visible)
+
+    def capped_positions(self, config: Config) -> Array:
+        """Returns the tokens' positions [B, T] as seen from the sinks.
+
+        They are those in a text without what lies between the sinks and the window.
+        """
+        return jnp.minimum(self.positions, config.sinks + config.recent - 1)
 
 
 def context_of(
@@ -167,7 +183,7 @@ class Attention(nnx.Module):
         self, config: Config, layer: int, *, inputs: int | None = None, dtype, rngs: nnx.Rngs
     ):
         """Makes the layer; it reads `inputs` numbers per token, None: the model's width."""
-        self.config, self.dtype, self.window = config, dtype, config.window(layer)
+        self.config, self.dtype, self.layer = config, dtype, layer
         inputs = inputs or config.d_model
         bias = config.biases != "none"
         linear = functools.partial(make_linear, dtype=dtype, rngs=rngs)
@@ -184,53 +200,97 @@ class Attention(nnx.Module):
             self.content_bias, self.position_bias = nnx.Param(zeros), nnx.Param(zeros)
 
     def __call__(
-        self, x_BTD, context: Context, cache: kv.Segment | None, earlier: KeysValues | None
+        self,
+        x_BTD,
+        context: Context,
+        cached: Sequence[kv.Segment] = (),
+        earlier: KeysValues | None = None,
     ):
         """Returns the output, and the block's keys and values with those of these tokens.
 
-        `cache` is this layer's part of the cache, `earlier` of the block so far.
+        `cached` is this layer's part of the cache, `earlier` of the block so far.
         """
-        config, (B, T, _) = self.config, x_BTD.shape
-        query, key, value = _apart(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
-        query = query.reshape(B, T, config.num_heads, config.head_dim)
+        reading, block = self._reading(x_BTD, context, cached, earlier)
+        mixed = attend(*reading)
+        return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
+
+    def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:
+        """Returns how much these tokens attend to each segment, as `attention.weights_of` does."""
+        return weights_of(*self._reading(x_BTD, context, cached, None)[0])
+
+    def keys_values(self, x_BTD, context: Context) -> KeysValues:
+        """Returns the tokens' keys and values [B, T, G, C] alone."""
+        return self._heads(*_apart(self.key(x_BTD), self.value(x_BTD)), context)
+
+    def _heads(self, key, value, context: Context) -> KeysValues:
+        """Returns keys and values [B, T, G, C] from what the weights give of tokens."""
+        config, (B, T, _) = self.config, key.shape
         key = key.reshape(B, T, config.num_kv_heads, config.head_dim)
         value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            key = self.key_norm(key)
         if config.positions == "rotary":
-            local = self.window and config.rope_theta_local
-            theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
-            frequencies = rope_frequencies(config.head_dim, theta, scaling)
-            rope = rope_angles(context.positions, frequencies)
-            query, key = rotate(query, *rope), rotate(key, *rope)
-        block = context.append(earlier, *_finite_values(key, value))
-        segments = [context.block_segment(*block, self.window)]
-        if cache is not None:
-            segments.insert(0, context.windowed(cache, self.window))
+            key = self._rotated(key, context.positions)
+        return _finite_values(key, value)
+
+    def _rotated(self, x_BTHC, positions_BT) -> Array:
+        config = self.config
+        local = config.window(self.layer) and config.rope_theta_local
+        theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
+        frequencies = rope_frequencies(config.head_dim, theta, scaling)
+        return rotate(x_BTHC, *rope_angles(positions_BT, frequencies))
+
+    def _reading(
+        self, x_BTD, context: Context, cached: Sequence[kv.Segment], earlier: KeysValues | None
+    ) -> tuple[tuple, KeysValues]:
+        """Returns the arguments of `attend`, and the block's keys and values."""
+        config, (B, T, _) = self.config, x_BTD.shape
+        query, *own = _apart(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        query = query.reshape(B, T, config.num_heads, config.head_dim)
+        if config.qk_norm:
+            query = self.query_norm(query)
+        sinks = None
+        if config.positions == "rotary":
+            if config.sinks:
+                capped = self._rotated(query, context.capped_positions(config))
+                sinks = Sinks(capped, config.sinks)
+            query = self._rotated(query, context.positions)
+        block = context.append(earlier, *self._heads(*own, context))
+        segments = context.segments(config, self.layer, cached, *block)
         biases = [None] * len(segments)
         if config.positions == "relative":
             # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
             biases = self._relative_biases(query + self.position_bias[...], context, segments)
             query = query + self.content_bias[...]
         scale = config.query_scale or config.head_dim**-0.5
-        mixed = attend(query, segments, biases, scale, config.attention_softcap)
-        return self.out(mixed.reshape(B, T, -1)), block
+        return (query, segments, biases, scale, config.attention_softcap, sinks), block
 
     def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
         """Returns one [B, T, H, S] per segment."""
         *cached, block = segments
         P = block.keys.shape[2]
         positions = jnp.broadcast_to(context.positions, query_BTHC.shape[:2])
-        # One product serves both segments: the scores end with the nearest distances, a block's.
+        # One product serves all segments: the scores end with the nearest distances, a block's.
         # A second one, with a part of the table, makes the TPU's compiler copy every table.
         table = cached[0].distances if cached else self.distances(P)
         scores = distance_scores(query_BTHC, table)
-        nearest = scores[..., -P:]
-        if context.contiguous:
-            of_block = scores_of_slots(nearest, positions - positions[:, :1])
-        else:
-            of_block = scores_of_keys(nearest, positions, block.positions)
-        return [*(scores_of_slots(scores, positions) for _ in cached), of_block]
+        biases = []
+        for segment in segments:
+            is_block = segment is block
+            if self.config.recent or not (context.contiguous if is_block else segment.ordered):
+                distances = self._distances(context, positions, segment.positions)
+                biases.append(scores_of_distances(scores, distances))
+            elif is_block:
+                biases.append(scores_of_slots(scores[..., -P:], positions - positions[:, :1]))
+            else:
+                biases.append(scores_of_slots(scores, positions))
+        return biases
+
+    def _distances(self, context: Context, positions_BT: Array, known_BS: Array) -> Array:
+        """Returns [B, T, S]: how far back keys are."""
+        capped = context.capped_positions(self.config)[:, :, None]
+        is_sink, known = known_BS[:, None] < self.config.sinks, known_BS[:, None]
+        return jnp.where(is_sink, capped, positions_BT[:, :, None]) - known
 
     def distances(self, slots: int) -> Array:
         """Returns [H, S, C]: the projections of the distances S-1, ..., 0 for each head."""
@@ -272,7 +332,7 @@ class DecoderBlock(nnx.Module):
         self,
         x_BTD,
         context: Context,
-        cache: kv.Segment | None,
+        cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
         skips: tuple[bool | Array, bool | Array] = (False, False),
     ):
@@ -283,7 +343,7 @@ class DecoderBlock(nnx.Module):
         """
         block, (skips_attention, skips_ffn) = earlier or (None, None), skips
         if skips_attention is not True:
-            attended, block = self.attention(self.attention_norm(x_BTD), context, cache, earlier)
+            attended, block = self.attention(self.attention_norm(x_BTD), context, cached, earlier)
             if self.config.post_norms:
                 attended = self.attention_post_norm(attended)
             x_BTD = x_BTD + _unless(skips_attention, attended)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax import cache as kv
+from spsjax import caches as kv
 from spsjax.errors import InputError
 from spsjax.models import pure
 from spsjax.models.attention import capped
@@ -67,7 +67,7 @@ class Transformer(nnx.Module):
         begun: Begun | None = None,
         skipped: Skipped | Array = Skipped(),
     ) -> ModelOutput:
-        cached = cache.segments() if cache else (None,) * self.config.num_layers
+        cached = cache.segments() if cache else [()] * self.config.num_layers
         earlier = [*zip(block.keys, block.values)] if block else [None] * self.config.num_layers
         rows = [] if begun is None else [*zip(begun.keys, begun.values)]
         stream = [None] * len(rows)
@@ -214,6 +214,33 @@ def embed(config: Config, params: PyTree, tokens_BT: Array) -> Array:
     return _bind(config, params).embedded(jnp.clip(tokens_BT, 0, config.vocab_size - 1))
 
 
+def attention_received(
+    config: Config, params: PyTree, tokens_BT: Array, counted_BT: Array, cache: kv.KVCache
+) -> list[Array]:
+    """Returns one [B, G, S] per layer: how much attention tokens give to the slots of a cache.
+
+    It is added up over the tokens that count and the query heads that read a key-value head.
+
+    Args:
+        config, params: the model.
+        tokens_BT: the tokens that follow the cache.
+        counted_BT: [B, T] bool, which of them count.
+        cache: keys and values of the tokens before them, all of them.
+    """
+    tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
+    taps = apply(config, params, tokens_BT, cache, tap_layers=range(config.num_layers)).taps
+    context, layers = context_of(tokens_BT.shape[1], cache), _bind(config, params).layers
+    received = []
+    for layer, stream, cached in zip(layers, taps, cache.segments(), strict=True):
+        weights = layer.attention.weights(layer.attention_norm(stream), context, cached)[0]
+        weights = jnp.where(counted_BT[:, None, :, None, None], weights, 0)
+        total = jnp.sum(weights, axis=(2, 3))
+        # Heads that a mesh cannot split come once for each group of queries.
+        total = total.reshape(len(total), config.num_kv_heads, -1, total.shape[-1])
+        received.append(jnp.sum(total, axis=2))
+    return received
+
+
 def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
     """Returns the model with these parameters; its compute type is theirs if `dtype` is None."""
     return pure.bind(Transformer, config, params, dtype or _dtype(params))
@@ -221,12 +248,32 @@ def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
 
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
     """Returns a cache for `batch` rows of `slots` tokens, in the type of the parameters."""
+    layers = _bind(config, params).layers if config.positions == "relative" else ()
+    return cache_of_layers(config, layers, _dtype(params), batch, slots)
+
+
+def num_slots(config: Config, slots: int) -> int:
+    """Returns how many slots a model's cache has if its buffers have room for `slots` tokens."""
+    return config.sinks + config.recent + kv.SLACK if config.recent else slots
+
+
+def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv.KVCache:
+    """Returns a cache for some decoder blocks.
+
+    That of a model that sees recent tokens only has room for these, whatever `slots` is.
+    """
+    slots = num_slots(config, slots)
     distances = (None,) * config.num_layers
     if config.positions == "relative":
-        layers = _bind(config, params).layers
-        distances = tuple(layer.attention.distances(slots) for layer in layers)
+        distances = distances_of(layers, slots)
     shape = (batch, config.num_kv_heads, slots, config.head_dim)
-    return kv.empty(config.num_layers, shape, _dtype(params), distances)
+    sizes = config.num_layers, shape, dtype, distances
+    return kv.empty_window(*sizes, config.sinks) if config.recent else kv.empty(*sizes)
+
+
+def distances_of(layers, slots: int) -> tuple[Array, ...]:
+    """Returns one [H, S, C] per layer with relative positions; see `caches.KVCache.distances`."""
+    return tuple(layer.attention.distances(slots) for layer in layers)
 
 
 def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:

@@ -15,14 +15,19 @@ class Costs:
     score: Array  # [K+1] the rest of a round in which k depths are scored
     least: Array  # [] int32, depths that are scored even if nothing is drafted; for measurements
     fixed: Array = np.int32(-1)  # [] int32, depth of all rounds, for measurements; -1: the rule's
+    rates: Array = np.float32(-1)  # [K] share of the tokens accepted at each depth, of those that
+    #   were reached while costs were measured; below 0: not known
 
 
 class Pacer(abc.ABC):
     """Decides before each round how deep it is drafted. A frozen, hashable dataclass."""
 
     @abc.abstractmethod
-    def init(self, batch: int, num_speculative_tokens: int) -> PyTree:
-        """Returns the state before the first round; all leaves have a batch axis first."""
+    def init(self, costs: Costs | None, batch: int, num_speculative_tokens: int) -> PyTree:
+        """Returns the state before the first round; all leaves have a batch axis first.
+
+        `costs` are those of its depths, None if they are not known yet.
+        """
 
     @abc.abstractmethod
     def depths(self, costs: Costs, state: PyTree, done_B: Array) -> Array:
@@ -57,4 +62,5 @@ def scored_depths(num_speculative_tokens: int) -> tuple[int, ...]:
 def forced(depth: int, num_speculative_tokens: int, least: int = 0) -> Costs:
     """Returns costs with which all rounds have one depth, to measure what it costs."""
     equal = np.ones(num_speculative_tokens + 1, np.float32)
-    return Costs(equal, equal, np.int32(least), np.int32(depth))
+    unknown = np.full(num_speculative_tokens, -1, np.float32)
+    return Costs(equal, equal, np.int32(least), np.int32(depth), unknown)

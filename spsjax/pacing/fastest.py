@@ -25,33 +25,42 @@ class Fastest(Pacer):
     """Takes the depth with the most expected tokens per time, 0 included. Lossless.
 
     The rate of acceptance at each depth is that of the last rounds, as if `prior` rounds at the
-    rate of the depth above had come before; at the first depth, one at the rate `hope`. Counts
-    shrink by `memory` in every round with a draft, and by `rest` in others. So a drafter that was
-    given up is forgiven after a while, and tried again. Where nothing is ever accepted, this costs
-    in the long run at most a share `hope` x (1 - `rest`) of the time, beside what the drafter has
-    to catch up on.
+    rate of the depth above had come before; at the first depth, one at the rate `hope`. At first
+    the last rounds are `trust` rounds with the acceptance that was met when costs were measured.
+    Counts shrink by `memory` in every round with a draft, and by `rest` in others. So a drafter
+    that was given up is forgiven after a while, and tried again. Where nothing is ever accepted,
+    this costs in the long run at most a share `hope` x (1 - `rest`) of the time, beside what the
+    drafter has to catch up on.
 
     Attributes:
         memory: factor of all counts per round that is drafted.
         rest: factor of all counts per round that is not.
         hope: expected rate of acceptance before any round.
         prior: rounds that the rate of the depth above counts for.
+        trust: rounds that acceptance while costs were measured counts for, before any other.
     """
 
     memory: float = 0.98
     rest: float = 0.99
     hope: float = 0.75
     prior: float = 8.0
+    trust: float = 4.0
 
     def __post_init__(self):
         check_number("memory", self.memory, 0, 1)
         check_number("rest", self.rest, 0, 1)
         check_number("hope", self.hope, 0, 1)
         check_number("prior", self.prior, 1e-3, 1e6)
+        check_number("trust", self.trust, 0, 1e6)
 
-    def init(self, batch, num_speculative_tokens):
+    def init(self, costs, batch, num_speculative_tokens):
         zeros = jnp.zeros((batch, num_speculative_tokens))
-        return History(zeros, zeros, zeros, zeros)
+        if costs is None:
+            return History(zeros, zeros, zeros, zeros)
+        rates = jnp.broadcast_to(costs.rates, (num_speculative_tokens,))
+        above = jnp.cumprod(jnp.concatenate([jnp.ones(1), rates[:-1]]))
+        reached = zeros + jnp.where(rates >= 0, self.trust * above, 0)
+        return History(zeros, zeros, reached, reached * rates)
 
     def depths(self, costs, state, done_B):
         live = ~done_B[:, None]

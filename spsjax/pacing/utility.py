@@ -59,7 +59,7 @@ class Utility(Pacer):
         for name in ("trial", "keep", "longest"):
             check_integer(name, getattr(self, name), 1, _MOST_ROUNDS)
 
-    def init(self, batch, num_speculative_tokens):
+    def init(self, costs, batch, num_speculative_tokens):
         levels = len(scored_depths(num_speculative_tokens))
         first = jnp.full(batch, min(_FIRST, levels - 1), jnp.int32)
         zeros, up = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
 from spsjax.draft_shapes import Tree
-from spsjax.drafters import draft_model, none
+from spsjax.drafters import draft_model, none, sparse_self
 from spsjax.drafters.pairs import PairDrafter
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import quantization, transformer
@@ -26,7 +26,7 @@ from spsjax.verifiers import recursive, rejection
 
 # The last: ArS of a draft model alone, or one step of another drafter.
 PROGRAMS = "prefill", "ArS", "SpS", "draft"
-Draft = transformer.Config | PairDrafter
+Draft = transformer.Config | PairDrafter | sparse_self.Drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ def compile_pair(
 
     Args:
         target: shape of the target, which is split over all chips of a row.
-        draft: shape of a draft model; or a drafter of the target's features, whose K and tree are
-            not used.
+        draft: shape of a draft model; or a drafter of the target's features, or the target with a
+            small cache, whose K and tree are not used.
         name: topology, as `hardware.topology` takes it.
         num_speculative_tokens: K; with a tree its depth.
         batch: number of rows, a multiple of `data`.
@@ -200,7 +200,7 @@ class Plan:
 
     name: str
     target: transformer.Config
-    drafter: draft_model.Drafter | PairDrafter
+    drafter: draft_model.Drafter | PairDrafter | sparse_self.Drafter
     chip: hardware.Chip
     mesh: jax.sharding.Mesh
     batch: int
@@ -261,7 +261,9 @@ class Plan:
             (self.batch, 1), jnp.int32, sharding=sharding.batch_sharding(self.mesh)
         )
         if name == "draft" and not self.has_model:
-            return _draft_step, (self.drafter,), (self.params, counts, state.drafter), None
+            own = isinstance(self.drafter, sparse_self.Drafter)
+            step = _self_step if own else _draft_step
+            return step, (self.drafter,), (self.params, counts, state.drafter), None
         weights, config = self.params["target"], self.target
         cache = state.cache if name == "ArS" else state.drafter
         state = dataclasses.replace(state, cache=cache, drafter=(), accepted=counts)
@@ -278,6 +280,8 @@ class Plan:
         # Of a drafter's weights, some are read in every step, and the others once per round.
         if self.has_model:
             drafting, once = roofline.multiplied(self.drafter.config, self.params["drafter"]), ()
+        elif isinstance(self.drafter, sparse_self.Drafter):
+            drafting, once = read, ()
         else:
             drafting = self.drafter.step_weights(self.params)
             steps = {id(leaf) for leaf in jax.tree.leaves(drafting)}
@@ -337,6 +341,12 @@ def _draft_step(drafter: PairDrafter, params: PyTree, token_BT, state):
     return drafter.logits(params, outputs), block
 
 
+def _self_step(drafter: sparse_self.Drafter, params: PyTree, token_BT, state):
+    """Returns what follows a token by the target with its small cache, and the block."""
+    output = transformer.apply(drafter.config, params["target"], token_BT, state)
+    return sharding.gather_vocab(output.logits), output.block
+
+
 def _plan(target, drafter, name: str, sizes: Mapping[str, int], types, replicate: bool) -> Plan:
     """Puts a pair on the chips of a topology; raises InputError if they cannot hold it."""
     dtype, quantize = types
@@ -350,6 +360,8 @@ def _plan(target, drafter, name: str, sizes: Mapping[str, int], types, replicate
     if isinstance(drafter, PairDrafter):
         shapes = drafter.param_shapes(dtype)
         weights = sharding.place_shapes(shapes, drafter.shardings(mesh, replicate))
+    elif isinstance(drafter, sparse_self.Drafter):
+        weights = {}
     else:
         weights = roofline.abstract_params(drafter.config, mesh, dtype, replicate)
     params = {
@@ -359,9 +371,10 @@ def _plan(target, drafter, name: str, sizes: Mapping[str, int], types, replicate
     width = decode.num_slots(sizes["prompt_tokens"])
     length = sizes["prompt_tokens"] + sizes["max_new_tokens"]
     slots = max(width, decode.num_slots(length + drafter.num_speculative_tokens + 1))
+    held = transformer.num_slots(drafter.config, slots) + getattr(drafter, "chosen", 0)
     caches = {
         "target": roofline.cache_bytes(target, mesh, batch, slots, dtype),
-        "draft": roofline.cache_bytes(drafter.config, mesh, batch, slots, dtype, replicate),
+        "draft": roofline.cache_bytes(drafter.config, mesh, batch, held, dtype, replicate),
     }
     needed = {"weights": roofline.num_bytes(params), "caches": sum(caches.values())}
     _check_fits(name, chip.memory, needed)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import decode, draft_shapes, loading, sampling
-from spsjax.cache import KVCache
-from spsjax.drafters import draft_model, none
+from spsjax.caches import KVCache, WindowCache
+from spsjax.drafters import draft_model, none, sparse_self
 from spsjax.errors import one_line
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -60,6 +60,8 @@ class Cell:
         context: tokens of each row before the first round.
         num_speculative_tokens: K; 0: without a drafter.
         branching: children per node at each depth, of a tree; (): a chain.
+        slots: slots of the cache with which the target drafts for itself; 0: the draft model
+            drafts.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class Cell:
     context: int
     num_speculative_tokens: int = 0
     branching: tuple[int, ...] = ()
+    slots: int = 0
 
     @property
     def nodes(self) -> int:
@@ -80,8 +83,13 @@ class Cell:
 
     @property
     def drafts(self) -> bool:
-        """Whether the draft model has a part in it."""
+        """Whether anything is drafted in it."""
         return self.kind != "score" and self.nodes > 0
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether the draft model has a part in it."""
+        return self.drafts and not self.slots
 
     @property
     def name(self) -> str:
@@ -91,7 +99,8 @@ class Cell:
         if self.kind == "draft":
             return f"draft {self.nodes}"
         shape = "tree" if self.branching else "SpS"
-        return f"{shape} {self.nodes}" if self.nodes else "ArS"
+        small = f", {self.slots} slots" if self.slots else ""
+        return f"{shape} {self.nodes}{small}" if self.nodes else "ArS"
 
     @property
     def title(self) -> str:
@@ -131,6 +140,9 @@ def program_of(pair: Pair, cell: Cell) -> decode.Program:
         drafter = draft_model.Drafter(pair.draft, tree=tree)
         return decode.Program(pair.target, drafter, recursive.Verifier())
     drafter = draft_model.Drafter(pair.draft, cell.num_speculative_tokens)
+    if cell.slots:
+        recent = cell.slots - sparse_self.Drafter.sinks
+        drafter = sparse_self.Drafter(pair.target, cell.num_speculative_tokens, recent=recent)
     return decode.Program(pair.target, drafter, forced_acceptance.Verifier(pair.acceptance))
 
 
@@ -159,11 +171,11 @@ def start(
     lengths, limits = (jnp.full(B, value, jnp.int32) for value in (context, limit))
     rows = jax.tree.map(jnp.asarray, sampled.rows(B))
     tokens = jnp.zeros((B, slots), jnp.int32)
-    carry = _patterned(cache), _patterned(drafter)
-    return decode.begin(program, carry, rows, tokens, lengths, limits, keys_B)
+    carry = _patterned(cache, lengths - 1), _patterned(drafter, lengths - 1)
+    return decode.begin(program, params, carry, rows, tokens, lengths, limits, keys_B)
 
 
-def _patterned(state: PyTree) -> PyTree:
+def _patterned(state: PyTree, lengths_B: Array) -> PyTree:
     """Returns a state with numbers in its caches, as products with zeros can be faster."""
 
     def fill(leaf):
@@ -175,7 +187,8 @@ def _patterned(state: PyTree) -> PyTree:
             tuple(jnp.broadcast_to(pattern, old.shape).astype(old.dtype) for old in buffers)
             for buffers in (leaf.keys, leaf.values)
         )
-        return dataclasses.replace(leaf, keys=keys, values=values)
+        leaf = dataclasses.replace(leaf, keys=keys, values=values)
+        return leaf.filled(lengths_B) if isinstance(leaf, WindowCache) else leaf
 
     return jax.tree.map(fill, state, is_leaf=lambda leaf: isinstance(leaf, KVCache))
 
@@ -196,7 +209,7 @@ def compile_cell(pair: Pair, cell: Cell) -> _Compiled:
     dtype = loading.compute_type(pair.dtype, pair.target)
     params = {
         "target": transformer.param_shapes(pair.target, dtype),
-        "drafter": transformer.param_shapes(pair.draft, dtype) if cell.drafts else {},
+        "drafter": transformer.param_shapes(pair.draft, dtype) if cell.has_draft_model else {},
     }
     number = jax.ShapeDtypeStruct((), jnp.int32)
     keys = jax.eval_shape(lambda: _keys(cell.batch))
@@ -275,7 +288,8 @@ def time_cells(
     for index, (cell, programs) in enumerate(compiled.items()):
         if time.monotonic() > end:
             return
-        weights = {"target": models[0].params, "drafter": models[1].params if cell.drafts else {}}
+        drafter = models[1].params if cell.has_draft_model else {}
+        weights = {"target": models[0].params, "drafter": drafter}
         folder = profile / cell.name.replace(" ", "_") if profile and index < profiled else None
         try:
             times = _times(pair, cell, programs, weights, repetitions, folder)
@@ -338,19 +352,18 @@ def bytes_read(pair: Pair, cell: Cell) -> int:
     Rounds fill the caches on their way: half of the new tokens count, on average.
     """
     dtype = loading.compute_type(pair.dtype, pair.target)
-    target, draft = (
-        _weight_bytes(shape, dtype) + _cache_bytes(pair, shape, dtype, cell)
-        for shape in _shapes(pair)
-    )
-    drafted = cell.depth * draft
+    filled = cell.context + (pair.new_tokens // 2 if cell.kind == "rounds" else 0)
+
+    def read(config, tokens):
+        cache = roofline.cache_bytes(config, sharding.mesh(1, 1), cell.batch, tokens, dtype)
+        return _weight_bytes(config, dtype) + cache
+
+    target = read(pair.target, filled)
+    small = read(pair.target, min(cell.slots, filled))
+    drafted = cell.depth * (small if cell.slots else read(pair.draft, filled))
     return {"rounds": target + drafted, "draft": drafted, "score": target}[cell.kind]
 
 
 def _weight_bytes(config: transformer.Config, dtype) -> int:
     read = roofline.multiplied(config, transformer.param_shapes(config, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
-
-
-def _cache_bytes(pair: Pair, config: transformer.Config, dtype, cell: Cell) -> int:
-    filled = cell.context + (pair.new_tokens // 2 if cell.kind == "rounds" else 0)
-    return roofline.cache_bytes(config, sharding.mesh(1, 1), cell.batch, filled, dtype)

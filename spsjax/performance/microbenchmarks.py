@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from spsjax import decode, sampling
-from spsjax.cache import KVCache
+from spsjax.caches import KVCache
 from spsjax.drafters import draft_model, none
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import sharding

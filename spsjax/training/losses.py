@@ -6,7 +6,7 @@ valid logits, too.
 
 `forward_kl`, `reverse_kl`, `jensen_shannon` and `total_variation` are DistillSpec's (Zhou et al.
 2023, arXiv 2310.08461, section 3 and appendix A.1). `negative_log_acceptance` and `lk_hybrid` are
-by Samarin et al. 2026 (arXiv 2602.23881).
+by Samarin et al. 2026 (arXiv 2602.23881), `mixed` that of SPiRE.
 """
 
 import functools
@@ -94,6 +94,16 @@ def lk_hybrid(target_logits: Array, draft_logits: Array) -> Array:
     return weight * kl + (1.0 - weight) * (1.0 - overlap)
 
 
+def mixed(target_logits: Array, draft_logits: Array, beta: float = 0.5) -> Array:
+    """Returns beta KL(target || draft) + (1 - beta) TV: [..., V], [..., V] -> [...].
+
+    With 0 < beta < 1; at 0.5 it has the gradient of SPiRE's loss (Neelam et al. 2025, arXiv
+    2504.06419), half the cross entropy less half the acceptance.
+    """
+    kl = forward_kl(target_logits, draft_logits)
+    return beta * kl + (1 - beta) * total_variation(target_logits, draft_logits)
+
+
 # The divergences that `Objective.name` can select.
 DIVERGENCES = {
     "forward_kl": forward_kl,
@@ -102,17 +112,19 @@ DIVERGENCES = {
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
     "lk_hybrid": lk_hybrid,
+    "mixed": mixed,
 }
+_WITH_BETA = "jensen_shannon", "mixed"
 
 
 def divergence(name: str, other: str = "") -> Callable[[Array, Array], Array]:
-    """Returns the divergence with this name; "jensen_shannon:0.1" also sets beta.
+    """Returns the divergence with this name; "jensen_shannon:0.1" and "mixed:0.1" also set beta.
 
     Raises InputError, which also names what the caller takes besides, if there is no such
     divergence.
     """
     base, colon, beta = str(name).partition(":")
-    if base not in DIVERGENCES or (colon and base != "jensen_shannon"):
+    if base not in DIVERGENCES or (colon and base not in _WITH_BETA):
         raise InputError(
             f"objective: expected {other and other + ' or '}one of {', '.join(DIVERGENCES)}, "
             f"found {short_repr(name)}"
@@ -126,7 +138,7 @@ def divergence(name: str, other: str = "") -> Callable[[Array, Array], Array]:
         raise InputError(
             f"objective: expected beta in [1e-6, 1 - 1e-6], found {short_repr(name)}"
         ) from None
-    return functools.partial(jensen_shannon, beta=float(beta))
+    return functools.partial(DIVERGENCES[base], beta=float(beta))
 
 
 def top_k_with_rest(logits: Array, ids: Array) -> Array:

@@ -25,7 +25,7 @@ from spsjax.types import PyTree
 from spsjax.utils import from_config, hashing
 
 LAYERS = "eagle", "eagle3"
-METHODS = (*LAYERS, "falcon", "medusa", "blockwise", "mlp_speculator")
+METHODS = (*LAYERS, "falcon", "medusa", "blockwise", "mlp_speculator", "spire")
 
 
 def default_config() -> ConfigDict:

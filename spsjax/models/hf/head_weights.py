@@ -1,8 +1,8 @@
-"""Folders of drafters that are no EAGLE: Medusa, MLP speculator, blockwise heads, Falcon.
+"""Folders of drafters that are no EAGLE: Medusa, MLP speculator, blockwise, Falcon, SPiRE.
 
 Medusa has the layout of its authors (`medusa_lm_head.safetensors`, with or without vocabulary
-matrices), the MLP speculator that of IBM's published accelerators. Blockwise heads and Falcon have
-layouts of their own.
+matrices), the MLP speculator that of IBM's published accelerators. Blockwise heads, Falcon and
+SPiRE have layouts of their own.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, OBJECT, Fields, read_js
 from spsjax.types import PyTree
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-_OWN = "blockwise", "falcon"
+_OWN = "blockwise", "falcon", "spire"
 _TYPES = "mlp_speculator", *_OWN
+_SPIRE = "num_layers", "sinks", "recent"
 
 
 def method_of(folder: pathlib.Path) -> str | None:
@@ -66,6 +67,13 @@ def describe(folder: pathlib.Path, target: Config) -> feature_weights.Layout:
         layer = config_json.parse(path, fields.get("layer", OBJECT))
         layer = dataclasses.replace(layer, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
         found = {"config": layer, "tokens_per_step": fields.get("tokens_per_step", COUNT)}
+    elif method == "spire":
+        found = {name: fields.get(name, NUMBER if name == "sinks" else COUNT) for name in _SPIRE}
+        if found["num_layers"] > target.num_layers:
+            raise InputError(
+                f"{path}: expected num_layers up to the target's {target.num_layers}, found "
+                f"{found['num_layers']}"
+            )
     else:
         found = {"num_heads": fields.get("num_heads", COUNT), "d_ff": fields.get("d_ff", COUNT)}
     return feature_weights.Layout(folder, method, found, "", stored)
@@ -173,6 +181,8 @@ def save(
     elif method == "falcon":
         layer = config_json.to_json(fields["config"], jnp.dtype(dtype).name)
         raw |= {"model_type": method, "tokens_per_step": fields["tokens_per_step"], "layer": layer}
+    elif method == "spire":
+        raw |= {"model_type": method} | {name: fields[name] for name in _SPIRE}
     else:
         raw |= {"model_type": method, "num_heads": fields["num_heads"], "d_ff": fields["d_ff"]}
     raw["torch_dtype"] = jnp.dtype(dtype).name

@@ -8,6 +8,7 @@ was rejected, and a chain, a tree and a chunk of a prompt are written alike.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,11 @@ class Segment:
     keys: Array  # [B, G, S, C]
     values: Array  # [B, G, S, C]
     visible: Array  # [B, T or 1, S] bool
-    positions: Array  # [B, S] int32; -1: nothing is here
+    positions: Array | None  # [B, S] int32; -1: nothing is here. None: slots hold other positions
+    #   for each key-value head; all that is visible is near enough
     distances: Array | None  # see `KVCache.distances`
+    ordered: bool = dataclasses.field(default=False, metadata={"static": True})  # whether slot i
+    #   holds position i
 
 
 @pytree_dataclass
@@ -48,6 +52,8 @@ class KVCache:
     lengths: Array  # [B] int32, valid slots per row
     distances: tuple[Array | None, ...]  # one [H, S, C] per layer, for distances S-1, ..., 0
 
+    ordered: ClassVar[bool] = True  # see `Segment.ordered`
+
     @property
     def num_slots(self) -> int:
         return self.keys[0].shape[2]
@@ -57,12 +63,12 @@ class KVCache:
         slots = jnp.arange(self.num_slots, dtype=jnp.int32)
         return jnp.where(slots < self.lengths[:, None], slots, -1)
 
-    def segments(self) -> list[Segment]:
-        """Returns one segment per layer. What a cache holds comes before new tokens: all see it."""
+    def segments(self) -> list[tuple[Segment, ...]]:
+        """Returns the segments of each layer. What they hold comes before new tokens."""
         positions = self.positions()
         visible, whole = positions[:, None] >= 0, sharding.whole_heads
         return [
-            Segment(whole(keys), whole(values), visible, positions, distances)
+            (Segment(whole(keys), whole(values), visible, positions, distances, self.ordered),)
             for keys, values, distances in zip(self.keys, self.values, self.distances)
         ]
 
@@ -98,7 +104,7 @@ class KVCache:
             if path_BP is not None:
                 rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
             written = jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts)
-            return sharding.whole_heads(_row_major(written))
+            return sharding.whole_heads(row_major(written))
 
         return KVCache(
             tuple(map(append, self.keys, block.keys)),
@@ -113,7 +119,7 @@ class KVCache:
         return self.write(output.block, None, self.lengths + tokens, output.hidden)
 
 
-def _row_major(buffer: Array) -> Array:
+def row_major(buffer: Array) -> Array:
     """Keeps the order of a buffer's axes in a TPU's memory.
 
     Where several rows are written, the TPU's compiler would otherwise convert every cache to
@@ -128,32 +134,6 @@ def _row_major(buffer: Array) -> Array:
         return with_layout_constraint(buffer, Layout(tuple(range(buffer.ndim))))
 
     return lax.platform_dependent(buffer, tpu=constrained, default=lambda buffer: buffer)
-
-
-def insert_row(state, row: Array, other):
-    """Returns a pytree of arrays [B, ...] with the first row of `other` at index `row`."""
-
-    def insert(mine, theirs):
-        return lax.dynamic_update_slice_in_dim(mine, theirs[:1], row, axis=0)
-
-    return _by_rows(insert, state, other)
-
-
-def take_rows(state, rows_B: Array):
-    """Returns some rows of a pytree of arrays [B, ...]."""
-    return _by_rows(lambda array: array[rows_B], state)
-
-
-def _by_rows(function, *trees):
-    """Maps a function over the arrays of pytrees that have rows, not over distances of caches."""
-
-    def apply(*leaves):
-        if not isinstance(leaves[0], KVCache):
-            return function(*leaves)
-        bare = (dataclasses.replace(cache, distances=()) for cache in leaves)
-        return dataclasses.replace(jax.tree.map(function, *bare), distances=leaves[0].distances)
-
-    return jax.tree.map(apply, *trees, is_leaf=lambda leaf: isinstance(leaf, KVCache))
 
 
 def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:

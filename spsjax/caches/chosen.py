@@ -1,0 +1,69 @@
+"""A window beside tokens that were chosen once (SnapKV; Li et al. 2024, arXiv 2404.14469)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax.caches.dense import KVCache, Segment
+from spsjax.caches.window import WindowCache
+from spsjax.parallel import sharding
+from spsjax.types import Array, pytree_dataclass
+
+
+@pytree_dataclass
+class ChosenCache(WindowCache):
+    """A window, and earlier tokens that are chosen for each key-value head."""
+
+    chosen_keys: tuple[Array, ...]  # one [B, G, N, C] per layer
+    chosen_values: tuple[Array, ...]  # one [B, G, N, C] per layer
+    chosen: Array  # [B, N] bool, whether anything was chosen here
+
+    def segments(self):
+        """Returns the window and the chosen tokens of each layer."""
+        whole = sharding.whole_heads
+        return [
+            (*window, Segment(whole(keys), whole(values), self.chosen[:, None], None, None))
+            for window, keys, values in zip(
+                super().segments(), self.chosen_keys, self.chosen_values, strict=True
+            )
+        ]
+
+    def choose(self, cache: KVCache, scores: list[Array], ends_B: Array) -> "ChosenCache":
+        """Returns this cache with the tokens of highest score, in a fresh window.
+
+        Args:
+            cache: cache of all tokens.
+            scores: one [B, G, S] per layer, of the tokens in its slots.
+            ends_B: position per row before which tokens are chosen, and at which the window begins.
+                The sinks stay.
+        """
+        slot, N = jnp.arange(cache.num_slots), self.chosen.shape[1]
+        free = (slot >= self.sinks) & (slot < ends_B[:, None])
+
+        def gather(score_BGS, keys, values):
+            scores = jnp.where(free[:, None], score_BGS, -jnp.inf)
+            best = lax.top_k(scores, min(N, cache.num_slots))[1]
+            best = jnp.pad(best, ((0, 0), (0, 0), (0, N - best.shape[2])))[..., None]
+            return tuple(jnp.take_along_axis(array, best, axis=2) for array in (keys, values))
+
+        layers = map(gather, scores, cache.keys, cache.values)
+        keys, values = zip(*layers)
+        stays = (self.held < self.sinks) | (self.held >= ends_B[:, None])
+        return dataclasses.replace(
+            self,
+            held=jnp.where(stays, self.held, -1),
+            chosen_keys=keys,
+            chosen_values=values,
+            chosen=jnp.arange(N) < jnp.sum(free, axis=1)[:, None],
+        )
+
+
+def with_chosen_slots(window: WindowCache, count: int) -> ChosenCache:
+    """Returns a window with `count` more slots per head, which are empty."""
+    B, G, _, C = window.keys[0].shape
+    fields = {field.name: getattr(window, field.name) for field in dataclasses.fields(window)}
+    empty = tuple(jnp.zeros((B, G, count, C), keys.dtype) for keys in window.keys)
+    return ChosenCache(
+        **fields, chosen_keys=empty, chosen_values=empty, chosen=jnp.zeros((B, count), bool)
+    )

@@ -1,0 +1,187 @@
+"""The target drafts for itself, with a small cache (MagicDec; Chen et al. 2024, arXiv 2408.11049).
+
+With long texts and large batches a decoding step mostly reads the cache. A draft step that reads a
+few hundred slots of it costs little more than the weights, and what it drafts is what the target
+would say of the same text with gaps.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from spsjax import caches, draft_shapes, growth, tree
+from spsjax.drafters import base, stopping
+from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.models import transformer
+from spsjax.parallel import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Drafter):
+    """Proposes what the target makes of a text's first, last and chosen tokens. Lossless.
+
+    It needs no weights. Its cache takes over the keys and values that the target has computed in
+    the scoring pass, with the whole text in view, so that committed tokens need no further pass,
+    and nothing has to be caught up on after rounds without a draft. (MagicDec keeps those of the
+    draft.)
+
+    The window is StreamingLLM's: the first tokens and the last ones. `chosen` adds SnapKV's choice
+    (Li et al. 2024, arXiv 2404.14469): for each key-value head, the tokens of the prompt to which
+    its last ones, the observed, attend most. They stay. The window then begins with the observed
+    tokens, and moves on when it is full.
+
+    Attributes:
+        target: shape of the target.
+        num_speculative_tokens: K. None: 4, or the depth of the tree.
+        sinks: first tokens that are kept, unless tokens are chosen: these may be among them.
+        recent: last tokens that are kept.
+        chosen: further tokens of the prompt; 0: none.
+        observed: last tokens of the prompt whose attention counts, at most `recent`.
+        pooled: neighbours over which attention is averaged before the choice, an odd number: what
+            is chosen are passages rather than single tokens.
+        tree: shape of the tree; None: a chain.
+        stop_rule: rule that ends a chain early; None: all have K tokens.
+    """
+
+    target: transformer.Config
+    num_speculative_tokens: int | None = None
+    sinks: int = 4
+    recent: int = 252
+    chosen: int = 0
+    observed: int = 32
+    pooled: int = 5
+    tree: draft_shapes.Shape = None
+    stop_rule: stopping.Rule | None = None
+
+    def __post_init__(self):
+        stopping.check(self.stop_rule, self.tree)
+        K = draft_shapes.checked_depth(
+            self.tree, self.num_speculative_tokens, self.target.vocab_size
+        )
+        object.__setattr__(self, "num_speculative_tokens", K)
+        for field, least in (
+            ("sinks", 0),
+            ("recent", 1),
+            ("chosen", 0),
+            ("observed", 1),
+            ("pooled", 1),
+        ):
+            check_integer(field, getattr(self, field), least)
+        if self.pooled % 2 == 0:
+            raise InputError(f"pooled: expected an odd number, found {self.pooled}")
+        if self.chosen and self.observed > self.recent:
+            raise InputError(
+                f"observed: expected at most recent={self.recent}, found {self.observed}"
+            )
+        if self.chosen and (self.target.positions == "relative" or any(self.target.windows)):
+            raise InputError(
+                f"chosen: expected 0 for a target with relative positions or with windows of its "
+                f"own, found {self.chosen}"
+            )
+
+    @property
+    def score_sizes(self):
+        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
+
+    @property
+    def config(self) -> transformer.Config:
+        """Shape of the target as it drafts."""
+        sinks = 0 if self.chosen else self.sinks
+        return dataclasses.replace(self.target, sinks=sinks, recent=self.recent)
+
+    def init(self, params, batch, slots):
+        cache = transformer.empty_cache(self.config, params["target"], batch, slots)
+        return caches.with_chosen_slots(cache, self.chosen) if self.chosen else cache
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        ends = jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B - 1)
+        return state.at(starts_B).write(output.block, None, ends, output.hidden)
+
+    def ready(self, params, state, tokens_BT, lengths_B, cache):
+        if not self.chosen:
+            return state
+        # The last tokens are read once more, to see where they look.
+        starts = jnp.maximum(lengths_B - 1 - self.observed, 0)
+        index = starts[:, None] + jnp.arange(min(self.observed, tokens_BT.shape[1]))
+        counted = index < lengths_B[:, None] - 1
+        tokens = tree.along(jnp.minimum(index, tokens_BT.shape[1] - 1), tokens_BT)
+        weights = params["target"]
+        received = transformer.attention_received(
+            self.target, weights, tokens, counted, cache.at(starts)
+        )
+        pooled = [_averaged(scores, self.pooled) for scores in received]
+        return state.choose(cache, pooled, starts)
+
+    def propose(self, params, state, now):
+        K, weights, before = self.num_speculative_tokens, params["target"], now.lengths[:, None] - 1
+        config = self.config
+
+        def feed(block, level):
+            """Runs the target over one level of nodes, with the small cache (`growth.Feed`)."""
+            output = transformer.apply(
+                config,
+                weights,
+                level.tokens,
+                state,
+                block=block,
+                positions_BT=jnp.broadcast_to(before + level.depth, level.tokens.shape),
+                ancestors=level.above,
+            )
+            return sharding.gather_vocab(output.logits), output.hidden, output.block
+
+        num_fed = draft_shapes.num_fed(self.tree, K)
+        start = transformer.empty_block(config, weights, len(now.lengths), num_fed)
+        stops = stopping.bound(self.stop_rule, params, now)
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
+        return proposal, ()
+
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+        path = None if proposal.parents is None else verdict.path
+        return state.write(output.block, path, lengths_B - 1, output.hidden)
+
+
+def _averaged(scores_BGS, width: int):
+    """Returns scores of slots averaged over `width` neighbours; beyond the ends they are 0."""
+    padded = jnp.pad(scores_BGS, ((0, 0), (0, 0), (width // 2, width // 2)))
+    S = scores_BGS.shape[-1]
+    return sum(padded[..., shift : shift + S] for shift in range(width)) / width
+
+
+def by_name(text: str, target: transformer.Config) -> Drafter:
+    """Returns the drafter with a cache of 256 tokens, "256", or with a choice, "256:chosen".
+
+    A choice takes half of the slots. Raises InputError for another text, and if the target allows
+    no choice.
+    """
+    number, colon, choice = text.partition(":")
+    slots = num_slots(f"sparse_self:{text}", number, target)
+    if colon and choice != "chosen":
+        raise InputError(
+            f'sparse_self:{number}: expected nothing or ":chosen" behind it, found '
+            f"{short_repr(colon + choice)}"
+        )
+    if not choice:
+        return Drafter(target, recent=slots - Drafter.sinks)
+    recent = slots - slots // 2
+    observed = min(Drafter.observed, recent)
+    return Drafter(target, recent=recent, chosen=slots // 2, observed=observed)
+
+
+def num_slots(name: str, number: str, config: transformer.Config) -> int:
+    """Returns a number of tokens in a model's cache from its text.
+
+    Raises InputError if it is none, too small for sinks and a window, or above the context.
+    """
+    least, most = 2 * Drafter.sinks + 2, config.max_positions
+    digits = number.isascii() and number.isdecimal() and len(number) < 12
+    if not digits or not least <= int(number) <= most:
+        raise InputError(
+            f"{name}: expected a number of slots in [{least}, {most}], up to the context, found "
+            f"{short_repr(number)}"
+        )
+    return int(number)
+
+
+def windowed(config: transformer.Config, slots: int) -> transformer.Config:
+    """Returns the shape of a model that sees `slots` tokens: the first ones and the last ones."""
+    return dataclasses.replace(config, sinks=Drafter.sinks, recent=slots - Drafter.sinks)

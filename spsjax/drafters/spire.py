@@ -1,0 +1,262 @@
+"""The target's last layers draft with a small cache and a memory (SPiRE; Neelam et al. 2504.06419).
+
+A draft for throughput: few weights, a cache whose size does not grow with the text, and the
+target's own activations wherever the target has been.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from spsjax import caches, draft_shapes, growth
+from spsjax.drafters import features, stopping
+from spsjax.errors import InputError, check_integer
+from spsjax.models import pure, transformer
+from spsjax.models.config import Config
+from spsjax.models.layers import Context, DecoderBlock, KeysValues, Norm, context_of
+from spsjax.models.quantization import Quantized
+from spsjax.types import Array, Block, PyTree
+
+_OWN = 4.0  # at first, a layer remembers its own input e^4 times as much as each other stream
+
+
+class Memory(nnx.Module):
+    """Mixtures of a draft's streams, one per layer: what the layer remembers of a token."""
+
+    def __init__(self, num_layers: int, dtype):
+        self.kernel = nnx.Param(_OWN * jnp.eye(num_layers, num_layers + 1, dtype=dtype))
+
+    def __call__(self, streams: list[Array]) -> list[Array]:
+        """Returns one [B, T, D] per layer, of the streams before, between and after the layers."""
+        stacked, dtype = jnp.stack(streams), streams[0].dtype
+        shares = jax.nn.softmax(self.kernel[...].astype(jnp.float32), axis=-1)
+        return list(jnp.einsum("is,sbtd->ibtd", shares, stacked).astype(dtype))
+
+
+class Spire(nnx.Module):
+    """Decoder layers that attend to what they remember of the tokens before."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        config = drafter.config
+        self.layers = nnx.List(
+            [
+                DecoderBlock(config, layer, dtype=dtype, rngs=rngs)
+                for layer in range(config.num_layers)
+            ]
+        )
+        self.memory = Memory(config.num_layers, dtype)
+        self.norm = Norm(config, config.d_model, dtype=dtype)
+
+    def __call__(
+        self, x_BTD, context: Context, cached, earlier: list[KeysValues]
+    ) -> tuple[Array, list[KeysValues]]:
+        """Returns the outputs, and the block's keys and values with what is remembered of these.
+
+        While a token is read, its place in a layer is the layer's own input; its memory is known
+        when all layers have run.
+        """
+        streams = [x_BTD]
+        for layer, own, block in zip(self.layers, cached, earlier, strict=True):
+            x_BTD, _ = layer(x_BTD, context, own, block)
+            streams.append(x_BTD)
+        return self.norm(x_BTD), self.remembered(self.memory(streams), context, earlier)
+
+    def remembered(
+        self, memories: list[Array], context: Context, earlier: list[KeysValues | None]
+    ) -> list[KeysValues]:
+        """Returns the keys and values of memories, one per layer, behind those of a block."""
+        return [
+            context.append(
+                block, *layer.attention.keys_values(layer.attention_norm(memory), context)
+            )
+            for layer, memory, block in zip(self.layers, memories, earlier, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(features.FeatureDrafter):
+    """Drafts with copies of the target's last layers, trained further. Lossless.
+
+    Of the committed tokens, layer i remembers what entered the layer of the target that it is a
+    copy of. Of drafted tokens it remembers a learned mixture of the draft's own streams, which is
+    dropped when the round ends. Embedding and head are the target's.
+
+    Attributes:
+        num_layers: layers, of which each is a copy of one of the target's last.
+        sinks, recent: first and last tokens that are seen (`Config.sinks`), in training and in use.
+        stop_rule: rule that ends a chain early; None: all have K tokens.
+    """
+
+    target: Config
+    num_speculative_tokens: int | None = None
+    num_layers: int = 2
+    sinks: int = 1
+    recent: int = 64
+    tree: draft_shapes.Shape = None
+    stop_rule: stopping.Rule | None = None
+
+    def __post_init__(self):
+        stopping.check(self.stop_rule, self.tree)
+        check_integer("num_layers", self.num_layers, 1)
+        check_integer("sinks", self.sinks, 0)
+        check_integer("recent", self.recent, 1)
+        if self.target.num_experts:
+            raise InputError("target: expected one without experts for SPiRE, found a mixture")
+        if self.num_layers > self.target.num_layers:
+            raise InputError(
+                f"num_layers: expected at most the target's {self.target.num_layers}, "
+                f"found {self.num_layers}"
+            )
+        super().__post_init__()
+
+    @property
+    def config(self) -> Config:
+        """Shape of its layers."""
+        first, last = self.tap_layers[0], self.target.num_layers
+        return dataclasses.replace(
+            self.target,
+            num_layers=self.num_layers,
+            windows=tuple(self.target.window(layer) for layer in range(first, last)),
+            sinks=self.sinks,
+            recent=self.recent,
+        )
+
+    @property
+    def tap_layers(self):
+        count = self.target.num_layers
+        return tuple(range(count - self.num_layers, count))
+
+    @property
+    def split_like(self):
+        return self.config
+
+    @property
+    def score_sizes(self):
+        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
+
+    def param_shapes(self, dtype):
+        return pure.param_shapes(Spire, self._shape, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(Spire, self._shape, key, dtype)
+
+    def from_target(self, weights, params):
+        target, copies = params["target"], {}
+        for index, layer in enumerate(self.tap_layers):
+            copies[index] = jax.tree.map(
+                lambda leaf: leaf.values() if isinstance(leaf, Quantized) else leaf,
+                target["layers"][layer],
+                is_leaf=lambda leaf: isinstance(leaf, Quantized),
+            )
+        copies = {"layers": copies, "norm": target["norm"]}
+        own = {name: weights[name] for name in copies}
+        return weights | jax.tree.map(lambda old, new: new.astype(old.dtype), own, copies)
+
+    def step_weights(self, params):
+        head = "embed" if self.target.tie_embeddings else "head"
+        return params["drafter"], params["target"][head]
+
+    def features(self, params, output):
+        return jnp.concatenate(output.taps, axis=-1)
+
+    def draft_logits(self, params, outputs_BTD, depth=0):
+        weights = params["target"]
+        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
+        return transformer.head(self.target, weights, outputs)
+
+    def init(self, params, batch, slots):
+        layers = self._bind(params).layers
+        return transformer.cache_of_layers(self.config, layers, _dtype(params), batch, slots)
+
+    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
+        ends = jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B - 1)
+        block = self._of_target(params, output.taps, output.block.positions)
+        return state.at(starts_B).write(block, None, ends, output.hidden)
+
+    def propose(self, params, state, now):
+        K, before = self.num_speculative_tokens, now.lengths[:, None] - 1
+
+        def feed(block, level):
+            """Runs the layers over one level of nodes (`growth.Feed`)."""
+            positions = jnp.broadcast_to(before + level.depth, level.tokens.shape)
+            where = positions, level.above
+            outputs, block = self._run(params, level.tokens, state, block, *where)
+            return self.logits(params, outputs, level.depth), outputs, block
+
+        num_fed = draft_shapes.num_fed(self.tree, K)
+        start = transformer.empty_block(self.config, params["drafter"], len(before), num_fed)
+        stops = stopping.bound(self.stop_rule, params, now)
+        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
+        return proposal, ()
+
+    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+        block = self._of_target(params, output.taps, output.block.positions)
+        path = None if proposal.parents is None else verdict.path
+        return state.write(block, path, lengths_B - 1, output.hidden)
+
+    def unrolled(
+        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+    ):
+        (B, T), count = next_BT.shape, self.num_layers
+        taps = jnp.split(features_BTD, count, axis=-1)
+        memory = self._of_target(params, taps, jnp.arange(T)[None])
+        distances = (None,) * count
+        if self.target.positions == "relative":
+            distances = transformer.distances_of(self._bind(params).layers, T)
+        run = jax.checkpoint(self._run) if remat else self._run
+        # Every index is a row of its own, which drafts after its part of the text.
+        index = jnp.arange(T)
+        own = transformer.empty_block(self.config, params["drafter"], B * T, steps)
+        for step in range(steps):
+            if step == 1 and later is not None:
+                index, own = later, _of_indices(own, B, later)
+            lengths = jnp.tile(index.astype(jnp.int32) + 1, B)
+            cache = caches.KVCache(memory.keys, memory.values, lengths, distances)
+            tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+            own = lax.stop_gradient(own) if detached else own
+            outputs, own = run(params, tokens.reshape(-1, 1), cache, own)
+            yield outputs.reshape(B, len(index), -1)
+
+    def _run(
+        self, params, tokens_BT, cache, block, positions_BT=None, ancestors=None
+    ) -> tuple[Array, Block]:
+        """Returns the outputs and the grown block; arguments as of `transformer.apply`."""
+        embedded = transformer.embed(self.target, params["target"], tokens_BT)
+        context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
+        module, earlier = self._bind(params), [*zip(block.keys, block.values)]
+        x_BTD = embedded.astype(_dtype(params))
+        outputs, rows = module(x_BTD, context, cache.segments(), earlier)
+        return outputs, context.block(rows, len(tokens_BT))
+
+    def _of_target(self, params: PyTree, taps: list[Array], positions_BT: Array) -> Block:
+        """Returns what is remembered of tokens that the target has read, as a block."""
+        context = context_of(taps[0].shape[1], None, positions_BT=positions_BT)
+        memories = [tap.astype(_dtype(params)) for tap in taps]
+        rows = self._bind(params).remembered(memories, context, [None] * len(memories))
+        return context.block(rows, len(memories[0]))
+
+    @property
+    def _shape(self) -> "Drafter":
+        """The drafter without what its weights do not depend on."""
+        return Drafter(self.target, None, self.num_layers, self.sinks, self.recent)
+
+    def _bind(self, params: PyTree) -> Spire:
+        return pure.bind(Spire, self._shape, params["drafter"], _dtype(params))
+
+
+def _of_indices(block: Block, batch: int, index: Array) -> Block:
+    """Returns the rows of some indices of a block with a row per text and index."""
+
+    def take(array):
+        rows = array.reshape(batch, -1, *array.shape[1:])[:, index]
+        return rows.reshape(-1, *array.shape[1:])
+
+    keys, values = (tuple(map(take, arrays)) for arrays in (block.keys, block.values))
+    return Block(keys, values, take(block.positions), block.size)
+
+
+def _dtype(params: PyTree):
+    return params["drafter"]["norm"]["scale"].dtype
