@@ -334,6 +334,45 @@ def drafters(rows: Sequence[Mapping], path) -> None:
         axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
+def contexts(rows: Sequence[Mapping], path) -> None:
+    """Draws the best way to decode by batch and context, one panel per kind of devices.
+
+    Args:
+        rows: rows of plan_context.py.
+        path: path of the PNG.
+    """
+    panel_names, batches, lengths = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("devices", "batch", "context")
+    )
+    ways = list(dict.fromkeys(row["name"] for row in rows if row["fits"]))
+    colours = {way: f"C{index}" for index, way in enumerate(sorted(filter(None, ways)))}
+    colours |= {"": "lightgrey"}
+    columns = min(2, len(panel_names))
+    lines = -(-len(panel_names) // columns)
+    size = 1.1 * columns * (len(lengths) + 1), 0.5 * lines * (len(batches) + 2)
+    with panels(path, lines, columns, figsize=size) as axes:
+        for axis in axes.flat[len(panel_names) :]:
+            axis.set_axis_off()
+        for axis, name in zip(axes.flat, panel_names):
+            for row in (row for row in rows if row["devices"] == name):
+                x, y = lengths.index(row["context"]), batches.index(row["batch"])
+                text, colour = "", "white"
+                if row["fits"]:
+                    text, colour = "plain", colours[row["name"]]
+                    if row["name"]:
+                        text = f"{row['speedup']:.2f}, K = {row['num_speculative_tokens']}"
+                axis.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, fc=colour, ec="white"))
+                axis.text(x, y, text, ha="center", va="center", fontsize="x-small")
+            axis.set(title=name, ylabel="batch", xlim=(-0.5, len(lengths) - 0.5))
+            axis.set(ylim=(-0.5, len(batches) - 0.5))
+            axis.set_yticks(range(len(batches)), batches)
+            axis.set_xticks(range(len(lengths)), lengths)
+            axis.set(xlabel="context")
+        labels = {way or "no draft": colour for way, colour in colours.items()}
+        handles = [pyplot.Rectangle((0, 0), 1, 1, fc=colour) for colour in labels.values()]
+        axes[0][-1].legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def tasks(rows: Sequence[Mapping], path) -> None:
     """Draws the speed-up of every drafter by task, one panel per sampling setting.
 

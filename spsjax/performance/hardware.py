@@ -30,9 +30,9 @@ class Chip:
         flops: dense bfloat16 operations per second.
         memory: bytes of high-bandwidth memory.
         bandwidth: bytes per second that the memory delivers.
-        interconnect: bytes per second over all links to other chips, both directions together. None
-            (here and below): not needed, GPUs only.
-        dimensions: number of axes of a slice's shape.
+        interconnect: bytes per second over all links to other chips, both directions together;
+            None: unknown.
+        dimensions: number of axes of a slice's shape; None: slices of this kind are not described.
         chip_config: name of the chip configuration that describes one device per chip.
     """
 
@@ -52,10 +52,12 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", 197e12, 16 * 2**30, 819e9, 400e9, 2),
     "v5p": Chip("TPU v5", 459e12, 95 * 2**30, 2765e9, 1200e9, 3),
     "v6e": Chip("TPU v6 lite", 918e12, 32 * 2**30, 1640e9, 800e9, 2),
+    # Each chip is two devices; these are the figures of one.
+    "tpu7x": Chip("TPU7x", 1153.5e12, 96 * 2**30, 3690e9, 600e9),
     # GPUs: the vendor's data sheets of the boards with NVLink (SXM), A100 with 80 GB.
-    "A100": Chip("NVIDIA A100", 312e12, 80 * 2**30, 2039e9),
-    "H100": Chip("NVIDIA H100", 989e12, 80 * 2**30, 3350e9),
-    "H200": Chip("NVIDIA H200", 989e12, 141e9, 4800e9),
+    "A100": Chip("NVIDIA A100", 312e12, 80 * 2**30, 2039e9, 600e9),
+    "H100": Chip("NVIDIA H100", 989e12, 80 * 2**30, 3350e9, 900e9),
+    "H200": Chip("NVIDIA H200", 989e12, 141e9, 4800e9, 900e9),
 }
 
 
