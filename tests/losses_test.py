@@ -39,6 +39,7 @@ EXPECTED = {
     "acceptance": OVERLAP,
     "total_variation": VARIATION,
     "lk_hybrid": np.exp(-3 * OVERLAP) * KL + (1 - np.exp(-3 * OVERLAP)) * VARIATION,
+    "mixed": (KL + VARIATION) / 2,
 }
 
 
@@ -105,6 +106,11 @@ def test_lk_hybrid_weight_has_no_gradient():
 def test_jensen_shannon_beta_weighs_the_target(beta):
     result = losses.divergence(f"jensen_shannon:{beta}")(TARGET, DRAFT)
     np.testing.assert_allclose(result, jensen_shannon(beta), atol=2e-6)
+
+
+def test_mixed_beta_weighs_the_divergence():
+    result = losses.divergence("mixed:0.25")(TARGET, DRAFT)
+    np.testing.assert_allclose(result, KL / 4 + 3 * VARIATION / 4, atol=2e-6)
 
 
 def test_jensen_shannon_tends_to_both_kl_divergences():
