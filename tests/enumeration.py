@@ -311,7 +311,7 @@ class Loop:
         real = mass > 1e-13
         np.testing.assert_array_equal(accepted[real], a[real])
         np.testing.assert_array_equal(drawn[real], z[real])
-        if isinstance(self.drafter, draft_model.Drafter):
+        if self._is_whole_model():
             self._check_drafts(paths, owner, proposal, params)
         self._check_caches(output)
         return self._joint(prefix_of, mass, output)
@@ -358,6 +358,10 @@ class Loop:
                 )
         return joint
 
+    def _is_whole_model(self) -> bool:
+        """Whether a draft model drafts that sees the whole text."""
+        return isinstance(self.drafter, draft_model.Drafter) and not self.drafter.config.recent
+
     def _check_drafts(self, paths, owner, proposal, params):
         """Asserts that tokens and distributions of the proposal are the oracle's."""
         prefixes, drafted, masses = (
@@ -377,8 +381,7 @@ class Loop:
         """Asserts that the caches hold what a fresh prefill would have written."""
         tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
         caches = [(output.cache, lengths - 1)]
-        windowed = getattr(getattr(self.drafter, "config", None), "recent", 0)
-        if isinstance(self.drafter, draft_model.Drafter) and not windowed:  # feeds its last two
+        if self._is_whole_model():  # it feeds its last two tokens
             caches.append((output.drafter, np.maximum(lengths - 2, 0)))
         for cache, expected in caches:
             np.testing.assert_array_equal(cache.lengths, expected)
