@@ -140,7 +140,7 @@ def measure(options, workdir: pathlib.Path) -> None:
             )
     pair = decode_times.Pair(shape, shape, options.acceptance, options.new_tokens)
     bandwidth = hardware.bandwidth(jax.devices()[0])
-    print(f"\nA model of this machine's own, whose memory delivers {bandwidth / 1e9:.1f} GB/s")
+    print(f"\nMeasured here, where memory delivers {bandwidth / 1e9:.1f} GB/s:")
     rows = []
     for batch, context in terminal.progress("measuring")(points):
         rows.append(timed(options, pair, batch, context, bandwidth))

@@ -348,8 +348,8 @@ def most_read(program: Program, slots: int) -> int:
 def chunk_width(tokens: int, most: int) -> int:
     """Returns the width of the chunks in which prompts are read, at most `most`.
 
-    The last chunk repeats tokens of the one before if the chunks do not add up to all. A window can
-    be set back by a few tokens only.
+    Where chunks do not add up to all tokens, the last one repeats some of the one before: no more
+    than a window can be set back by, if a width above half of `most` allows it.
     """
     if tokens <= most:
         return tokens

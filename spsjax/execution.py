@@ -143,7 +143,7 @@ class _Clock:
         return max(seconds - self.call, 0) / max(rounds, 1)
 
     def rates(self) -> np.ndarray:
-        """Returns [K] float32, the share of tokens accepted at each depth that were reached."""
+        """Returns [K] float32: of the tokens reached at each depth, the share that was accepted."""
         deeper = np.cumsum(self.accepted[::-1])[::-1]  # rounds by the least of accepted tokens
         reached = deeper[:-1]
         # Where nothing was reached, as at the depth above.

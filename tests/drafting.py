@@ -5,6 +5,7 @@ import functools
 import pkgutil
 
 import jax
+import numpy as np
 import optax
 import toy_drafters
 from conftest import spread_model
@@ -132,6 +133,15 @@ def trained_head(name: str, config, updates: int = 150):
 
 def replicated(params, mesh):
     return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+
+
+def paths(proposal) -> list[tuple[int, ...]]:
+    """Returns the tokens from the root to each node of the first row's proposal, the root first."""
+    nodes = [()]
+    for node, token in enumerate(np.asarray(proposal.tokens)[0].tolist()):
+        above = node if proposal.parents is None else int(proposal.parents[0, node])
+        nodes.append((*nodes[above], token))
+    return nodes
 
 
 def verifier(name: str):

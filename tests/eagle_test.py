@@ -222,22 +222,13 @@ def outputs_after(drafter, params, target, prompt, path):
     return np.asarray(jax.nn.log_softmax(drafter.logits(params, drafted)[0, 0]))
 
 
-def paths_of(proposal):
-    """The tokens from the root to each node, the root's first."""
-    tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
-    paths = [()]
-    for token, parent in zip(tokens, parents):
-        paths.append((*paths[parent], token))
-    return paths
-
-
 @pytest.mark.parametrize("name", drafting.PAIRS)
 def test_every_node_of_a_tree_has_the_distribution_of_its_own_path(target, name):
     drafter, params = both(name, target)
     shape = Tree((0, 0, 1, 1, 2, 3, 5, 6))
     head = loaded(name, target, tree=shape, num_speculative_tokens=shape.depth)
     proposal = spsjax.propose(target, PROMPTS[0], head)
-    paths = paths_of(proposal)
+    paths = drafting.paths(proposal)
     for node in shape.inner:
         logs = outputs_after(drafter, params, target, PROMPTS[0], paths[node])
         np.testing.assert_allclose(proposal.probs[0, node], np.exp(logs), atol=1e-5)
@@ -285,7 +276,7 @@ def test_dynamic_tree_of_features_keeps_the_most_probable_paths(target):
             found |= {(*path, int(token)): level[path] + logs[token] for token in best}
         level, scores = found, scores | found
     best = sorted(scores, key=scores.get, reverse=True)[:8]
-    assert {*paths_of(proposal)[1:]} == {*best}
+    assert {*drafting.paths(proposal)[1:]} == {*best}
 
 
 @pytest.mark.parametrize("name", drafting.PAIRS)

@@ -103,10 +103,7 @@ def test_every_node_has_the_distribution_that_training_sees(target, k, tree):
     head = loading.LoadedDrafter("", drafter, params["drafter"])
     prompt = [5, 6, 7, 8, 9, 5]
     proposal = spsjax.propose(target, prompt, head)
-    paths, parents = [()], proposal.parents
-    for node, token in enumerate(np.asarray(proposal.tokens)[0].tolist()):
-        above = paths[int(parents[0, node])] if tree else paths[-1]
-        paths.append((*above, token))
+    paths = drafting.paths(proposal)
     tokens = jnp.asarray([prompt])
     output = transformer.apply(target.config, target.params, tokens[:, :-1])
     features = jnp.pad(output.hidden, ((0, 0), (0, depth + 1), (0, 0)))

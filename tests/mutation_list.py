@@ -113,14 +113,8 @@ MUTANTS = [
     *of(
         "models/attention.py",
         "half_precision -k attention",
-        (
-            "            preferred_element_type=wide,\n",
-            "",
-        ),
-        (
-            "            preferred_element_type=weights.dtype,\n",
-            "",
-        ),
+        ("keys_BGSC, preferred_element_type=wide)", "keys_BGSC)"),
+        ("values_BGSC, preferred_element_type=wide)", "values_BGSC)"),
         ("table_HSC, preferred_element_type=jnp.float32)", "table_HSC)"),
         ("query.astype(wide) * keys", "query * keys"),
         ("return [part / total for part in weights]", "return weights"),
@@ -682,7 +676,7 @@ MUTANTS = [
     *of(
         "performance/decode_times.py",
         "decode_times",
-        ("drafted = cell.depth * (", "drafted = ("),
+        ("drafted = cell.depth * ", "drafted = "),
         ("pair.new_tokens // (cell.depth + 1)", "pair.new_tokens"),
         ("pair.new_tokens // 2 if", "0 if"),
         ("            return None\n        try:", "            pass\n        try:"),

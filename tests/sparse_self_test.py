@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import drafting
 import jax
 import numpy as np
 import pytest
@@ -91,9 +92,7 @@ def test_tree_has_the_targets_distributions_if_its_cache_holds_the_text(target, 
     drafter = sparse_self.Drafter(target.config, recent=60, tree=tree)
     prompt = PROMPTS[0][:length]
     proposal = spsjax.propose(target, prompt, drafter)
-    paths, tokens = [()], np.asarray(proposal.tokens)[0].tolist()
-    for token, parent in zip(tokens, np.asarray(proposal.parents)[0].tolist()):
-        paths.append((*paths[parent], token))
+    paths = drafting.paths(proposal)
     for node in tree.inner:
         text = np.asarray([[*prompt, *paths[node]]])
         logits = transformer.apply(target.config, target.params, text).logits[0, -1]

@@ -66,10 +66,7 @@ def test_every_node_has_the_distribution_that_training_sees(family, tree, later)
     params = loaded.with_target(target.params)
     prompt = PROMPTS[1]
     proposal = spsjax.propose(target, prompt, loaded)
-    paths, parents = [()], proposal.parents
-    for node, token in enumerate(np.asarray(proposal.tokens)[0].tolist()):
-        above = paths[int(parents[0, node])] if tree else paths[-1]
-        paths.append((*above, token))
+    paths = drafting.paths(proposal)
     tokens = jnp.asarray([prompt])
     output = transformer.apply(
         target.config, target.params, tokens[:, :-1], tap_layers=drafter.tap_layers

@@ -27,8 +27,8 @@ class Segment:
     keys: Array  # [B, G, S, C]
     values: Array  # [B, G, S, C]
     visible: Array  # [B, T or 1, S] bool
-    positions: Array | None  # [B, S] int32; -1: nothing is here. None: slots hold other positions
-    #   for each key-value head; all that is visible is near enough
+    positions: Array | None  # [B, S] int32; -1: nothing is here. None: positions differ between
+    #   key-value heads, and nothing is too far back
     distances: Array | None  # see `KVCache.distances`
     ordered: bool = dataclasses.field(default=False, metadata={"static": True})  # whether slot i
     #   holds position i

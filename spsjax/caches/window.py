@@ -43,7 +43,7 @@ class WindowCache(KVCache):
         """Returns the cache as if tokens up to these lengths had been written to it."""
         slot, ring = jnp.arange(self.num_slots), self.num_slots - self.sinks
         last = lengths_B[:, None] - 1
-        newest = last - (last - self.sinks - (slot - self.sinks)) % ring
+        newest = last - (last - slot) % ring
         held = jnp.where(slot < self.sinks, slot, newest)
         empty = (held > last) | ((slot >= self.sinks) & (held < self.sinks))
         return dataclasses.replace(self, held=jnp.where(empty, -1, held), lengths=lengths_B)

@@ -358,9 +358,10 @@ def bytes_read(pair: Pair, cell: Cell) -> int:
         cache = roofline.cache_bytes(config, sharding.mesh(1, 1), cell.batch, tokens, dtype)
         return _weight_bytes(config, dtype) + cache
 
-    target = read(pair.target, filled)
-    small = read(pair.target, min(cell.slots, filled))
-    drafted = cell.depth * (small if cell.slots else read(pair.draft, filled))
+    target, drafts = read(pair.target, filled), (pair.draft, filled)
+    if cell.slots:
+        drafts = pair.target, min(cell.slots, filled)
+    drafted = cell.depth * read(*drafts)
     return {"rounds": target + drafted, "draft": drafted, "score": target}[cell.kind]
 
 
