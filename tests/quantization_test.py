@@ -153,8 +153,8 @@ def test_costs_are_measured_for_each_kind(target, draft, monkeypatch):
         execution, "_measure", lambda call: measured.append(1) or execution.placed(call, rest)
     )
     execution._COSTS.clear()
-    for kind in (*quantization.KINDS, quantization.KINDS[0]):
-        small = loading.quantized(target, kind)
+    models = [loading.quantized(target, kind) for kind in quantization.KINDS]
+    for small in (*models, models[0]):
         spsjax.generate(small, [[3, 4]], draft, "auto", max_new_tokens=2)
     execution._COSTS.clear()
     assert len(measured) == 2
