@@ -12,8 +12,9 @@ from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 
 _FOREVER = 2**31 - 1
-# Rounds in a row that are timed, and how often everything is: so long, and at most so many times.
-_ROUNDS, _SWEEPS, _SECONDS = 10, 5, 3.0
+_ROUNDS = 4  # in a row that are timed
+# How often everything is timed: so long, but this often at least, and that often at most.
+_SECONDS, _LEAST_SWEEPS, _MOST_SWEEPS = 3.0, 3, 12
 _COSTS: dict = {}  # of each program and shape that was measured, the newest ones
 _MOST_KEPT = 64
 
@@ -82,33 +83,44 @@ def _half(request: Request) -> np.ndarray:
 def _measure(request: Request) -> pacing.Costs:
     """Returns the costs of rounds in seconds, by depth, and the acceptance that was met.
 
-    Depths whose scoring passes are compiled are measured, and the others lie between them.
+    Depths whose scoring passes are compiled are measured.
     """
     K = request.program.drafter.num_speculative_tokens
-    depths = pacing.scored_depths(K)
+    depths = np.asarray(pacing.scored_depths(K))
     clock, times, end, goes_on = _Clock(request), [], 0.0, True
     while goes_on:
         # Of each round once with the drafter, and once with as many tokens of no meaning.
         times.append([[clock.seconds(own, depth) for own in (True, False)] for depth in depths])
         end = end or time.perf_counter() + _SECONDS  # the first time compiles
-        goes_on = len(times) < _SWEEPS and time.perf_counter() < end
+        goes_on = len(times) < _MOST_SWEEPS and time.perf_counter() < end
+        goes_on |= len(times) < _LEAST_SWEEPS
         goes_on = bool(multihost.broadcast_int(int(goes_on)))  # clocks may differ
-    # Whatever disturbs a measurement makes it longer, and a deeper round never costs less.
-    drafted, scored = np.moveaxis(times, -1, 0)
-    whole, score = drafted.min(axis=0), scored.min(axis=0)
-    if request.program.drafter.varies:  # the least would be that of texts that need little drafting
-        whole = score + np.median(drafted - scored, axis=0)
-    whole, score = (np.minimum.accumulate(part[::-1])[::-1] for part in (whole, score))
-    propose = np.minimum.accumulate(np.maximum(whole - score, 0)[::-1])[::-1]
-    propose = np.where(np.asarray(depths) > 0, propose, 0)
-    every = np.arange(K + 1)
-    above = np.searchsorted(depths, every)  # a pass is as large as the next size that is compiled
-    costs = np.stack([np.interp(every, depths, propose), score[above]])
-    costs = *costs.astype(np.float32), clock.rates()
+    costs = *_costs(np.asarray(times), depths), clock.rates()
     if jax.process_count() > 1:
         costs = multihost_utils.broadcast_one_to_all(costs)
     propose, score, rates = costs
     return placed(request, pacing.Costs(propose, score, np.int32(0), rates=rates))
+
+
+def _costs(times: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the times [K+1] of drafting and of the rest of a round.
+
+    Args:
+        times: [S, D, 2] seconds of rounds with and without the drafter, of S sweeps.
+        depths: [D] depths that were timed, ascending; the first is 0 and the last K.
+    """
+    # A machine's speed drifts from one sweep to the next, but for all depths alike.
+    speed = times.mean(axis=(1, 2), keepdims=True)
+    drafted, score = np.moveaxis(np.median(times / speed, axis=0) * np.median(speed), -1, 0)
+    every = np.arange(depths[-1] + 1)
+    # One more depth takes about as long to draft as the one before: the times lie on a line.
+    lines = np.stack([np.ones_like(every), every], axis=1)
+    line, *_ = np.linalg.lstsq(lines[depths[1:]], (drafted - score)[1:])
+    propose = np.where(every > 0, lines @ line, 0)
+    # What is deeper never takes less.
+    propose, score = np.maximum.accumulate(np.maximum(propose, 0)), np.maximum.accumulate(score)
+    above = np.searchsorted(depths, every)  # a pass is as large as the next size that is compiled
+    return propose.astype(np.float32), score[above].astype(np.float32)
 
 
 def placed(request: Request, arrays):

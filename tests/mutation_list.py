@@ -290,6 +290,14 @@ MUTANTS = [
         ("zip(reached, deeper[1:])", "zip(reached, deeper[:-1])"),
     ),
     *of(
+        "execution.py",
+        "pacing -k costs_are_those_of or costs_never_fall",
+        ("np.median(times / speed, axis=0)", "np.mean(times / speed, axis=0)"),
+        ("times / speed", "times / speed.mean()"),
+        ("np.where(every > 0, lines @ line, 0)", "lines @ line"),
+        ("np.maximum.accumulate(score)", "score"),
+    ),
+    *of(
         "verifiers/rejection.py",
         "statistical -k exact_distribution",
         ("K) * denominator < numerator", "K) * denominator < 2 * numerator"),

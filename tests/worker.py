@@ -53,7 +53,8 @@ def run():
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         if _AUTO.value:
-            execution._ROUNDS, execution._SECONDS = 2, 0.0  # costs need not be exact here
+            # Costs need not be exact here.
+            execution._ROUNDS, execution._SECONDS, execution._LEAST_SWEEPS = 2, 0.0, 1
             outs.append(spsjax.generate(target, PROMPTS, draft, "auto", **options | greedy))
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():
