@@ -13,6 +13,8 @@ from conftest import nearby_model, spread_model, tiny_config
 
 import spsjax
 from spsjax import decode
+from spsjax.caches import dense
+from spsjax.draft_shapes import Tree
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hlo
@@ -58,6 +60,71 @@ def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads, vocab):
     out = spsjax.generate(on(mesh, target), PROMPTS, many, **arguments)
     assert all(map(np.array_equal, out.tokens, expected.tokens))
     assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+SPLIT = {
+    "chain": {"num_kv_heads": 2},
+    "heads that stay whole": {"num_kv_heads": 1, "windows": (24, 0)},
+    "relative positions": {"num_kv_heads": 4, "positions": "relative"},
+    "softcap, bias": {"num_kv_heads": 2, "attention_softcap": 5.0, "biases": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_generate_with_split_slots_equals_one_device(kind):
+    """Four devices hold different slots of each cache, and two different heads."""
+    mesh = sharding.mesh(1, 2, slots=4)
+    target = spread_model(48, num_layers=2, **SPLIT[kind])
+    draft = nearby_model(target)
+    arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
+    expected = spsjax.generate(target, PROMPTS, draft, **arguments)
+    out = spsjax.generate(on(mesh, target), PROMPTS, on(mesh, draft), **arguments)
+    assert all(map(np.array_equal, out.tokens, expected.tokens))
+    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+@pytest.mark.parametrize("drafter", ("tree", "sparse_self:40", "sparse_self:40:chosen"))
+def test_drafters_of_other_caches_run_beside_split_slots(drafter):
+    mesh = sharding.mesh(1, 2, slots=4)
+    one = spread_model(48, num_layers=2, num_kv_heads=2)
+
+    def tokens(target):
+        if drafter == "tree":
+            other = spsjax.loading.as_drafter(target, target, Tree.branching(2, 2))
+        else:
+            other = spsjax.load_drafter(drafter, target)
+        sampling = spsjax.SamplingParams(temperature=0)
+        out = spsjax.generate(target, PROMPTS, other, sampling=sampling, max_new_tokens=24)
+        return [row.tolist() for row in out.tokens]
+
+    assert tokens(on(mesh, one)) == tokens(one)
+
+
+def test_split_slots_take_one_collective_per_layer():
+    """A scoring pass gathers sums of attention once per layer, and no part of a cache."""
+    model, scoring, loop = programs((1, 2), 2, True, "sharded draft", slots=4)
+    layers, width = model.config.num_layers, model.config.head_dim + 2
+    operations = collectives(scoring)
+    block = (4, K + 1, model.config.d_model)
+    assert operations.pop("all-reduce") == [block] * (2 * layers + 1)
+    sums = [shape for shape in operations.pop("all-gather") if shape[-1] == width]
+    assert len(sums) == layers and {shape[0] for shape in sums} == {4}
+    assert not operations
+    gathers = {shape[-1] for shape in collectives(loop)["all-gather"]}
+    assert gathers == {width, model.config.vocab_size}
+
+
+@pytest.mark.parametrize(("rows", "slots"), ((3, 32), (20, 32), (20, 64)))
+def test_write_to_split_slots_is_that_of_one_device(rows, slots):
+    """Rows of a write lie on one device, on two, or on more, or are more than one device holds."""
+    mesh, chance = sharding.mesh(1, 2, slots=4), np.random.default_rng(0)
+    buffer = chance.random((2, 2, slots, 3), np.float32)
+    new = chance.random((2, 2, rows, 3), np.float32)
+    for start in range(slots - rows + 1):
+        starts = np.asarray([start, (start * 5) % (slots - rows + 1)], np.int32)
+        with jax.set_mesh(mesh):
+            written = jax.jit(dense._write_split)(buffer, new, starts)
+        np.testing.assert_array_equal(written, dense._write_rows(buffer, new, starts))
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -110,12 +177,12 @@ def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
     return hlo.shapes([op for op in hlo.collectives(text) if scope in op.scope])
 
 
-def programs(shape, num_kv_heads, tie, kind):
+def programs(shape, num_kv_heads, tie, kind, slots=1):
     """Compiles a scoring pass and the loop with the inputs of `generate`.
 
     Returns (model, HLO of the scoring pass, HLO of the loop).
     """
-    mesh = sharding.mesh(*shape)
+    mesh = sharding.mesh(*shape, slots=slots)
     target = spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
     draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
     target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")

@@ -176,6 +176,18 @@ def test_init_sets_the_first_weights_and_the_shape(target, texts, tmp_path):
         train_target(wrong, tmp_path / "other")
 
 
+def test_init_may_have_a_shorter_context(target, texts, tmp_path):
+    """No weight depends on rotary positions; those of a table are weights."""
+    options = {"init": str(target / "model"), "steps": 2, "optimization": {"warmup": 1}}
+    longer = config("target", texts, **options)
+    longer.model.update({"max_positions": 96, "rope_theta": 1e5})
+    assert train_target(longer, tmp_path / "run").config.rope_theta == 1e5
+    wrong = config("target", texts, **options)
+    wrong.model.update({"max_positions": 96, "positions": "learned"})
+    with pytest.raises(InputError, match="^init: expected a model with max_positions=96, found"):
+        train_target(wrong, tmp_path / "other")
+
+
 def test_init_with_a_shallower_model_repeats_its_layers(target, texts, tmp_path):
     start = spsjax.load(target / "model", dtype="float32").params["layers"]
     deeper = config(

@@ -197,6 +197,33 @@ def part(segment, rows):
     return dataclasses.replace(segment, visible=segment.visible[:, rows])
 
 
+@pytest.mark.parametrize(
+    "changes", ({}, {"windows": (4, 0), "attention_softcap": 5.0}, {"sinks": 2, "recent": 5})
+)
+def test_long_texts_attend_in_turn(monkeypatch, changes):
+    """Logits and gradients are those of all queries at once; the last part is a short one."""
+    config = tiny_config(48, num_layers=2, **changes)
+    params = spread_params(config, 0, 2.0)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 48, (2, 13)))
+
+    def loss(params):
+        return jnp.sum(jax.nn.log_softmax(transformer.apply(config, params, tokens).logits)[..., 3])
+
+    expected = jax.value_and_grad(loss)(params)
+    attended, attend = [], attention.attend
+
+    def counted(query, segments, *rest):
+        attended.append((query.shape[1], segments[0].keys.shape[2]))
+        return attend(query, segments, *rest)
+
+    monkeypatch.setattr(attention, "MANY_QUERIES", 5)
+    monkeypatch.setattr(attention, "attend", counted)
+    found = jax.value_and_grad(loss)(params)
+    assert set(attended) == {(5, 5), (5, 10), (3, 13)}
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_unknown_flag_or_family_is_refused_in_one_line(pair, tmp_path):
     with pytest.raises(
         InputError, match=r"^positions: expected rotary or relative or learned, found 'none'$"

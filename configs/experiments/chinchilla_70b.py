@@ -29,6 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
             "dtype": "bfloat16",
             "quantize": "",  # the target's matrices: int8, int8_dynamic; empty: of this type
             "data": 1,  # of the mesh; the other chips split the weights
+            "split_slots": 1,  # chips that hold different slots of each cache, for long rows
             "replicate": False,  # whether every chip holds all weights of the draft
             "batch": 1,
             "prompt_tokens": 1024,

@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "pystdlib/draft",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
-            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
+            "mesh": {"data": 1, "model": 1, "slots": 1},  # devices; model = 0: all that there are
             "drafter": "model",  # none, model, or a module of spsjax.drafters
             # A number; auto: chosen in every round; None: the drafter's own.
             "num_speculative_tokens": config_dict.placeholder(str),

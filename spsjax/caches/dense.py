@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 
 from spsjax import tree
 from spsjax.parallel import sharding
@@ -32,6 +33,8 @@ class Segment:
     distances: Array | None  # see `KVCache.distances`
     ordered: bool = dataclasses.field(default=False, metadata={"static": True})  # whether slot i
     #   holds position i
+    split: bool = dataclasses.field(default=False, metadata={"static": True})  # whether devices
+    #   hold different slots
 
 
 @pytree_dataclass
@@ -58,6 +61,11 @@ class KVCache:
     def num_slots(self) -> int:
         return self.keys[0].shape[2]
 
+    @property
+    def split(self) -> bool:
+        """Whether the current mesh splits the slots."""
+        return self.ordered and splits_slots(self.num_slots)
+
     def positions(self) -> Array:
         """Returns [B, S] int32: the position of the token in each slot, -1 if there is none."""
         slots = jnp.arange(self.num_slots, dtype=jnp.int32)
@@ -66,9 +74,11 @@ class KVCache:
     def segments(self) -> list[tuple[Segment, ...]]:
         """Returns the segments of each layer. What they hold comes before new tokens."""
         positions = self.positions()
-        visible, whole = positions[:, None] >= 0, sharding.whole_heads
+        visible = positions[:, None] >= 0
+        whole = functools.partial(sharding.whole_heads, split=self.split)
+        kind = self.ordered, self.split
         return [
-            (Segment(whole(keys), whole(values), visible, positions, distances, self.ordered),)
+            (Segment(whole(keys), whole(values), visible, positions, distances, *kind),)
             for keys, values, distances in zip(self.keys, self.values, self.distances)
         ]
 
@@ -98,13 +108,13 @@ class KVCache:
         # through: no write starts beyond the last slot in which it fits.
         last = self.num_slots - nodes + jnp.isnan(after[:, 0, 0]).astype(jnp.int32)
         starts = jnp.minimum(self.lengths, last)
-        write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
+        write = _write_split if self.split else _write_rows
 
         def append(buffer_BGSC, rows_BGPC):
             if path_BP is not None:
                 rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
-            written = jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts)
-            return sharding.whole_heads(row_major(written))
+            written = write(buffer_BGSC, rows_BGPC, starts)
+            return sharding.whole_heads(row_major(written), self.split)
 
         return KVCache(
             tuple(map(append, self.keys, block.keys)),
@@ -117,6 +127,46 @@ class KVCache:
         """Returns the cache with all tokens of a pass behind what it holds, as for a prompt."""
         tokens = output.block.positions.shape[1]
         return self.write(output.block, None, self.lengths + tokens, output.hidden)
+
+
+def splits_slots(slots: int) -> bool:
+    """Returns whether the current mesh splits a cache of so many slots."""
+    count = sharding.slots_axis()
+    return count > 1 and slots % count == 0
+
+
+def _write_rows(buffer_BGSC: Array, rows_BGPC: Array, starts_B: Array) -> Array:
+    """Returns a buffer with new rows from the given slots on."""
+    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
+    return jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts_B)
+
+
+def _write_split(buffer_BGSC: Array, rows_BGPC: Array, starts_B: Array) -> Array:
+    """Does what `_write_rows` does where devices hold different slots, without a collective.
+
+    Each device writes to some of its slots, as many as there are rows: what is new there, and what
+    they held.
+    """
+    count = sharding.slots_axis()
+    here = buffer_BGSC.shape[2] // count
+    most = min(rows_BGPC.shape[2], here)
+
+    def local(buffer, rows, starts, begin):
+        first = jnp.clip(starts - begin, 0, here - most)
+        index = (begin + first - starts)[:, None] + jnp.arange(most)  # of the row for each slot
+        cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=most, axis=1)
+        old, new = jax.vmap(cut)(buffer, first), tree.along(index, rows, axis=2)
+        is_new = (index >= 0) & (index < rows.shape[2])
+        return _write_rows(buffer, jnp.where(is_new[:, None, :, None], new, old), first)
+
+    begins, slots = jnp.arange(count, dtype=jnp.int32) * here, P(None, None, "slots")
+    return jax.shard_map(
+        local,
+        in_specs=(slots, P(), P(), P("slots")),
+        out_specs=slots,
+        axis_names={"slots"},
+        check_vma=False,
+    )(buffer_BGSC, rows_BGPC, starts_B, begins)
 
 
 def row_major(buffer: Array) -> Array:
@@ -139,6 +189,8 @@ def row_major(buffer: Array) -> Array:
 def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:
     """Returns a cache with nothing in it; `shape` is [B, G, S, C]."""
     buffers = tuple(jnp.zeros(shape, dtype) for _ in range(2 * num_layers))
+    if splits_slots(shape[2]):
+        buffers = tuple(sharding.whole_heads(buffer, split=True) for buffer in buffers)
     lengths = jnp.zeros(shape[0], jnp.int32)
     return KVCache(buffers[:num_layers], buffers[num_layers:], lengths, distances)
 

@@ -94,20 +94,22 @@ def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
 
     Args:
         options: section of a config with `data` and `model`; `model` 0 stands for all devices.
+            Some have `slots`, too.
     """
-    data, model = options.data, options.model
-    if model == 0 and isinstance(data, int) and data > 0:
-        if jax.device_count() % data:
+    data, model, slots = options.data, options.model, options.get("slots", 1)
+    if model == 0 and all(isinstance(size, int) and size > 0 for size in (data, slots)):
+        if jax.device_count() % (data * slots):
             raise InputError(
-                f"mesh: expected a divisor of {jax.device_count()} devices as data, found {data}"
+                f"mesh: expected a divisor of {jax.device_count()} devices as data times slots, "
+                f"found {data * slots}"
             )
-        model = jax.device_count() // data
-    if jax.process_count() > 1 and data * model != jax.device_count():
+        model = jax.device_count() // (data * slots)
+    if jax.process_count() > 1 and data * model * slots != jax.device_count():
         raise InputError(
             f"mesh: expected all {jax.device_count()} devices of {jax.process_count()} processes, "
-            f"found {data} x {model}"
+            f"found {data} x {model} x {slots}"
         )
-    return None if (data, model) == (1, 1) else sharding.mesh(data, model)
+    return None if (data, model, slots) == (1, 1, 1) else sharding.mesh(data, model, slots=slots)
 
 
 def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Model, dtype=None):

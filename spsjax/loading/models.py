@@ -219,8 +219,11 @@ def _check_mesh(mesh) -> None:
         return
     if not isinstance(mesh, jax.sharding.Mesh):
         raise InputError(f"mesh: expected None or a mesh, found {type(mesh).__name__}")
-    if set(mesh.axis_names) != {"data", "model"}:
-        raise InputError(f"mesh: expected axes data and model, found {', '.join(mesh.axis_names)}")
+    if set(mesh.axis_names) - {"slots"} != {"data", "model"}:
+        raise InputError(
+            f"mesh: expected axes data and model, and maybe slots, "
+            f"found {', '.join(mesh.axis_names)}"
+        )
     if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
         raise InputError("mesh: expected axes of type Auto (sharding.mesh), found other ones")
 

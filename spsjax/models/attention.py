@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from spsjax.caches import Segment
 from spsjax.parallel import sharding
-from spsjax.types import Array
+from spsjax.types import Array, pytree_dataclass
+
+MANY_QUERIES = 1024  # that attend at once, of a text without a cache
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> Array:
@@ -97,7 +100,7 @@ def scores_of_distances(scores_BTHP: Array, distances_BTS: Array) -> Array:
     return jnp.take_along_axis(scores_BTHP, index[:, :, None], axis=-1)
 
 
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Sinks:
     """Queries for the first tokens of a text, which are seen wherever the window is.
 
@@ -107,7 +110,7 @@ class Sinks:
     """
 
     query: Array
-    count: int
+    count: int = dataclasses.field(metadata={"static": True})
 
 
 def capped(x: Array, limit: float) -> Array:
@@ -131,12 +134,49 @@ def attend(
 
     A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
-    weights = weights_of(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
-    repeats = _repeats(query_BTHC, segments)
-    values = [jnp.repeat(segment.values, repeats, axis=1) for segment in segments]
-    mixed = sum(_mix(part, value) for part, value in zip(weights, values))
-    mixed = mixed.astype(values[0].dtype).transpose(0, 2, 1, 3, 4)
+    if any(segment.split for segment in segments):
+        mixed = _attend_apart(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
+    else:
+        weights = weights_of(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
+        repeats = _repeats(query_BTHC, segments)
+        values = [jnp.repeat(segment.values, repeats, axis=1) for segment in segments]
+        mixed = sum(_mix(part, value) for part, value in zip(weights, values))
+    mixed = mixed.astype(segments[0].values.dtype).transpose(0, 2, 1, 3, 4)
     return mixed.reshape(query_BTHC.shape)
+
+
+def attend_in_turn(
+    query_BTHC: Array,
+    segment: Segment,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Sinks | None = None,
+) -> Array:
+    """Attends from a text without a cache to itself, some queries at a time if there are many.
+
+    Slot i of the segment holds the token of query i. Few of the keys behind a query are read, and
+    what is saved for the gradient does not grow with the square of T. Otherwise it is `attend`.
+    """
+    T, parts = query_BTHC.shape[1], []
+    if T <= MANY_QUERIES:
+        return attend(query_BTHC, [segment], [None], scale, softcap, sinks)
+    for start in range(0, T, MANY_QUERIES):
+        now = slice(start, start + MANY_QUERIES)
+        stop = min(now.stop, T)
+        before = Segment(
+            segment.keys[:, :, :stop],
+            segment.values[:, :, :stop],
+            segment.visible[:, now, :stop],
+            segment.positions[:, :stop],
+            None,
+        )
+        some = None if sinks is None else Sinks(sinks.query[:, now], sinks.count)
+
+        def attended(query, before, some):
+            return attend(query, [before], [None], scale, softcap, some)
+
+        parts.append(jax.checkpoint(attended)(query_BTHC[:, now], before, some))
+    return jnp.concatenate(parts, axis=1)
 
 
 def weights_of(
@@ -148,33 +188,89 @@ def weights_of(
     sinks: Sinks | None = None,
 ) -> list[Array]:
     """Returns one [B, G, T, H/G, S] per segment, which add up to 1; arguments as of `attend`."""
-    (B, T, H, C), repeats = query_BTHC.shape, _repeats(query_BTHC, segments)
-    G = segments[0].keys.shape[1] * repeats
-
-    def by_group(query_BTHC):
-        return query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)
-
-    query, scores = by_group(query_BTHC), []
-    for segment, bias_BTHS in zip(segments, biases_BTHS, strict=True):
-        keys = jnp.repeat(segment.keys, repeats, axis=1)
-        if sinks is None or segment.positions is None:
-            products = _score(query, keys)
-        else:  # both queries in one product, which reads the keys once
-            both = _score(jnp.concatenate([query, by_group(sinks.query)], axis=2), keys)
-            is_sink = segment.positions[:, None, None, None] < sinks.count
-            products = jnp.where(is_sink, both[:, :, T:], both[:, :, :T])
-        if bias_BTHS is not None:
-            products += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
-        products = capped(products * scale, softcap)
-        scores.append(jnp.where(segment.visible[:, None, :, None], products, -jnp.inf))
+    repeats = _repeats(query_BTHC, segments)
+    scores = [
+        _scores(query_BTHC, segment, bias, repeats, scale, softcap, sinks)
+        for segment, bias in zip(segments, biases_BTHS, strict=True)
+    ]
     # One softmax without a copy of all scores: every segment has its own part of both sums.
-    most = functools.partial(jnp.max, axis=-1, keepdims=True, initial=-jnp.inf)
-    top = lax.stop_gradient(functools.reduce(jnp.maximum, map(most, scores)))
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, map(_most, scores)))
     weights = [jnp.exp(part - top) for part in scores]
     total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
     # Divided before they are multiplied with values: the sum over rounded weights would not cancel
     # in the gradient.
     return [part / total for part in weights]
+
+
+def _scores(
+    query_BTHC: Array,
+    segment: Segment,
+    bias_BTHS: Array | None,
+    repeats: int,
+    scale: float,
+    softcap: float,
+    sinks: Sinks | None,
+) -> Array:
+    """Returns the scores [B, G, T, H/G, S] of a segment, -inf where a slot is not seen."""
+    (B, T, H, C), G = query_BTHC.shape, segment.keys.shape[1] * repeats
+
+    def by_group(query_BTHC):
+        return query_BTHC.reshape(B, T, G, H // G, C).transpose(0, 2, 1, 3, 4)
+
+    query, keys = by_group(query_BTHC), jnp.repeat(segment.keys, repeats, axis=1)
+    if sinks is None or segment.positions is None:
+        products = _score(query, keys)
+    else:  # both queries in one product, which reads the keys once
+        both = _score(jnp.concatenate([query, by_group(sinks.query)], axis=2), keys)
+        is_sink = segment.positions[:, None, None, None] < sinks.count
+        products = jnp.where(is_sink, both[:, :, T:], both[:, :, :T])
+    if bias_BTHS is not None:
+        products += bias_BTHS.reshape(B, T, G, H // G, -1).swapaxes(1, 2)
+    products = capped(products * scale, softcap)
+    return jnp.where(segment.visible[:, None, :, None], products, -jnp.inf)
+
+
+def _most(scores: Array) -> Array:
+    """Returns the greatest score of each query, -inf if there is none: [..., 1]."""
+    return jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+
+
+def _attend_apart(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> Array:
+    """Attends where devices hold different slots of a segment: [B, G, T, H/G, C].
+
+    Each device makes the softmax of what it holds, and the sums are merged: one collective for a
+    split segment, of C + 2 numbers for each query, head and device. The arguments are `attend`'s.
+    """
+    repeats = _repeats(query_BTHC, segments)
+
+    def summed(query, segment, bias, sinks):
+        """Returns [1, B, G, T, H/G, 2 + C]: greatest score, sum of weights, weighted values."""
+        scores = _scores(query, segment, bias, repeats, scale, softcap, sinks)
+        top = _most(scores)
+        weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        mixed = _mix(weights, jnp.repeat(segment.values, repeats, axis=1))
+        return jnp.concatenate([top, total, mixed], axis=-1)[None]
+
+    sums, slots = [], P(None, None, "slots")
+    for segment, bias in zip(segments, biases_BTHS, strict=True):
+        segment, sum_up = dataclasses.replace(segment, distances=None), summed
+        if segment.split:
+            specs = dataclasses.replace(
+                segment, keys=slots, values=slots, visible=slots, positions=P(None, "slots")
+            )
+            bias_spec = None if bias is None else P(None, None, None, "slots")
+            sum_up = jax.shard_map(
+                summed,
+                in_specs=(P(), specs, bias_spec, None if sinks is None else P()),
+                out_specs=P("slots"),
+                axis_names={"slots"},
+                check_vma=False,
+            )
+        sums.append(sharding.gather_slots(sum_up(query_BTHC, segment, bias, sinks)))
+    top, total, mixed = jnp.split(jnp.concatenate(sums), (1, 2), axis=-1)
+    share = jnp.exp(top - jnp.max(top, axis=0))
+    return jnp.sum(mixed * share, axis=0) / jnp.sum(total * share, axis=0)
 
 
 def _repeats(query_BTHC: Array, segments: Sequence[Segment]) -> int:
@@ -234,14 +330,11 @@ def _product(x_BGTH: Array, dtype, summed: Callable, multiplied: Callable) -> Ca
 
     For one query of several heads per key-value head, XLA's batched dot is slow on CPUs in float32:
     a product and a sum take half the time. With one head per key-value head it is the other way
-    round, and so it is in bfloat16. On GPUs the sum takes several times as long as the dot.
+    round, and so it is in bfloat16. On GPUs and TPUs the sum takes several times as long.
     """
-    if x_BGTH.shape[2] > 1 or x_BGTH.shape[3] == 1:
+    if x_BGTH.shape[2] > 1 or x_BGTH.shape[3] == 1 or dtype == jnp.bfloat16:
         return multiplied
-    ways = {"cuda": multiplied, "rocm": multiplied}
-    if dtype == jnp.bfloat16:
-        ways["cpu"] = multiplied
-    return functools.partial(lax.platform_dependent, default=summed, **ways)
+    return functools.partial(lax.platform_dependent, cpu=summed, default=multiplied)
 
 
 def _two_rows(product: Callable[[Array], Array], rows_BGNX: Array) -> Array:

@@ -12,6 +12,7 @@ from spsjax import caches as kv
 from spsjax.models.attention import (
     Sinks,
     attend,
+    attend_in_turn,
     distance_scores,
     relative_positions,
     rope_angles,
@@ -211,7 +212,9 @@ class Attention(nnx.Module):
         `cached` is this layer's part of the cache, `earlier` of the block so far.
         """
         reading, block = self._reading(x_BTD, context, cached, earlier)
-        mixed = attend(*reading)
+        query, segments, biases, *rest = reading
+        alone = context.contiguous and not cached and biases == [None]
+        mixed = attend_in_turn(query, *segments, *rest) if alone else attend(*reading)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
 
     def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:

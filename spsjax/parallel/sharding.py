@@ -4,9 +4,13 @@ The mesh axis `data` splits the rows of a batch, and the axis `model` splits the
 key, value, gate and up are column-parallel. Out and down are row-parallel, and the compiler inserts
 one all-reduce after each of them, so two per layer. Embedding and head are split by vocabulary.
 A bias is split like the output that it is added to.
+
+A third axis, `slots`, splits the slots of caches of whole texts, for few rows of great length. All
+else is the same on all devices of that axis.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -39,13 +43,14 @@ _RULES = {
 _EXPERTS = "experts_gate", "experts_up", "experts_down"
 
 
-def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh:
-    """Returns a mesh of the first `data * model` devices.
+def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None, *, slots: int = 1) -> Mesh:
+    """Returns a mesh of the first `data * model * slots` devices.
 
     Args:
         data: size of the axis that splits batches.
         model: size of the axis that splits weights.
         devices: devices to choose from; None: all devices.
+        slots: size of the axis that splits the slots of caches; there is none if it is 1.
 
     Raises:
         InputError: a size is not a positive integer, there are too few devices, or `devices` holds
@@ -55,19 +60,18 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None) -> Mesh
     is_list = isinstance(devices, (Sequence, np.ndarray))
     if not is_list or not all(hasattr(device, "device_kind") for device in devices):
         raise InputError(f"devices: expected a list of devices, found {short_repr(devices)}")
-    sizes = data, model
-    if not all(type(size) is int and size >= 1 for size in sizes):
-        raise InputError(
-            f"mesh: expected integers >= 1, found {short_repr(data)} x {short_repr(model)}"
-        )
-    if data * model > len(devices):
-        text = f"mesh: expected at most {len(devices)} devices, found {data} x {model}"
+    axes = {"data": data, "model": model} | ({} if slots == 1 else {"slots": slots})
+    product = " x ".join(map(short_repr, axes.values()))
+    if not all(type(size) is int and size >= 1 for size in axes.values()):
+        raise InputError(f"mesh: expected integers >= 1, found {product}")
+    if (count := math.prod(axes.values())) > len(devices):
+        text = f"mesh: expected at most {len(devices)} devices, found {product}"
         if any(device.platform == "cpu" for device in devices):  # there, a mesh can be tried out
-            count = f"--xla_force_host_platform_device_count={data * model}"
-            text += f". Set smaller axes, or XLA_FLAGS={count} for as many CPU devices"
+            flag = f"--xla_force_host_platform_device_count={count}"
+            text += f". Set smaller axes, or XLA_FLAGS={flag} for as many CPU devices"
         raise InputError(text)
-    grid = np.asarray(devices[: data * model]).reshape(data, model)
-    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    grid = np.asarray(devices[:count]).reshape(*axes.values())
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
@@ -150,6 +154,11 @@ def model_axis() -> int:
     return jax.sharding.get_abstract_mesh().shape.get("model", 1)
 
 
+def slots_axis() -> int:
+    """Returns the size of the axis that splits slots of the current mesh, or 1 without one."""
+    return jax.sharding.get_abstract_mesh().shape.get("slots", 1)
+
+
 def split_rows(logits: Array) -> Array:
     """Constrains logits [B, ..., V] to be split by rows; the vocabulary may be split, too.
 
@@ -177,10 +186,24 @@ def whole_rows(x: Array) -> Array:
     return _constrained(x, P("data"))
 
 
-def whole_heads(rows_BGSC: Array) -> Array:
-    """Under a mesh: keeps key-value heads that it cannot split whole on every device."""
+def whole_heads(rows_BGSC: Array, split: bool = False) -> Array:
+    """Under a mesh: keeps key-value heads that it cannot split whole on every device.
+
+    If they are to be `split`, slots are split over their axis.
+    """
     divides = rows_BGSC.shape[1] % model_axis() == 0
-    return rows_BGSC if divides else _constrained(rows_BGSC, P("data"))
+    if divides and not split:
+        return rows_BGSC
+    heads = P.UNCONSTRAINED if divides else None
+    return _constrained(rows_BGSC, P("data", heads, "slots") if split else P("data"))
+
+
+def gather_slots(sums: Array) -> Array:
+    """Gathers [N, B, ...], of which each device of the slots' axis has made one.
+
+    Does nothing without a mesh.
+    """
+    return _constrained(sums, P(None, "data", *[P.UNCONSTRAINED] * (sums.ndim - 2)))
 
 
 def _constrained(array: Array, spec: P) -> Array:

@@ -75,6 +75,7 @@ def compile_pair(
     prompt_tokens: int = 1024,
     max_new_tokens: int = 512,
     data: int = 1,
+    split_slots: int = 1,
     replicate: bool = False,
     dtype=jnp.bfloat16,
     quantize: str | None = None,
@@ -94,7 +95,9 @@ def compile_pair(
         num_speculative_tokens: K; with a tree its depth.
         batch: number of rows, a multiple of `data`.
         prompt_tokens, max_new_tokens: lengths that size the caches, in buckets as for `generate`.
-        data: size of the mesh's data axis; the other chips split the weights.
+        data: size of the mesh's data axis.
+        split_slots: size of the axis that splits the slots of caches; those chips that are left
+            for each row and slot split the weights.
         replicate: whether every chip holds all weights of the draft.
         dtype: type of weights and caches.
         quantize: kind of the target's matrices, as for `load`; None: of the type `dtype`.
@@ -125,6 +128,7 @@ def compile_pair(
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
         data=data,
+        split_slots=split_slots,
         replicate=replicate,
         dtype=dtype,
         quantize=quantize,
@@ -144,6 +148,7 @@ def plan_pair(
     prompt_tokens: int = 1024,
     max_new_tokens: int = 512,
     data: int = 1,
+    split_slots: int = 1,
     replicate: bool = False,
     dtype=jnp.bfloat16,
     quantize: str | None = None,
@@ -159,6 +164,7 @@ def plan_pair(
         "prompt_tokens": prompt_tokens,
         "max_new_tokens": max_new_tokens,
         "data": data,
+        "split_slots": split_slots,
     }
     check_flag("replicate", replicate)
     quantization.check_kind(quantize)
@@ -351,12 +357,16 @@ def _plan(target, drafter, name: str, sizes: Mapping[str, int], types, replicate
     """Puts a pair on the chips of a topology; raises InputError if they cannot hold it."""
     dtype, quantize = types
     chip, devices = hardware.topology(name)
-    data, batch = sizes["data"], sizes["batch"]
+    data, batch, parts = sizes["data"], sizes["batch"], sizes["split_slots"]
     if len(devices) % data or batch % data:
         raise InputError(
             f"data: expected a divisor of {len(devices)} devices and of {batch} rows, found {data}"
         )
-    mesh = sharding.mesh(data, len(devices) // data, devices)
+    if len(devices) // data % parts:
+        raise InputError(
+            f"split_slots: expected a divisor of {len(devices) // data} devices, found {parts}"
+        )
+    mesh = sharding.mesh(data, len(devices) // (data * parts), devices, slots=parts)
     if isinstance(drafter, PairDrafter):
         shapes = drafter.param_shapes(dtype)
         weights = sharding.place_shapes(shapes, drafter.shardings(mesh, replicate))

@@ -76,7 +76,14 @@ def compile_program(
         raise InputError(
             f"{function.__name__}: expected a program that fits, found {one_line(error)}"
         ) from None
-    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:  # seen of JAX 0.10 with libtpu 0.0.41 or later
+        raise InputError(
+            f"{function.__name__}: expected a program whose text JAX can read, found "
+            f"{one_line(error)}. Other sizes, or another version of libtpu, may do"
+        ) from None
     program = CompiledProgram(
         seconds=time.perf_counter() - start,
         temporary=memory.temp_size_in_bytes,

@@ -78,10 +78,12 @@ def cache_bytes(
 ) -> int:
     """Returns the bytes of a cache on one device, by the rules of `sharding`."""
     model = 1 if replicate else mesh.shape["model"]
-    # Key-value heads that the mesh does not divide are replicated.
+    # Key-value heads that the mesh does not divide are replicated, and so are windows.
     heads = config.num_kv_heads // (1 if config.num_kv_heads % model else model)
     per_head = slots * config.head_dim * jnp.dtype(dtype).itemsize * config.num_layers
-    total = 2 * (batch // mesh.shape["data"]) * heads * per_head
+    parts = mesh.shape.get("slots", 1)
+    parts = 1 if config.recent or slots % parts else parts
+    total = 2 * (batch // mesh.shape["data"]) * heads * per_head // parts
     if config.positions == "relative":
         # The cache also holds the projected relative positions, which rows share.
         total += config.num_heads // model * per_head

@@ -114,10 +114,12 @@ class Trainer:
             sharding.check_divides(self.mesh, model)
         if not self.config.get("init"):
             return
-        initial = loading.load_config(self.config.init)
+        initial, free = loading.load_config(self.config.init), {"bos_id", "eos_ids"}
+        if model.positions == "rotary":  # no weight depends on them: a context may become longer
+            free |= {"max_positions", "rope_theta", "rope_theta_local", "rope_scaling"}
         for field in dataclasses.fields(model):
             wanted, value = getattr(model, field.name), getattr(initial, field.name)
-            fits = wanted == value or field.name in ("bos_id", "eos_ids")
+            fits = wanted == value or field.name in free
             divisor = ""
             if field.name == "num_layers":
                 # A repeated layer has the same window as the one that was trained.
