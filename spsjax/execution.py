@@ -113,14 +113,24 @@ def _costs(times: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarra
     speed = times.mean(axis=(1, 2), keepdims=True)
     drafted, score = np.moveaxis(np.median(times / speed, axis=0) * np.median(speed), -1, 0)
     every = np.arange(depths[-1] + 1)
-    # One more depth takes about as long to draft as the one before: the times lie on a line.
-    lines = np.stack([np.ones_like(every), every], axis=1)
-    line, *_ = np.linalg.lstsq(lines[depths[1:]], (drafted - score)[1:])
-    propose = np.where(every > 0, lines @ line, 0)
-    # What is deeper never takes less.
-    propose, score = np.maximum.accumulate(np.maximum(propose, 0)), np.maximum.accumulate(score)
+    begin, step = _line(depths[1:], np.maximum(drafted - score, 0)[1:])
+    propose = np.where(every > 0, begin + step * every, 0)
+    score = np.maximum.accumulate(score)  # a larger pass never takes less
     above = np.searchsorted(depths, every)  # a pass is as large as the next size that is compiled
     return propose.astype(np.float32), score[above].astype(np.float32)
+
+
+def _line(depths: np.ndarray, times: np.ndarray) -> tuple[float, float]:
+    """Returns the line `begin + step * depth`, neither below 0, that is nearest to some times.
+
+    One more depth takes about as long to draft as the one before.
+    """
+    if not len(times):
+        return 0.0, 0.0
+    (begin, step), *_ = np.linalg.lstsq(np.stack([depths**0, depths], axis=1), times)
+    if begin < 0:
+        return 0.0, depths @ times / (depths @ depths)
+    return (begin, step) if step >= 0 else (times.mean(), 0.0)
 
 
 def placed(request: Request, arrays):
@@ -152,7 +162,7 @@ class _Clock:
         if drafts and depth == K:
             after = multihost.to_host(self.state.accepted)
             self.accepted += (after - before)[: len(self.request.prompts)].sum(axis=0)
-        return max(seconds - self.call, 0) / max(rounds, 1)
+        return max(seconds - self.call, 1e-9) / max(rounds, 1)  # a clock may be coarse
 
     def rates(self) -> np.ndarray:
         """Returns [K] float32: of the tokens reached at each depth, the share that was accepted."""

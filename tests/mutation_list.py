@@ -294,8 +294,26 @@ MUTANTS = [
         "pacing -k costs_are_those_of or costs_never_fall",
         ("np.median(times / speed, axis=0)", "np.mean(times / speed, axis=0)"),
         ("times / speed", "times / speed.mean()"),
-        ("np.where(every > 0, lines @ line, 0)", "lines @ line"),
+        ("np.where(every > 0, begin + step * every, 0)", "begin + step * every"),
         ("np.maximum.accumulate(score)", "score"),
+    ),
+    *of(
+        "execution.py",
+        "pacing -k line_of_times",
+        ("if begin < 0:", "if begin < -9:"),
+        ("if step >= 0 else", "if step >= -9 else"),
+    ),
+    *of(
+        "models/attention.py",
+        "sharding -k split_slots",
+        ("share = jnp.exp(top - jnp.max(top, axis=0))", "share = jnp.exp(top - top)"),
+        ("jnp.where(top == -jnp.inf, 0, top)", "top"),
+    ),
+    *of(
+        "caches/dense.py",
+        "sharding -k write_to_split",
+        ("(index >= 0) & (index < rows.shape[2])", "(index >= 0)"),
+        ("jnp.clip(starts - begin, 0, here - most)", "jnp.clip(starts - begin, 0, here)"),
     ),
     *of(
         "verifiers/rejection.py",

@@ -224,15 +224,24 @@ def test_costs_are_those_of_the_median_sweep(target, draft, monkeypatch):
     np.testing.assert_allclose(np.diff(measured.propose[1:], 2), 0, atol=1e-5)
 
 
-@pytest.mark.parametrize("depths", ((0, 1), (0, 1, 2, 4)))
+def test_line_of_times_is_never_below_zero():
+    """The nearest line through them would give the first depths less than nothing."""
+    depths = np.asarray([1, 2, 4, 6])
+    begin, step = execution._line(depths, 0.1 * depths**2.0)
+    assert begin == 0 and 0.1 < step < 0.6
+    np.testing.assert_allclose(execution._line(depths, 3 + 0.5 * depths), (3, 0.5))
+    np.testing.assert_allclose(execution._line(depths, 3 - 0.1 * depths), (3 - 0.325, 0))
+
+
+@pytest.mark.parametrize("depths", ((0,), (0, 1), (0, 1, 2, 4)))
 def test_costs_never_fall_with_the_depth(depths):
     """Drafts that cost nothing, and a deep pass that was measured as the shortest, by chance."""
     times = np.ones((3, len(depths), 2))
     times[:, -1] = 0.9
-    times[:, 1, 0] = 1.05
+    times[:, 1:2, 0] = 1.05
     propose, score = execution._costs(times, np.asarray(depths))
     assert propose.shape == score.shape == (depths[-1] + 1,)
-    assert propose[0] == 0 and propose[1] > 0
+    assert propose[0] == 0 and (propose[1:] > 0).all()
     assert (np.diff(propose[1:]) >= 0).all() and (np.diff(score) >= 0).all()
 
 

@@ -114,6 +114,12 @@ def test_split_slots_take_one_collective_per_layer():
     assert gathers == {width, model.config.vocab_size}
 
 
+@pytest.mark.parametrize("slots", (0, 3, True, 2.0, "2", np.asarray([1, 2])))
+def test_axis_of_slots_is_a_power_of_two(slots):
+    with one_line("slots: expected"):
+        sharding.mesh(1, 1, slots=slots)
+
+
 @pytest.mark.parametrize(("rows", "slots"), ((3, 32), (20, 32), (20, 64)))
 def test_write_to_split_slots_is_that_of_one_device(rows, slots):
     """Rows of a write lie on one device, on two, or on more, or are more than one device holds."""

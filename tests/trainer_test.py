@@ -184,7 +184,7 @@ def test_init_may_have_a_shorter_context(target, texts, tmp_path):
     assert train_target(longer, tmp_path / "run").config.rope_theta == 1e5
     wrong = config("target", texts, **options)
     wrong.model.update({"max_positions": 96, "positions": "learned"})
-    with pytest.raises(InputError, match="^init: expected a model with max_positions=96, found"):
+    with pytest.raises(InputError, match=r"^init: expected a model with max_positions=96, found"):
         train_target(wrong, tmp_path / "other")
 
 

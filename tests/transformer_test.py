@@ -13,7 +13,7 @@ from conftest import build_model, nearby_model, spread_params, tiny_config
 
 import spsjax
 from spsjax import InputError, caches, loading
-from spsjax.models import attention, transformer
+from spsjax.models import attention, layers, transformer
 from spsjax.parallel import sharding
 
 VOCAB, LENGTH = 24, 12
@@ -210,18 +210,36 @@ def test_long_texts_attend_in_turn(monkeypatch, changes):
         return jnp.sum(jax.nn.log_softmax(transformer.apply(config, params, tokens).logits)[..., 3])
 
     expected = jax.value_and_grad(loss)(params)
-    attended, attend = [], attention.attend
+    attended, attend = set(), attention.attend
 
     def counted(query, segments, *rest):
-        attended.append((query.shape[1], segments[0].keys.shape[2]))
+        attended.add((query.shape[1], segments[0].keys.shape[2]))
         return attend(query, segments, *rest)
 
-    monkeypatch.setattr(attention, "MANY_QUERIES", 5)
-    monkeypatch.setattr(attention, "attend", counted)
+    for module in (attention, layers):
+        monkeypatch.setattr(module, "MANY_QUERIES", 5)
+    monkeypatch.setattr(layers, "attend", counted)
     found = jax.value_and_grad(loss)(params)
-    assert set(attended) == {(5, 5), (5, 10), (3, 13)}
+    assert attended == {(5, 13)}
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_of_a_gradient_grows_with_the_length_alone(monkeypatch):
+    """Twice the tokens need no more than twice the memory, however many the layers."""
+    config = tiny_config(48, num_layers=2, max_positions=1024)
+    params = spread_params(config, 0, 2.0)
+    for module in (attention, layers):
+        monkeypatch.setattr(module, "MANY_QUERIES", 16)
+
+    def temporary(T):
+        def loss(params, tokens):
+            return jnp.sum(transformer.apply(config, params, tokens).logits)
+
+        compiled = jax.jit(jax.grad(loss)).lower(params, jnp.zeros((1, T), jnp.int32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(1024) < 2.2 * temporary(512)
 
 
 def test_unknown_flag_or_family_is_refused_in_one_line(pair, tmp_path):

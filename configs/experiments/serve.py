@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
             "name": "",  # under which clients ask for the model; empty: the target's
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
-            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
+            "mesh": {"data": 1, "model": 1, "slots": 1},  # devices; model = 0: all that there are
             "num_speculative_tokens": "auto",  # or a number
             "rows": 8,  # most requests that run at the same time
             "slots": 512,  # most tokens of each, its prompt and K + 1 more included

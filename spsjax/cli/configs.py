@@ -23,7 +23,7 @@ from spsjax.drafters import (
     stopping,
     suffix,
 )
-from spsjax.errors import InputError, one_line, short_repr
+from spsjax.errors import InputError, check_integer, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
@@ -97,17 +97,19 @@ def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
             Some have `slots`, too.
     """
     data, model, slots = options.data, options.model, options.get("slots", 1)
-    if model == 0 and all(isinstance(size, int) and size > 0 for size in (data, slots)):
+    check_integer("mesh.slots", slots, 1)
+    if model == 0 and isinstance(data, int) and data > 0:
         if jax.device_count() % (data * slots):
+            times = "" if slots == 1 else " times slots"
             raise InputError(
-                f"mesh: expected a divisor of {jax.device_count()} devices as data times slots, "
+                f"mesh: expected a divisor of {jax.device_count()} devices as data{times}, "
                 f"found {data * slots}"
             )
         model = jax.device_count() // (data * slots)
     if jax.process_count() > 1 and data * model * slots != jax.device_count():
         raise InputError(
             f"mesh: expected all {jax.device_count()} devices of {jax.process_count()} processes, "
-            f"found {data} x {model} x {slots}"
+            f"found {' x '.join(map(str, (data, model) if slots == 1 else (data, model, slots)))}"
         )
     return None if (data, model, slots) == (1, 1, 1) else sharding.mesh(data, model, slots=slots)
 

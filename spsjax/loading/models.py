@@ -221,7 +221,7 @@ def _check_mesh(mesh) -> None:
         raise InputError(f"mesh: expected None or a mesh, found {type(mesh).__name__}")
     if set(mesh.axis_names) - {"slots"} != {"data", "model"}:
         raise InputError(
-            f"mesh: expected axes data and model, and maybe slots, "
+            f"mesh: expected axes data and model, or data, model and slots, "
             f"found {', '.join(mesh.axis_names)}"
         )
     if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):

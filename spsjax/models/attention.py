@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from spsjax.caches import Segment
 from spsjax.parallel import sharding
-from spsjax.types import Array, pytree_dataclass
+from spsjax.types import Array, PyTree, pytree_dataclass
 
 MANY_QUERIES = 1024  # that attend at once, of a text without a cache
 
@@ -145,38 +145,28 @@ def attend(
     return mixed.reshape(query_BTHC.shape)
 
 
-def attend_in_turn(
-    query_BTHC: Array,
-    segment: Segment,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Sinks | None = None,
-) -> Array:
-    """Attends from a text without a cache to itself, some queries at a time if there are many.
+def in_turn(attended: Callable, *arrays: PyTree) -> Array:
+    """Returns `attended(*arrays)` [B, T, H, C], computed for `MANY_QUERIES` of T at a time.
 
-    Slot i of the segment holds the token of query i. Few of the keys behind a query are read, and
-    what is saved for the gradient does not grow with the square of T. Otherwise it is `attend`.
+    Of each part the gradient keeps the arrays alone, and computes its scores again: memory grows
+    with T, and not with its square.
+
+    Args:
+        attended: function of queries, and of what belongs to each; rows of T are independent.
+        arrays: pytrees of arrays [B or 1, T, ...], the queries first.
     """
-    T, parts = query_BTHC.shape[1], []
-    if T <= MANY_QUERIES:
-        return attend(query_BTHC, [segment], [None], scale, softcap, sinks)
-    for start in range(0, T, MANY_QUERIES):
-        now = slice(start, start + MANY_QUERIES)
-        stop = min(now.stop, T)
-        before = Segment(
-            segment.keys[:, :, :stop],
-            segment.values[:, :, :stop],
-            segment.visible[:, now, :stop],
-            segment.positions[:, :stop],
-            None,
-        )
-        some = None if sinks is None else Sinks(sinks.query[:, now], sinks.count)
+    T = jax.tree.leaves(arrays)[0].shape[1]
+    count = -(-T // MANY_QUERIES)
 
-        def attended(query, before, some):
-            return attend(query, [before], [None], scale, softcap, some)
+    def parts(array):
+        more = [(0, 0), (0, count * MANY_QUERIES - T)] + [(0, 0)] * (array.ndim - 2)
+        padded = jnp.pad(array, more, mode="edge")
+        shape = len(array), count, MANY_QUERIES, *array.shape[2:]
+        return jnp.moveaxis(padded.reshape(shape), 1, 0)
 
-        parts.append(jax.checkpoint(attended)(query_BTHC[:, now], before, some))
-    return jnp.concatenate(parts, axis=1)
+    mixed = lax.map(jax.checkpoint(lambda now: attended(*now)), jax.tree.map(parts, arrays))
+    mixed = jnp.moveaxis(mixed, 0, 1)
+    return mixed.reshape(len(mixed), -1, *mixed.shape[3:])[:, :T]
 
 
 def weights_of(

@@ -10,10 +10,11 @@ from flax import nnx
 
 from spsjax import caches as kv
 from spsjax.models.attention import (
+    MANY_QUERIES,
     Sinks,
     attend,
-    attend_in_turn,
     distance_scores,
+    in_turn,
     relative_positions,
     rope_angles,
     rope_frequencies,
@@ -212,9 +213,7 @@ class Attention(nnx.Module):
         `cached` is this layer's part of the cache, `earlier` of the block so far.
         """
         reading, block = self._reading(x_BTD, context, cached, earlier)
-        query, segments, biases, *rest = reading
-        alone = context.contiguous and not cached and biases == [None]
-        mixed = attend_in_turn(query, *segments, *rest) if alone else attend(*reading)
+        mixed = self._attended(context, *reading)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
 
     def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:
@@ -224,6 +223,21 @@ class Attention(nnx.Module):
     def keys_values(self, x_BTD, context: Context) -> KeysValues:
         """Returns the tokens' keys and values [B, T, G, C] alone."""
         return self._heads(*_apart(self.key(x_BTD), self.value(x_BTD)), context)
+
+    def _attended(self, context: Context, query, segments, biases, scale, softcap, sinks) -> Array:
+        """Returns what queries [B, T, H, C] attend to; a long text without a cache in turn."""
+        alone = context.contiguous and len(segments) == 1 and biases == [None]
+        if not alone or query.shape[1] <= MANY_QUERIES:
+            return attend(query, segments, biases, scale, softcap, sinks)
+        (block,) = segments
+
+        def attended(query, positions_BT, sinks):
+            seen = block.positions[:, None] <= positions_BT[:, :, None]
+            now = dataclasses.replace(context, positions=positions_BT, block_visible=seen)
+            near = now.segments(self.config, self.layer, (), block.keys, block.values)
+            return attend(query, near, biases, scale, softcap, sinks)
+
+        return in_turn(attended, query, context.positions, sinks)
 
     def _heads(self, key, value, context: Context) -> KeysValues:
         """Returns keys and values [B, T, G, C] from what the weights give of tokens."""

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.types import Array, PyTree
 
 # Module or parameter -> partition spec. Other parameters (norms) are replicated.
@@ -50,7 +50,8 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None, *, slot
         data: size of the axis that splits batches.
         model: size of the axis that splits weights.
         devices: devices to choose from; None: all devices.
-        slots: size of the axis that splits the slots of caches; there is none if it is 1.
+        slots: size of the axis that splits the slots of caches, a power of two; there is no such
+            axis if it is 1.
 
     Raises:
         InputError: a size is not a positive integer, there are too few devices, or `devices` holds
@@ -60,6 +61,9 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None, *, slot
     is_list = isinstance(devices, (Sequence, np.ndarray))
     if not is_list or not all(hasattr(device, "device_kind") for device in devices):
         raise InputError(f"devices: expected a list of devices, found {short_repr(devices)}")
+    check_integer("slots", slots, 1)
+    if slots & (slots - 1):
+        raise InputError(f"slots: expected a power of two, as sizes of caches are, found {slots}")
     axes = {"data": data, "model": model} | ({} if slots == 1 else {"slots": slots})
     product = " x ".join(map(short_repr, axes.values()))
     if not all(type(size) is int and size >= 1 for size in axes.values()):

@@ -96,8 +96,8 @@ def compile_pair(
         batch: number of rows, a multiple of `data`.
         prompt_tokens, max_new_tokens: lengths that size the caches, in buckets as for `generate`.
         data: size of the mesh's data axis.
-        split_slots: size of the axis that splits the slots of caches; those chips that are left
-            for each row and slot split the weights.
+        split_slots: size of the axis that splits the slots of caches. The other chips split the
+            weights.
         replicate: whether every chip holds all weights of the draft.
         dtype: type of weights and caches.
         quantize: kind of the target's matrices, as for `load`; None: of the type `dtype`.

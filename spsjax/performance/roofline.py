@@ -153,7 +153,8 @@ def lower_bound(
     flops = 2 * rows * (sum(map(_size, common)) + used * sum(map(_size, experts)))
     moved = rows / (batch // mesh.shape["data"]) * sum(c.num_bytes for c in collectives)
     # A ring all-reduce sends every byte twice: once to reduce, once to distribute the sums.
-    ring = 2 * (1 - 1 / mesh.shape["model"])
+    # All are counted like that, over the larger of the axes that split a row's work.
+    ring = 2 * (1 - 1 / max(mesh.shape["model"], mesh.shape.get("slots", 1)))
     return PassCost(
         weights=weights,
         cache=cache,
