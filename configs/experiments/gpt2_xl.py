@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
             "draft": "gpt2:small",
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
-            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
+            "mesh": {"data": 1, "model": 1, "slots": 1},  # devices; model = 0: all that there are
             "run_settings": ("greedy",),
             "settings": {
                 "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
