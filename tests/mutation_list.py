@@ -119,8 +119,8 @@ MUTANTS = [
         ("query.astype(wide) * keys", "query * keys"),
         ("return [part / total for part in weights]", "return weights"),
         (
-            "products, -jnp.inf))",
-            "products, -jnp.inf).astype('bfloat16'))",
+            "products, -jnp.inf)",
+            "products, -jnp.inf).astype('bfloat16')",
         ),
     ),
     *of(
