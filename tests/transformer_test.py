@@ -226,7 +226,7 @@ def test_long_texts_attend_in_turn(monkeypatch, changes):
 
 
 def test_memory_of_a_gradient_grows_with_the_length_alone(monkeypatch):
-    """Twice the tokens need no more than twice the memory, however many the layers."""
+    """Twice the tokens need about twice the memory; all queries at once would need four times."""
     config = tiny_config(48, num_layers=2, max_positions=1024)
     params = spread_params(config, 0, 2.0)
     for module in (attention, layers):

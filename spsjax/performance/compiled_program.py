@@ -79,7 +79,7 @@ def compile_program(
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:  # seen of JAX 0.10 with libtpu 0.0.41 or later
+    except jax.errors.JaxRuntimeError as error:  # seen with JAX 0.10 and libtpu 0.0.52
         raise InputError(
             f"{function.__name__}: expected a program whose text JAX can read, found "
             f"{one_line(error)}. Other sizes, or another version of libtpu, may do"
