@@ -140,14 +140,19 @@ def test_choices_of_several_prompts(client, models):
 
 def test_text_ends_before_a_stop(client, models):
     whole = alone(models, "import os", 40, 1)
-    stop = whole[10:13]
+    triples = (whole[i : i + 3] for i in range(10, len(whole)))
+    stop = next(triple for triple in triples if "\ufffd" not in triple)  # of whole characters
     expected = whole[: whole.find(stop)]
+    decoded = [alone(models, "import os", count, 1) for count in range(41)]
     options = {"model": NAME, "prompt": "import os", "max_tokens": 40, "seed": 1}
     for given in (stop, ["never seen", stop]):
         answer = client.completions.create(**options, stop=given)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
         pieces = list(client.completions.create(**options, stop=given, stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == expected
+        # Tokens that a round drafted beyond the stop do not count.
+        count = answer.usage.completion_tokens
+        assert stop in decoded[count] and stop not in decoded[count - 1]
 
 
 def test_a_hundred_streams_at_once_and_clients_that_go(address, models):
@@ -313,9 +318,9 @@ def test_the_stop_that_is_whole_first_ends_the_text(step):
         shown = cut(text[:end], end == len(text))
         assert shown.startswith(sent)
         sent = shown
-        if cut.found:
+        if cut.end:
             break
-    assert cut.found and sent == "xxa"
+    assert cut.end == 4 and sent == "xxa"
 
 
 def test_a_refused_batch_leaves_nothing_waiting(address, client):
@@ -398,7 +403,7 @@ def test_cut_holds_back_what_may_be_a_stop():
     texts = ["1", "1a", "1ab", "1abd", "1abdx", "1abdx.", "1abdx.abc!"]
     shown = ["1", "1", "1", "1abd", "1abd", "1abdx.", "1abdx."]
     assert [cut(text, False) for text in texts] == shown
-    assert cut.found
+    assert cut.end == len("1abdx.abc")
     assert protocol.Cut(["abc"])("1ab", True) == "1ab"
 
 

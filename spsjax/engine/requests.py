@@ -81,11 +81,20 @@ class Request:
         Raises:
             InputError: the model has no tokenizer.
         """
-        model, done = self._engine.model, self.done  # before the tokens are read
+        done = self.done  # before the tokens are read
+        return self.text_of(len(self.tokens), whole=done)
+
+    def text_of(self, count: int, whole: bool = False) -> str:
+        """Returns the text of the first new tokens; a last character that lacks some only if whole.
+
+        Raises:
+            InputError: the model has no tokenizer.
+        """
+        model = self._engine.model
         if model.tokenizer is None:
             raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
-        text = incremental_text(model.tokenizer, self.prompt, self.tokens)
-        return text if done else text.rstrip("\ufffd")
+        text = incremental_text(model.tokenizer, self.prompt, self.tokens[:count])
+        return text if whole else text.rstrip("\ufffd")
 
     def cancel(self) -> None:
         """Ends it soon. It keeps the tokens that it has, and its row goes to another request."""

@@ -1,6 +1,7 @@
 """The ASGI application: endpoints, limits and streams."""
 
 import asyncio
+import bisect
 import contextlib
 import dataclasses
 import hmac
@@ -17,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from spsjax.engine import Request
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.serving import protocol
 from spsjax.serving.metrics import Metrics
@@ -246,10 +248,11 @@ class _Server:
                 if done and request.cancelled:
                     raise ApiError(503, "the server is being stopped", "server_error")
                 reason = None
-                if done or cut.found:
+                if done or cut.end:
                     eos = self._worker.engine.model.config.eos_ids
-                    ended = cut.found or (request.tokens and request.tokens[-1] in eos)
+                    ended = cut.end or (request.tokens and request.tokens[-1] in eos)
                     reason = "stop" if ended else "length"
+                    ticket.used = _used(request, cut.end)
                 if len(text) > sent or reason:
                     pieces.put_nowait((index, text[sent:], reason))
                     sent = max(sent, len(text))
@@ -305,9 +308,17 @@ def _line(body: dict) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
+def _used(request: Request, end: int) -> int:
+    """Returns how many new tokens the text has, up to the end of its stop if it has one."""
+    most = len(request.tokens)
+    if not end:
+        return most
+    return bisect.bisect_left(range(most), end, key=lambda count: len(request.text_of(count)))
+
+
 def _usage(tickets: list[Ticket], prompts: int) -> dict[str, int]:
     """Returns the numbers of tokens; a prompt counts once, however many choices it has."""
     each = len(tickets) // prompts
     before = sum(len(ticket.request.prompt) for ticket in tickets[::each])
-    new = sum(len(ticket.request.tokens) for ticket in tickets)
+    new = sum(ticket.used for ticket in tickets)
     return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}

@@ -221,10 +221,13 @@ class Cut:
 
     Args:
         stops: the texts.
+
+    Attributes:
+        end: length of the text up to the end of the stop that cuts it; 0: there is none yet.
     """
 
     def __init__(self, stops: list[str]):
-        self.stops, self.found = stops, False
+        self.stops, self.end = stops, 0
 
     def __call__(self, text: str, done: bool) -> str:
         """Returns as much as is safe to send: what may be the beginning of a stop is held back.
@@ -233,8 +236,8 @@ class Cut:
         """
         places = {stop: text.find(stop) for stop in self.stops}
         if ends := [(place + len(stop), place) for stop, place in places.items() if place >= 0]:
-            self.found = True
-            return text[: min(ends)[1]]
+            self.end, place = min(ends)
+            return text[:place]
         if done:
             return text
         held = 0

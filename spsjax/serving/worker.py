@@ -22,10 +22,12 @@ class Ticket:
 
     Attributes:
         request: the engine's request.
+        used: number of its tokens that were answered, known at its end; it may run on for a round.
     """
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
         self.request, self._loop = request, loop
+        self.used = 0
         self._news = asyncio.Event()
         self._seen = 0
 
