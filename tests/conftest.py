@@ -143,10 +143,9 @@ def logits_of(model: loading.Model):
 
 # Files that take longest, which begin first so that no process waits for another at the end.
 SLOWEST = [
-    *("aot", "resume", "scripts", "core", "paper", "drafter_contract", "statistical"),
-    *("distributed", "trainer", "notebooks", "exactness", "compare_drafts", "sharding"),
-    *("tree_exactness", "decode", "families", "tree_loop", "tree_scripts", "verifiers", "golden"),
-    *("eagle", "train_head"),
+    *("exactness", "drafter_contract", "train_head", "eagle", "aot", "distributed", "statistical"),
+    *("tree_exactness", "verifiers", "notebooks", "scripts", "tree_scripts", "core", "families"),
+    *("sharding", "tree_loop", "decode", "resume", "trainer", "golden", "paper"),
 ]
 
 

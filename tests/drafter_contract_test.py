@@ -27,6 +27,7 @@ MIXED = SamplingParams(
     temperature=[1.0, 0.0, 0.7, 1.3], top_k=[0, 0, 5, 0], top_p=[1.0, 1.0, 1.0, 0.9003]
 )
 GREEDY = SamplingParams(temperature=0.0)
+DIFFERENT = "draft_model", "eagle3", "suffix", "random_tree"  # of these, more shapes are compiled
 
 pytestmark = pytest.mark.parametrize("name", drafting.NAMES)
 
@@ -148,8 +149,9 @@ def test_rows_do_not_depend_on_each_other(target, draft, name):
     mates = [PROMPTS[0], [40] * 8, [11, 12], [13, 14, 13]]
     other = speculate(name, target, draft, mates, seed=5)
     np.testing.assert_array_equal(other.tokens[0], out.tokens[0])
-    alone = speculate(name, target, draft, PROMPTS[:1], seed=5, sampling=SamplingParams())
-    np.testing.assert_array_equal(alone.tokens[0], out.tokens[0])
+    if name in DIFFERENT:
+        alone = speculate(name, target, draft, PROMPTS[:1], seed=5, sampling=SamplingParams())
+        np.testing.assert_array_equal(alone.tokens[0], out.tokens[0])
 
 
 def test_second_call_compiles_nothing(target, draft, name):
@@ -167,9 +169,11 @@ def test_second_call_compiles_nothing(target, draft, name):
     assert out.stats.compile_seconds == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
-def test_eight_devices_give_the_tokens_of_one(target, draft, name, shape):
-    mesh = sharding.mesh(*shape)
+@pytest.mark.parametrize("data", [1, 2])
+def test_eight_devices_give_the_tokens_of_one(target, draft, name, data):
+    if data == 1 and name not in DIFFERENT:
+        pytest.skip("a mesh that splits rows and weights is enough for drafters that are alike")
+    mesh = sharding.mesh(data, 8 // data)
     on_mesh = functools.partial(build_model, mesh=mesh)
     many = [on_mesh(model.config, model.params) for model in (target, draft)]
     out = speculate(name, *many, seed=1)

@@ -16,7 +16,13 @@ SMALLER = {
         '{"steps": 300}': '{"steps": 6, "eval_every": 6, "optimization": {"warmup": 2}}',
         "max_new_tokens=64": "max_new_tokens=8",
     },
-    "plan_a_pod": {"vocab_size=128_256": "vocab_size=16_032", "num_layers=32": "num_layers=2"},
+    "plan_a_pod": {  # as in aot_test
+        "vocab_size=128_256": "vocab_size=4000",
+        "d_model=4096": "d_model=1024",
+        "d_ff=14_336": "d_ff=3584",
+        "num_layers=32": "num_layers=2",
+        "num_heads=32": "num_heads=8",
+    },
     "train_eagle3": {
         '"steps": 150, "eval_every": 50, "length": 128, "batch": 8, "eval_examples": 32': (
             '"steps": 4, "eval_every": 4, "length": 32, "batch": 8, "eval_examples": 8, '

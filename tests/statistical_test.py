@@ -19,13 +19,13 @@ import scipy.stats
 from conftest import FAST, logits_of
 
 import spsjax
-from spsjax import SamplingParams, sampling
+from spsjax import SamplingParams, loading, sampling
 from spsjax.verifiers.lenience import lenient_distribution
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
 # p-value below which a test fails. All seeds are fixed. A real fault gives far smaller p-values.
 SUSPICIOUS = 1e-4
-ROWS, SEEDS, NEW = 8192, 4, 3
+ROWS, SEEDS, NEW = 8192, 2, 3
 PROMPT = [1, 2, 1]
 # Row b samples with MIX[b % 8], so that one batch has greedy and sampled rows.
 MIX = (
@@ -82,14 +82,18 @@ def counts_of(model, drafter, K=None, seeds=SEEDS, verifier=None):
     return counts
 
 
-@pytest.fixture(scope="module")
-def exact(small_target):
-    """Joint distributions of the target: index into MIX -> distribution."""
-    model, limit = logits_of(small_target), len(PROMPT) + NEW
+def distributions_of(target):
+    """Returns a target's joint distributions: index into MIX -> distribution."""
+    model, limit = logits_of(target), len(PROMPT) + NEW
     return {
         MIX.index(params): reference.joint_distribution(model, PROMPT, limit, **params)
         for params in MIX
     }
+
+
+@pytest.fixture(scope="module")
+def exact(small_target):
+    return distributions_of(small_target)
 
 
 @pytest.mark.parametrize("name", drafting.NAMES)
@@ -103,6 +107,16 @@ def test_generate_samples_the_target_joint_distribution(small_target, small_draf
     assert set(counts[5]) == set(exact[5]) and len(exact[5]) == 1
     # An error of one hundredth would fail the test.
     assert g_test(counts[0], perturbed(exact[0])) < SUSPICIOUS
+
+
+def test_int8_drafts_and_targets_are_sampled_exactly(small_target, small_draft, exact):
+    """A target in int8 drafts for the whole one; as a target it has a distribution of its own."""
+    small = loading.quantized(small_target, "int8_dynamic")
+    counts = counts_of(small_target, loading.load_drafter("int8_dynamic", small_target), 2, 1)
+    assert g_test(counts[0], exact[0]) > SUSPICIOUS
+    counts, own = counts_of(small, small_draft, 2, 1), distributions_of(small)
+    assert g_test(counts[0], own[0]) > SUSPICIOUS
+    assert max(abs(own[0][text] - exact[0][text]) for text in own[0]) > 1e-4
 
 
 @pytest.mark.parametrize("fault", ("one number for every role", "one key for every round"))

@@ -163,7 +163,7 @@ def error(loop, rule, **params):
     ("rule", "shape"),
     [
         ("recursive", Tree((0, 0, 1))),
-        ("recursive", Tree((0, 0, 1, 2), replacement=True)),
+        ("recursive", Tree((0, 0, 1), replacement=True)),
         ("traversal", Tree((0, 0, 1))),
         ("kseq", Tree((0, 0, 2), replacement=True)),
         ("match", Tree((0, 0, 1))),
