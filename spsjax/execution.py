@@ -12,7 +12,9 @@ from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 
 _FOREVER = 2**31 - 1
-_ROUNDS = 4  # in a row that are timed
+# Rounds in a row that are timed: so long, but this many at least, and that many at most. The first
+# ones after a pause are slower, the most where the weights fit into a processor's cache.
+_LONG, _LEAST_ROUNDS, _MOST_ROUNDS = 0.06, 4, 16
 # How often everything is timed: so long, but this often at least, and that often at most.
 _SECONDS, _LEAST_SWEEPS, _MOST_SWEEPS = 3.0, 3, 12
 _COSTS: dict = {}  # of each program and shape that was measured, the newest ones
@@ -154,11 +156,13 @@ class _Clock:
         costs = pacing.forced(depth if drafts else 0, K, depth)
         self.request.params["costs"] = placed(self.request, costs)
         self._begin_if_ended()
-        self._run(1)  # the first one may have to catch up
+        first, _ = self._run(1)  # which may have to catch up
+        count = int(np.clip(_LONG / max(first, 1e-9), _LEAST_ROUNDS, _MOST_ROUNDS))
+        count = multihost.broadcast_int(count)  # clocks may differ
         self._begin_if_ended()
         self.call = min(self.call, self._run(0)[0])
         before = multihost.to_host(self.state.accepted)
-        seconds, rounds = self._run(_ROUNDS)
+        seconds, rounds = self._run(count)
         if drafts and depth == K:
             after = multihost.to_host(self.state.accepted)
             self.accepted += (after - before)[: len(self.request.prompts)].sum(axis=0)

@@ -258,7 +258,9 @@ def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execution._Clock, "_run", counted)
         spsjax.generate(target, [[1, 2]], draft, "auto", max_new_tokens=0, stop_at_eos=False)
-    assert min(rounds[2::3]) > 1 and max(rounds) == execution._ROUNDS
+    timed = rounds[2::3]
+    assert min(timed) > 1 and max(timed) >= execution._LEAST_ROUNDS
+    assert max(timed) <= execution._MOST_ROUNDS
     assert len(execution._COSTS) == 1
     execution._COSTS.clear()
 

@@ -54,7 +54,7 @@ def run():
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         if _AUTO.value:
             # Costs need not be exact here.
-            execution._ROUNDS, execution._SECONDS, execution._LEAST_SWEEPS = 2, 0.0, 1
+            execution._MOST_ROUNDS, execution._SECONDS, execution._LEAST_SWEEPS = 4, 0.0, 1
             outs.append(spsjax.generate(target, PROMPTS, draft, "auto", **options | greedy))
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():
