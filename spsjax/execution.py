@@ -89,11 +89,16 @@ def _measure(request: Request) -> pacing.Costs:
     """
     K = request.program.drafter.num_speculative_tokens
     depths = np.asarray(pacing.scored_depths(K))
-    clock, times, end, goes_on = _Clock(request), [], 0.0, True
-    while goes_on:
+    clock, times, goes_on = _Clock(request), [], True
+
+    def sweep() -> list[list[float]]:
         # Of each round once with the drafter, and once with as many tokens of no meaning.
-        times.append([[clock.seconds(own, depth) for own in (True, False)] for depth in depths])
-        end = end or time.perf_counter() + _SECONDS  # the first time compiles
+        return [[clock.seconds(own, depth) for own in (True, False)] for depth in depths]
+
+    sweep()  # compiles; rounds right after it are slower
+    end = time.perf_counter() + _SECONDS
+    while goes_on:
+        times.append(sweep())
         goes_on = len(times) < _MOST_SWEEPS and time.perf_counter() < end
         goes_on |= len(times) < _LEAST_SWEEPS
         goes_on = bool(multihost.broadcast_int(int(goes_on)))  # clocks may differ
@@ -159,7 +164,7 @@ class _Clock:
         first, _ = self._run(1)  # which may have to catch up
         count = int(np.clip(_LONG / max(first, 1e-9), _LEAST_ROUNDS, _MOST_ROUNDS))
         count = multihost.broadcast_int(count)  # clocks may differ
-        self._begin_if_ended()
+        self._begin_if_ended(count * (1 + depth * drafts))
         self.call = min(self.call, self._run(0)[0])
         before = multihost.to_host(self.state.accepted)
         seconds, rounds = self._run(count)
@@ -179,11 +184,15 @@ class _Clock:
             rates.append(rate)
         return np.asarray(rates, np.float32)
 
-    def _begin_if_ended(self) -> None:
-        """Begins texts again of which one has no room for a round."""
+    def _begin_if_ended(self, tokens: int = 1) -> None:
+        """Begins texts again of which one has ended, or has no room for so many tokens."""
         request, count = self.request, len(self.request.prompts)
-        if self.state is not None and not multihost.to_host(self.state.done)[:count].any():
-            return
+        if self.state is not None:
+            done, lengths, limits = map(
+                multihost.to_host, (self.state.done, self.state.lengths, self.state.limits)
+            )
+            if not (done | (limits - lengths < tokens))[:count].any():
+                return
         self.state = None  # there need not be room for two
         limits = np.zeros(len(request.lengths), np.int32)  # 0: a row that only fills the mesh
         limits[:count] = _most_tokens(request)

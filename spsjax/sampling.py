@@ -80,7 +80,8 @@ class SamplingParams:
                 raise InputError(f"{field}: expected {expected}, found {short_repr(value)}")
 
     def of_one_row(self) -> "SamplingParams":
-        """Returns the parameters of the first row as single values."""
+        """Returns the parameters of a single row as single values; raises InputError for more."""
+        self.rows(1)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return SamplingParams(**{name: np.ravel(value)[0].item() for name, value in values.items()})
 

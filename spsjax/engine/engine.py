@@ -230,7 +230,7 @@ class Engine:
                 f"prompt: expected prompt, new tokens and {K + 1} more within the engine's "
                 f"{self.slots} slots, found {needed}"
             )
-        submission = Submission(call.prompts[0], sampling.of_one_row(), count, seed)
+        submission = Submission(call.prompts[0], sampling.of_one_row(), count, int(seed))
         return Request(self, call, submission)
 
     def _settle(self, *results) -> None:

@@ -310,10 +310,12 @@ def _line(body: dict) -> str:
 
 def _used(request: Request, end: int) -> int:
     """Returns how many new tokens the text has, up to the end of its stop if it has one."""
-    most = len(request.tokens)
-    if not end:
-        return most
-    return bisect.bisect_left(range(most), end, key=lambda count: len(request.text_of(count)))
+    most, text = len(request.tokens), request.text[:end]
+
+    def has_all(count: int) -> bool:
+        return request.text_of(count, whole=True)[:end] == text
+
+    return bisect.bisect_left(range(most), True, key=has_all) if end else most
 
 
 def _usage(tickets: list[Ticket], prompts: int) -> dict[str, int]:
