@@ -220,8 +220,12 @@ def test_arguments_that_cannot_be_used(target, arguments, message):
         ([1], {"max_new_tokens": -3}, "max_new_tokens: "),
         ([1], {"seed": -1}, "seed: "),
         ([1], {"sampling": 1.0}, "sampling: "),
-        ([1], {"sampling": SamplingParams([])}, "temperature: expected one value or 1 "),
-        ([1], {"sampling": SamplingParams(top_p=[0.5, 1.0])}, "top_p: expected one value or 1 "),
+        (
+            [1],
+            {"sampling": SamplingParams([]), "max_new_tokens": 3},
+            "temperature: expected one value or 1 ",
+        ),
+        ([1], {"sampling": SamplingParams(1, 0, [0.5, 1]), "max_new_tokens": 3}, "top_p: expected"),
     ],
 )
 def test_requests_that_cannot_be_run(engine, prompt, options, message):

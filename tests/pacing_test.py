@@ -362,9 +362,9 @@ def test_auto_on_eight_devices(target, draft, monkeypatch):
     """Of the rows, one only fills the mesh: it is done, and must not make the clock begin anew."""
     clocks, begin = [], execution._Clock._begin_if_ended
 
-    def counted(clock):
+    def counted(clock, *room):
         before = clock.state
-        begin(clock)
+        begin(clock, *room)
         clocks.append(clock.state is not before)
 
     monkeypatch.setattr(execution._Clock, "_begin_if_ended", counted)
