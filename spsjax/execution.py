@@ -12,8 +12,8 @@ from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 
 _FOREVER = 2**31 - 1
-# Rounds in a row that are timed: so long, but this many at least, and that many at most. The first
-# ones after a pause are slower, the most where the weights fit into a processor's cache.
+# Rounds in a row that are timed: as many as last so many seconds, within these bounds. The first
+# ones after a pause are slower.
 _LONG, _LEAST_ROUNDS, _MOST_ROUNDS = 0.06, 4, 16
 # How often everything is timed: so long, but this often at least, and that often at most.
 _SECONDS, _LEAST_SWEEPS, _MOST_SWEEPS = 3.0, 3, 12

@@ -39,8 +39,7 @@ needs_libtpu = pytest.mark.skipif(
 def small(name: str, **fields):
     """Returns a model of `configs/models` with two layers of a quarter of the width.
 
-    It compiles much faster and has the same collectives. Its cycles say little, since its weights
-    fit into the memory beside the matrix unit.
+    It compiles much faster and has the same collectives. Its cycles say little of the whole model.
     """
     whole = configs.model_config(name, MODELS)
     quarters = {field: getattr(whole, field) // 4 for field in ("d_model", "d_ff", "num_heads")}
@@ -157,7 +156,7 @@ def test_llama_pair_fits_on_eight_v5e_chips():
 
 @needs_libtpu
 def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights():
-    """Trees have the collectives of chains, and move only logits; the path is put together once."""
+    """Trees have the collectives of chains, and move only logits."""
     tree = Tree((0, 0, 0, 1, 1, 1, 2, 4, 4, 5, 7, 8, 8, 9, 10, 11))
     target = small("chinchilla_70b")
     plan = aot.plan_pair(

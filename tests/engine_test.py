@@ -146,11 +146,11 @@ def test_error_in_a_row_leaves_the_others_alone(target):
     assert failing.done and failing.tokens == []
 
 
-# Drafters whose states are put in differently; others are like one of these.
-STATES = "hybrid", "lookahead", "medusa", "none", "random_tree", "sparse_self", "spire", "suffix"
+# Of drafters whose states are inserted in the same way, one.
+KINDS = "hybrid", "lookahead", "medusa", "none", "random_tree", "sparse_self", "spire", "suffix"
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_state_keeps_its_rows_apart(target, draft, name):
     """A request that is put in late, beside others, gets what it gets alone."""
     drafter = None if name == "none" else drafting.build(name, draft, 3)

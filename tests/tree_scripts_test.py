@@ -125,7 +125,7 @@ def test_file_that_holds_no_tree_is_refused(pair, tmp_path, text, part):
     fails_with_one_line(run("generate.py", *flags), part)
 
 
-def test_compare_verifiers_judges_every_draft_by_every_rule(pair, tmp_path):
+def test_compare_verifiers_judges_and_times_every_rule(pair, tmp_path):
     """The same command prints the same table again, from what it has stored."""
     flags = (*pair, *SMALL, "--config.num_nodes=4", "--config.levels=2")
     flags += ("--config.run_settings=('sampled','greedy')", f"--workdir={tmp_path}")
@@ -135,7 +135,6 @@ def test_compare_verifiers_judges_every_draft_by_every_rule(pair, tmp_path):
     assert {("chain", "block"), ("tree", "traversal"), ("independent tree", "kseq")} <= rules
     assert ("paths", "multipath") in rules
     assert all(1 <= row["expected"] <= row["levels"] + 1.001 for row in rows)
-
     assert {row["setting"] for row in rows} == {"sampled", "greedy"}
     assert all(row["ms_per_token"] > 0 and row["tokens"] == 12 for row in rows)
     assert {row["same_tokens"] for row in rows if row["setting"] == "greedy"} == {True}
