@@ -60,20 +60,28 @@ if has huggingface && ! "$PYTHON" -c "import torch, transformers" 2>/dev/null; t
   echo "huggingface: left out, torch or transformers is not installed"
   PARTS=${PARTS/huggingface/}
 fi
-for pair in $pairs; do
-  has loop && run_part "loop-$pair" "${SUITE[@]}" --part=loop "--pair=$pair" --profile &
-  has huggingface && run_part "huggingface-$pair" "${SUITE[@]}" --part=huggingface "--pair=$pair" &
+# All pairs of a part prepare beside each other. The two parts do not: to compile for PyTorch takes
+# so long that the loop's turn would come too late.
+for part in loop huggingface; do
+  profile=""
+  [ $part = loop ] && profile=--profile
+  for pair in $pairs; do
+    has $part && run_part "$part-$pair" "${SUITE[@]}" "--part=$part" "--pair=$pair" $profile &
+  done
+  wait
 done
-wait
+# What follows takes no times: kernels that are tried against others would only take time to compile.
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"
 has flips && run_part flips "${SUITE[@]}" --part=flips
 if has tests; then
   platform=$("$PYTHON" -c 'import jax; print({"gpu": "cuda"}.get(jax.default_backend(), "cpu"))')
   tests="tests/core_test.py tests/drafter_contract_test.py"
-  only="not eight and not mesh"
+  only="not eight and not mesh" beside=""
   [ $SIZE = tiny ] && tests=tests/drafter_contract_test.py only=hashable
+  [ $SIZE = full ] && "$PYTHON" -c "import xdist" 2>/dev/null && beside=--numprocesses=8
   # Each result is printed at once, because time may run out.
   SPSJAX_TEST_PLATFORM=$platform JAX_DEFAULT_MATMUL_PRECISION=highest run_part tests \
-    "$PYTHON" -m pytest -v --tb=short -p no:cacheprovider -k "$only" $tests
+    "$PYTHON" -m pytest -v --tb=short -p no:cacheprovider $beside -k "$only" $tests
 fi
 if compgen -G "$OUT/part-*.json" >/dev/null; then
   "${SUITE[@]}" --part=report 2>&1 | tee "$OUT/report.txt" || echo report >>"$OUT/status"

@@ -39,12 +39,12 @@ def get_config(size: str = "full") -> ml_collections.ConfigDict:
             "trees": ((4, 1, 1, 1), (4, 2, 1, 1, 1, 1, 1, 1)),  # 16 and 60 nodes
             "scored": (2, 9, 17, 61),  # tokens of a scoring pass alone, beside 1 and K + 1
             "acceptance": 0.8,
-            "new_tokens": 128,
+            "new_tokens": 64,
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
             "repetitions": 3,
             "threads": 8,  # that compile
-            "compile_seconds": 120.0,  # none begins to compile later
-            "seconds": 50.0,  # none begins to be timed later, per pair
+            "compile_seconds": 100.0,  # none begins to compile later
+            "seconds": 40.0,  # none begins to be timed later, per pair
             "huggingface": {
                 "variants": ("plain", "assisted", "compiled"),
                 "batches": (1, 8, 32),
@@ -52,8 +52,8 @@ def get_config(size: str = "full") -> ml_collections.ConfigDict:
                 "num_speculative_tokens": 4,
                 "new_tokens": 48,
                 "repetitions": 2,
-                "compile_seconds": 90.0,  # no call that compiles begins later
-                "seconds": 25.0,  # none begins to be timed later, per pair
+                "compile_seconds": 80.0,  # no call that compiles begins later
+                "seconds": 20.0,  # none begins to be timed later, per pair
             },
             "flips": {
                 "target": "pystdlib/target",
