@@ -9,8 +9,8 @@ A task without a file is left out.
 Hardware: any; measured on two cores of an Intel Xeon, whose cache holds the weights.
 Time there: 50 minutes for table 1 and 13 for figure 1, with the commands of docs/results.md, and 8
 for Spec-Bench with at most 128 new tokens.
-Figures there: speed-ups of 1.26 (stdlib), 1.11 (XSum) and 1.18 (HumanEval) with nucleus sampling,
-and of 1.16 over all of Spec-Bench (docs/results.md).
+Figures there, in float32: speed-ups of 1.26 (stdlib), 1.11 (XSum) and 1.18 (HumanEval) with nucleus
+sampling, and of 1.16 over all of Spec-Bench (docs/results.md; other machines there, too).
 """
 
 import ml_collections
