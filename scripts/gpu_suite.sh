@@ -6,7 +6,8 @@
 #   PARTS="loop huggingface" bash scripts/gpu_suite.sh runs/gpu
 #
 # The folder receives a JSON and a log per part, results.json, results.png, and the compiled programs
-# (cache/): with them, a second run compiles only what has changed. The parts:
+# (cache/): with them, a second run compiles only what has changed. The report is of all results in
+# the folder; a part that runs again replaces its own. The parts:
 #
 #   loop         ArS, SpS and trees against the memory's bandwidth, with random weights
 #   huggingface  `generate` at the same shapes: plain, assisted, static cache with torch.compile
@@ -26,17 +27,20 @@ case "${2:-}" in
   *) fail "$2: expected --tiny or nothing" ;;
 esac
 PARTS=${PARTS:-loop huggingface flips tests}
+[[ $PARTS == *[![:space:]]* ]] ||
+  fail "PARTS: expected some of loop, huggingface, flips, tests, found none"
 for part in $PARTS; do
   [[ " loop huggingface flips tests " == *" $part "* ]] ||
     fail "PARTS: expected some of loop, huggingface, flips, tests, found $part"
 done
 [[ ${SUITE_SECONDS:=500} =~ ^[1-9][0-9]{0,5}$ ]] ||
-  fail "SUITE_SECONDS: expected a whole number of seconds, found $SUITE_SECONDS"
+  fail "SUITE_SECONDS: expected 1 to 999999 seconds, found $SUITE_SECONDS"
+PYTHON=${PYTHON:-python3}
+command -v "$PYTHON" >/dev/null || fail "PYTHON: expected an interpreter, found $PYTHON"
 END=$((SECONDS + SUITE_SECONDS))
-mkdir -p "$1" || exit 1
+mkdir -p "$1" 2>/dev/null && [ -w "$1" ] || fail "$1: expected a folder that can be written"
 OUT=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 1
-PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false  # several processes share the accelerator
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/cache}
@@ -56,6 +60,7 @@ run_part() {  # name command...: with its own log, ended when time is up
 }
 
 pairs=$("${SUITE[@]}" --part=pairs) || exit 1
+[ -n "$pairs" ] || fail "PYTHON: expected an interpreter that runs scripts, found $PYTHON"
 if has huggingface && ! "$PYTHON" -c "import torch, transformers" 2>/dev/null; then
   echo "huggingface: left out, torch or transformers is not installed"
   PARTS=${PARTS/huggingface/}
@@ -83,6 +88,10 @@ if has tests; then
   SPSJAX_TEST_PLATFORM=$platform JAX_DEFAULT_MATMUL_PRECISION=highest run_part tests \
     "$PYTHON" -m pytest -v --tb=short -p no:cacheprovider $beside -k "$only" $tests
 fi
+for part in ${PARTS/tests/}; do
+  compgen -G "$OUT/part-$part*.json" >/dev/null ||
+    echo "$part: no results; more SUITE_SECONDS than $SUITE_SECONDS may help, and its log says more"
+done
 if compgen -G "$OUT/part-*.json" >/dev/null; then
   "${SUITE[@]}" --part=report 2>&1 | tee "$OUT/report.txt" || echo report >>"$OUT/status"
 fi

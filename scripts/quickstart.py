@@ -13,6 +13,7 @@ from ml_collections import config_flags
 
 import spsjax
 from spsjax.cli import main, terminal
+from spsjax.errors import check_integer
 from spsjax.evaluation import speed
 from spsjax.evaluation.summary import SystemSummary
 from spsjax.models import transformer
@@ -26,6 +27,10 @@ _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model."
 def run():
     config = _CONFIG.value
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    if config.preview not in config.run_settings:
+        known = ", ".join(config.run_settings)
+        raise spsjax.InputError(f"preview: expected one of {known}, found {config.preview}")
+    check_integer("prompts", config.prompts, 1)
     target = spsjax.load(config.target, dtype=config.dtype)
     draft = spsjax.load(config.draft, dtype=config.dtype)
     for model in (target, draft):

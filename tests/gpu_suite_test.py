@@ -69,7 +69,9 @@ def test_suite_fails_with_a_part(tmp_path):
         ((), {}, "expected a folder"),
         (("x", "--tinny"), {}, "--tinny: expected --tiny or nothing"),
         (("x",), {"PARTS": "loops"}, "PARTS: expected some of loop"),
-        (("x",), {"SUITE_SECONDS": "1.5"}, "SUITE_SECONDS: expected a whole number"),
+        (("x",), {"PARTS": " "}, "PARTS: expected some of loop"),
+        (("x",), {"SUITE_SECONDS": "1.5"}, "SUITE_SECONDS: expected 1 to 999999 seconds"),
+        (("x",), {"PYTHON": "nopython"}, "PYTHON: expected an interpreter, found nopython"),
         (("--tiny",), {}, "expected a folder"),
     ],
 )

@@ -30,6 +30,12 @@ def test_target_of_code_knows_python(target, texts):
     assert float(losses.cross_entropy(logits, rows[:, 1:]).mean()) < 3.3
 
 
+def test_layer_of_another_shipped_target_is_refused(target):
+    """Both layers have the same shape, and their targets other vocabularies of the same size."""
+    with pytest.raises(spsjax.InputError, match=r"expected the tokenizer of pystdlib/target"):
+        spsjax.load_drafter("pystdlib/eagle3", target)
+
+
 def test_drafts_from_features_are_often_accepted(target, texts):
     """Of the first draft tokens after beginnings of files, 0.49 to 0.57, by version of Python."""
     drafter = spsjax.load_drafter("pycode/eagle3", target)

@@ -22,8 +22,15 @@ from spsjax.drafters import (
 )
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
-from spsjax.loading.models import Model, compute_type, default_dtype, load, quantized
-from spsjax.loading.names import folder_of, layout_of
+from spsjax.loading.models import (
+    Model,
+    compute_type,
+    default_dtype,
+    load,
+    load_tokenizer,
+    quantized,
+)
+from spsjax.loading.names import folder_of, is_shipped, layout_of
 from spsjax.models import quantization
 from spsjax.models.hf import feature_weights, head_weights
 from spsjax.parallel import sharding
@@ -248,6 +255,13 @@ def _load_head(
     """Returns a drafter that continues the target's features."""
     files = layout_of(folder)
     layout = files.describe(folder, target.config)
+    if is_shipped(folder) and target.tokenizer is not None:
+        own = folder.parent / "target"
+        if load_tokenizer(own) != target.tokenizer:
+            raise InputError(
+                f"drafter {name}: expected the tokenizer of {own.parent.name}/target, which it was "
+                f"trained for, found that of {target.name}"
+            )
     module = getattr(drafters, layout.method)
     drafter = module.Drafter(target=target.config, tree=tree, **layout.fields)
     where = drafter.shardings(target.mesh, replicate)

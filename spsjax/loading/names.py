@@ -31,6 +31,11 @@ def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     )
 
 
+def is_shipped(folder: pathlib.Path) -> bool:
+    """Returns whether a folder is one of those that `spsjax` brings along."""
+    return _SHIPPED in folder.parents
+
+
 def layout_of(folder: pathlib.Path):
     """Returns the module that reads the drafter in a folder; None: it holds a model."""
     if head_weights.method_of(folder):
