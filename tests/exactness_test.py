@@ -185,10 +185,10 @@ RULES = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "K", "params"), [*((rule, 2, FEW) for rule in RULES), ("specdec", 3, PARAMS[:1])]
+    ("name", "K", "params"), [*((name, 2, FEW) for name in RULES), ("specdec", 3, PARAMS[:1])]
 )
-def test_chain_that_ends_early_is_lossless(rule, K, params):
-    studied, rule = loop("draft_model", K, 3), RULES[rule]
+def test_chain_that_ends_early_is_lossless(name, K, params):
+    studied, rule = loop("draft_model", K, 3), RULES[name]
     drafter, weights = dataclasses.replace(studied.drafter, stop_rule=rule), None
     if isinstance(rule, learned_stopping.LearnedRule):
         weights = rule.init_params(jax.random.key(2), VOCAB)
