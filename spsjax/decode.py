@@ -79,13 +79,27 @@ class DecodeState:
     accepted: Array  # [B, K+1] int32, rounds by how many draft tokens were accepted
 
 
-def step(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
-    """Runs one round: between 1 and K + 1 tokens for every row that is not done."""
-    keys, depths = round_keys(state), None
+def step(
+    program: Program,
+    params: PyTree,
+    state: DecodeState,
+    depths_B: Array | None = None,
+    rests: bool = False,
+) -> DecodeState:
+    """Runs one round: between 1 and K + 1 tokens for every row that is not done.
+
+    Args:
+        program, params: static configuration of the loop; parameters of target and drafter.
+        state: state between rounds.
+        depths_B: how deep each row is drafted, of a program with a pacer; None: as it says.
+        rests: whether all depths are known to be 0: a round of autoregressive sampling.
+    """
+    keys = round_keys(state)
     if program.pacer is not None:
-        depths, state = pace(program, params, state)
+        depths_B = wanted_depths(program, params, state) if depths_B is None else depths_B
+        state = caught_up(program, params, state, depths_B)
     with jax.named_scope("propose"):
-        proposal, drafted = propose(program, params, state, keys, depths)
+        proposal, drafted = propose(program, params, state, keys, depths_B, rests)
 
     def judge(proposal: Proposal) -> tuple[ModelOutput, Verdict]:
         with jax.named_scope("score"):
@@ -93,27 +107,47 @@ def step(program: Program, params: PyTree, state: DecodeState) -> DecodeState:
         with jax.named_scope("verify"):
             return output, program.verifier(keys, proposal, output.logits, state.rows)
 
-    least = None if depths is None else params["costs"].least
-    output, verdict = scoring.at_smallest_size(program.drafter, state.done, proposal, judge, least)
+    if rests:
+        output, verdict = scoring.at_root(program.drafter, proposal, judge)
+    else:
+        least = None if depths_B is None else params["costs"].least
+        output, verdict = scoring.at_smallest_size(
+            program.drafter, state.done, proposal, judge, least
+        )
     with jax.named_scope("commit"):
-        return commit(program, params, state, drafted, proposal, output, verdict, depths)
+        return commit(program, params, state, drafted, proposal, output, verdict, depths_B)
 
 
 def run(
     program: Program, params: PyTree, state: DecodeState, max_rounds: Array | None = None
 ) -> DecodeState:
-    """Runs rounds until every row is done, or one has failed; at most `max_rounds`, if given."""
+    """Runs rounds until every row is done, or one has failed; at most `max_rounds`, if given.
+
+    Rounds in which a pacer lets the drafter rest have a loop of their own, because they are cheaper
+    where that is known before. So the first one is a round like any other.
+    """
 
     def goes_on(carry):
-        count, state = carry
+        count, state, _ = carry
         unfinished = ~jnp.all(state.done) & ~jnp.any(state.failed)
         return unfinished if max_rounds is None else unfinished & (count < max_rounds)
 
-    def advance(carry):
-        count, state = carry
-        return count + 1, step(program, params, state)
+    def advance(carry, rests=False):
+        count, state, depths_B = carry
+        state = step(program, params, state, depths_B, rests)
+        return count + 1, state, wanted_depths(program, params, state)
 
-    return lax.while_loop(goes_on, advance, (jnp.zeros((), jnp.int32), state))[1]
+    def may_rest(carry):
+        # Measurements that score more than is drafted need other rounds.
+        return goes_on(carry) & jnp.all(carry[2] == 0) & (params["costs"].least == 0)
+
+    def advance_to_draft(carry):
+        rest = functools.partial(advance, rests=True)
+        return lax.while_loop(may_rest, rest, advance(carry))
+
+    start = jnp.zeros((), jnp.int32), state, wanted_depths(program, params, state)
+    body = advance if program.pacer is None else advance_to_draft
+    return lax.while_loop(goes_on, body, start)[1]
 
 
 def round_keys(state: DecodeState) -> Array:
@@ -125,13 +159,19 @@ def round_keys(state: DecodeState) -> Array:
     return jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
 
 
-def pace(program: Program, params: PyTree, state: DecodeState) -> tuple[Array, DecodeState]:
-    """Returns how deep each row is drafted in this round, and a state that is ready for it."""
+def wanted_depths(program: Program, params: PyTree, state: DecodeState) -> Array | None:
+    """Returns [B], how deep each row is drafted in this round; None without a pacer: K."""
+    if program.pacer is None:
+        return None
     costs = params["costs"]
     depths = program.pacer.depths(costs, state.pace, state.done)
-    depths = jnp.where((costs.fixed < 0) | state.done, depths, costs.fixed)
-    drafter = program.drafter.catch_up(params, state.drafter, state.tokens, state.lengths, depths)
-    return depths, dataclasses.replace(state, drafter=drafter)
+    return jnp.where((costs.fixed < 0) | state.done, depths, costs.fixed)
+
+
+def caught_up(program: Program, params: PyTree, state: DecodeState, depths_B: Array) -> DecodeState:
+    """Returns a state whose drafter is ready for a round of these depths, after any rests."""
+    drafter = program.drafter.catch_up(params, state.drafter, state.tokens, state.lengths, depths_B)
+    return dataclasses.replace(state, drafter=drafter)
 
 
 def propose(
@@ -140,6 +180,7 @@ def propose(
     state: DecodeState,
     keys_B: Array,
     depths_B: Array | None = None,
+    rests: bool = False,
 ) -> tuple[Proposal, PyTree]:
     """Returns what the drafter proposes, and the arrays that its `commit` needs.
 
@@ -148,6 +189,7 @@ def propose(
         state: state between rounds.
         keys_B: keys of the round.
         depths_B: greatest depth of a token per row; None: K. If all are 0, nothing is run.
+        rests: whether all are known to be 0, so that nothing is compiled either.
 
     Raises:
         InputError: when traced, for a proposal that target, drafter or verifier do not allow.
@@ -171,9 +213,11 @@ def propose(
     if depths_B is None:
         proposal, drafted = draft()
     else:
-        shapes = jax.eval_shape(draft)
-        nothing = functools.partial(base.nothing, shapes)
-        proposal, drafted = lax.cond(jnp.any(depths_B > 0), draft, nothing)
+        nothing = functools.partial(base.nothing, jax.eval_shape(draft))
+        if rests:
+            proposal, drafted = nothing()
+        else:
+            proposal, drafted = lax.cond(jnp.any(depths_B > 0), draft, nothing)
         too_deep = _node_depths(proposal) > depths_B[:, None]
         if proposal.eligible is not None:  # others are there to be scored
             too_deep &= proposal.eligible
@@ -232,8 +276,11 @@ def commit(
 ) -> DecodeState:
     """Appends the verdict's tokens, up to an end of sequence or the row's limit.
 
-    `drafted` and `depths_B` are what `propose` returned and was given.
+    `drafted` and `depths_B` are what `propose` returned and was given. `output` may be that of a
+    smaller pass than of all nodes.
     """
+    block = output.block
+    output = scoring.pad_output(output, 1 + proposal.tokens.shape[1])
     active = ~state.done
     room = state.limits - state.lengths
     count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
@@ -265,7 +312,7 @@ def commit(
         tokens=tokens,
         lengths=lengths,
         done=state.done | failed | ended | (lengths >= state.limits),
-        cache=state.cache.write(output.block, path, lengths - 1, output.hidden),
+        cache=state.cache.write(block, path, lengths - 1, output.hidden),
         drafter=program.drafter.commit(
             params, state.drafter, drafted, tokens, lengths, proposal, output, verdict
         ),

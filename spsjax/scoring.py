@@ -31,7 +31,7 @@ def at_smallest_size(
 
     def branch(size: int):
         output, verdict = judge(_first_nodes(proposal, size))
-        return _pad_output(output, N - size), _fit_verdict(verdict, K + 1)
+        return pad_output(output, 1 + N), _fit_verdict(verdict, K + 1)
 
     if len(sizes) == 1:
         return branch(N)
@@ -41,6 +41,12 @@ def at_smallest_size(
         used = jnp.maximum(used, jnp.asarray(within)[least])
     index = jnp.sum(used > jnp.asarray(sizes[:-1]))
     return lax.switch(index, [functools.partial(branch, size) for size in sizes])
+
+
+def at_root(drafter: base.Drafter, proposal: Proposal, judge) -> tuple[ModelOutput, Verdict]:
+    """Calls `judge` on none of the proposal's nodes, if it is known that no node holds a token."""
+    output, verdict = judge(_first_nodes(proposal, 0))
+    return output, _fit_verdict(verdict, drafter.num_speculative_tokens + 1)
 
 
 def _first_nodes(proposal: Proposal, count: int) -> Proposal:
@@ -68,11 +74,14 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     )
 
 
-def _pad_output(output: ModelOutput, missing: int) -> ModelOutput:
-    """Pads the output of a smaller pass, so that all sizes have the same shapes.
+def pad_output(output: ModelOutput, rows: int) -> ModelOutput:
+    """Pads the output of a smaller pass to so many rows, so that all sizes have the same shapes.
 
     Nodes that were not scored have no position.
     """
+    missing = rows - output.block.positions.shape[1]
+    if not missing:
+        return output
 
     def pad(array, axis=1, value=0):
         widths = [(0, 0)] * array.ndim

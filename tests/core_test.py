@@ -247,6 +247,8 @@ def test_run_copies_no_cache(draft, name):
 
 def test_cache_copies_of_a_copying_program_are_found():
     """A write that no read orders copies the whole cache, and `cache_copies` finds that copy."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("XLA's compiler for GPUs puts such a write after the reads by itself")
     cache = jnp.zeros((3, 2, 64, 4))
 
     def broken(cache, row):
@@ -311,12 +313,14 @@ def test_last_chunk_stays_within_the_cache(target, draft):
             np.testing.assert_allclose(written[:, :, :26], right[:, :, :26], atol=1e-5)
 
 
-def test_drafter_of_another_target_is_refused(target, draft):
-    """Another vocabulary, or other devices."""
+def test_drafter_of_another_target_is_refused(target):
     other = spread_model(32)
     drafter = loading.as_drafter(nearby_model(other), other)
     with pytest.raises(InputError, match="expected probs of a proposal as floating"):
         spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
+
+
+def test_drafter_that_is_not_on_the_targets_mesh_is_refused(target, draft):
     mesh = spsjax.sharding.mesh(1, 8)
     split = build_model(target.config, target.params, mesh)
     drafter = loading.as_drafter(draft, target)

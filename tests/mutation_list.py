@@ -589,11 +589,11 @@ MUTANTS = [
     *of(
         "drafters/waiting.py",
         "pacing -k rounds_without",
-        ("index % slots, waiting", "index, waiting"),
+        ("index % slots, state.unread", "index, state.unread"),
         ("jnp.minimum(index + 1,", "jnp.minimum(index,"),
         ("slots - 2 * chunk)", "slots)"),
         ("wait(state, 0)", "wait(state, 1)"),
-        ("ends = jnp.minimum(state.cache.lengths + count, waiting.pairs)", "ends = waiting.pairs"),
+        ("jnp.minimum(state.cache.lengths + count, state.unread.pairs)", "state.unread.pairs"),
     ),
     *of(
         "drafters/draft_model.py",
@@ -643,6 +643,12 @@ MUTANTS = [
         "pacing",
         ("too_deep &= proposal.eligible", "pass"),
         ("jnp.where(too_deep, -1, proposal.tokens)", "proposal.tokens"),
+    ),
+    *of(
+        "decode.py",
+        "pacing -k loop_gives",
+        ("count + 1, state, wanted_depths(program, params, state)", "count + 1, state, depths_B"),
+        ("return goes_on(carry) & jnp.all", "return ~jnp.all(carry[1].done) & jnp.all"),
     ),
     *of(
         "scoring.py",

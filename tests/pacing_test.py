@@ -156,11 +156,12 @@ def test_rounds_without_a_draft_lose_nothing(target, draft, name, monkeypatch):
     keys = sampling.row_keys(jax.random.key(1), 4)
     start = jax.jit(decode.prefill, static_argnums=(0, 1))
     state = start(paced, 192, params, *inputs, keys)
-    step = jax.jit(functools.partial(decode.step, paced))
+    run = jax.jit(functools.partial(decode.run, paced))
 
     @jax.jit
     def proposed(params, state):
-        depths, state = decode.pace(paced, params, state)
+        depths = decode.wanted_depths(paced, params, state)
+        state = decode.caught_up(paced, params, state, depths)
         keys = decode.round_keys(state)
         return decode.propose(paced, params, state, keys, depths)[0], state.lengths
 
@@ -174,8 +175,9 @@ def test_rounds_without_a_draft_lose_nothing(target, draft, name, monkeypatch):
 
     for depth, rounds in ((0, 1), (2, 1), (0, 3), (K, 2), (0, 40), (1, 1), (K, 1)):
         forced = params | {"costs": pacing.forced(depth, K)}
-        for _ in range(rounds):
-            before = np.asarray(state.accepted)
+        # Rounds without a draft follow each other in a loop of their own.
+        for count in [rounds] if depth == 0 else [1] * rounds:
+            before = state
             proposal, _ = proposed(forced, state)
             if depth == 0:
                 assert np.all(np.asarray(proposal.tokens) == -1)
@@ -184,10 +186,54 @@ def test_rounds_without_a_draft_lose_nothing(target, draft, name, monkeypatch):
                 np.testing.assert_array_equal(proposal.tokens, expected.tokens)
                 if expected.probs is not None:
                     np.testing.assert_allclose(proposal.probs, expected.probs, atol=1e-4)
-            state = step(forced, state)
-            accepted = np.asarray(state.accepted) - before
+            state = run(forced, state, count)
+            accepted = np.asarray(state.accepted) - np.asarray(before.accepted)
             assert not accepted[:, depth + 1 :].any()
+            np.testing.assert_array_equal(state.rounds, before.rounds + count)
     assert not np.any(state.failed) and np.all(state.lengths > lengths + 45)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sometimes(pacing.Pacer):
+    """Drafts in one of four rounds, and in two of seven, of each row's own rounds."""
+
+    def init(self, costs, batch, num_speculative_tokens):
+        return jnp.zeros(batch, jnp.int32)
+
+    def depths(self, costs, state, done_B):
+        return jnp.where(done_B | (state % 4 != 1) & (state % 7 < 5), 0, 1 + state % K)
+
+    def update(self, costs, state, asked_B, offered_B, accepted_B):
+        return state + 1
+
+
+@pytest.mark.parametrize("name", ("draft_model", "eagle", "random_tree"))
+def test_loop_gives_what_its_rounds_give(target, draft, name):
+    """Whether a row rests in a round of the loop of rests or in one like any other."""
+    loaded, batch = drafting.build(name, draft, K), len(PROMPTS)
+    verifier = drafting.verifier(name)
+    program = decode.Program(target.config, loaded.drafter, verifier, pacer=Sometimes())
+    params = {"target": target.params, "drafter": loaded.params, "costs": pacing.forced(-1, K)}
+    tokens = np.tile(np.asarray([[3, 4, 5, 3]], np.int32), (batch, 1))
+    lengths = np.asarray([4, 3, 4, 2], np.int32)
+    limits = np.asarray([40, 30, 4, 36], np.int32)
+    keys = sampling.row_keys(jax.random.key(2), batch)
+    start = jax.jit(decode.prefill, static_argnums=(0, 1))
+    state = start(program, 64, params, SamplingParams().rows(batch), tokens, lengths, limits, keys)
+    step = jax.jit(functools.partial(decode.step, program))
+    run = jax.jit(functools.partial(decode.run, program))
+    one_by_one, count = state, 0
+    while not one_by_one.done.all():
+        one_by_one, count = step(params, one_by_one), count + 1
+        if count == 9:
+            nine = one_by_one
+    for after, expected in ((run(params, state), one_by_one), (run(params, state, 9), nine)):
+        for field in ("lengths", "done", "failed", "rounds", "proposed", "accepted", "pace"):
+            np.testing.assert_array_equal(getattr(after, field), getattr(expected, field))
+        for row, length in enumerate(np.asarray(after.lengths)):
+            np.testing.assert_array_equal(after.tokens[row, :length], expected.tokens[row, :length])
+    histogram = np.asarray(one_by_one.accepted).sum(axis=0)
+    assert histogram[0] > 20 and histogram[1:].sum() > 4
 
 
 def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft):

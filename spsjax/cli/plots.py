@@ -234,17 +234,20 @@ def decoding(results: Sequence[Mapping], path) -> None:
         results: results of the parts "loop" and "huggingface"; others are left out.
         path: path of the PNG.
     """
-    bars: dict[str, dict[str, dict[str, float]]] = {}  # by pair and shape
+    bars: dict[str, dict[str, dict[str, tuple]]] = {}  # by pair and shape: order and time
     bounds: dict[tuple[str, str], float] = {}
     for result in results:
         for row in result["rows"] if result["part"] in ("loop", "huggingface") else ():
             if not row["tokens"]:
                 continue
             cell = row.get("cell", row)
-            name = f"HF {row['variant']}" if "variant" in row else decode_times.Cell(**cell).name
+            name, order = f"HF {row.get('variant')}", 0
+            if "variant" not in row:
+                known = decode_times.Cell(**cell)
+                name, order = known.name, 1 + known.nodes
             shape = f"batch {cell['batch']}, context {cell['context']}"
             own = bars.setdefault(result["pair"], {}).setdefault(shape, {})
-            own[name] = row["ms"] / row["tokens"]
+            own[name] = order, row["ms"] / row["tokens"]
             if name == "ArS":
                 bounds[result["pair"], shape] = row["lower_bound_ms"]
     shapes = list(dict.fromkeys(shape for own in bars.values() for shape in own))
@@ -255,7 +258,11 @@ def decoding(results: Sequence[Mapping], path) -> None:
         for column, (pair, own) in enumerate(bars.items()):
             for row, shape in enumerate(shapes):
                 axis, times = axes[row, column], own.get(shape, {})
-                axis.barh(list(times), list(times.values()), color="C0", height=0.6)
+                if not times:
+                    axis.set_axis_off()
+                    continue
+                names = sorted(times, key=times.get)
+                axis.barh(names, [times[name][1] for name in names], color="C0", height=0.6)
                 bound = bounds.get((pair, shape))
                 if bound is not None:
                     axis.axvline(bound, color="C3", ls=":", label="lower bound of ArS")

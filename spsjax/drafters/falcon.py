@@ -136,7 +136,7 @@ class Drafter(features.FeatureDrafter):
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         found = tree.along(verdict.path, self.features(params, output))
         if self.waits:
-            later = waiting.add(state.unread, found, lengths_B - 1)
+            later = waiting.add(state.unread, found, lengths_B - 1, state.cache.lengths)
             return dataclasses.replace(state, unread=later)
         starts = state.cache.lengths
         return self._extended(params, state, verdict.tokens, found, starts, lengths_B - 1)

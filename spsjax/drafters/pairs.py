@@ -151,7 +151,7 @@ class PairDrafter(features.FeatureDrafter):
     def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
         if self.waits:  # features are costly, too
             seen = tree.along(verdict.path, self.seen(output))
-            later = waiting.add(state.unread, seen, lengths_B - 1)
+            later = waiting.add(state.unread, seen, lengths_B - 1, state.cache.lengths)
             return dataclasses.replace(state, unread=later)
         features = tree.along(verdict.path, self.features(params, output))
         # The token after each node of the path is what the round emitted in its place.

@@ -27,10 +27,16 @@ def empty(batch: int, num_speculative_tokens: int, width: int, dtype) -> Waiting
     return Waiting(jnp.zeros((batch, slots, width), dtype), jnp.zeros(batch, jnp.int32))
 
 
-def add(waiting: Waiting, features_BTD: Array, pairs_B: Array) -> Waiting:
-    """Returns the features with those that follow, of which the new number of pairs keeps some."""
+def add(waiting: Waiting, features_BTD: Array, pairs_B: Array, read_B: Array) -> Waiting:
+    """Returns the features with those that follow, of which the new number of pairs keeps some.
+
+    `read_B` are the pairs that the layer has read, none of which is below 0.
+    """
     slots = waiting.features.shape[1]
-    index = (waiting.pairs[:, None] + jnp.arange(features_BTD.shape[1])) % slots
+    # That it depends on what was read shows the compiler that the write comes after `read`, so that
+    # it need not copy the features.
+    start = waiting.pairs + jnp.minimum(read_B, 0)
+    index = (start[:, None] + jnp.arange(features_BTD.shape[1])) % slots
     put = jax.vmap(lambda held, index, new: held.at[index].set(new.astype(held.dtype)))
     return Waiting(put(waiting.features, index, features_BTD), pairs_B)
 
@@ -52,23 +58,21 @@ def read(
         extended: takes a state, tokens and features of the pairs that follow, and the new number of
             pairs; returns the state after them.
     """
-    waiting = state.unread
-    if waiting is None:  # every pair was read when its round ended
+    if state.unread is None:  # every pair was read when its round ended
         return state
-    slots, buffer = waiting.features.shape[1], state.cache.num_slots
+    slots, buffer = state.unread.features.shape[1], state.cache.num_slots
     many = min(_MANY, buffer // 2)
 
     def advance(state, count):
         index = state.cache.lengths[:, None] + jnp.arange(count)
         tokens = tree.along(jnp.minimum(index + 1, tokens_BS.shape[1] - 1), tokens_BS)
-        features = tree.along(index % slots, waiting.features)
-        ends = jnp.minimum(state.cache.lengths + count, waiting.pairs)
+        features = tree.along(index % slots, state.unread.features)
+        ends = jnp.minimum(state.cache.lengths + count, state.unread.pairs)
         return extended(state, tokens, features, ends)
 
     def wait(state, kept):
-        return jnp.any(
-            waiting.pairs - state.cache.lengths > jnp.where(soon, kept, slots - 2 * chunk)
-        )
+        waiting = state.unread.pairs - state.cache.lengths
+        return jnp.any(waiting > jnp.where(soon, kept, slots - 2 * chunk))
 
     if many > 2 * chunk:
         # Those that are read beyond the waiting ones must not exceed the cache either.
