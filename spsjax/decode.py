@@ -91,12 +91,16 @@ def step(
     Args:
         program, params: static configuration of the loop; parameters of target and drafter.
         state: state between rounds.
-        depths_B: how deep each row is drafted, of a program with a pacer; None: as it says.
-        rests: whether all depths are known to be 0: a round of autoregressive sampling.
+        depths_B: how deep each row is drafted; None: as the pacer says, or K without one.
+        rests: whether all depths are known to be 0, which only a pacer makes them: a round of
+            autoregressive sampling.
     """
     keys = round_keys(state)
     if program.pacer is not None:
-        depths_B = wanted_depths(program, params, state) if depths_B is None else depths_B
+        if rests:
+            depths_B = jnp.zeros_like(state.lengths)
+        elif depths_B is None:
+            depths_B = wanted_depths(program, params, state)
         state = caught_up(program, params, state, depths_B)
     with jax.named_scope("propose"):
         proposal, drafted = propose(program, params, state, keys, depths_B, rests)
@@ -124,7 +128,8 @@ def run(
     """Runs rounds until every row is done, or one has failed; at most `max_rounds`, if given.
 
     Rounds in which a pacer lets the drafter rest have a loop of their own, because they are cheaper
-    where that is known before. So the first one is a round like any other.
+    if they are compiled for it. The first round of a call is never one of them, so that calls of
+    one round gain nothing.
     """
 
     def goes_on(carry):
@@ -134,7 +139,7 @@ def run(
 
     def advance(carry, rests=False):
         count, state, depths_B = carry
-        state = step(program, params, state, depths_B, rests)
+        state = step(program, params, state, None if rests else depths_B, rests)
         return count + 1, state, wanted_depths(program, params, state)
 
     def may_rest(carry):
@@ -279,7 +284,7 @@ def commit(
     `drafted` and `depths_B` are what `propose` returned and was given. `output` may be that of a
     smaller pass than of all nodes.
     """
-    block = output.block
+    block = output.block  # without padding, so that a round that rests writes one row per layer
     output = scoring.pad_output(output, 1 + proposal.tokens.shape[1])
     active = ~state.done
     room = state.limits - state.lengths

@@ -207,7 +207,7 @@ class Sometimes(pacing.Pacer):
         return state + 1
 
 
-@pytest.mark.parametrize("name", ("draft_model", "eagle", "random_tree"))
+@pytest.mark.parametrize("name", ("draft_model", "eagle", "hybrid", "random_tree"))
 def test_loop_gives_what_its_rounds_give(target, draft, name):
     """Whether a row rests in a round of the loop of rests or in one like any other."""
     loaded, batch = drafting.build(name, draft, K), len(PROMPTS)
