@@ -128,8 +128,7 @@ def run(
     """Runs rounds until every row is done, or one has failed; at most `max_rounds`, if given.
 
     Rounds in which a pacer lets the drafter rest have a loop of their own, because they are cheaper
-    if they are compiled for it. The first round of a call is never one of them, so that calls of
-    one round gain nothing.
+    if they are compiled for it.
     """
 
     def goes_on(carry):
@@ -146,12 +145,12 @@ def run(
         # Measurements that score more than is drafted need other rounds.
         return goes_on(carry) & jnp.all(carry[2] == 0) & (params["costs"].least == 0)
 
-    def advance_to_draft(carry):
-        rest = functools.partial(advance, rests=True)
-        return lax.while_loop(may_rest, rest, advance(carry))
+    def rest_then_draft(carry):
+        carry = lax.while_loop(may_rest, functools.partial(advance, rests=True), carry)
+        return lax.while_loop(lambda carry: goes_on(carry) & ~may_rest(carry), advance, carry)
 
     start = jnp.zeros((), jnp.int32), state, wanted_depths(program, params, state)
-    body = advance if program.pacer is None else advance_to_draft
+    body = advance if program.pacer is None else rest_then_draft
     return lax.while_loop(goes_on, body, start)[1]
 
 
