@@ -222,12 +222,13 @@ def test_loop_gives_what_its_rounds_give(target, draft, name):
     state = start(program, 64, params, SamplingParams().rows(batch), tokens, lengths, limits, keys)
     step = jax.jit(functools.partial(decode.step, program))
     run = jax.jit(functools.partial(decode.run, program))
-    one_by_one, count = state, 0
+    one_by_one, states = state, []
     while not one_by_one.done.all():
-        one_by_one, count = step(params, one_by_one), count + 1
-        if count == 9:
-            nine = one_by_one
-    for after, expected in ((run(params, state), one_by_one), (run(params, state, 9), nine)):
+        one_by_one = step(params, one_by_one)
+        states.append(one_by_one)
+    # Six rounds end between two drafts, eight between two rests.
+    for count in (6, 8, len(states)):
+        after, expected = run(params, state, count), states[count - 1]
         for field in ("lengths", "done", "failed", "rounds", "proposed", "accepted", "pace"):
             np.testing.assert_array_equal(getattr(after, field), getattr(expected, field))
         for row, length in enumerate(np.asarray(after.lengths)):
