@@ -218,10 +218,7 @@ def propose(
         proposal, drafted = draft()
     else:
         nothing = functools.partial(base.nothing, jax.eval_shape(draft))
-        if rests:
-            proposal, drafted = nothing()
-        else:
-            proposal, drafted = lax.cond(jnp.any(depths_B > 0), draft, nothing)
+        proposal, drafted = nothing() if rests else lax.cond(jnp.any(depths_B > 0), draft, nothing)
         too_deep = _node_depths(proposal) > depths_B[:, None]
         if proposal.eligible is not None:  # others are there to be scored
             too_deep &= proposal.eligible

@@ -241,10 +241,11 @@ def decoding(results: Sequence[Mapping], path) -> None:
             if not row["tokens"]:
                 continue
             cell = row.get("cell", row)
-            name, order = f"HF {row.get('variant')}", 0
-            if "variant" not in row:
-                known = decode_times.Cell(**cell)
-                name, order = known.name, 1 + known.nodes
+            if "variant" in row:
+                name, order = f"HF {row['variant']}", 0
+            else:
+                program = decode_times.Cell(**cell)
+                name, order = program.name, 1 + program.nodes
             shape = f"batch {cell['batch']}, context {cell['context']}"
             own = bars.setdefault(result["pair"], {}).setdefault(shape, {})
             own[name] = order, row["ms"] / row["tokens"]
