@@ -80,9 +80,9 @@ export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"
 has flips && run_part flips "${SUITE[@]}" --part=flips
 if has tests; then
   platform=$("$PYTHON" -c 'import jax; print({"gpu": "cuda"}.get(jax.default_backend(), "cpu"))')
-  tests="tests/core_test.py tests/drafter_contract_test.py"
+  tests="tests/decode/chunks_and_rows_test.py tests/decode/contract_test.py"
   only="not eight and not mesh" beside=""
-  [ $SIZE = tiny ] && tests=tests/drafter_contract_test.py only=hashable
+  [ $SIZE = tiny ] && tests=tests/decode/contract_test.py only=hashable
   [ $SIZE = full ] && "$PYTHON" -c "import xdist" 2>/dev/null && beside=--numprocesses=8
   # Each result is printed at once, because time may run out.
   SPSJAX_TEST_PLATFORM=$platform JAX_DEFAULT_MATMUL_PRECISION=highest run_part tests \

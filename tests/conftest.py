@@ -1,61 +1,46 @@
-# ruff: noqa: E402 (the environment is set before JAX is imported)
-"""Test environment: eight CPU devices, a compilation cache, and tiny models.
+"""Tiers, groups and fixtures of the test suite.
 
-It runs before any test module is imported, hence before JAX starts. Device count and platform can
-be chosen only then. The next token of every tiny model depends on the whole context.
+The gate is every test without a marker of TIERS, and those marked `smoke`, one per kind of what it
+leaves out. Tests of a group share a process and its compiled programs: those of a file, or those
+that a mark `xdist_group` names.
 """
 
 import functools
 import gc
-import importlib.metadata
-import os
 import pathlib
 import shutil
 
-_ROOT = pathlib.Path(__file__).parent.parent
-# Most of the time goes to compiling programs that run for milliseconds. So machine code is not
-# optimized, and fusions take an older path that compiles twice as fast. Code that runs for long is
-# compiled with `FAST`, as users have it. `.ci/run` runs the core tests that way on Python 3.13.
-_FLAGS = {
-    "xla_force_host_platform_device_count": 8,
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-FAST = {"xla_backend_optimization_level": 3}  # compiler options of `jax.jit`
-if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag
-    _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
-    FAST["xla_cpu_use_fusion_emitters"] = True
-for _flag, _value in _FLAGS.items():
-    if _flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_flag}={_value}".strip()
-# On one GPU: SPSJAX_TEST_PLATFORM=cuda python -m pytest -k "not eight and not mesh" ...
-os.environ["JAX_PLATFORMS"] = os.environ.get("SPSJAX_TEST_PLATFORM", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
-# Tests compile many small programs, all below the default thresholds of the cache.
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+import helpers.environment  # noqa: F401 (it must come before JAX)
 
+# isort: split
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from helpers import touched
+from helpers.models import nearby_model, spread_model, spread_params, tiny_config
+from helpers.tiny_training import write_texts
 
 from spsjax import decode, execution, loading, tokenization
-from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
-from spsjax.parallel import sharding
 from spsjax.performance import aot
 from spsjax.utils import compilation
 
-# The CPU's compiler has read its flags once there are devices. The TPU compiler reads the same
-# variable when it is loaded, and ends the process at a flag that it does not know. Child processes
-# that do not load it get `CHILD_FLAGS`.
-jax.devices()
-CHILD_FLAGS = os.environ["XLA_FLAGS"]
-os.environ["XLA_FLAGS"] = CHILD_FLAGS.replace("--xla_cpu_use_fusion_emitters=false", "")
+TIERS = {
+    "slow": "repeats in the large what a gate test proves in the small, or takes over ten seconds",
+    "process": "starts processes: scripts, servers, several hosts",
+    "training": "trains a model from a config to its export",
+    "aot": "compiles for a TPU ahead of time",
+    "notebook": "runs a notebook",
+}
+LONGEST = 10.0  # seconds of a test in the gate
+# Files that take longest, which begin first so that no process waits for another at the end.
+FIRST = (
+    *("whole_texts", "train_head", "eagle", "aot", "distributed", "sampled_texts", "exactness"),
+    *("verifiers", "notebooks", "scripts", "tree_scripts", "chunks_and_rows", "families"),
+    *("sharding", "tree_texts", "loop", "resume", "trainer", "recorded_tokens", "paper"),
+)
 
 # Tracing and compiling make Python look for garbage often, which takes up to a fifth of their time.
-# It is collected once per module instead.
+# It is collected once per group instead.
 gc.disable()
 
 execution._SECONDS, execution._LEAST_SWEEPS = 0.0, 1  # costs need not be exact here
@@ -64,97 +49,95 @@ execution._SECONDS, execution._LEAST_SWEEPS = 0.0, 1  # costs need not be exact 
 aot.compile_pair = functools.cache(aot.compile_pair)
 
 
-def tiny_config(vocab_size: int, **changes) -> transformer.Config:
-    """Returns a config of one layer, in which a mesh can split every axis by eight."""
-    fields = {
-        "vocab_size": vocab_size,
-        "d_model": 32,
-        "d_ff": 32,
-        "num_layers": 1,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "max_positions": 512,
-        "tie_embeddings": False,
-    }
-    return transformer.Config(**fields | changes)
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=("gate", "full"), default="full", help="tests to run")
+    parser.addoption("--touched-since", metavar="COMMIT", help="only tests of what changed since")
 
 
-def spread_params(config: transformer.Config, seed: int, sharpness: float = 2.0):
-    """Returns random parameters with logits of standard deviation `sharpness`.
-
-    The weights of `transformer.init` are too small: every context would get nearly the same, flat
-    distribution.
-    """
-    params = transformer.init(config, jax.random.key(seed))
-
-    def grow(path, leaf):
-        names = [entry.key for entry in path]
-        if leaf.ndim < 2:
-            return leaf
-        if names[0] == "embed":
-            return leaf / 0.02
-        gain = sharpness if names[0] == "head" else 2.0
-        return leaf / 0.02 * gain / leaf.shape[0] ** 0.5
-
-    return jax.tree_util.tree_map_with_path(grow, params)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "smoke: runs in the gate for the others of its kind")
+    for name, meaning in TIERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}; not in the gate")
+    config.pluginmanager.register(_Report(config), "suite-report")
 
 
-def spread_model(vocab_size: int, seed: int = 0, mesh=None, sharpness: float = 2.0, **changes):
-    """Returns a model of random weights whose logits are spread and depend on the whole context."""
-    config = tiny_config(vocab_size, **changes)
-    return build_model(config, spread_params(config, seed, sharpness), mesh)
+def in_gate(item) -> bool:
+    """Returns whether a test belongs to the gate."""
+    marks = {mark.name for mark in item.iter_markers()}
+    return "smoke" in marks or not marks & TIERS.keys()
 
 
-def nearby_model(model: loading.Model, seed: int = 1, distance: float = 0.2, mesh=None):
-    """Returns a model near another, whose drafts are sometimes accepted and sometimes rejected."""
-    leaves, structure = jax.tree.flatten(model.params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    leaves = [
-        leaf + distance * jnp.std(leaf) * jax.random.normal(key, leaf.shape, leaf.dtype)
-        for leaf, key in zip(leaves, keys)
-    ]
-    return build_model(model.config, jax.tree.unflatten(structure, leaves), mesh)
+def group_of(item) -> str:
+    """Returns the name of the group of a test."""
+    mark = item.get_closest_marker("xdist_group")
+    return mark.args[0] if mark else item.path.stem
 
 
-def build_model(config: transformer.Config, params, mesh) -> loading.Model:
-    """Returns a model of these parameters, sharded over the mesh if there is one."""
-    params = sharding.place_params(params, sharding.param_shardings(mesh, config))
-    return loading.Model("tiny", config, params, mesh=mesh)
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    chosen = list(items)
+    if config.getoption("tier") == "gate":
+        chosen = [item for item in chosen if in_gate(item)]
+    if commit := config.getoption("touched_since"):
+        distances = touched.distances(commit, {item.path for item in chosen})
+        chosen = [item for item in chosen if item.path in distances]
+        chosen.sort(key=lambda item: distances[item.path])
+    else:
+        rank = {name: number for number, name in enumerate(FIRST)}
+        first = {}  # group -> rank of its first file
+        for item in chosen:
+            stem = item.path.stem.removesuffix("_test")
+            first.setdefault(group_of(item), (rank.get(stem, len(rank)), len(first)))
+        chosen.sort(key=lambda item: first[group_of(item)])
+    for item in chosen:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
-def logits_of(model: loading.Model):
-    """Returns the model in the oracle's form: tokens -> float64 logits [V], without a cache."""
-    config, width = model.config, 64
+class _Report:
+    """What the end of a run says of compilations and of tests that are too slow for the gate."""
 
-    @jax.jit
-    def logits(tokens, length):
-        output = transformer.apply(config, model.params, tokens[None])
-        return output.logits[0, length - 1]
+    def __init__(self, config):
+        self.config, self.seconds, self.compiled = config, {}, [0, 0, 0.0]
+        jax.monitoring.register_event_listener(self._note_event)
+        jax.monitoring.register_event_duration_secs_listener(self._note_seconds)
 
-    @functools.cache
-    def cached(tokens):
-        padded = np.zeros(width, np.int32)
-        padded[: len(tokens)] = tokens
-        return np.asarray(logits(padded, len(tokens)), np.float64)
+    def _note_event(self, event, **_):
+        self.compiled[1] += event == "/jax/compilation_cache/cache_hits"
 
-    return lambda tokens: cached(tuple(tokens))
+    def _note_seconds(self, event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.compiled[0] += 1
+            self.compiled[2] += seconds
 
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
 
-# Files that take longest, which begin first so that no process waits for another at the end.
-SLOWEST = [
-    *("exactness", "drafter_contract", "train_head", "eagle", "aot", "distributed", "statistical"),
-    *("tree_exactness", "verifiers", "notebooks", "scripts", "tree_scripts", "core", "families"),
-    *("sharding", "tree_loop", "decode", "resume", "trainer", "golden", "paper"),
-]
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        if hasattr(node, "workeroutput"):
+            more = node.workeroutput["compiled"]
+            self.compiled = [own + other for own, other in zip(self.compiled, more)]
 
+    def pytest_sessionfinish(self):
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["compiled"] = self.compiled
 
-def pytest_collection_modifyitems(items):
-    def rank(item):
-        name = item.path.stem.removesuffix("_test")
-        return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
-
-    items.sort(key=rank)
+    def pytest_terminal_summary(self, terminalreporter):
+        programs, cached, seconds = self.compiled
+        terminalreporter.write_line(
+            f"XLA programs: {programs}, of which {cached} came from the cache ({seconds:.0f} s)"
+        )
+        if self.config.getoption("tier") == "gate":
+            for test, seconds in sorted(self.seconds.items(), key=lambda entry: -entry[1]):
+                if seconds > LONGEST:
+                    terminalreporter.write_line(
+                        f"ERROR {test}: takes {seconds:.0f} s, more than {LONGEST:.0f} s. Make it "
+                        "smaller or mark it `slow`.",
+                        red=True,
+                    )
 
 
 def _forget_programs():
@@ -162,22 +145,15 @@ def _forget_programs():
     gc.collect()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-    """Frees the programs of a module: one process cannot map the programs of all modules."""
-    yield
-    _forget_programs()
-
-
-@pytest.fixture(autouse=True)
-def forget_too_many_programs():
-    """Frees the programs of a module before there are so many that the compiler crashes.
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Frees the programs of a group at its end, or before there are so many that XLA crashes.
 
     Linux allows a process 65,530 mappings of memory by default, and a program has dozens.
     """
-    yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 45_000:
+    last = nextitem is None or group_of(nextitem) != group_of(item)
+    if last or (maps.exists() and maps.read_bytes().count(b"\n") > 45_000):
         _forget_programs()
 
 
@@ -232,3 +208,9 @@ def tiny_tokenizer(tmp_path_factory):
     """A tokenizer of 300 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> str:
+    """A folder of 40 texts to train on."""
+    return write_texts(tmp_path_factory.mktemp("texts"))

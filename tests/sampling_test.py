@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from conftest import FAST
+from helpers import reference
+from helpers.environment import FAST
 
 from spsjax import InputError, SamplingParams, sampling
 

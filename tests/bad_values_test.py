@@ -1,0 +1,176 @@
+"""Known bugs of other systems with bad values, indices, devices and inputs, one test per bug.
+
+Docstrings name the systems that had the bug. `one_round_test` has the bugs of sampling.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting, reference
+from helpers.models import build_model
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spsjax
+from spsjax import NonFiniteError, SamplingParams, sampling
+from spsjax.parallel import sharding
+from spsjax.types import Proposal
+from spsjax.verifiers import rejection
+
+
+def test_inputs_are_not_modified(target, draft):
+    """`rejection_sample` and `generate` leave arrays, prompts and parameters unchanged.
+
+    vllm-ascend PR#2881: the target's probabilities zeroed in place before they were copied.
+    """
+    rng = np.random.default_rng(0)
+    draft_probs, target_probs = rng.dirichlet(np.ones(4), (3, 2)), rng.dirichlet(np.ones(4), (3, 3))
+    arrays = rng.integers(0, 4, (3, 2)), draft_probs, target_probs
+    arrays = [*arrays, *map(jnp.asarray, arrays)]
+    copies = [np.array(array) for array in arrays]
+    spsjax.rejection_sample(jax.random.key(0), *arrays[:3])
+    spsjax.rejection_sample(jax.random.key(0), *arrays[3:])
+    for array, copy in zip(arrays, copies):
+        np.testing.assert_array_equal(array, copy)
+    prompts, leaf = [[1, 2], [3], [4], [5]], jax.tree.leaves(target.params)[0]
+    before = np.array(leaf)
+    spsjax.generate(target, prompts, draft, 3, max_new_tokens=20)
+    assert prompts == [[1, 2], [3], [4], [5]]
+    np.testing.assert_array_equal(leaf, before)
+
+
+def poisoned(model, token, value):
+    """Returns the model with an embedding of `token` that is not finite."""
+    params = dict(model.params)
+    embedding = params["embed"]["embedding"].at[token].set(value)
+    return build_model(model.config, params | {"embed": {"embedding": embedding}}, None)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("role", ("target", "draft", "target alone"))
+def test_nan_in_a_context_is_an_error_with_its_position(target, draft, role, temperature, value):
+    """A logit that is not finite raises an error that names row and position.
+
+    vllm PR#21876, #53029, PR#50183, PR#41834: ids of 0, -1 or V, or a token emitted twice.
+    """
+    pair = {"target": target, "draft": draft}
+    pair[role.split()[0]] = poisoned(pair[role.split()[0]], 40, value)
+    options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 20}
+    draft, count = (None, None) if role == "target alone" else (pair["draft"], 3)
+    with pytest.raises(NonFiniteError, match=r"^row 2, position 5: expected finite logits"):
+        spsjax.generate(pair["target"], [[1], [2], [3, 40, 4, 5, 6], [7]], draft, count, **options)
+
+
+def test_nan_inside_a_round_is_named_at_its_position(target):
+    """A NaN in the middle of a round is named at its own position.
+
+    Zero times NaN is NaN: the value of a masked slot would fail the nodes before it.
+    """
+    greedy = SamplingParams(temperature=0.0)
+    first = spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=20).tokens[0][0]
+    bad = poisoned(target, int(first), np.nan)
+    other = [9] if first != 9 else [8]
+    for draft, count in ((None, None), (target, 3)):
+        with pytest.raises(NonFiniteError, match=r"^row 0, position 2:"):
+            spsjax.generate(bad, [[3], other], draft, count, greedy, 20)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_rejected_draft_with_nan_scores_changes_no_token(target, draft, value):
+    """A rejected draft token whose scores are not finite changes no emitted token."""
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
+    expected = spsjax.generate(target, [[3], [9]], **options).tokens
+    for token in sorted(set(range(48)) - {3, 9, *np.concatenate(expected).tolist()}):
+        out = spsjax.generate(poisoned(target, token, value), [[3], [9]], draft, 3, **options)
+        for tokens, others in zip(out.tokens, expected):
+            np.testing.assert_array_equal(tokens, others)
+
+
+def test_relax_greedy_of_infinite_logit_stays_nan():
+    logits = jnp.zeros((1, 2, 4)).at[0, 0, 1].set(jnp.inf)
+    probs = jnp.full((1, 2, 4), 0.25).at[0, 0].set(jnp.nan)
+    greedy, drafted = jnp.ones(1, bool), jnp.ones((1, 1), jnp.int32)
+    assert jnp.isnan(rejection.relax_greedy(probs, logits, drafted, greedy, 0.5)[0, 0]).all()
+
+
+def test_rejection_sample_of_nan_row_emits_no_token():
+    probs = np.full((3, 3, 4), 0.25, np.float32)
+    tokens = np.ones((3, 2), np.int32)
+    bad = probs.copy()
+    bad[1, 0] = np.nan
+    # `one` is bad at another token than the draft token, and `infinite` at the draft token.
+    one, infinite = probs.copy(), probs.copy()
+    one[1, 0, 3], infinite[1, 0, 1] = np.nan, np.inf
+    sample = spsjax.rejection_sample
+    for wrong in (bad, one, infinite):
+        for draft_probs, target_probs in ((wrong[:, :2], probs), (probs[:, :2], wrong)):
+            for function in (sample, jax.jit(sample)):
+                out, number = function(jax.random.key(0), tokens, draft_probs, target_probs)
+                assert number.tolist() == [3, 0, 3] and out[1].tolist() == [-1, -1, -1]
+    # The distributions at and after a missing draft token do not count, nor the target's after it.
+    beyond = probs.copy()
+    beyond[1, 1:] = np.nan
+    missing = [[1, 1], [-1, 1], [1, 1]]
+    for draft_probs, target_probs in ((bad, probs), (beyond, probs), (probs, beyond)):
+        out, number = sample(jax.random.key(0), missing, draft_probs[:, :2], target_probs)
+        assert number.tolist() == [3, 1, 3] and (out[1, 1:] == -1).all()
+
+
+def test_large_vocabulary_overflows_no_index():
+    """A vocabulary of 155 thousand tokens overflows no index.
+
+    vLLM's test of its kernels at that size: 32-bit indices of flattened rows.
+    """
+    rows, V, count = 8, 155_136, 5
+    last = np.zeros(V, np.float32)
+    last[-1] = 1
+    draft_probs = np.broadcast_to(last, (rows, count, V)).copy()
+    target_probs = np.broadcast_to(last, (rows, count + 1, V)).copy()
+    target_probs[5, 3] = np.roll(last, -1)
+    tokens = np.full((rows, count), V - 1, np.int32)
+    out, number = spsjax.rejection_sample(jax.random.key(0), tokens, draft_probs, target_probs)
+    assert number.tolist() == [count + 1] * 5 + [4] + [count + 1] * 2
+    assert out[5].tolist() == [V - 1] * 3 + [V - 2, -1, -1]
+    assert (np.asarray(out)[[0, 7]] == V - 1).all()
+    logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
+    probs = np.asarray(sampling.to_probs(logits, SamplingParams(top_k=1000, top_p=0.9003).rows(2)))
+    expected = reference.to_probs(logits[1], top_k=1000, top_p=0.9003)
+    np.testing.assert_allclose(probs[1], expected, atol=1e-6)
+
+
+def test_devices_agree_on_every_token():
+    """Eight devices with split logits decide on the same tokens.
+
+    SGLang broadcasts the tokens of one device, because every device computes its own top-p.
+    """
+    rng = np.random.default_rng(0)
+    rows, V, count = 16, 64, 3
+    logits = rng.normal(0, 2, (rows, count + 1, V)).astype(np.float32)
+    drafts = rng.normal(0, 2, (rows, count, V)).astype(np.float32)
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9003).rows(rows)
+    keys = sampling.row_keys(jax.random.key(0), rows)
+    tokens = rng.integers(0, V, (rows, count)).astype(np.int32)
+
+    @jax.jit
+    def decide(logits, drafts):
+        proposal = Proposal(tokens, sampling.to_probs(drafts, params))
+        return rejection.rejection(keys, proposal, sampling.to_probs(logits, params)).tokens
+
+    split = NamedSharding(sharding.mesh(1, 8), PartitionSpec(None, None, "model"))
+    shards = decide(*jax.device_put((logits, drafts), split)).addressable_shards
+    assert len(shards) == 8
+    for shard in shards:
+        np.testing.assert_array_equal(shard.data, decide(logits, drafts))
+
+
+@pytest.mark.parametrize("name", drafting.NAMES)
+def test_generated_ids_are_in_the_vocabulary(target, draft, name):
+    """No emitted id is -1 or V.
+
+    vLLM (id == vocab_size), GHSA-8wr5-jm2h-8r4f (an id of padding is chosen).
+    """
+    prompts = [[0], [47], [47, 0, 47, 0], [5]]
+    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
+    out = spsjax.generate(target, prompts, drafter, max_new_tokens=20, verifier=verifier)
+    assert all((tokens >= 0).all() and (tokens < 48).all() for tokens in out.tokens)

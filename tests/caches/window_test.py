@@ -1,0 +1,212 @@
+"""Caches that are windows: what they hold, what a model sees of them, and what SnapKV chooses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import spread_model
+
+from spsjax import InputError, caches, decode
+from spsjax.drafters import sparse_self
+from spsjax.models import transformer
+from spsjax.models.config import Config
+
+SINKS, RECENT, LENGTH = 2, 5, 90
+FAMILIES = {
+    "rotary": {},
+    "relative": {"positions": "relative", "ffn": "gelu"},
+    "learned": {"positions": "learned", "norm": "layer", "ffn": "gelu", "biases": "all"},
+    "gemma": {"post_norms": True, "qk_norm": True, "windows": (4, 0), "rope_theta_local": 1e3},
+}
+apply = jax.jit(transformer.apply, static_argnums=0, static_argnames="tap_layers")
+
+
+def windowed(config: Config, sinks=SINKS, recent=RECENT) -> Config:
+    return dataclasses.replace(config, sinks=sinks, recent=recent)
+
+
+def tokens_of(rows: int, length: int = LENGTH, seed: int = 0):
+    return np.random.default_rng(seed).integers(0, 48, (rows, length)).astype(np.int32)
+
+
+def fed(config, params, cache, tokens, lengths=None):
+    """Returns the logits of some tokens, and the cache with those up to some lengths."""
+    output = apply(config, params, tokens, cache)
+    ends = cache.lengths + tokens.shape[1] if lengths is None else jnp.asarray(lengths)
+    return output.logits, cache.write(output.block, None, ends, output.hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sinks", (0, SINKS))
+def test_window_in_chunks_equals_a_pass_over_the_text(family, sinks):
+    """The ring turns more than once, and the text's first and last chunk are longer than it."""
+    target = spread_model(48, num_layers=2, max_positions=128, **FAMILIES[family])
+    config = windowed(target.config, sinks)
+    tokens = tokens_of(2)
+    expected = apply(config, target.params, tokens).logits
+    cache = transformer.empty_cache(config, target.params, 2, LENGTH)
+    assert isinstance(cache, caches.WindowCache) and cache.num_slots < LENGTH // 2
+    found = []
+    for start, end in ((0, 45), (45, 46), (46, 50), (50, LENGTH)):
+        logits, cache = fed(config, target.params, cache, tokens[:, start:end])
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=2e-4)
+    assert np.abs(expected - apply(target.config, target.params, tokens).logits).max() > 0.1
+
+
+def test_token_sees_the_sinks_and_the_window_alone():
+    """Of one layer, a logit depends on a token just if that is seen."""
+    target = spread_model(48)
+    config, tokens = windowed(target.config), tokens_of(1, 14)
+    same = np.repeat(tokens, 14, axis=0)
+    others = (same + np.eye(14, dtype=np.int32)) % 48
+    some, more = (np.asarray(apply(config, target.params, text).logits) for text in (same, others))
+    change = more - some
+    depends = np.abs(change).max(axis=-1).T > 1e-6  # [token, changed token]
+    token, other = np.indices((14, 14))
+    seen = (other <= token) & ((other < SINKS) | (other > token - RECENT))
+    np.testing.assert_array_equal(depends, seen)
+
+
+def test_sinks_are_as_near_as_if_the_window_followed_them():
+    """Of one layer with rotary positions: as if the middle of the text were not there."""
+    target = spread_model(48)
+    config, tokens = windowed(target.config), tokens_of(2, 40)
+    short = np.concatenate([tokens[:, :SINKS], tokens[:, -RECENT:]], axis=1)
+    found = apply(config, target.params, tokens).logits[:, -1]
+    expected = apply(target.config, target.params, short).logits[:, -1]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    bare = dataclasses.replace(config, sinks=0)
+    assert np.abs(found - apply(bare, target.params, tokens).logits[:, -1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("back", (0, 1, 7, 32))
+def test_window_that_is_set_back_equals_a_fresh_one(back):
+    """Rows go back by different amounts after tokens that were rejected, and go on exactly."""
+    target = spread_model(48, num_layers=2, max_positions=128)
+    config, tokens = windowed(target.config), tokens_of(2)
+    expected = apply(config, target.params, tokens).logits
+    cache = transformer.empty_cache(config, target.params, 2, LENGTH)
+    _, cache = fed(config, target.params, cache, tokens[:, :60])
+    if back:
+        _, cache = fed(config, target.params, cache, (tokens[:, 60 : 60 + back] + 1) % 48)
+    kept = np.asarray([60, 60 + back - 32])
+    cache = cache.at(jnp.asarray(kept))
+    output = apply(
+        config, target.params, tokens[np.arange(2)[:, None], kept[:, None] + range(9)], cache
+    )
+    for row, start in enumerate(kept):
+        np.testing.assert_allclose(output.logits[row], expected[row, start : start + 9], atol=2e-4)
+
+
+def test_path_of_a_tree_is_written_and_the_rest_is_not():
+    cache = caches.empty_window(1, (2, 1, 8, 2), jnp.float32, (None,), sinks=2)
+    numbers = jnp.arange(2 * 5.0).reshape(2, 1, 5, 1) + jnp.zeros((2, 1, 5, 2))
+    positions = jnp.asarray([[0, 1, 1, 2, 2], [9, 10, 10, 11, 11]])
+    block = caches.empty_block(1, (2, 1, 5, 2), jnp.float32)
+    block = dataclasses.replace(block, keys=(numbers,), values=(-numbers,), positions=positions)
+    path = jnp.asarray([[0, 2, 4], [0, 1, -1]])
+    after = jnp.zeros((2, 5, 3))
+    cache = cache.at(jnp.asarray([0, 9])).write(block, path, jnp.asarray([3, 10]), after)
+    np.testing.assert_array_equal(cache.keys[0][0, 0, :3, 0], [0, 2, 4])
+    np.testing.assert_array_equal(cache.held[0], [0, 1, 2, -1, -1, -1, -1, -1])
+    # Position 9 is in slot 2 + (9 - 2) % 6; the second node of the path was not kept.
+    np.testing.assert_array_equal(cache.held[1], [-1, -1, -1, 9, -1, -1, -1, -1])
+    assert float(cache.values[0][1, 0, 3, 0]) == -5
+    np.testing.assert_array_equal(cache.positions()[1], cache.held[1])
+
+
+def test_chunks_of_prompts_set_a_window_back_by_few_tokens():
+    """The last chunk repeats tokens of the one before: never more than a window can be set back."""
+    for tokens in (1, 31, 192, 1025, 1536, 12_288, 24_576, 49_152, 99_991):
+        for most in (16, 37, 85, 341, 1024):
+            width = decode.chunk_width(tokens, most)
+            assert min(most // 2, tokens) < width <= most or width == tokens <= most
+            assert -tokens % width <= caches.SLACK
+
+
+def test_filled_window_holds_what_a_written_one_does():
+    for length in (1, 2, 3, 8, 9, 21):
+        cache = caches.empty_window(1, (1, 1, 8, 2), jnp.float32, (None,), sinks=2)
+        block = caches.empty_block(1, (1, 1, length, 2), jnp.float32)
+        block = dataclasses.replace(block, positions=jnp.arange(length)[None])
+        lengths = jnp.asarray([length])
+        written = cache.write(block, None, lengths, jnp.zeros((1, length, 1)))
+        np.testing.assert_array_equal(cache.filled(lengths).held, written.held)
+
+
+def direct_choice(target, tokens, length, sinks, chosen, observed, pooled):
+    """Returns, by layer and key-value head, the positions that SnapKV chooses, in NumPy.
+
+    `target` has one layer, rotary positions and no biases.
+    """
+    config, params = target.config, jax.tree.map(np.asarray, target.params)
+    layer, C = params["layers"][0], config.head_dim
+    x = params["embed"]["embedding"][tokens[:length]].astype(np.float64)
+    x = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.norm_eps)
+    x = x * layer["attention_norm"]["scale"]
+    angles = np.arange(length)[:, None] / config.rope_theta ** (np.arange(0, C, 2) / C)
+    turns = np.exp(1j * angles)[:, None]
+
+    def rotated(name, heads):
+        y = (x @ layer["attention"][name]["kernel"]).reshape(length, heads, C)
+        return (y[..., : C // 2] + 1j * y[..., C // 2 :]) * turns
+
+    query, key = rotated("query", config.num_heads), rotated("key", config.num_kv_heads)
+    groups = []
+    for group in range(config.num_kv_heads):
+        share = config.num_heads // config.num_kv_heads
+        total = np.zeros(length)
+        for head in range(group * share, (group + 1) * share):
+            for t in range(length - observed, length):
+                scores = np.real(query[t, head] * key[: t + 1, group].conj()).sum(-1) / np.sqrt(C)
+                weights = np.exp(scores - scores.max())
+                # What the observed tokens give each other is not counted.
+                total[: length - observed] += (weights / weights.sum())[: length - observed]
+        half = pooled // 2
+        smooth = [total[max(i - half, 0) : i + half + 1].sum() for i in range(length)]
+        free = range(sinks, length - observed)
+        groups.append({*sorted(free, key=lambda i: -smooth[i])[:chosen]})
+    return groups
+
+
+@pytest.mark.parametrize(("chosen", "length"), [(6, 40), (6, 33), (50, 40)])
+def test_choice_is_that_of_direct_attention(chosen, length):
+    """With more room than tokens, all of them are chosen, and the other slots stay empty."""
+    sinks, recent, observed, pooled = 1, 10, 8, 3
+    target = spread_model(48, num_kv_heads=2)
+    tokens, config = tokens_of(1, 40, seed=3), target.config
+    whole = caches.empty(1, (1, 2, 64, config.head_dim), jnp.float32, (None,))
+    _, whole = fed(config, target.params, whole, tokens)
+    whole = whole.at(jnp.asarray([length]))
+    window = caches.empty_window(1, (1, 2, 32, config.head_dim), jnp.float32, (None,), sinks)
+    window = window.filled(jnp.asarray([length]))
+    drafter = sparse_self.Drafter(
+        config, 3, sinks, recent, chosen, observed=observed, pooled=pooled
+    )
+    state = drafter.ready(
+        {"target": target.params},
+        caches.with_chosen_slots(window, chosen),
+        jnp.asarray(tokens),
+        jnp.asarray([length + 1]),
+        whole,
+    )
+    expected = direct_choice(target, tokens[0], length, sinks, chosen, observed, pooled)
+    count = min(chosen, length - observed - sinks)
+    np.testing.assert_array_equal(state.chosen[0], np.arange(chosen) < count)
+    # Beside the choice, the window holds the sinks and the observed tokens alone.
+    held = sorted(set(state.held[0].tolist()) - {-1})
+    assert held == [0, *range(length - observed, length)]
+    for group, positions in enumerate(expected):
+        keys = np.asarray(whole.keys[0][0, group])
+        found = np.asarray(state.chosen_keys[0][0, group, :count])
+        distance = np.abs(found[:, None] - keys[None, :length]).max(-1)
+        assert {*distance.argmin(axis=1).tolist()} == positions
+        assert distance.min(axis=1).max() == 0
+
+
+def test_sinks_without_a_window_are_refused():
+    with pytest.raises(InputError, match=r"^recent, sinks: expected"):
+        dataclasses.replace(spread_model(48).config, sinks=2)

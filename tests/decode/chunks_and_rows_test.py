@@ -1,0 +1,365 @@
+"""Tests of the core beside the contract: chunks, inserted rows, score sizes, memory."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting, reference
+from helpers.environment import FAST
+from helpers.models import (
+    PROMPTS,
+    build_model,
+    logits_of,
+    nearby_model,
+    spread_model,
+    spread_params,
+    tiny_config,
+)
+
+import spsjax
+from spsjax import InputError, SamplingParams, decode, execution, generation, loading, sampling
+from spsjax.drafters import ngram
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+from spsjax.request import Request
+from spsjax.utils.compilation import compiled
+from spsjax.verifiers import match, rejection
+
+NAMES = ["draft_model", "tapped"]
+
+
+def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
+    """Returns a checked request, with changes to its program."""
+    params = SamplingParams(temperature=[1.0, 0.0, 0.7][: len(prompts)])
+    request = Request("test", target, prompts, drafter, None, params, new, 3, None, False)
+    request.program = dataclasses.replace(request.program, **changes)
+    return request
+
+
+def finish(request, state):
+    """Runs all rows to their ends, and returns their tokens and lengths."""
+    loop = compiled(decode.run, request.program)
+    state, _ = loop(request.params, state)
+    return np.asarray(state.tokens), np.asarray(state.lengths)
+
+
+def test_logits_of_the_last_tokens_are_those_of_all(target):
+    tokens = jnp.asarray([[3, 5, 7, 2], [1, 4, 4, 9]])
+    whole = transformer.apply(target.config, target.params, tokens)
+    last = transformer.apply(target.config, target.params, tokens, num_logits=2)
+    np.testing.assert_allclose(last.logits, whole.logits[:, 2:], atol=1e-5)
+    assert last.hidden.shape == whole.hidden.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
+    """Chunks give the tokens of one pass, whether or not they divide the lengths of the prompts."""
+    drafter = drafting.build(name, draft, 3)
+    whole = request_of(target, drafter)
+    chunks = request_of(target, drafter, prefill_tokens=size)
+    tokens, lengths = finish(whole, execution.prefill(whole)[0])
+    others, other_lengths = finish(chunks, execution.prefill(chunks)[0])
+    np.testing.assert_array_equal(lengths, other_lengths)
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(tokens[row, :length], others[row, :length])
+
+
+@pytest.mark.parametrize("name", ["none", *NAMES, "random_tree"])
+def test_inserted_row_continues_as_if_alone(target, draft, name):
+    """A new row that replaces an unfinished one gets its own tokens; the other rows keep theirs."""
+    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
+    request = request_of(target, drafter, verifier=verifier)
+    state, _ = execution.prefill(request)
+    step = compiled(decode.step, request.program)
+    undisturbed = finish(request, state)
+    for _ in range(2):
+        state, _ = step(request.params, state)
+    single = request_of(target, drafter, [[11, 12, 11]], verifier=verifier)
+    fresh, _ = execution.prefill(single)
+    inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
+    tokens, lengths = finish(request, inserted)
+    alone, (length,) = finish(single, fresh)
+    np.testing.assert_array_equal(tokens[1, : lengths[1]], alone[0, :length])
+    for row in (0, 2):
+        assert lengths[row] == undisturbed[1][row]
+        np.testing.assert_array_equal(
+            tokens[row, : lengths[row]], undisturbed[0][row, : lengths[row]]
+        )
+    # The same rows in another order, one of them left out.
+    taken, _ = compiled(decode.take)(inserted, np.asarray([2, -1, 1], np.int32))
+    assert taken.done.tolist() == [inserted.done[2], True, inserted.done[1]]
+    others, other_lengths = finish(request, taken)
+    for row, before in ((0, 2), (2, 1)):
+        assert other_lengths[row] == lengths[before]
+        np.testing.assert_array_equal(
+            others[row, : lengths[before]], tokens[before, : lengths[before]]
+        )
+
+
+def test_insert_takes_the_first_row_of_a_padded_state(target):
+    """On a mesh a single prompt gets rows that fill it up; they must not reach other rows."""
+    request = request_of(target, None)
+    state, _ = execution.prefill(request)
+    fresh, _ = execution.prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
+    inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
+    assert inserted.lengths.tolist() == [state.lengths[0], 3, state.lengths[2]]
+    more = state.tokens.shape[1] + 1 - fresh.tokens.shape[1]
+    longer = dataclasses.replace(fresh, tokens=jnp.pad(fresh.tokens, ((0, 0), (0, more))))
+    with pytest.raises(InputError, match=r"^fresh: expected a state of at most \d+ slots"):
+        decode.insert(state, 1, longer)
+    for row in (-1, len(state.tokens)):
+        with pytest.raises(InputError, match=rf"row: expected a row in .*, found {row}$"):
+            decode.insert(state, row, state)
+
+
+def test_inserted_row_works_with_relative_positions():
+    """The table of distances in a cache belongs to no row, and stays as it is."""
+    config = tiny_config(32, positions="relative", ffn="gelu")
+    target = build_model(config, spread_params(config, 0), None)
+    request = request_of(target, nearby_model(target))
+    state, _ = execution.prefill(request)
+    single = request_of(target, nearby_model(target), [[11, 12, 11]])
+    fresh, _ = execution.prefill(single)
+    inserted, _ = compiled(decode.insert)(state, jnp.int32(2), fresh)
+    taken, _ = compiled(decode.take)(inserted, np.asarray([1, 0, 2], np.int32))
+    tokens, lengths = finish(request, taken)
+    alone, (length,) = finish(single, fresh)
+    np.testing.assert_array_equal(tokens[2, : lengths[2]], alone[0, :length])
+
+
+def test_greedy_tree_with_relative_positions_is_greedy():
+    """Nodes of equal position in different branches see Transformer-XL's distances."""
+    config = tiny_config(32, positions="relative", ffn="gelu", num_layers=2)
+    target = build_model(config, spread_params(config, 0), None)
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 24}
+    drafter = drafting.build("random_tree", nearby_model(target), 3)
+    out = spsjax.generate(target, PROMPTS, drafter, verifier=match.Verifier(), **options)
+    expected = spsjax.generate(target, PROMPTS, **options)
+    for tokens, others in zip(out.tokens, expected.tokens):
+        np.testing.assert_array_equal(tokens, others)
+    assert out.stats.block_efficiency > 1.2
+
+
+def test_propose_returns_the_first_round_of_generate(target, draft):
+    for name in ("draft_model", "ngram", "tapped"):
+        drafter = drafting.build(name, draft, 4)
+        proposal = spsjax.propose(target, PROMPTS[2], drafter, seed=5)
+        assert proposal.tokens.shape == (1, 4)
+        out = spsjax.generate(target, [PROMPTS[2]], drafter, max_new_tokens=5, seed=5)
+        first = next(generation.rounds(target, PROMPTS[2], drafter, seed=5)[1])
+        assert first.proposed == (proposal.tokens >= 0).sum()
+        assert (
+            first.tokens[: first.accepted].tolist() == proposal.tokens[0, : first.accepted].tolist()
+        )
+        assert out.tokens[0][: first.accepted].tolist() == first.tokens[: first.accepted].tolist()
+    assert spsjax.propose(target, PROMPTS[2], draft, 2).probs.shape == (1, 2, 48)
+    tree = spsjax.propose(target, PROMPTS[2], drafting.build("random_tree", draft, 4))
+    assert tree.parents.shape == tree.tokens.shape == tree.eligible.shape
+
+
+def test_first_drafts_after_one_token_are_the_drafts_own(target, draft):
+    """A prompt of one token has no last but one: what fills its place is not attended to."""
+    proposal = spsjax.propose(target, [9], draft, 2)
+    for node, context in enumerate(([9], [9, int(proposal.tokens[0, 0])])):
+        expected = reference.to_probs(logits_of(draft)(context))
+        np.testing.assert_allclose(proposal.probs[0, node], expected, atol=1e-5)
+
+
+def test_load_drafter_loads_by_name_or_folder():
+    target = spsjax.load("pystdlib/target")
+    lookup = spsjax.load_drafter("ngram", target)
+    assert isinstance(lookup, LoadedDrafter) and lookup.drafter == ngram.Drafter()
+    draft = spsjax.load_drafter("pystdlib/draft", target)
+    prompt = ["def read_config(path):\n"]
+    options = {"max_new_tokens": 16, "seed": 2}
+    model = spsjax.load("pystdlib/draft")
+    expected = spsjax.generate(target, prompt, model, **options).texts
+    assert spsjax.generate(target, prompt, draft, **options).texts == expected
+    with pytest.raises(InputError, match="no_such_drafter"):
+        spsjax.load_drafter("no_such_drafter", target)
+    with pytest.raises(InputError, match="target: expected a loaded model, found str"):
+        spsjax.load_drafter("ngram", "pystdlib/target")
+
+
+def test_load_drafter_of_another_vocabulary_is_refused(target):
+    with pytest.raises(InputError, match="expected the target's vocabulary"):
+        spsjax.load_drafter("pystdlib/draft", target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating(ngram.Drafter):
+    """A drafter of 0, 1, 2 or 3 tokens by turns, with a scoring pass per number or for all."""
+
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def score_sizes(self):
+        return self.sizes
+
+    def propose(self, params, state, now):
+        proposal, drafted = super().propose(params, state, now)
+        wanted = (now.lengths % 4)[:, None]
+        kept = jnp.arange(self.num_speculative_tokens) < wanted
+        return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1)), drafted
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 1, 2), (1,)])
+def test_score_sizes_change_no_token(target, sizes):
+    prompts = [[3, 4, 5, 3, 4, 5, 3], [1, 2, 1, 2, 1, 2]]
+    options = {"sampling": SamplingParams(temperature=0.3), "max_new_tokens": 40, "seed": 4}
+    options["stop_at_eos"] = False
+    expected = spsjax.generate(target, prompts, Alternating(3), **options)
+    out = spsjax.generate(target, prompts, Alternating(3, sizes=sizes), **options)
+    for tokens, others in zip(out.tokens, expected.tokens):
+        np.testing.assert_array_equal(tokens, others)
+    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+    assert np.count_nonzero(out.stats.accepted_histogram) > 2
+
+
+CACHE_COPY = re.compile(r"= (\S+) (?:copy|copy-start)\(")
+
+
+def cache_copies(text: str, caches) -> list[str]:
+    """Returns the copies in a program's text that have a cache's shape."""
+    shapes = {"{}[{}]".format("f32", ",".join(map(str, leaf.shape))) for leaf in caches}
+    copied = [match[1].partition("{")[0] for match in CACHE_COPY.finditer(text)]
+    return [shape for shape in copied if shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model", "ngram", "random_tree"])
+def test_run_copies_no_cache(draft, name):
+    """The optimized loop copies no cache. Without optimization XLA copies anything."""
+    target = spread_model(48, num_layers=2, num_kv_heads=8)
+    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
+    request = request_of(target, drafter, verifier=verifier)
+    state, _ = execution.prefill(request)
+    caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
+    run = jax.jit(functools.partial(decode.run, request.program), donate_argnums=1)
+    text = run.lower(request.params, state).compile(compiler_options=FAST).as_text()
+    assert " while(" in text and not cache_copies(text, caches)
+
+
+def test_cache_copies_of_a_copying_program_are_found():
+    """A write that no read orders copies the whole cache, and `cache_copies` finds that copy."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("XLA's compiler for GPUs puts such a write after the reads by itself")
+    cache = jnp.zeros((3, 2, 64, 4))
+
+    def broken(cache, row):
+        written = jax.lax.dynamic_update_slice(cache, row, (0, 0, 5, 0))
+        return written, jnp.sum(cache[:, :, :8]) + jnp.sum(cache)
+
+    text = jax.jit(broken, donate_argnums=0).lower(cache, cache[:, :, :1]).compile().as_text()
+    assert cache_copies(text, [cache])
+
+
+def test_prefill_of_a_long_prompt_needs_bounded_memory():
+    """However long it is: five chunks' scores, and a second copy of the caches (all: 34 GB)."""
+    slots = 32_768
+    config = tiny_config(64, num_layers=2, max_positions=slots)
+    target = build_model(config, spread_params(config, 0), None)
+    temporary = {}
+    for tokens in (slots // 4, slots):
+        request = Request(
+            "test", target, [[1] * (tokens - 40)], target, 4, SamplingParams(), 30, 0, None, False
+        )
+        prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
+        memory = prefill.lower(request.params, *request.inputs).compile().memory_analysis()
+        temporary[tokens] = memory.temp_size_in_bytes
+    caches = 2 * 2 * 2 * slots * config.num_kv_heads * config.head_dim * 4  # of two models
+    scores = 4 * decode.PREFILL_SCORES * config.num_heads  # of a chunk, in bytes
+    assert max(temporary.values()) < 5 * scores + caches
+
+
+def test_rejection_path_is_root_and_accepted_nodes():
+    keys = sampling.row_keys(jax.random.key(0), 1)
+    proposal = spsjax.Proposal(jnp.asarray([[1, 2]]), None)
+    certain = jax.nn.one_hot(jnp.asarray([[1, 0, 0]]), 4)
+    verdict = rejection.rejection(keys, proposal, certain)
+    assert verdict.path.tolist() == [[0, 1, -1]]
+    assert verdict.tokens.tolist() == [[1, 0, -1]]
+
+
+def test_taps_are_the_inputs_of_their_layers(target):
+    tokens = jnp.asarray([[1, 2, 3]])
+    config = target.config
+    output = transformer.apply(config, target.params, tokens, tap_layers=(0, config.num_layers))
+    embedded = target.params["embed"]["embedding"][tokens]
+    np.testing.assert_array_equal(output.taps[0], embedded)
+    scale = target.params["norm"]["scale"]
+    last = output.taps[1]
+    norm = last * jax.lax.rsqrt(jnp.mean(last**2, -1, keepdims=True) + config.norm_eps) * scale
+    np.testing.assert_allclose(output.hidden, norm, rtol=1e-5)
+
+
+def test_last_chunk_stays_within_the_cache(target, draft):
+    """As many slots as prompt tokens: a chunk that starts too late would be moved by the write."""
+    prompt = [[(7 * index) % 48 for index in range(27)]]
+    drafter = drafting.build("draft_model", draft, 3)
+    whole = request_of(target, drafter, prompt, new=1)
+    chunks = request_of(target, drafter, prompt, new=1, prefill_tokens=12)
+    assert whole.slots == 32 == whole.inputs[1].shape[1]
+    expected, _ = execution.prefill(whole)
+    state, _ = execution.prefill(chunks)
+    for caches in ("cache", "drafter"):
+        keys = zip(getattr(state, caches).keys, getattr(expected, caches).keys)
+        for written, right in keys:
+            np.testing.assert_allclose(written[:, :, :26], right[:, :, :26], atol=1e-5)
+
+
+def test_drafter_of_another_target_is_refused(target):
+    other = spread_model(32)
+    drafter = loading.as_drafter(nearby_model(other), other)
+    with pytest.raises(InputError, match="expected probs of a proposal as floating"):
+        spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
+
+
+def test_drafter_that_is_not_on_the_targets_mesh_is_refused(target, draft):
+    mesh = spsjax.sharding.mesh(1, 8)
+    split = build_model(target.config, target.params, mesh)
+    drafter = loading.as_drafter(draft, target)
+    with pytest.raises(InputError, match="expected weights on the target's devices"):
+        spsjax.generate(split, PROMPTS, drafter, max_new_tokens=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class TooMany(ngram.Drafter):
+    """Proposes one token more than it says."""
+
+    def propose(self, *args):
+        more = dataclasses.replace(self, num_speculative_tokens=self.num_speculative_tokens + 1)
+        return ngram.Drafter.propose(more, *args)
+
+
+def test_proposal_longer_than_declared_is_refused(target):
+    with pytest.raises(InputError, match=r"drafter: expected tokens .*\[3, 2\], found .*\[3, 3\]"):
+        spsjax.generate(target, PROMPTS, TooMany(2), max_new_tokens=4)
+
+
+def test_numpy_weights_are_refused_in_one_line(target):
+    model = dataclasses.replace(target, params=jax.device_get(target.params))
+    with pytest.raises(InputError, match="expected weights as JAX arrays, found ndarray"):
+        spsjax.generate(model, PROMPTS, max_new_tokens=4)
+
+
+def test_block_without_a_cache_serves_every_row(target):
+    config, params = target.config, target.params
+    tokens = jnp.asarray([[1, 2], [1, 2]])
+    block = transformer.empty_block(config, params, 2, 4)
+    output = transformer.apply(config, params, tokens, block=block)
+    expected = transformer.apply(config, params, tokens)
+    np.testing.assert_allclose(output.logits, expected.logits, atol=1e-5)
+    assert output.block.positions.tolist() == [[0, 1, -1, -1]] * 2
+
+
+def test_prefill_hides_the_empty_cache_from_the_compiler(target, draft):
+    """Otherwise XLA evaluates the empty cache's scores while it compiles, for half a minute."""
+    request = request_of(target, draft)
+    prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
+    text = prefill.lower(request.params, *request.inputs).as_text()
+    assert re.search(r"optimization_barrier %\S+ : tensor<3xi32>", text)

@@ -1,0 +1,189 @@
+"""Tests of the drafter contract, for every drafter of the package and of the tests.
+
+The distribution of sampled tokens is tested in `sampled_texts_test`, and by enumeration in
+`whole_texts_test`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting
+from helpers.models import build_model, nearby_model
+
+import spsjax
+from spsjax import SamplingParams, decode, sampling
+from spsjax.parallel import sharding
+from spsjax.types import Proposal
+from spsjax.utils.compilation import compiled
+
+K, NEW = 3, 20
+# Prompts repeat themselves, so that n-grams match. Their lengths differ, and one is a single token.
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
+MIXED = SamplingParams(
+    temperature=[1.0, 0.0, 0.7, 1.3], top_k=[0, 0, 5, 0], top_p=[1.0, 1.0, 1.0, 0.9003]
+)
+GREEDY = SamplingParams(temperature=0.0)
+DIFFERENT = "draft_model", "eagle3", "suffix", "random_tree"  # of these, more shapes are compiled
+
+pytestmark = pytest.mark.parametrize("name", drafting.NAMES)
+
+
+def speculate(name, target, draft, prompts=PROMPTS, **options):
+    """Generates with the drafter `name`, its verifier, and mixed sampling by default."""
+    options = {"sampling": MIXED, "max_new_tokens": NEW, **options}
+    drafter = drafting.build(name, draft, K)
+    return spsjax.generate(target, prompts, drafter, verifier=drafting.verifier(name), **options)
+
+
+def assert_same(some, others):
+    for row, (tokens, expected) in enumerate(zip(some, others, strict=True)):
+        np.testing.assert_array_equal(tokens, expected, err_msg=f"row {row}")
+
+
+def beginning(name, target, draft, lengths=(7, 1, 6, 2), seed=0):
+    """Returns the arguments of `decode.step`: program, parameters, state with stale tokens."""
+    loaded = drafting.build(name, draft, K)
+    program = decode.Program(target.config, loaded.drafter, drafting.verifier(name))
+    params = {"target": target.params, "drafter": loaded.params}
+    tokens = np.random.default_rng(seed).integers(0, 48, (4, 32)).astype(np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.asarray(lengths, np.int32)
+    keys = sampling.row_keys(jax.random.key(seed), 4)
+    state = fresh(program, params, tokens, lengths, np.full(4, 28, np.int32), keys)
+    return program, params, state
+
+
+def fresh(program, params, tokens, lengths, limits, keys):
+    """Returns the state after a prefill of these tokens."""
+    inputs = jax.device_put((MIXED.rows(4), tokens, lengths, limits))
+    return compiled(decode.prefill, program, 32)(params, *inputs, keys)[0]
+
+
+def test_drafter_is_hashable_and_holds_no_arrays(draft, name):
+    drafter = drafting.build(name, draft, K).drafter
+    same = drafting.build(name, draft, K).drafter
+    assert drafter == same and hash(drafter) == hash(same)
+    assert not any(isinstance(leaf, jax.Array) for leaf in vars(drafter).values())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        drafter.num_speculative_tokens = 5
+
+
+def test_proposal_and_state_have_the_declared_shapes(target, draft, name):
+    program, params, state = beginning(name, target, draft)
+    drafter, keys = program.drafter, decode.round_keys(state)
+    proposal, _ = jax.eval_shape(functools.partial(decode.propose, program), params, state, keys)
+    after = jax.eval_shape(functools.partial(decode.step, program), params, state)
+    N = drafter.num_nodes
+    assert isinstance(proposal, Proposal)
+    assert (proposal.tokens.shape, proposal.tokens.dtype) == ((4, N), jnp.int32)
+    if proposal.probs is not None:
+        assert (proposal.probs.shape, proposal.probs.dtype) == ((4, N, 48), jnp.float32)
+    if proposal.parents is None:
+        assert drafter.num_speculative_tokens == N
+    else:
+        assert (proposal.parents.shape, proposal.parents.dtype) == ((4, N), jnp.int32)
+
+    def types(tree):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+    assert types(after) == types(jax.eval_shape(lambda: state))
+
+
+def test_greedy_speculation_equals_greedy_decoding(target, draft, name):
+    out = speculate(name, target, draft, sampling=GREEDY)
+    expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=NEW)
+    assert_same(out.tokens, expected.tokens)
+    assert len({tuple(tokens) for tokens in out.tokens}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("same", (False, True))
+def test_state_after_commit_equals_a_fresh_prefill(target, draft, name, same):
+    """After every round the next proposal and scores equal those of a fresh prefill.
+
+    This holds for any number of accepted tokens. With draft == target all are accepted.
+    """
+    if name in drafting.WITH_HISTORY:
+        pytest.skip(f"its state is not that of a fresh prefill; see {name}_test")
+    draft = build_model(draft.config, target.params, None) if same else draft
+    program, params, state = beginning(name, target, draft)
+
+    @jax.jit
+    def future(state):
+        proposal, _ = decode.propose(program, params, state, state.keys)
+        return proposal, decode.score(program, params, state, proposal).logits
+
+    step = compiled(decode.step, program)
+    patterns = set()
+    for round_ in range(5):
+        state, _ = step(params, state)
+        np.testing.assert_array_equal(state.cache.lengths, state.lengths - 1)
+        patterns.add(tuple(np.asarray(state.lengths).tolist()))
+        # Tokens beyond the committed ones may have any value.
+        noise = np.random.default_rng(round_).integers(0, 48, state.tokens.shape)
+        valid = np.arange(noise.shape[1]) < np.asarray(state.lengths)[:, None]
+        tokens = np.where(valid, state.tokens, noise).astype(np.int32)
+        again = fresh(program, params, tokens, state.lengths, state.limits, state.keys)
+        (proposal, logits), (expected, expected_logits) = future(state), future(again)
+        np.testing.assert_array_equal(proposal.tokens, expected.tokens)
+        np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
+        if proposal.probs is not None:
+            np.testing.assert_allclose(proposal.probs, expected.probs, atol=1e-4)
+    accepted = np.asarray(state.accepted).sum(axis=0)
+    if name == "random_tree":
+        assert np.count_nonzero(accepted) > 2
+    if name in drafting.HEADS:
+        assert np.count_nonzero(accepted) > 1
+    if name == "draft_model":
+        assert accepted[K] == accepted.sum() if same else np.count_nonzero(accepted) > 2
+
+
+def test_rows_do_not_depend_on_each_other(target, draft, name):
+    out = speculate(name, target, draft, seed=5)
+    assert not np.array_equal(out.tokens[0][:4], out.tokens[2][:4])
+    # The other rows have other lengths and acceptances. Row 0 keeps its key.
+    mates = [PROMPTS[0], [40] * 8, [11, 12], [13, 14, 13]]
+    other = speculate(name, target, draft, mates, seed=5)
+    np.testing.assert_array_equal(other.tokens[0], out.tokens[0])
+    if name in DIFFERENT:
+        alone = speculate(name, target, draft, PROMPTS[:1], seed=5, sampling=SamplingParams())
+        np.testing.assert_array_equal(alone.tokens[0], out.tokens[0])
+
+
+def test_second_call_compiles_nothing(target, draft, name):
+    """A call with other prompts, sampling parameters, budgets and seed compiles nothing."""
+    speculate(name, target, draft)
+    out = speculate(
+        name,
+        target,
+        draft,
+        prompts=[[1], [2, 3, 4, 5], [6] * 8, [7, 7]],
+        sampling=SamplingParams(temperature=0.5, top_p=0.7, min_p=0.1),
+        max_new_tokens=[3, 20, 5, 11],
+        seed=3,
+    )
+    assert out.stats.compile_seconds == 0
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_eight_devices_give_the_tokens_of_one(target, draft, name, data):
+    if data == 1 and name not in DIFFERENT:
+        pytest.skip("a mesh that splits rows and weights is enough for drafters that are alike")
+    mesh = sharding.mesh(data, 8 // data)
+    on_mesh = functools.partial(build_model, mesh=mesh)
+    many = [on_mesh(model.config, model.params) for model in (target, draft)]
+    out = speculate(name, *many, seed=1)
+    assert_same(out.tokens, speculate(name, target, draft, seed=1).tokens)
+    weights = many[0].params["layers"][0]["ffn"]["up"]["kernel"]
+    assert len(weights.sharding.device_set) == 8 and not weights.is_fully_replicated
+
+
+def test_greedy_with_a_noise_drafter_is_unchanged(target, draft, name):
+    """A draft model of noise makes greedy decoding slower, and changes no token."""
+    noise = nearby_model(draft, seed=9, distance=30.0)
+    out = speculate(name, target, noise, sampling=GREEDY)
+    assert_same(out.tokens, speculate("none", target, noise, sampling=GREEDY).tokens)

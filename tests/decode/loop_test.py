@@ -1,0 +1,321 @@
+"""Tests of the decoding loop: its invariants, its oracle, its transfers and its caches."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting, reference
+from helpers.models import build_model, logits_of, nearby_model, spread_model
+
+import spsjax
+from spsjax import SamplingParams, decode, drafters, generation, sampling
+from spsjax.utils.compilation import compiled
+
+K, NEW = 3, 20
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
+ROW_PARAMS = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.9003, "min_p": 0.0103},
+)
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+DEFAULTS = dataclasses.asdict(SamplingParams())
+MIXED = SamplingParams(**{f: [(DEFAULTS | row)[f] for row in ROW_PARAMS] for f in FIELDS})
+GREEDY = SamplingParams(temperature=0.0)
+ROLES = {"draft": sampling.DRAFT, "accept": sampling.ACCEPT, "next": sampling.NEXT}
+TRANSFERS = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
+
+
+def beginning(target, draft, name="draft_model"):
+    """Returns the arguments of `decode.run`: program, parameters, state after the prompts."""
+    loaded = drafting.build(name, draft, K)
+    verifier = drafting.verifier(name)
+    program = decode.Program(target.config, loaded.drafter, verifier, target.config.eos_ids)
+    params = {"target": target.params, "drafter": loaded.params}
+    tokens = np.zeros((4, 32), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
+    limits = lengths + jnp.asarray([NEW, 1, 7, 0])
+    keys = sampling.row_keys(jax.random.key(0), 4)
+    rows, tokens = jax.device_put((MIXED.rows(4), tokens))
+    prefill = compiled(decode.prefill, program, 32)
+    return program, params, prefill(params, rows, tokens, lengths, limits, keys)[0]
+
+
+def numbers(seed):
+    """Returns the random numbers of a call of `generate`: row -> function for the oracle."""
+
+    @jax.jit
+    def of_round(row, length, role):
+        key = jax.random.fold_in(sampling.row_keys(jax.random.key(seed), 4)[row], length)
+        return sampling.uniforms(key[None], role, 2 * K)[0]
+
+    @functools.cache
+    def cached(row, length, role):
+        return np.asarray(of_round(row, length, ROLES[role]), np.float64)
+
+    def number(row, role, length, index):
+        uniforms = cached(row, length, role)
+        return uniforms[index] if role == "accept" else uniforms[2 * index : 2 * index + 2]
+
+    return lambda row: functools.partial(number, row)
+
+
+@pytest.mark.parametrize("vocab", (48, 300))  # one block of tokens, and three
+@pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
+def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
+    """Tokens and statistics equal the oracle's.
+
+    Rows have end-of-sequence ids, budgets and sampling parameters of their own, so that they end
+    in different rounds, one without any; some have no match.
+    """
+    target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 24)))
+    draft = nearby_model(target)
+    ended = 0
+    lookup = functools.partial(reference.lookup, K=K)
+    model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}
+    proposals = set()
+    for seed in range(3):
+        budgets = [NEW, 13, 18, seed]
+        out = spsjax.generate(
+            target,
+            PROMPTS,
+            drafting.build(name, draft, K),
+            None,
+            MIXED,
+            budgets,
+            seed,
+        )
+        rounds = []
+        for row, prompt in enumerate(PROMPTS):
+            options = {"eos_ids": target.config.eos_ids} | ROW_PARAMS[row]
+            rest = len(prompt) + budgets[row], numbers(seed)(row)
+            if name == "none":
+                expected = reference.autoregressive(model, prompt, *rest, **options)
+            else:
+                options["rounds"] = rounds
+                expected = reference.speculative(model, other[name], prompt, K, *rest, **options)
+            assert out.tokens[row].tolist() == expected, (seed, row)
+            ended += len(expected) < budgets[row]
+        offered = sum(proposed for proposed, _ in rounds)
+        accepted = [count for _, count in rounds]
+        assert out.stats.proposed_tokens == offered
+        assert out.stats.acceptance_rate == pytest.approx(sum(accepted) / max(offered, 1))
+        if rounds:
+            assert out.stats.accepted_histogram == np.bincount(accepted, minlength=K + 1).tolist()
+        proposals |= {proposed for proposed, _ in rounds}
+    assert ended  # by an end-of-sequence id
+    assert proposals == {"none": set(), "draft_model": {K}, "ngram": {0, K}}[name]
+
+
+def test_step_keeps_the_invariants_of_its_state(target, draft):
+    """After every round, lengths, tokens, `done` and counts agree with the round before."""
+    program, params, state = beginning(target, draft)
+    step = compiled(decode.step, program)
+    limits = np.asarray(state.limits)
+    assert np.asarray(state.done).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]  # no budget is left
+    for _ in range(40):
+        before = jax.device_get(dataclasses.replace(state, keys=None))
+        state, _ = step(params, state)
+        after = jax.device_get(dataclasses.replace(state, keys=None))
+        np.testing.assert_array_equal(after.cache.lengths, after.lengths - 1)
+        grown = after.lengths - before.lengths
+        assert (grown[before.done] == 0).all() and (grown[~before.done] >= 1).all()
+        assert (grown <= K + 1).all() and (after.lengths <= limits).all()
+        assert (after.done >= before.done).all()
+        for row in range(4):
+            size = before.lengths[row]
+            np.testing.assert_array_equal(after.tokens[row, :size], before.tokens[row, :size])
+            new = after.tokens[row, size : after.lengths[row]]
+            ends = np.isin(new, program.eos_ids)
+            assert not ends[:-1].any()
+            if not before.done[row]:
+                full = after.lengths[row] == limits[row]
+                assert after.done[row] == (full or ends[-1])
+        np.testing.assert_array_equal(after.accepted.sum(axis=1), after.rounds)
+        if after.done.all():
+            break
+    assert after.done.all() and not after.failed.any()
+
+
+def test_eos_inside_a_round_cuts_the_text(target):
+    """With draft == target a round commits four tokens, any of which may end the sequence."""
+    free = spsjax.generate(
+        target, PROMPTS, target, K, GREEDY, max_new_tokens=NEW, stop_at_eos=False
+    ).tokens
+    # Token b of row b is an end-of-sequence id, so that every row ends there or earlier.
+    ends = {int(tokens[row]) for row, tokens in enumerate(free)}
+    config = dataclasses.replace(target.config, eos_ids=tuple(sorted(ends)))
+    model = dataclasses.replace(target, config=config)
+    out = spsjax.generate(model, PROMPTS, target, K, GREEDY, max_new_tokens=NEW)
+    last = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
+    for tokens, whole, index in zip(out.tokens, free, last):
+        np.testing.assert_array_equal(tokens, whole[: index + 1])
+    assert len(set(last)) > 2
+
+
+# Both drafters are compiled for four K. `contract_test` has K = 3.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(("draft_model", count) for count in (1, 2, 5, 8)),
+        *(("ngram", count) for count in (3, 4, 6, 7)),
+    ],
+)
+def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
+    """Greedy speculative sampling emits the tokens of greedy autoregressive sampling for any K."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 48, size).tolist() for size in range(1, 9) for _ in range(3)]
+    prompts += [[token] for token in range(8)]
+    options = {"sampling": GREEDY, "max_new_tokens": [16 + row % 5 for row in range(32)]}
+    out = spsjax.generate(target, prompts, drafting.build(name, draft, count), **options)
+    expected = spsjax.generate(target, prompts, **options)
+    for tokens, others in zip(out.tokens, expected.tokens, strict=True):
+        np.testing.assert_array_equal(tokens, others)
+    assert 0 < out.stats.acceptance_rate < 1
+    accepted = np.dot(out.stats.accepted_histogram, np.arange(count + 1))
+    assert out.stats.acceptance_rate == pytest.approx(accepted / out.stats.proposed_tokens)
+    if name == "ngram":  # rounds without a match propose nothing
+        assert out.stats.proposed_tokens < count * sum(out.stats.accepted_histogram)
+    lengths = np.asarray(list(map(len, expected.tokens)))
+    assert (lengths < options["max_new_tokens"]).any()  # some rows end by an end-of-sequence id
+    assert (lengths == options["max_new_tokens"]).any()
+
+
+def test_draft_equal_to_target_is_always_accepted(target):
+    # 20 new tokens are five full rounds of K + 1.
+    for params in (MIXED, GREEDY):
+        out = spsjax.generate(
+            target, PROMPTS, target, K, params, max_new_tokens=NEW, stop_at_eos=False
+        )
+        assert out.stats.acceptance_rate == 1
+        assert out.stats.block_efficiency == K + 1
+        assert out.stats.target_calls == NEW // (K + 1)
+        assert out.stats.accepted_histogram == [0, 0, 0, len(PROMPTS) * NEW // (K + 1)]
+
+
+def test_generate_without_drafter_emits_one_token_per_call(target):
+    out = spsjax.generate(target, PROMPTS, max_new_tokens=NEW, stop_at_eos=False)
+    assert out.stats.target_calls == NEW and out.stats.block_efficiency == 1
+    assert out.stats.acceptance_rate == 0
+
+
+class Letters:
+    """A tokenizer whose ids are bytes, some of which are fractions of a character."""
+
+    def __init__(self):
+        self.pieces = b"abcdefghijklmnopqrst uvw" + bytes([0xC3, 0xA9]) * 12
+
+    def encode(self, text):
+        return [self.pieces.index(byte) for byte in text.encode()]
+
+    vocab_size = 2**31
+
+    def decode(self, ids):
+        return bytes(self.pieces[index] for index in ids).decode(errors="replace")
+
+
+def test_stream_pieces_join_to_the_text(target, draft):
+    """Pieces of `stream` join to the text of `generate`, and rounds of `rounds` to its tokens."""
+    model, texts = dataclasses.replace(target, tokenizer=Letters()), []
+    for seed in range(8):
+        options = {"max_new_tokens": NEW, "seed": seed}
+        whole = spsjax.generate(model, ["hello "], draft, K, **options)
+        pieces = list(spsjax.stream(model, "hello ", draft, K, **options))
+        assert "".join(pieces) == whole.texts[0]
+        prompt, rounds = generation.rounds(model, "hello ", draft, K, **options)
+        rounds = list(rounds)
+        assert prompt == model.tokenizer.encode("hello ")
+        assert np.concatenate([r.tokens for r in rounds]).tolist() == whole.tokens[0].tolist()
+        accepted = np.dot(whole.stats.accepted_histogram, np.arange(K + 1))
+        assert sum(r.accepted for r in rounds) == accepted
+        assert len(rounds) == whole.stats.target_calls
+        texts.append((len(pieces), whole.texts[0]))
+    assert max(texts)[0] > 3
+    assert any("\u00e9" in text for _, text in texts)  # a character of two tokens
+
+
+def test_run_transfers_nothing_to_the_host(target, draft):
+    """The loop has no callback, infeed, outfeed, send or receive, and runs without any transfer."""
+    program, params, state = beginning(target, draft)
+    lowered = jax.jit(functools.partial(decode.run, program)).lower(params, state)
+    assert "stablehlo.while" in lowered.as_text() and not TRANSFERS.search(lowered.as_text())
+
+    def prints(x):
+        jax.debug.print("{}", x)
+        return x
+
+    assert TRANSFERS.search(jax.jit(prints).lower(1.0).as_text())
+    loop = compiled(decode.run, program)
+    loop(params, state)
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(Exception, match=r"[Dd]isallow"):
+            jnp.sin(np.ones(3)).block_until_ready()
+        state, seconds = loop(params, state)
+        jax.block_until_ready(state)
+    assert seconds == 0 and state.done.all()
+
+
+def test_run_donates_caches_but_no_parameters(target, draft):
+    program, params, state = beginning(target, draft)
+    caches = jax.tree.leaves((state.cache.keys, state.cache.values, state.drafter.keys))
+    size = sum(leaf.nbytes for leaf in caches)
+    loop = jax.jit(functools.partial(decode.run, program), donate_argnums=1)
+    memory = loop.lower(params, state).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    compiled(decode.run, program, donate=1)(params, state)
+    assert all(leaf.is_deleted() for leaf in caches)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_drafters_are_attributes_of_their_package():
+    for name in drafting.PACKAGE:
+        assert issubclass(getattr(drafters, name).Drafter, drafters.base.Drafter)
+    with pytest.raises(AttributeError, match="expected a drafter's module, found 'nothing'"):
+        drafters.nothing  # noqa: B018
+
+
+def test_generate_in_64_bit_mode_gives_the_same_tokens(target, draft):
+    options = {"sampling": MIXED, "max_new_tokens": NEW, "seed": 5}
+    expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
+    with jax.enable_x64(True):
+        out = spsjax.generate(target, PROMPTS, draft, K, **options)
+    for tokens, right in zip(out.tokens, expected):
+        np.testing.assert_array_equal(tokens, right)
+
+
+@pytest.mark.parametrize("kind", ("rbg", "unsafe_rbg"))
+def test_generate_with_other_default_prng_is_unchanged(target, draft, kind):
+    """Another default generator changes no token.
+
+    These generators give every row the numbers of the first row under `vmap`. Here that row is
+    done before the other rows.
+    """
+    options = {"max_new_tokens": [1, NEW, NEW, NEW], "seed": 5}
+    expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
+    with jax.default_prng_impl(kind):
+        out = spsjax.generate(target, PROMPTS, draft, K, **options)
+    for tokens, right in zip(out.tokens, expected):
+        np.testing.assert_array_equal(tokens, right)
+
+
+def test_stats_of_round_cut_before_nan_count_its_draft(target):
+    """A round that ends before a position that is not finite still counts its accepted draft."""
+    greedy = SamplingParams(temperature=0.0)
+    first = int(spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=1).tokens[0][0])
+    embedding = target.params["embed"]["embedding"].at[first].set(jnp.nan)
+    bad = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
+    out = spsjax.generate(bad, [[3]], target, K, greedy, max_new_tokens=1)
+    assert out.tokens[0].tolist() == [first]
+    assert out.stats.accepted_histogram == [0, 1, 0, 0]

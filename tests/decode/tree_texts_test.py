@@ -1,0 +1,194 @@
+"""Sampled trees in spsjax's own loop: the distribution of whole texts is the target's, to 1e-12.
+
+`tree_enumeration` enumerates trees and verdicts of one round, here with the loop's step in the
+place of the bare rule: the draft model draws the tree through its cache, the target scores it
+through its own, and the round is cut at an end of sequence and at the limit.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import types
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from helpers import enumeration, reference, tree_enumeration
+
+from spsjax import Tree, decode, sampling, tree, verifiers
+from spsjax.drafters import draft_model
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+
+VOCAB, END = 3, 2
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@functools.lru_cache
+def round_function(program):
+    """Returns a jitted round of tables and chosen numbers: the state, the verdict, the proposal."""
+
+    def run(params, state, draft, accept, following):
+        numbers = {sampling.DRAFT: draft, sampling.ACCEPT: accept, sampling.NEXT: following}
+        seen, rule, propose = {}, type(program.verifier), decode.propose
+        verify = rule.verify
+
+        def proposing(*args):
+            result = propose(*args)
+            seen["proposal"] = result[0]
+            return result
+
+        def verifying(*args):
+            seen["verdict"] = verify(*args)
+            return seen["verdict"]
+
+        with contextlib.ExitStack() as stack:
+            for owner, name, replacement in (
+                (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
+                (transformer, "apply", enumeration.apply),
+                (decode, "propose", proposing),
+                (rule, "verify", verifying),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            output = dataclasses.replace(decode.step(program, params, state), keys=state.limits)
+        return output, seen["verdict"], seen["proposal"]  # NumPy cannot hold the keys
+
+    return jax.jit(run)
+
+
+class Rounds:
+    """The rounds after every prefix, on every tree that can be drawn there.
+
+    It is what `tree_enumeration.Verification` is for a bare rule.
+    """
+
+    def __init__(self, loop, params):
+        shape = loop.drafter.tree
+        self.tree = tree_enumeration.Tree(shape.parents)
+        self.vocab, self._loop = loop.vocab, loop
+        self.prefixes, self._tokens, self.masses, self._middles = [], [], [], []
+        model = enumeration.model_of(loop.draft)
+        for prefix in loop._prefixes():
+
+            def law(context, prefix=prefix):
+                return reference.to_probs(model((*prefix, *context)), **params)
+
+            distinct = not shape.replacement
+            for tokens, mass in tree_enumeration.trees(self.tree, law, distinct):
+                self.prefixes.append(prefix)
+                self._tokens.append(tokens)
+                self.masses.append(mass)
+                self._middles.append(self._numbers(tokens, law, distinct))
+        self.masses = np.asarray(self.masses)
+        self._state = loop._start(self.prefixes, params)
+        self._round = round_function(loop.program)
+
+    def _numbers(self, tokens, law, distinct):
+        """Returns the numbers that draw the tokens of a tree, from the middles of intervals."""
+        left, numbers, contexts = {}, [], self.tree.contexts(tokens)
+        for token, parent in zip(tokens, self.tree.parents):
+            if token < 0:  # there is nothing to draw from
+                numbers.append(0.5)
+                continue
+            probs = left.setdefault(parent, np.array(law(contexts[parent]), float))
+            share = probs / probs.sum()
+            numbers.append(np.cumsum(share)[token] - share[token] / 2)
+            if distinct:
+                probs[token] = 0
+        return numbers
+
+    def outcome(self, *arrays):
+        """Returns state, verdict and proposal of some trees' rounds.
+
+        `arrays` are [R] rows, [R, N] and [R, M] numbers.
+        """
+
+        def run(rows, accept, draws):
+            state = jax.tree.map(lambda leaf: leaf[rows], self._state)
+            middles = tree_enumeration.doubled(np.asarray(self._middles)[rows])
+            draws = tree_enumeration.doubled(draws)
+            return self._round(self._loop.params, state, middles, accept, draws)
+
+        return tree_enumeration.in_one_size(run, arrays)
+
+    def __call__(self, *arrays):
+        """Returns the verdicts on some trees; arguments as those of `outcome`."""
+        _, verdict, proposal = self.outcome(*arrays)
+        there = np.asarray(self._tokens)[arrays[0]]
+        np.testing.assert_array_equal(proposal.tokens, there)
+        return verdict
+
+
+def distribution(loop, rule, **params):
+    """Returns new tokens -> probability."""
+    rounds = Rounds(loop, params)
+    nodes = range(1, len(rounds.tree.parents) + 1)
+    if rule in ("kseq", "match"):
+        cases = tree_enumeration.decided_by_walk(rounds)
+    else:
+        order = {"traversal": rounds.tree.leaves_first(), "multipath": nodes[::-1]}
+        order = order.get(rule, nodes)
+        cases = tree_enumeration.decided(rounds, order)
+    output, *_ = rounds.outcome(cases.row, cases.accept, cases.draws)
+    prefix_of = [rounds.prefixes[row] for row in cases.row]
+    loop._check_caches(output)
+    return loop._joint(prefix_of, cases.mass, output)
+
+
+def loop_of(rule, shape, new, eos_ids, seed=0):
+    config = enumeration.config(VOCAB)
+    drafter = LoadedDrafter("", draft_model.Drafter(config, tree=shape), None)
+    length = 1 + new + shape.depth
+    tables = (enumeration.table(VOCAB, length, number) for number in (seed, seed + 1))
+    return enumeration.Loop(drafter, *tables, 1 + new, eos_ids, verifier=verifiers.by_name(rule))
+
+
+def error(loop, rule, **params):
+    """Returns the largest difference from the target's distribution."""
+    model = enumeration.model_of(loop.target)
+    expected = reference.joint_distribution(model, loop.prompt, loop.limit, loop.eos_ids, **params)
+    return enumeration.distance(distribution(loop, rule, **params), expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        ("recursive", Tree((0, 0, 1))),
+        ("recursive", Tree((0, 0, 1), replacement=True)),
+        ("traversal", Tree((0, 0, 1))),
+        ("kseq", Tree((0, 0, 2), replacement=True)),
+        ("match", Tree((0, 0, 1))),
+        ("multipath", Tree((0, 0, 1, 2), replacement=True)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.parents)),
+)
+def test_sampled_trees_are_lossless_in_the_loop(rule, shape):
+    """With an end of sequence, and with a limit of two tokens: both fall inside of paths."""
+    assert error(loop_of(rule, shape, 2, (END,)), rule) < TOLERANCE
+
+
+def test_sampled_trees_are_lossless_over_several_rounds():
+    assert error(loop_of("traversal", Tree((0, 0, 1)), 4, (END,)), "traversal") < TOLERANCE
+
+
+def test_filtered_trees_are_lossless_in_the_loop():
+    """With top-k 2 the tree of three children has one that is missing."""
+    loop = loop_of("traversal", Tree((0, 0, 0)), 2, (END,))
+    assert error(loop, "traversal", top_k=2, temperature=0.7) < TOLERANCE
+
+
+def test_trees_scored_with_a_wrong_mask_are_rejected(monkeypatch):
+    """Siblings that see each other, as the tokens of a chain do."""
+    causal = np.tril(np.ones((4, 4), bool))
+    faulty = types.SimpleNamespace(**vars(tree) | {"ancestors": lambda parents: causal[None]})
+    monkeypatch.setattr(decode, "tree", faulty)
+    round_function.cache_clear()
+    assert error(loop_of("recursive", Tree((0, 0, 1)), 2, (END,)), "recursive") > 0.01
+    round_function.cache_clear()

@@ -1,0 +1,224 @@
+"""Falcon: units of several tokens, their masks, and glancing."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting
+from helpers.models import spread_model
+
+import spsjax
+from spsjax import DynamicTree, Tree, loading
+from spsjax.drafters import falcon
+from spsjax.models import pure, transformer
+from spsjax.models.layers import context_of
+from spsjax.training import feature_losses
+from spsjax.training.feature_losses import FeatureObjective
+from spsjax.training.step import Precision
+
+VOCAB = 48
+
+
+@pytest.fixture(scope="module")
+def target():
+    return spread_model(VOCAB)
+
+
+def made(target, k):
+    """A drafter with weights that are large enough for its tokens to matter."""
+    drafter = drafting.head("falcon", target.config, tokens_per_step=k)
+    weights = jax.tree.map(lambda leaf: 3 * leaf, drafter.init_params(jax.random.key(0)))
+    return drafter, {"target": target.params, "drafter": weights}
+
+
+def text_of(target, length=12, seed=1):
+    tokens = jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (1, length)))
+    return tokens, transformer.apply(target.config, target.params, tokens[:, :-1]).hidden
+
+
+def lstm(weights, x):
+    """Outputs [T, D] of the layers, in NumPy, step by step."""
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    for number in range(falcon.LSTM_LAYERS):
+        layer = jax.tree.map(np.asarray, weights["lstm"]["layers"][number])
+        hidden, memory, outputs = 0.0, 0.0, []
+        for row in x:
+            gates = row @ layer["read"]["kernel"] + layer["read"]["bias"]
+            gates = gates + np.dot(hidden * np.ones(len(gates) // 4), layer["keep"]["kernel"])
+            enter, forget, cell, leave = np.split(gates, 4)
+            memory = sigmoid(forget + 1) * memory + sigmoid(enter) * np.tanh(cell)
+            hidden = sigmoid(leave) * np.tanh(memory)
+            outputs.append(hidden)
+        x = np.stack(outputs)
+    return x
+
+
+def layer_outputs(drafter, params, read, ancestors):
+    """Outputs [T, D] of the decoder layer over what it reads, with a mask by hand."""
+    module = pure.bind(falcon.Falcon, drafter.config, params["drafter"], jnp.float32)
+    positions = jnp.arange(len(read))[None]
+    context = context_of(len(read), None, None, positions, jnp.asarray(ancestors)[None])
+    rows = jnp.asarray(read, jnp.float32)[None]
+    return np.asarray(module.layer(rows, rows, context, (), None)[0][0])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_units_are_those_of_the_paper(target, k):
+    """A unit sees all pairs up to its own last one; slot j of it stands for step j.
+
+    With k = 1 this is EAGLE-1, with an LSTM in place of its projection.
+    """
+    drafter, params = made(target, k)
+    tokens, features = text_of(target)
+    embedded = transformer.embed(target.config, target.params, tokens[:, 1:])
+    read = lstm(params["drafter"], np.concatenate([embedded[0], features[0]], axis=1))
+    unrolled = jax.jit(lambda *arrays: list(drafter.unrolled(params, *arrays, k)))
+    outputs = unrolled(tokens[:, 1:], features)
+    for t in range(k - 1, len(read), 3):
+        # Rows before the unit are causal. Its own see each other.
+        sees = np.tril(np.ones((t + 1, t + 1), bool))
+        sees[t + 1 - k :] = True
+        expected = layer_outputs(drafter, params, read[: t + 1], sees)
+        for slot in range(k):
+            found = outputs[slot][0, t]
+            np.testing.assert_allclose(found, expected[t + 1 - k + slot], atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "tree",
+    [None, Tree((0, 0, 1, 1, 2, 3, 5, 6, 7)), DynamicTree(9, 4, 3)],
+    ids=("chain", "fixed", "dynamic"),
+)
+def test_every_node_has_the_distribution_that_training_sees(target, k, tree):
+    drafter, params = made(target, k)
+    depth = tree.depth if tree else 5
+    drafter = dataclasses.replace(drafter, tree=tree, num_speculative_tokens=depth)
+    head = loading.LoadedDrafter("", drafter, params["drafter"])
+    prompt = [5, 6, 7, 8, 9, 5]
+    proposal = spsjax.propose(target, prompt, head)
+    paths = drafting.paths(proposal)
+    tokens = jnp.asarray([prompt])
+    output = transformer.apply(target.config, target.params, tokens[:, :-1])
+    features = jnp.pad(output.hidden, ((0, 0), (0, depth + 1), (0, 0)))
+
+    @jax.jit
+    def logits_after(path):
+        """[depth, V] after each part of a path, from the unrolled steps."""
+        following = jnp.concatenate([tokens[:, 1:], path[None], path[None, :1]], axis=1)
+        steps = enumerate(drafter.unrolled(params, following, features, depth))
+        return jnp.stack(
+            [drafter.logits(params, each, step)[0, len(prompt) - 2] for step, each in steps]
+        )
+
+    for node, path in enumerate(paths):
+        if len(path) == depth:
+            continue
+        logits = logits_after(jnp.pad(jnp.asarray(path, int), (0, depth - len(path))))[len(path)]
+        if isinstance(tree, DynamicTree):
+            children = {other[-1] for other in paths if other and other[:-1] == path}
+            assert children <= {*np.argsort(-logits)[: tree.width].tolist()}
+        elif tree is None or node in tree.inner:
+            probs = jax.nn.softmax(logits)
+            np.testing.assert_allclose(proposal.probs[0, node], probs, atol=1e-5)
+
+
+def test_prompts_in_chunks_that_overlap_end_in_the_same_state(target):
+    """The last chunk repeats pairs, which must not run through the LSTM again."""
+    drafter, params = made(target, 2)
+    tokens, _ = text_of(target, 12)
+    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
+    output = transformer.apply(target.config, target.params, tokens)
+
+    prefill = jax.jit(functools.partial(drafter.prefill, params))
+
+    def read(chunks, length):
+        state = drafter.init(params, 1, 16)
+        for start, width in chunks:
+            part = slice(start, start + width)
+            seen = dataclasses.replace(output, hidden=output.hidden[:, part])
+            where = jnp.asarray([start]), jnp.asarray([length])
+            state = prefill(state, tokens[:, part], following[:, part], *where, seen)
+        return state
+
+    for length in (12, 9, 5, 2, 1):
+        whole, parts = read([(0, 12)], length), read([(0, 5), (5, 5), (7, 5)], length)
+        assert int(whole.cache.lengths[0]) == int(parts.cache.lengths[0]) == length - 1
+        np.testing.assert_allclose(parts.read, whole.read, atol=1e-5)
+        np.testing.assert_allclose(parts.carry, whole.carry, atol=1e-5)
+        for name in ("keys", "values"):
+            ours, theirs = (getattr(state.cache, name)[0] for state in (parts, whole))
+            np.testing.assert_allclose(
+                ours[:, :, : length - 1], theirs[:, :, : length - 1], atol=1e-5
+            )
+
+
+def test_glanced_drafts_read_the_pair_of_k_tokens_later(target):
+    """Their outputs are those of a text whose pair was replaced; the others stay."""
+    drafter, params = made(target, 2)
+    tokens, features = text_of(target)
+    following, t = tokens[:, 1:], 6
+    glanced = jnp.zeros(following.shape, bool).at[0, t].set(True)
+
+    @jax.jit
+    def unrolled(following, features, glanced=None):
+        return list(drafter.unrolled(params, following, features, 2, glanced=glanced))
+
+    plain = unrolled(following, features)
+    shown = unrolled(following, features, glanced)
+    # The unit of t has the pairs t - 1 and t; t - 1 is replaced by t + 1.
+    replaced = features.at[0, t - 1].set(features[0, t + 1])
+    tokens = following.at[0, t - 1].set(following[0, t + 1])
+    expected = unrolled(tokens, replaced)
+    for step in range(2):
+        np.testing.assert_allclose(shown[step][0, t], expected[step][0, t], atol=1e-5)
+        others = np.arange(following.shape[1]) != t
+        np.testing.assert_allclose(shown[step][0, others], plain[step][0, others], atol=1e-5)
+    assert np.abs(shown[1][0, t] - plain[1][0, t]).max() > 1e-3
+
+
+def test_glancing_counts_wrong_tokens_and_drops_the_shown_answers(target):
+    """With a decay of 0 the loss is that of the first tokens, of which the shown ones have none."""
+    drafter, params = made(target, 2)
+    tokens, _ = text_of(target, 40)
+    frozen, losses = {"target": target.params, "drafter": {}}, []
+    for glance in (0.0, 0.25, 1000.0):
+        objective = FeatureObjective(steps=2, feature=1.0, decay=0.0, glance=glance)
+        metrics = jax.jit(feature_losses.feature_metrics(drafter, objective, Precision()))
+        values = metrics(params["drafter"], frozen, {"tokens": tokens})
+        losses.append(np.asarray(values["loss"][0, 1:]))
+        if not glance:
+            names = "greedy_agreement", "greedy_agreement_2"
+            wrong = 38 + 37 - sum(float(values[name].sum()) for name in names)
+    assert np.all(losses[0] > 0) and not losses[2].any()
+    shown = losses[1] == 0
+    assert 0 < shown.sum() <= np.ceil(0.25 * wrong)
+    np.testing.assert_allclose(losses[1][~shown], losses[0][~shown], rtol=1e-4)
+
+
+def test_odd_sizes_are_refused(target):
+    config = target.config
+    with pytest.raises(spsjax.InputError, match="tokens_per_step: expected an integer >= 1"):
+        falcon.Drafter(config, config, tokens_per_step=0)
+    with pytest.raises(spsjax.InputError, match="d_model: expected the target's 32, found 16"):
+        falcon.Drafter(dataclasses.replace(config, d_model=16), config)
+
+
+def test_saved_drafter_is_loaded_with_the_same_tokens(target, tmp_path):
+    drafter, params = made(target, 3)
+    head = loading.LoadedDrafter("", drafter, params["drafter"])
+    spsjax.save_drafter(tmp_path, head, target, "float32")
+    again = spsjax.load_drafter(tmp_path, target)
+    assert again.drafter.tokens_per_step == 3
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    one, other = (
+        spsjax.generate(target, [[3, 4], [9]], each, None, max_new_tokens=10)
+        for each in (head, again)
+    )
+    assert all(map(np.array_equal, one.tokens, other.tokens))

@@ -1,0 +1,244 @@
+"""Trained rules that end chains: what they judge, how they are trained, and their files.
+
+That they are lossless is enumerated in `whole_texts_test`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.bad_input import one_line
+from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
+
+import spsjax
+from spsjax import SamplingParams, growth, loading
+from spsjax.drafters import learned_stopping, ngram
+from spsjax.drafters.learned_stopping import Disco, LoadedRule, SpecDec
+from spsjax.errors import InputError
+from spsjax.training import stop_rules
+
+K, PROMPTS = 4, [[3, 4, 5], [9]]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def drafter(target, draft):
+    return loading.as_drafter(draft, target)
+
+
+def untrained(rule, width=32, seed=0):
+    return LoadedRule(rule, rule.init_params(jax.random.key(seed), width))
+
+
+def linear_head(rule, width, **last):
+    """Returns a rule whose logit is a linear function of what it reads."""
+    params = jax.tree.map(jnp.zeros_like, rule.init_params(jax.random.key(0), width))
+    return LoadedRule(rule, params | {"last": params["last"] | last})
+
+
+def rounds_of(notes, acceptance):
+    return stop_rules.Rounds(
+        np.asarray(notes, np.float32),
+        np.asarray(acceptance, np.float32),
+        np.arange(len(notes)),
+    )
+
+
+def test_disco_reads_probabilities_entropy_and_place():
+    logits = np.log([[0.1, 0.6, 0.3], [0.25, 0.25, 0.5]])
+    drawn = growth.Drawn(jnp.asarray(logits), None, jnp.asarray([1, 2]), 4)
+    expected = [[0.6, 0.3, 0.897946, 0.5], [0.5, 0.25, 1.039721, 0.5]]
+    np.testing.assert_allclose(Disco(top=2).note(drawn), expected, rtol=1e-5)
+    with one_line("stop_rule: expected top of at most the draft's 3 tokens, found 10"):
+        Disco().note(drawn)
+
+
+def test_disco_ends_after_a_token_that_is_probably_rejected():
+    rule = LoadedRule(Disco(0.3, top=1, width=1), {})
+    loud = jnp.asarray([[[0.9, 0.1, 0]], [[0.2, 1.5, 0]]])
+    params = {
+        "first": {"kernel": jnp.asarray([[20.0], [0], [0]]), "bias": jnp.zeros(1)},
+        "last": {"kernel": jnp.ones((1, 1)), "bias": jnp.full(1, -10.0)},
+    }
+    ends, state = rule.rule.judge(params, (), loud[:, 0], 0)
+    np.testing.assert_array_equal(ends, [False, True])
+    assert state == ()
+
+
+def test_specdec_judges_a_token_when_the_next_is_drawn():
+    """Each state says by its number how probable the token is that it has read.
+
+    The root is no draft token: its 0.1 does not count. 0.9 x 0.8 is above 0.7, and times 0.9 below.
+    """
+    rule = linear_head(SpecDec(0.3, least=1, blocks=0), 1, kernel=jnp.ones((1, 1)))
+    state, ended = rule.rule.start((), 1), []
+    for depth, accepted in enumerate((0.1, 0.9, 0.8, 0.9)):
+        logit = jnp.full((1, 1), np.log(accepted / (1 - accepted)))
+        ends, state = rule.rule.judge(rule.params, state, logit, depth)
+        ended.append(bool(ends[0]))
+    assert ended == [False, False, False, True]
+    eager = dataclasses.replace(rule.rule, threshold=0.0, least=3)
+    ends = [bool(eager.judge(rule.params, jnp.zeros(1), logit, depth)[0][0]) for depth in range(4)]
+    assert ends == [False, False, True, True]
+
+
+def test_residual_blocks_share_their_weights():
+    rule, x = SpecDec(blocks=2), jnp.asarray([[1.0, -2.0]])
+    params = rule.init_params(jax.random.key(1), 2)
+    kernel = params["block"]["kernel"]
+    y = x + jax.nn.silu(x @ kernel)
+    y = y + jax.nn.silu(y @ kernel)
+    np.testing.assert_allclose(
+        rule.acceptance(params, x), (y @ params["last"]["kernel"])[:, 0], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("rule", (Disco(top=1), SpecDec(least=1, blocks=1)), ids=str)
+def test_training_finds_what_tells_acceptance(rule):
+    """A number in the note tells whether a token is accepted; nothing else does.
+
+    It is a state's second number, of the token that it has read. For DISCO it is in the note of the
+    token itself.
+    """
+    chance, K = np.random.default_rng(0), 8
+    acceptance = chance.choice([0.1, 0.95], (400, K), p=(0.2, 0.8))
+    notes = chance.normal(0, 1, (400, K, 3))
+    notes[:, rule.delay :, 1] = 4 * acceptance[:, : K - rule.delay] - 2
+    rounds, costs = rounds_of(notes, acceptance), stop_rules.Costs(1.0, np.full(K + 1, 3.0))
+    fit = stop_rules.Fit(steps=1000, batch=64, learning_rate=3e-2)
+    trained = stop_rules.train(rule, rounds, fit)
+    first = np.where((acceptance < 0.5).any(axis=1), np.argmax(acceptance < 0.5, axis=1), K)
+    between = dataclasses.replace(trained.rule, threshold=0.97 if rule.delay else 0.5)
+    drafted = stop_rules.lengths(dataclasses.replace(trained, rule=between), rounds)
+    assert np.mean(drafted == np.minimum(first + 1 + rule.delay, K)) > 0.99
+    trained, most = stop_rules.tuned(trained, rounds, costs)
+    drafted = np.minimum(stop_rules.lengths(trained, rounds), most)
+    fixed = max(stop_rules.speed(rounds, costs, count) for count in range(K + 1))
+    found = stop_rules.speed(rounds, costs, drafted)
+    assert fixed * 1.02 < found <= stop_rules.greatest_speed(rounds, costs)
+
+
+def test_rejections_count_six_times_for_specdec():
+    """Without anything to read, the logit is that of the weighted share of accepted tokens."""
+    acceptance = np.full((64, 2), 0.8)
+    fit = stop_rules.Fit(steps=400, batch=64, learning_rate=3e-2)
+    for rule, share in ((Disco(top=1), 0.8), (SpecDec(), 0.8 / (0.8 + 6 * 0.2))):
+        width = 3 if rule.delay == 0 else 2
+        rounds = rounds_of(np.zeros((64, 2, width)), acceptance)
+        params = stop_rules.train(rule, rounds, fit).params
+        found = jax.nn.sigmoid(rule.acceptance(params, jnp.zeros(width)))
+        assert found == pytest.approx(share, abs=0.01)
+
+
+def test_tokens_that_are_not_reached_do_not_count():
+    """The second token is never looked at, because the first is always rejected."""
+    acceptance = np.tile([0.0, 1.0], (64, 1))
+    fit = stop_rules.Fit(steps=300, batch=64, learning_rate=3e-2)
+    params = stop_rules.train(Disco(top=1), rounds_of(np.zeros((64, 2, 3)), acceptance), fit).params
+    assert jax.nn.sigmoid(Disco(top=1).acceptance(params, jnp.zeros(3))) < 0.05
+
+
+def test_speed_is_expected_tokens_over_time():
+    rounds = rounds_of(np.zeros((2, 2, 1)), [[0.5, 0.4], [1.0, 0.5]])
+    costs = stop_rules.Costs(1.0, np.asarray([4.0, 5.0, 6.0]))
+    assert stop_rules.speed(rounds, costs, 0) == pytest.approx(2 / 8)
+    assert stop_rules.speed(rounds, costs, np.asarray([1, 2])) == pytest.approx((1.5 + 2.5) / 14)
+    every = [(a, b) for a in range(3) for b in range(3)]
+    best = max(stop_rules.speed(rounds, costs, np.asarray(pair)) for pair in every)
+    assert stop_rules.greatest_speed(rounds, costs) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("rule", (Disco(), SpecDec()), ids=str)
+def test_log_is_of_the_rounds_that_the_loop_runs(target, drafter, rule):
+    """Greedy acceptance is 0 or 1, and its rounds are those of a call with the same seed."""
+    rounds = stop_rules.log(target, drafter, rule, PROMPTS, K, GREEDY, 12, seed=3)
+    assert rounds.notes.shape[1:] == (K, 12 if rule.delay == 0 else 32)
+    accepted = []
+    for number, prompt in enumerate(PROMPTS):
+        _, steps = spsjax.generation.rounds(target, prompt, drafter, K, GREEDY, 12, 3 + number)
+        accepted += [(number, step.accepted) for step in steps]
+    found = np.cumprod(rounds.acceptance, axis=1).sum(axis=1)
+    assert list(zip(rounds.text.tolist(), found.tolist())) == accepted
+    assert any(0 < count < K for _, count in accepted)
+
+
+def test_greedy_text_is_unchanged_and_less_is_proposed(target, drafter):
+    options = {"sampling": GREEDY, "max_new_tokens": 16}
+    expected = spsjax.generate(target, PROMPTS, **options)
+    whole = spsjax.generate(target, PROMPTS, drafter, 6, **options)
+    for rule in (Disco(0.6), SpecDec(0.5)):
+        with_rule = loading.with_stop_rule(drafter, target, untrained(rule, seed=1))
+        out = spsjax.generate(target, PROMPTS, with_rule, 6, **options)
+        for tokens, same in zip(out.tokens, expected.tokens):
+            np.testing.assert_array_equal(tokens, same)
+        assert out.stats.proposed_tokens < whole.stats.proposed_tokens
+
+
+def test_file_holds_rule_and_weights(tmp_path):
+    for rule in (Disco(0.25, top=3, width=5), SpecDec(0.6, least=4, blocks=1)):
+        loaded = untrained(rule, width=7)
+        learned_stopping.save(tmp_path / "x.safetensors", loaded)
+        read = learned_stopping.read(tmp_path / "x.safetensors")
+        assert read.rule == rule
+        jax.tree.map(np.testing.assert_array_equal, read.params, loaded.params)
+
+
+def test_file_that_is_none_is_refused(tmp_path, target):
+    (tmp_path / "odd.safetensors").write_text("x")
+    for name in ("missing", "odd"):
+        with one_line("expected a file that train_stop_rule.py wrote, found"):
+            learned_stopping.read(tmp_path / f"{name}.safetensors")
+    loaded = untrained(SpecDec(), 4)
+    block = {"block": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
+    scalar = {"block": block["block"] | {"kernel": jnp.ones(())}}
+    nan = jax.tree.map(lambda leaf: leaf * np.nan, loaded.params)
+    half = jax.tree.map(lambda leaf: leaf.astype(np.float16), loaded.params)
+    last = {"last": loaded.params["last"]}
+    for params in (loaded.params | block, loaded.params | scalar, nan, half, last, {}):
+        learned_stopping.save(
+            tmp_path / "x.safetensors", dataclasses.replace(loaded, params=params)
+        )
+        with one_line("x.safetensors: expected a file that train_stop_rule.py wrote, found"):
+            learned_stopping.read(tmp_path / "x.safetensors")
+
+
+def test_rule_that_does_not_fit_is_refused(target, drafter):
+    with pytest.raises(InputError, match=r"^stop_rule: expected None for ngram"):
+        spsjax.load_drafter("ngram", target, stop_rule=untrained(Disco()))
+    narrow = loading.with_stop_rule(drafter, target, untrained(SpecDec(), 5))
+    with one_line("stop_rule: expected a draft of width 5, for which it was trained, found 32"):
+        spsjax.generate(target, PROMPTS, narrow, 4)
+    bare = loading.with_stop_rule(drafter, target, Disco())
+    with one_line("stop_rule: expected a trained rule with its weights"):
+        spsjax.generate(target, PROMPTS, bare, 4)
+    with pytest.raises(InputError, match=r"^num_speculative_tokens: expected at least 2 for this"):
+        stop_rules.log(target, drafter, SpecDec(), PROMPTS, 1, GREEDY, 4)
+    with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE"):
+        early = spsjax.load_drafter("early_exit:1", target)
+        stop_rules.log(target, early, Disco(), PROMPTS, K, GREEDY, 4)
+    both = spsjax.load_drafter("suffix+pystdlib/draft", spsjax.load("pystdlib/target"))
+    with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE, found suffix"):
+        stop_rules.log(target, both, Disco(), PROMPTS, K, GREEDY, 4)
+    odd = loading.LoadedDrafter("", ngram.Drafter(), {})
+    with pytest.raises(InputError, match=r"^stop_rule: expected None for"):
+        stop_rules.log(target, odd, Disco(), PROMPTS, K, GREEDY, 4)
+
+
+def test_script_trains_a_rule_that_generate_takes(tmp_path):
+    pair, path = tiny_pair(tmp_path), tmp_path / "rule.safetensors"
+    flags = [flag.replace("--", "--config.") for flag in pair]
+    small = ["prompts=2", "max_new_tokens=8", "repetitions=1", "fit.steps=3", "rules.disco.top=3"]
+    small = [f"--config.{flag}" for flag in small]
+    text = succeeds("train_stop_rule.py", *flags, *small, f"--output={path}").stdout
+    assert "expected speed-up" in text and "no rule is faster" in text
+    rule = ["--prompt=import os", f"--config.stop_rule={path}", "--config.max_new_tokens=8"]
+    succeeds("generate.py", *pair, *rule)
+    for odd, name in (
+        ("--output=rule.txt", "output"),
+        ("--config.prompts=1", "prompts"),
+        ("--config.rule=odd", "rule"),
+        ("--config.rules.disco.top=0", "top"),
+    ):
+        fails_with_one_line(run("train_stop_rule.py", *flags, f"--output={path}", odd), name)

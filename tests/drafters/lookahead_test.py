@@ -1,0 +1,190 @@
+"""Lookahead decoding: its window and pool against a plain loop, its mask, merged n-grams."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting
+
+import spsjax
+from spsjax import InputError, SamplingParams, decode, sampling, tree
+from spsjax.drafters import lookahead
+from spsjax.models import transformer
+from spsjax.types import Proposal
+from spsjax.verifiers import recursive
+
+K, W, G, POOL = 2, 3, 2, 64
+PROMPT = [3, 4, 5, 3, 4, 5, 3, 9, 3, 4]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def begun(target, drafter, prompt=PROMPT, params=GREEDY):
+    """Returns program, parameters and the state after a prompt."""
+    program = decode.Program(target.config, drafter, recursive.Verifier())
+    weights = {"target": target.params, "drafter": {}}
+    inputs = params.rows(1), np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32)
+    limits, keys = np.asarray([60], np.int32), sampling.row_keys(jax.random.key(2), 1)
+    state = jax.jit(decode.prefill, static_argnums=(0, 1))(
+        program, 96, weights, *inputs, limits, keys
+    )
+    return program, weights, state
+
+
+def paths(proposal, first):
+    """Returns the token paths of a proposal's guesses, each once."""
+    tokens, parents = np.asarray(proposal.tokens)[0], np.asarray(proposal.parents)[0]
+    found = set()
+    for node in range(first, len(tokens)):
+        path, now = [], node + 1
+        while now:
+            path.insert(0, int(tokens[now - 1]))
+            now = parents[now - 1]
+        if -1 not in path:
+            found.add(tuple(path))
+    return found
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_window_and_pool_are_those_of_a_plain_loop(target, follow):
+    """What stands in the window is computed by whole passes over plain texts, one per token."""
+    drafter = lookahead.Drafter(K, W, G, POOL, follow)
+    program, params, state = begun(target, drafter)
+    whole = jax.jit(lambda tokens: transformer.apply(target.config, target.params, tokens).logits)
+
+    def after(text):
+        """Returns the target's most probable token after a text."""
+        padded = np.asarray([[*text, *[0] * (96 - len(text))]], np.int32)
+        return int(np.argmax(whole(padded)[0, len(text) - 1]))
+
+    step = jax.jit(decode.step, static_argnums=0)
+    propose = jax.jit(decode.propose, static_argnums=0)
+    window, pool, proposed = np.asarray(state.drafter.window)[0].tolist(), [], 0
+    prompt = np.asarray(PROMPT)
+    for column in range(W):  # it begins with n-grams of the prompt
+        wanted = [row[column] for row in window]
+        assert any((prompt[i : i + K] == wanted).all() for i in range(len(PROMPT) - K + 1))
+    for _ in range(12):
+        length = int(state.lengths[0])
+        text = np.asarray(state.tokens)[0, :length].tolist()
+        proposal, _ = propose(program, params, state, decode.round_keys(state))
+        newest_first = [value for key, value in reversed(pool) if key == text[-1]][:G]
+        expected = {value[:size] for value in newest_first for size in range(1, K + 1)}
+        assert paths(proposal, K * W - 1) == expected
+        proposed += len(expected)
+        newest = [
+            after(text + window[0][1 : i + 1] + [row[i] for row in window[1:]]) for i in range(W)
+        ]
+        for i in range(W):
+            key = window[0][i] if i else text[-1]
+            ngram = key, (*(row[i] for row in window[1:]), newest[i])
+            pool = [other for other in pool if other != ngram] + [ngram]
+        window = [*window[1:], newest]
+        state = step(program, params, state)
+        got = np.asarray(state.drafter.window)[0]
+        more = int(state.lengths[0]) - length - 1
+        if follow and more:
+            kept = max(W - more, 0)
+            np.testing.assert_array_equal(got[:, :kept], np.asarray(window)[:, more:])
+            assert np.isin(got[:, kept:], PROMPT).all()
+            window = got.tolist()
+        np.testing.assert_array_equal(got, window)
+    assert proposed > 5
+
+
+def test_text_is_the_targets_with_fewer_calls(target):
+    """A text of one period is guessed, up to K + 1 tokens per call."""
+    prompt = [7, 8, 7, 8, 7, 8]
+    options = {"sampling": GREEDY, "max_new_tokens": 48, "stop_at_eos": False}
+    out = spsjax.generate(target, [prompt], lookahead.Drafter(3, 5, 4, 64), **options)
+    expected = spsjax.generate(target, [prompt], **options)
+    np.testing.assert_array_equal(out.tokens[0], expected.tokens[0])
+    assert out.stats.target_calls < expected.stats.target_calls
+    assert out.stats.accepted_histogram[3] > 0
+
+
+def test_window_changes_nothing_that_root_or_guesses_see(target):
+    drafter = lookahead.Drafter(K, W, G, POOL)
+    program, params, state = begun(target, drafter)
+    held = dataclasses.replace(
+        state.drafter,
+        keys=state.drafter.keys.at[0, :2].set(PROMPT[-1]),
+        values=state.drafter.values.at[0, :2].set(jnp.asarray([[5, 6], [7, 8]])),
+        next=state.drafter.next + 2,
+    )
+    state = dataclasses.replace(state, drafter=held)
+    propose = jax.jit(decode.propose, static_argnums=0)
+    proposal, _ = propose(program, params, state, decode.round_keys(state))
+    assert paths(proposal, K * W - 1) == {(5,), (5, 6), (7,), (7, 8)}
+    score = jax.jit(decode.score, static_argnums=0)
+    before = np.asarray(score(program, params, state, proposal).logits)
+    first = K * W - 1
+    changed = np.asarray(proposal.tokens).copy()
+    changed[:, :first] = (changed[:, :first] + 11) % 48
+    other = dataclasses.replace(proposal, tokens=jnp.asarray(changed))
+    after = np.asarray(score(program, params, state, other).logits)
+    seen = [0, *range(first + 1, first + 1 + G * K)]
+    np.testing.assert_allclose(after[:, seen], before[:, seen], atol=1e-5)
+    assert np.abs(after - before)[:, 1 : first + 1].min(axis=-1).max() > 1e-3
+
+
+def test_window_is_a_tree_whose_depths_are_positions():
+    """Row r of column i is r + i deep, below its own column and the columns before it in row 0."""
+    drafter = lookahead.Drafter(3, 4, 1, 64)
+    parents = jnp.asarray(drafter._window_parents)[None]
+    depths = np.asarray(tree.depths(parents))[0].reshape(3, 4)
+    np.testing.assert_array_equal(depths, np.add.outer(np.arange(3), np.arange(4)))
+    above = np.asarray(tree.ancestors(parents))[0]
+    assert np.flatnonzero(above[2 * 4 + 2]).tolist() == [0, 1, 2, 6, 10]
+
+
+def test_ngrams_that_begin_alike_are_merged():
+    """Of five n-grams after token 1, two are equal and two share their first token."""
+    drafter = lookahead.Drafter(2, 1, 5, 8)
+    state = drafter.init(None, 1, 32)
+    values = [[2, 3], [4, 5], [2, 6], [2, 3], [9, 9]]
+    state = dataclasses.replace(
+        state,
+        keys=jnp.asarray([[1, 1, 1, 1, 7, -1, -1, -1]]),
+        values=state.values.at[0, :5].set(jnp.asarray(values)),
+        next=jnp.asarray([5]),
+    )
+    now = drafting.round_of(jnp.asarray([[8, 1, 0]]), jnp.asarray([2]))
+    proposal, _ = drafter.propose(None, state, now)
+    tokens = np.asarray(proposal.tokens)[0, 1:].reshape(5, 2).tolist()
+    # Newest first: 2 3, 2 6, 4 5, 2 3; the fifth place is empty.
+    assert tokens == [[2, 3], [-1, 6], [4, 5], [-1, -1], [-1, -1]]
+    parents = np.asarray(proposal.parents)[0, 1:].reshape(5, 2).tolist()
+    assert parents[:3] == [[0, 2], [0, 2], [0, 6]]
+    assert isinstance(proposal, Proposal) and proposal.eligible[0].tolist() == [False] + [True] * 10
+
+
+def test_ngram_that_comes_again_is_the_newest():
+    state = lookahead.Drafter(1, 2, 2, 4).init(None, 1, 32)
+    row = jax.tree.map(lambda leaf: leaf[0], state)
+    for keys, values in (([1, 2], [[5], [6]]), ([1, 3], [[5], [7]]), ([4, 4], [[8], [8]])):
+        row = lookahead._remember(row, jnp.asarray(keys), jnp.asarray(values))
+    assert row.keys.tolist() == [-1, 4, 1, 3] and row.next == 2
+    assert row.values[1:, 0].tolist() == [8, 5, 7]
+
+
+def test_smallest_window_fills_the_pool(target):
+    options = {"sampling": GREEDY, "max_new_tokens": 30, "stop_at_eos": False}
+    out = spsjax.generate(target, [[7, 7, 7, 7]], lookahead.Drafter(1, 1, 1, 8), **options)
+    assert out.stats.proposed_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
+        ({"window": 0}, "window: expected an integer >= 1, found 0"),
+        ({"num_guesses": 0}, "num_guesses: expected an integer >= 1, found 0"),
+        ({"pool": 14}, "pool: expected an integer >= 15, found 14"),
+        ({"follow": 1}, "follow: expected"),
+    ],
+)
+def test_odd_options_are_refused(options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        lookahead.Drafter(**options)

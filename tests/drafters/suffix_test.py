@@ -1,0 +1,87 @@
+"""Proposals of suffix decoding, compared with counting by brute force."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import drafting, reference
+
+from spsjax import InputError
+from spsjax.drafters import suffix
+
+SLOTS = 20
+
+
+def paths_of(tokens, parents):
+    """Returns the paths of the nodes that hold a token, in order."""
+    paths = [()]
+    for token, parent in zip(tokens, parents):
+        if token >= 0:
+            paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize(
+    ("K", "N", "options"),
+    [
+        (4, 0, {}),
+        (6, 0, {"factor": 0.5, "min_prob": 0.27}),
+        (3, 0, {"max_match": 2, "factor": 2.0, "min_prob": 0.0}),
+        (3, 6, {}),
+        (4, 2, {}),
+        (4, 5, {"factor": 1.5, "min_prob": 0.0}),
+    ],
+)
+def test_proposal_has_the_highest_score_of_counts(K, N, options):
+    """Of all lengths of the match, the one whose counts promise most tokens, is taken."""
+    options = {"max_match": 5, "factor": 1.0, "min_prob": 0.13} | options
+    drafter = suffix.Drafter(K, num_tree_tokens=N, **options)
+    rng = np.random.default_rng(K + N)
+    tokens, lengths = rng.integers(0, 3, (300, SLOTS)), rng.integers(1, SLOTS + 1, 300)
+
+    @jax.jit
+    def propose(tokens, lengths):
+        proposal = drafter.propose({"drafter": {}}, (), drafting.round_of(tokens, lengths))[0]
+        return proposal.tokens, proposal.parents
+
+    proposed, parents = propose(tokens, lengths)
+    missing = 0
+    for row, length in enumerate(lengths):
+        text = tokens[row, :length].tolist()
+        expected = reference.suffix_proposals(text, K, N, **options)
+        above = np.asarray(parents)[row] if N else np.arange(K)
+        found = paths_of(np.asarray(proposed)[row].tolist(), above.tolist())
+        if not expected:
+            assert found == []
+            missing += 1
+            continue
+        score = [sum(prob for _, prob in nodes) for nodes in expected]
+        best = [path for path, _ in expected[score.index(max(score))]]
+        assert (found if not N else sorted(found)) == (best if not N else sorted(best)), text
+    assert 10 < missing < 150
+
+
+def test_text_behind_the_last_token_is_not_read():
+    drafter = suffix.Drafter(4)
+    text = [5, 6, 7, 8, 5, 6]
+    for stale in (0, 5, 6):
+        tokens = np.asarray([[*text, *[stale] * 6]], np.int32)
+        proposal, _ = drafter.propose(
+            {"drafter": {}}, (), drafting.round_of(tokens, np.asarray([6]))
+        )
+        # Two tokens match, and so two are proposed.
+        np.testing.assert_array_equal(proposal.tokens, [[7, 8, -1, -1]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
+        ({"num_tree_tokens": -3}, "num_tree_tokens: expected an integer >= 0, found -3"),
+        ({"max_match": 0}, "max_match: expected an integer from 1 to 65536, found 0"),
+        ({"factor": -1.0}, "factor: expected a finite number"),
+        ({"min_prob": 2.0}, "min_prob: expected a finite number"),
+    ],
+)
+def test_odd_options_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        suffix.Drafter(**options)

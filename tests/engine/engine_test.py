@@ -1,0 +1,288 @@
+"""Requests in the rows of one loop against `generate` alone: arrivals, cancellations, errors."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from helpers import drafting
+from helpers.models import build_model, spread_model
+
+import spsjax
+from spsjax import InputError, NonFiniteError, SamplingParams, execution, pacing
+from spsjax.parallel import sharding
+from spsjax.utils import compilation
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def engine(target, draft):
+    return spsjax.Engine(target, draft, 3, rows=3, slots=96, chunk=16, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def endless(target, draft):
+    """An engine whose requests use up their budgets."""
+    return spsjax.Engine(target, draft, 3, rows=3, slots=96, chunk=16, rounds=2, stop_at_eos=False)
+
+
+def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0):
+    out = spsjax.generate(target, [prompt], draft, 3, sampling, count, seed)
+    return out.tokens[0].tolist()
+
+
+def test_requests_that_come_and_go_get_what_they_get_alone(engine, target, draft):
+    """Random lengths, budgets, sampling, seeds and times of arrival, more than there are rows."""
+    rng, expected, requests = np.random.default_rng(0), [], []
+    for seed in range(12):
+        prompt = rng.integers(0, target.config.vocab_size, rng.integers(1, 60)).tolist()
+        sampling = [GREEDY, SamplingParams(), SamplingParams(0.7, top_p=0.9)][seed % 3]
+        count = int(rng.integers(0, 30))
+        requests.append(engine.submit(prompt, sampling, count, seed))
+        expected.append(alone(target, draft, prompt, sampling, count, seed))
+        for _ in range(rng.integers(0, 4)):
+            engine.step()
+    while engine.step():
+        pass
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.done and request.error is None
+        assert request.tokens == tokens
+        assert sum(request.accepted_histogram) == request.rounds
+
+
+def test_costs_are_measured_on_the_first_prompt(target, draft, monkeypatch):
+    """In all rows, with its sampling parameters, and in buffers as large as the engine's."""
+    calls = []
+
+    def prepare(call):
+        calls.append(call)
+        costs = pacing.forced(0, call.program.drafter.num_speculative_tokens)
+        call.params["costs"] = execution.placed(call, costs)
+        return 0.0
+
+    monkeypatch.setattr(execution, "prepare", prepare)
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=96, rounds=1)
+    requests = [engine.submit(prompt, GREEDY, 3) for prompt in ([1, 2, 3], [4])]
+    for request in requests:
+        out = spsjax.generate(target, [request.prompt], sampling=GREEDY, max_new_tokens=3)
+        assert request.result() == out.tokens[0].tolist()
+    measured = [call for call in calls if call.program.pacer]
+    assert [call.prompts for call in measured] == [[[1, 2, 3]], [[1, 2, 3]] * 2]
+    for call in measured:
+        assert call.slots == engine.slots and not call.inputs[0].temperature.any()
+
+
+def test_loop_has_as_many_rows_as_requests_need(target, draft):
+    """It grows at once, and shrinks after some steps. Each row keeps its text, wherever it is."""
+    engine = spsjax.Engine(target, draft, 3, rows=4, slots=160, rounds=1, stop_at_eos=False)
+    expected = {}
+    for seed, count in enumerate((120, 20, 20, 40)):
+        options = SamplingParams(), count, seed
+        out = spsjax.generate(target, [[seed, 5]], draft, 3, *options, stop_at_eos=False)
+        expected[seed] = out.tokens[0].tolist()
+    rows, requests = [], [engine.submit([0, 5], SamplingParams(), 120, 0)]
+    engine.step()
+    rows.append(len(engine._state.done))
+    for seed, count in enumerate((20, 20, 40), 1):
+        requests.append(engine.submit([seed, 5], SamplingParams(), count, seed))
+    while engine.step():
+        rows.append(len(engine._state.done))
+    assert [request.tokens for request in requests] == list(expected.values())
+    assert rows[:2] == [1, 4] and rows[-1] == 1 and set(rows) == {1, 2, 4}
+
+
+def test_rows_are_filled_again(endless):
+    """More requests run than there are rows, and none waits for all others."""
+    requests = [endless.submit([1, 2, seed], GREEDY, 4 + seed, seed) for seed in range(8)]
+    while not requests[0].done:
+        endless.step()
+    assert not requests[-1].done
+    assert [len(request.result()) for request in requests] == list(range(4, 12))
+
+
+def test_long_prompt_does_not_stall_others(endless):
+    """It is read a chunk at a time, and others get tokens in between."""
+    first = endless.submit([5], GREEDY, 80)
+    while not first.tokens:
+        endless.step()
+    long = endless.submit([1 + i % 40 for i in range(64)], GREEDY, 2)
+    counts = []
+    while not long.tokens:
+        endless.step()
+        counts.append(len(first.tokens))
+    assert len(counts) >= 4 and np.all(np.diff(counts[:4]) > 0)
+    first.cancel()
+    long.result()
+
+
+def test_cancelled_requests_free_their_rows(engine, target, draft):
+    waits = [engine.submit([seed + 1], GREEDY, 50) for seed in range(6)]
+    engine.step()
+    for request in waits:
+        request.cancel()
+    last = engine.submit([7, 8], SamplingParams(), 12, 5)
+    assert last.result() == alone(target, draft, [7, 8], count=12, seed=5)
+    while engine.step():
+        pass
+    assert all(request.done and len(request.tokens) < 50 for request in waits)
+    for request in waits:
+        whole = alone(target, draft, request.prompt, GREEDY, 50)
+        assert request.tokens == whole[: len(request.tokens)]
+
+
+def test_error_in_a_row_leaves_the_others_alone(target):
+    """The model cannot read one token, which only one prompt has. Its row is used again."""
+    expected = alone(target, None, [5, 6], GREEDY)
+    other = next(token for token in range(1, 48) if token not in {4, 5, 6, *expected})
+    embedding = target.params["embed"]["embedding"].at[other].set(np.nan)
+    broken = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
+    engine = spsjax.Engine(broken, rows=2, slots=64)
+    healthy, failing = engine.submit([5, 6], GREEDY, 20), engine.submit([4, other], GREEDY, 20)
+    with pytest.raises(NonFiniteError, match=r"^position 2: expected finite logits"):
+        failing.result()
+    again = engine.submit([5, 6], GREEDY, 20)
+    assert healthy.result() == again.result() == expected
+    assert failing.done and failing.tokens == []
+
+
+# Of drafters whose states are inserted in the same way, one.
+KINDS = "hybrid", "lookahead", "medusa", "none", "random_tree", "sparse_self", "spire", "suffix"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_state_keeps_its_rows_apart(target, draft, name):
+    """A request that is put in late, beside others, gets what it gets alone."""
+    drafter = None if name == "none" else drafting.build(name, draft, 3)
+    fixed = {"verifier": drafting.verifier(name)}
+    engine = spsjax.Engine(target, drafter, rows=2, slots=64, chunk=8, rounds=1, **fixed)
+    requests = []
+    for seed, prompt in enumerate([[3, 4, 5, 3, 4, 5, 3, 1, 2, 3], [9], [1, 2, 1, 2, 1]]):
+        requests.append(engine.submit(prompt, GREEDY if seed == 1 else SamplingParams(), 9, seed))
+        engine.step()
+    for seed, request in enumerate(requests):
+        sampling = GREEDY if seed == 1 else SamplingParams()
+        out = spsjax.generate(target, [request.prompt], drafter, None, sampling, 9, seed, **fixed)
+        assert request.result() == out.tokens[0].tolist()
+
+
+def test_threads_share_an_engine(engine, target, draft):
+    results = {}
+
+    def ask(seed):
+        results[seed] = engine.submit([seed, 2], SamplingParams(), 15, seed).result()
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {s: alone(target, draft, [s, 2], count=15, seed=s) for s in range(6)}
+
+
+def test_requests_on_a_mesh(target, draft):
+    mesh = sharding.mesh(data=2, model=4)
+    models = [build_model(model.config, model.params, mesh) for model in (target, draft)]
+    engine = spsjax.Engine(*models, 3, rows=3, slots=64, chunk=8)
+    assert engine.rows == 4
+    requests = [engine.submit([seed] * (seed + 1), GREEDY, 10) for seed in range(6)]
+    for request in requests:
+        assert request.result() == alone(target, draft, request.prompt, GREEDY, 10)
+
+
+def test_text_comes_in_pieces(tiny_tokenizer):
+    model = dataclasses.replace(spread_model(300, seed=5), tokenizer=tiny_tokenizer)
+    engine = spsjax.Engine(model, rows=2, slots=96)
+    pieces = list(engine.submit("def f(x):", SamplingParams(), 30, 4))
+    expected = spsjax.generate(model, ["def f(x):"], max_new_tokens=30, seed=4)
+    assert len(pieces) > 1 and "".join(pieces) == expected.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": 0}, "rows: expected an integer >= 1, found 0"),
+        ({"chunk": 1.5}, "chunk: expected an integer >= 1, found 1.5"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer"),
+        ({"slots": "many"}, "slots: expected an integer >= 1"),
+    ],
+)
+def test_arguments_that_cannot_be_used(target, arguments, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        spsjax.Engine(target, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt: expected at least one token"),
+        ([1], {"max_new_tokens": 96}, r"prompt: expected prompt, new tokens and 4 more within the"),
+        ([1], {"max_new_tokens": -3}, "max_new_tokens: "),
+        ([1], {"seed": -1}, "seed: "),
+        ([1], {"sampling": 1.0}, "sampling: "),
+        (
+            [1],
+            {"sampling": SamplingParams([]), "max_new_tokens": 3},
+            "temperature: expected one value or 1 ",
+        ),
+        ([1], {"sampling": SamplingParams(1, 0, [0.5, 1]), "max_new_tokens": 3}, "top_p: expected"),
+    ],
+)
+def test_requests_that_cannot_be_run(engine, prompt, options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        engine.submit(prompt, **options)
+
+
+def test_text_without_a_tokenizer_is_an_error(engine):
+    request = engine.submit([1, 2], GREEDY, 3)
+    with pytest.raises(InputError, match=r"^tiny: expected a model with a tokenizer"):
+        list(request)
+    request.cancel()
+
+
+def test_error_of_the_loop_ends_what_runs_and_not_what_waits(target, monkeypatch):
+    engine = spsjax.Engine(target, rows=1, slots=64, stop_at_eos=False)
+    first, second = engine.submit([1], GREEDY, 40), engine.submit([2], GREEDY, 5)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(execution, "run", lambda *_: 1 / 0)
+        assert engine.step()
+    with pytest.raises(ZeroDivisionError):
+        first.result()
+    out = spsjax.generate(target, [[2]], None, 0, GREEDY, 5, stop_at_eos=False)
+    assert second.result() == out.tokens[0].tolist()
+
+
+def test_warm_engine_compiles_nothing_more(target, draft):
+    """Whatever number of requests comes, after prompts of the same lengths."""
+    engine = spsjax.Engine(target, draft, 2, rows=4, slots=96, stop_at_eos=False)
+    engine.warm_up([[1, 2, 3]])
+    compiled_at = getattr(compilation._newest, "ended", 0)
+    requests = [engine.submit([seed, 4], SamplingParams(), 10 * seed, seed) for seed in range(7)]
+    while engine.step():
+        pass
+    for _ in range(10):  # until it has one row again
+        requests.append(engine.submit([5], SamplingParams(), 20))
+        requests[-1].result()
+    assert [len(request.tokens) for request in requests] == [*range(0, 70, 10), *[20] * 10]
+    assert len(engine._state.done) == 1
+    assert compilation._newest.ended == compiled_at
+
+
+def test_a_list_of_one_value_serves_one_request_and_costs_of_many_rows(target, draft):
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=64)
+    engine.submit([1, 2], SamplingParams(temperature=[0.8]), 5).result()
+    for one in [engine.submit([1, 2], SamplingParams(), 5, seed) for seed in range(2)]:
+        assert len(one.result()) <= 5
+
+
+def test_a_closed_engine_ends_its_requests_and_takes_no_more(target):
+    engine = spsjax.Engine(target, rows=1, slots=64)
+    requests = [engine.submit([1, 2], max_new_tokens=30) for _ in range(2)]
+    engine.step()
+    engine.close()
+    assert all(one.done and one.cancelled for one in requests)
+    with pytest.raises(InputError, match=r"^submit: expected an open engine"):
+        engine.submit([1, 2], max_new_tokens=5)
+    with pytest.raises(InputError, match=r"^prompts: expected at least one"):
+        spsjax.Engine(target, rows=1, slots=64).warm_up([])

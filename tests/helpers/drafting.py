@@ -1,0 +1,155 @@
+"""Drafters under test: those of the package `drafters`, and those of `toy_drafters`."""
+
+import dataclasses
+import functools
+import pkgutil
+
+import jax
+import numpy as np
+import optax
+from helpers import toy_drafters
+from helpers.import_graph import PLUG_INS
+from helpers.models import spread_model
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spsjax import drafters, loading
+from spsjax.drafters import (
+    draft_model,
+    eagle3,
+    early_exit,
+    hybrid,
+    lookahead,
+    mlp_speculator,
+    sparse_self,
+    spire,
+    suffix,
+)
+from spsjax.loading import LoadedDrafter
+from spsjax.models.config import Skipped
+from spsjax.training import feature_losses, step
+from spsjax.types import Round
+from spsjax.verifiers import match, rejection
+
+PACKAGE = sorted(
+    module.name
+    for module in pkgutil.iter_modules(drafters.__path__)
+    if module.name not in PLUG_INS["drafters"]
+)
+NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
+PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
+STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
+WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
+HEADS = (*PAIRS, "falcon", "spire", *STATES)
+
+
+def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
+    """Returns the drafter `name` proposing K tokens, with its parameters.
+
+    A drafter that needs parameters or a config gets them here. A new kind of drafter adds a branch.
+
+    Args:
+      name: name of a drafter in NAMES.
+      draft: model of the target's shape.
+      K: number of draft tokens per round.
+    """
+    if name == "none":
+        return LoadedDrafter(name, drafters.none.Drafter(), {})
+    if name == "draft_model":
+        return LoadedDrafter(name, draft_model.Drafter(draft.config, K), draft.params)
+    if name in HEADS:
+        drafter, params = trained_head(name, draft.config)
+        drafter = dataclasses.replace(drafter, num_speculative_tokens=K)
+        return LoadedDrafter(name, drafter, replicated(params, draft.mesh))
+    if name == "early_exit":
+        drafter = early_exit.Drafter(draft.config, Skipped((0,), ()), K)
+        return LoadedDrafter(name, drafter, {})
+    if name == "hybrid":
+        drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), suffix.Drafter(K))
+        return LoadedDrafter(name, drafter, draft.params)
+    if name == "lookahead":  # its default window is for accelerators
+        return LoadedDrafter(name, lookahead.Drafter(K, window=3, num_guesses=3, pool=32), {})
+    if name == "sparse_self":
+        drafter = sparse_self.Drafter(draft.config, K, sinks=2, recent=4)
+        return LoadedDrafter(name, drafter, {})
+    if name == "random_tree":
+        drafter = toy_drafters.RandomTree(draft.config, K)
+        return LoadedDrafter(name, drafter, draft.params)
+    if name == "windowed":
+        config = dataclasses.replace(draft.config, sinks=1, recent=5)
+        return LoadedDrafter(name, draft_model.Drafter(config, K), draft.params)
+    if name == "tapped":
+        drafter = toy_drafters.Tapped(draft.config.d_model, draft.config.vocab_size, K)
+        params = replicated(drafter.init_params(jax.random.key(3)), draft.mesh)
+        return LoadedDrafter(name, drafter, params)
+    return LoadedDrafter(name, getattr(drafters, name).Drafter(num_speculative_tokens=K), {})
+
+
+def head(name: str, config, **fields):
+    """Returns a drafter of a target's features, untrained; EAGLE-3 lacks some tokens."""
+    if name in ("eagle", "falcon"):
+        return getattr(drafters, name).Drafter(config, config, **fields)
+    if name == "spire":
+        return spire.Drafter(config, num_layers=1, recent=6, **fields)
+    if name == "mlp_speculator":
+        return mlp_speculator.Drafter(config, num_steps=4, width=24, **fields)
+    if name in STATES:
+        return getattr(drafters, name).Drafter(config, num_heads=4, **fields)
+    fields = {"vocab_size": config.vocab_size * 5 // 6, "tap_layers": (0, 1, 1)} | fields
+    return eagle3.Drafter(config, config, **fields)
+
+
+@functools.cache
+def trained_head(name: str, config, updates: int = 150):
+    """Returns a drafter of the features of `spread_model`, and its parameters."""
+    target = spread_model(config.vocab_size).params
+    drafter = head(name, config)
+    steps = 4 if name in STATES else drafter.tokens_per_step
+    feature = float(name in ("eagle", "falcon"))
+    objective = feature_losses.FeatureObjective(steps=steps, feature=feature)
+    metrics = feature_losses.feature_metrics(drafter, objective, step.Precision())
+    params = drafter.init_params(jax.random.key(3))
+    params = drafter.from_target(params, {"target": target, "drafter": params})
+    constants = {name: params.pop(name) for name in drafter.constants}
+    frozen = {"target": target, "drafter": constants}
+    optimizer = optax.adam(3e-3)
+
+    @jax.jit
+    def train(params, key):
+        def update(carry, key):
+            params, moments = carry
+            tokens = jax.random.randint(key, (16, 17), 0, config.vocab_size)
+
+            def loss(params):
+                return metrics(params, frozen, {"tokens": tokens})["loss"][:, 4:].mean()
+
+            change, moments = optimizer.update(jax.grad(loss)(params), moments)
+            return (optax.apply_updates(params, change), moments), None
+
+        start = params, optimizer.init(params)
+        return jax.lax.scan(update, start, jax.random.split(key, updates))[0][0]
+
+    return drafter, train(params, jax.random.key(4)) | constants
+
+
+def replicated(params, mesh):
+    return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+
+
+def paths(proposal) -> list[tuple[int, ...]]:
+    """Returns the tokens from the root to each node of the first row's proposal, the root first."""
+    nodes = [()]
+    for node, token in enumerate(np.asarray(proposal.tokens)[0].tolist()):
+        above = node if proposal.parents is None else int(proposal.parents[0, node])
+        nodes.append((*nodes[above], token))
+    return nodes
+
+
+def verifier(name: str):
+    """Returns the verifier that fits the drafter's proposals."""
+    trees = name in ("random_tree", "lookahead")
+    return match.Verifier() if trees else rejection.Verifier()
+
+
+def round_of(tokens, lengths, rows=None, keys=None) -> Round:
+    """Returns a round of some texts, for drafters that do not look at the target's cache."""
+    return Round(tokens, lengths, rows, keys, None)

@@ -1,0 +1,57 @@
+"""Test files that a change touches, by the imports between modules, scripts and test helpers."""
+
+import collections
+import functools
+import pathlib
+import re
+import subprocess
+
+from helpers import import_graph
+from helpers.environment import ROOT
+
+
+def distances(commit: str, tests: set[pathlib.Path]) -> dict[pathlib.Path, int]:
+    """Returns how many imports lie between each test file and a file that changed.
+
+    0 is a test file that changed itself. Files that reach no change are left out.
+
+    Args:
+        commit: commit since which files changed; those that are not committed count, too.
+        tests: test files.
+    """
+    changed = _changed_files(commit)
+    result = {}
+    for test in tests:
+        seen, queue = {test}, collections.deque([(test, 0)])
+        while queue:
+            path, distance = queue.popleft()
+            if path in changed:
+                result[test] = distance
+                break
+            for other in files_of(path) - seen:
+                seen.add(other)
+                queue.append((other, distance + 1))
+    return result
+
+
+def _changed_files(commit: str) -> set[pathlib.Path]:
+    names = subprocess.run(
+        ["git", "diff", "--name-only", "--no-renames", commit],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    return {ROOT / name for name in names}
+
+
+@functools.cache
+def files_of(path: pathlib.Path) -> frozenset[pathlib.Path]:
+    """Returns the files of the repository that a Python file imports or names as a script."""
+    if path.suffix != ".py" or not path.exists():
+        return frozenset()
+    source = path.read_text(encoding="utf-8")
+    files = {import_graph.file_of(module) for module in import_graph.imports(source)}
+    for helper in re.findall(r"^from helpers(?:\.(\w+))? import (.*)$", source, re.MULTILINE):
+        names = [helper[0]] if helper[0] else re.findall(r"\w+", helper[1])
+        files |= {ROOT / "tests" / "helpers" / f"{name}.py" for name in names}
+    files |= {ROOT / "scripts" / name for name in re.findall(r'"(\w+\.(?:py|sh))"', source)}
+    files |= set(ROOT.glob("configs/**/*.py")) if "get_config" in source else set()
+    return frozenset(file for file in files if file.exists())

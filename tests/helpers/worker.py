@@ -1,0 +1,83 @@
+"""Samples a batch in one of several processes; the first process prints the tokens as JSON.
+
+It samples autoregressively and speculatively.
+
+python tests/helpers/worker.py --target=FOLDER --draft=FOLDER --data=2 --model=4 --rounds=1
+    [--coordinator=host:port --num_processes=2 --process_id=0]
+"""
+
+import json
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+
+import spsjax
+from spsjax import execution
+from spsjax.cli import configs, main
+from spsjax.parallel import multihost
+
+_TARGET = flags.DEFINE_string("target", None, "Folder of the target.")
+_DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft.")
+_DATA = flags.DEFINE_integer("data", 1, "Size of the mesh's data axis.")
+_MODEL = flags.DEFINE_integer("model", 1, "Size of the mesh's model axis.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
+_STREAM = flags.DEFINE_bool("stream", False, "Stream one text instead.")
+_AUTO = flags.DEFINE_bool("auto", False, "Also sample greedily, with K chosen in every round.")
+_ENGINE = flags.DEFINE_bool("engine", False, "Serve the prompts as requests of an engine instead.")
+_ROUNDS = flags.DEFINE_integer("rounds", 1, "Number of batches.")
+
+PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
+
+
+def run():
+    mesh = configs.mesh(ConfigDict({"data": _DATA.value, "model": _MODEL.value}))
+    target, draft = (spsjax.load(folder.value, mesh) for folder in (_TARGET, _DRAFT))
+    held = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(target.params)
+        for shard in leaf.addressable_shards
+    )
+    options = {
+        "sampling": spsjax.SamplingParams(temperature=[0.0, 0.8, 0.8, 1.0], top_p=0.95),
+        "max_new_tokens": [24, 24, 9, 24],
+        "seed": _SEED.value,
+    }
+    greedy = {"sampling": spsjax.SamplingParams(temperature=0.0)}  # else K changes the texts
+    if _STREAM.value:
+        print("".join(spsjax.stream(target, PROMPTS[0], draft, seed=_SEED.value)))
+        return
+    if _ENGINE.value:
+        serve(spsjax.Engine(target, draft, 3, rows=2, slots=64, chunk=8))
+        return
+    for _ in range(_ROUNDS.value):
+        outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
+        if _AUTO.value:
+            # Costs need not be exact here.
+            execution._MOST_ROUNDS, execution._SECONDS, execution._LEAST_SWEEPS = 4, 0.0, 1
+            outs.append(spsjax.generate(target, PROMPTS, draft, "auto", **options | greedy))
+        tokens = [[row.tolist() for row in out.tokens] for out in outs]
+        if multihost.is_main_process():
+            print(json.dumps({"tokens": tokens, "held": held}), flush=True)
+
+
+def serve(engine: spsjax.Engine) -> None:
+    """Prints the tokens of requests that come one after another, of which one is cancelled."""
+    engine.warm_up(PROMPTS[:1])
+    if not multihost.is_main_process():
+        engine.follow()
+        return
+    sampling = spsjax.SamplingParams(temperature=0.8, top_p=0.95)
+    cancelled = engine.submit(PROMPTS[0], sampling, 40, 9)
+    requests = []
+    for seed, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, sampling, 16, seed))
+        engine.step()
+    cancelled.cancel()
+    tokens = [request.result() for request in requests]
+    engine.close()
+    print(json.dumps({"tokens": tokens, "cancelled": cancelled.done}), flush=True)
+
+
+if __name__ == "__main__":
+    main.run(run)

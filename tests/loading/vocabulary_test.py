@@ -1,0 +1,183 @@
+"""Tests of padded vocabularies, and of pairs with different padding."""
+
+import collections
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import reference
+from helpers.bad_input import one_line
+from helpers.g_test import SUSPICIOUS, g_test, perturbed
+from helpers.models import logits_of, nearby_model, spread_model, spread_params, tiny_config
+
+import spsjax
+from spsjax import SamplingParams, loading, tokenization
+from spsjax.models.hf import weights as hf_weights
+from spsjax.parallel import sharding
+from spsjax.training import step as train_step
+
+PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer of PIECES pieces."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, PIECES)
+
+
+def folder_of(path, tokenizer, rows, seed=0, **changes):
+    """Writes a model folder whose model prefers the ids of padding."""
+    config = tiny_config(rows, **changes)
+    params = spread_params(config, seed)
+    name = ("embed", "embedding") if config.tie_embeddings else ("head", "kernel")
+    weights = np.array(params[name[0]][name[1]])
+    if config.tie_embeddings:
+        weights[PIECES:] *= 50
+    else:
+        weights[:, PIECES:] *= 50
+    params[name[0]][name[1]] = jnp.asarray(weights)
+    hf_weights.save(path, config, params, "float32")
+    tokenizer.save(path)
+    return path
+
+
+def test_padding_is_never_sampled(tokenizer, tmp_path):
+    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS, tie_embeddings=True)
+    model = loading.load(folder)
+    assert (model.config.vocab_size, model.config.vocab_rows) == (PIECES, TARGET_ROWS)
+    temperatures = SamplingParams(temperature=[0.0, 1.0, 5.0] * 8)
+    for drafter in (None, model):
+        prompts = [[1, 2, 3 + row] for row in range(24)]
+        out = spsjax.generate(model, prompts, drafter, None, temperatures, 12, stop_at_eos=False)
+        assert np.max(out.tokens) < PIECES
+
+
+def test_save_keeps_weights_of_padding(tokenizer, tmp_path):
+    folder = folder_of(tmp_path / "one", tokenizer, TARGET_ROWS)
+    loading.save(tmp_path / "two", loading.load(folder), "float32")
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_eos_id_beyond_tokenizer_is_kept(tokenizer, tmp_path):
+    """The config of some fine-tuned models has an end-of-sequence id without a token."""
+    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": PIECES + 1}))
+    assert loading.load(folder).config.vocab_size == PIECES + 2
+
+
+def test_eos_ids_of_generation_config_take_precedence(tokenizer, tmp_path):
+    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS, eos_ids=(2,))
+    path = folder / "generation_config.json"
+    path.write_text('{"eos_token_id": [2, 7], "temperature": 0.6}')
+    assert loading.load(folder).config.eos_ids == (2, 7)
+    path.write_text('{"temperature": 0.6}')
+    assert loading.load(folder).config.eos_ids == (2,)
+    path.write_text('{"eos_token_id": "x"}')
+    with one_line("generation_config.json", "eos_token_id"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("rows", [PIECES, TARGET_ROWS + 24])
+def test_pair_with_different_padding_gives_target_text(tokenizer, tmp_path, rows):
+    target = loading.load(folder_of(tmp_path / "target", tokenizer, TARGET_ROWS))
+    draft = loading.load(folder_of(tmp_path / "draft", tokenizer, rows))
+    prompts, greedy = [[1, 2, 3], [5, 6]], SamplingParams(temperature=0.0)
+    out = spsjax.generate(target, prompts, draft, 3, greedy, 16, stop_at_eos=False)
+    plain = spsjax.generate(target, prompts, None, None, greedy, 16, stop_at_eos=False)
+    assert np.array_equal(out.tokens, plain.tokens)
+
+
+def test_mesh_that_divides_padded_rows_splits_the_head(tokenizer, tmp_path):
+    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS)
+    mesh = sharding.mesh(1, 8)
+    assert PIECES % 8 and not TARGET_ROWS % 8
+    model, split = loading.load(folder), loading.load(folder, mesh)
+    assert split.params["head"]["kernel"].addressable_shards[0].data.shape[1] == TARGET_ROWS // 8
+    tokens = np.arange(24).reshape(2, 12)
+    expected = train_step.forward(model.config, model.params, tokens).logits
+    assert expected.shape == (2, 12, PIECES)
+    with split.in_mesh():
+        logits = jax.jit(lambda params: train_step.forward(split.config, params, tokens).logits)(
+            split.params
+        )
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    one, other = (
+        spsjax.generate(loaded, ["def f"], loaded, 3, max_new_tokens=12).tokens
+        for loaded in (model, split)
+    )
+    assert np.array_equal(one, other)
+
+
+class Silent:
+    """A tokenizer that decodes all ids to nothing."""
+
+    vocab_size = 0
+
+    def decode(self, ids):
+        return ""
+
+
+def of_width(model, size):
+    """Returns the model with its vocabulary cut or extended to `size`; new tokens are random."""
+    config = dataclasses.replace(model.config, vocab_size=size)
+    random = spread_params(config, 9)
+    kept = min(size, model.config.vocab_size)
+    params = dict(model.params)
+    for name, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
+        index = (slice(kept),) if axis == 0 else (slice(None), slice(kept))
+        params[name] = {leaf: random[name][leaf].at[index].set(model.params[name][leaf][index])}
+    return dataclasses.replace(model, config=config, params=params)
+
+
+@pytest.mark.usefixtures("exact_buffers")
+@pytest.mark.parametrize("size", [3, 6])
+def test_draft_vocabulary_of_any_size_is_lossless(small_target, small_draft, size):
+    silent, prompt, new = Silent(), [1, 2, 1], 3
+    target = dataclasses.replace(small_target, tokenizer=silent)
+    draft = dataclasses.replace(of_width(small_draft, size), tokenizer=silent)
+    expected = reference.joint_distribution(logits_of(small_target), prompt, len(prompt) + new)
+    counts = collections.Counter()
+    for seed in range(3):
+        out = spsjax.generate(target, [prompt] * 8192, draft, 2, max_new_tokens=new, seed=seed)
+        counts.update(map(tuple, np.asarray(out.tokens).tolist()))
+        assert out.stats.acceptance_rate > 0.2
+    assert g_test(counts, expected) > SUSPICIOUS
+    assert g_test(counts, perturbed(expected)) < SUSPICIOUS
+
+
+def test_pair_with_different_tokenizers_is_refused(tokenizer, tmp_path):
+    other = tokenization.train(["once upon a time there was a fox\n" * 9], tmp_path / "other", 290)
+    target = loading.load(folder_of(tmp_path / "target", tokenizer, TARGET_ROWS))
+    draft = loading.load(folder_of(tmp_path / "draft", other, TARGET_ROWS))
+    with one_line("draft", "tokenizer"):
+        spsjax.generate(target, ["def"], draft)
+
+
+def test_pair_without_tokenizer_needs_equal_vocabularies(tokenizer, tmp_path):
+    """Without a tokenizer, a model must have as many ids as the other has ids or rows."""
+    target = loading.load(folder_of(tmp_path, tokenizer, TARGET_ROWS))
+    same, other = (nearby_model(spread_model(rows)) for rows in (TARGET_ROWS, DRAFT_ROWS))
+    assert spsjax.generate(target, ["def"], same, max_new_tokens=4).texts
+    with one_line("vocabulary", str(PIECES), str(DRAFT_ROWS)):
+        spsjax.generate(target, ["def"], other)
+    one, other = (nearby_model(spread_model(48, padded_vocab_size=rows)) for rows in (56, 64))
+    assert len(spsjax.generate(one, [[1, 2]], other, max_new_tokens=4).tokens[0]) == 4
+
+
+def test_prompt_with_ids_beyond_the_model_is_refused(tokenizer):
+    """Some tokenizers have tokens for images or padding that the model does not have."""
+    ids = tokenizer.encode("def")
+    model = dataclasses.replace(spread_model(max(ids)), tokenizer=tokenizer)
+    with one_line("prompts[0]", f"[0, {max(ids)})", f"found {max(ids)}"):
+        spsjax.generate(model, ["def"])
+
+
+def test_padded_vocab_size_below_vocab_size_is_refused():
+    with one_line("padded_vocab_size", "40", "48"):
+        tiny_config(48, padded_vocab_size=40)

@@ -1,0 +1,125 @@
+"""Tests of every model family against `transformers`, by the records of golden/make.py.
+
+With the extra `parity`, `transformers` makes new folders, which are compared too.
+"""
+
+import dataclasses
+import functools
+import json
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers.environment import ROOT
+from helpers.models import spread_params
+
+import spsjax
+from spsjax import InputError, SamplingParams, loading
+from spsjax.models import transformer
+from spsjax.models.hf import config_json
+from spsjax.models.hf import weights as hf_weights
+from spsjax.models.hf.families import FAMILIES
+from spsjax.parallel import sharding
+from spsjax.training import step as train_step
+
+GOLDEN = ROOT / "tests" / "golden"
+NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+ALIKE = "llama2", "multi_query", "qwen2"  # other families have all their features
+TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.cache
+def loaded(name: str) -> loading.Model:
+    return loading.load(GOLDEN / name, dtype="float32")
+
+
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / name / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def test_forward_gives_recorded_logits(name):
+    model, recorded = loaded(name), expected(name)
+    logits = train_step.forward(model.config, model.params, recorded["tokens"]).logits
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+
+
+def test_cached_passes_give_recorded_logits(name):
+    """A prompt, single tokens, and a block that starts before the last tokens give the logits."""
+    model, recorded = loaded(name), expected(name)
+    tokens, slots = recorded["tokens"], 32
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(count, cache, block):
+        output = transformer.apply(model.config, model.params, block, cache)
+        return output.logits, cache.extend(output)
+
+    cache = transformer.empty_cache(model.config, model.params, 2, slots)
+    for start, stop in ((0, 9), (9, 10), (10, 11), (11, 16), (13, 18), (18, 19)):
+        logits, cache = step(stop - start, cache.at(jnp.full(2, start)), tokens[:, start:stop])
+        assert np.abs(logits - recorded["logits"][:, start:stop]).max() < TOLERANCE, start
+
+
+def test_speculation_gives_recorded_greedy_tokens(name):
+    """Speculation with a perturbed copy of one layer as the draft gives the greedy tokens."""
+    if name in ALIKE:
+        pytest.skip("another family has all features of this one")
+    model, recorded = loaded(name), expected(name)
+    config = dataclasses.replace(model.config, num_layers=1)
+    params = {**model.params, "layers": {0: model.params["layers"][0]}}
+    noise = spread_params(config, 1)
+    params = jax.tree.map(lambda leaf, other: leaf + 0.02 * other, params, noise)
+    draft = loading.Model("draft", config, params)
+    out = spsjax.generate(
+        model, recorded["tokens"].tolist(), draft, 3, SamplingParams(temperature=0.0),
+        len(recorded["greedy"]), stop_at_eos=False,
+    )  # fmt: skip
+    assert out.tokens[0].tolist() == recorded["greedy"].tolist()
+
+
+def test_save_writes_the_tensors_that_were_read(name, tmp_path):
+    model = loaded(name)
+    stored = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
+    (dtype,) = {str(tensor.dtype) for tensor in stored.values()}
+    hf_weights.save(tmp_path, model.config, model.params, dtype)
+    again = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert stored.keys() - again.keys() <= {"lm_head.weight"} and again.keys() <= stored.keys()
+    for key, tensor in again.items():
+        np.testing.assert_array_equal(tensor, stored[key], err_msg=key)
+    assert config_json.read(tmp_path) == model.config
+    family = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
+    assert config_json.family_of(model.config) in (family, "llama") and family in FAMILIES
+
+
+def test_forward_on_a_mesh_gives_recorded_logits(name):
+    recorded, mesh = expected(name), sharding.mesh(2, 4)
+    try:
+        model = loading.load(GOLDEN / name, mesh, "float32")
+    except InputError as error:
+        pytest.fail(str(error))
+    with model.in_mesh():
+        logits = jax.jit(functools.partial(train_step.forward, model.config))(
+            model.params, recorded["tokens"]
+        ).logits
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+
+
+def test_transformers_gives_the_same_logits_today(name, tmp_path):
+    pytest.importorskip("torch", reason="needs the extra: pip install -e '.[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra parity")
+    make = runpy.run_path(str(GOLDEN / "make.py"))
+    theirs = make["model"](name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    recorded = make["expected"](theirs)
+    model = loading.load(tmp_path / "theirs", dtype="float32")
+    logits = train_step.forward(model.config, model.params, recorded["tokens"]).logits
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+    # `transformers` reads the folders that spsjax writes.
+    hf_weights.save(tmp_path / "ours", model.config, model.params, "float32")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert np.abs(make["expected"](back)["logits"] - recorded["logits"]).max() < TOLERANCE

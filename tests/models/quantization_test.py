@@ -1,0 +1,176 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import tiny_config
+
+import spsjax
+from spsjax import execution, loading, pacing
+from spsjax.models import quantization, transformer
+from spsjax.models.quantization import Quantized
+from spsjax.parallel import sharding
+from spsjax.performance import roofline
+
+
+def made(matrix, inputs=-2, dynamic=False):
+    return Quantized(*quantization.rounded(jnp.asarray(matrix), inputs), inputs, dynamic)
+
+
+def numpy_rounded(x, axis):
+    """Returns steps and their size, in float64."""
+    size = np.abs(x.astype(np.float64)).max(axis=axis, keepdims=True) / 127
+    size = np.where(size == 0, 1, size)
+    return np.rint(x / size), size
+
+
+@pytest.mark.parametrize("inputs", (-2, -1))
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_products_are_those_of_numpy(inputs, dynamic):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 32)).astype(np.float32)
+    matrix = (rng.normal(size=(32, 24)) * rng.uniform(0.01, 10, 24)).astype(np.float32)
+    matrix[:, 3] = 0
+    steps, size = numpy_rounded(matrix, 0)
+    read, of_x = numpy_rounded(x, -1) if dynamic else (x.astype(np.float64), 1)
+    expected = (read @ steps) * of_x * size
+    found = made(matrix if inputs == -2 else matrix.T, inputs, dynamic).times(jnp.asarray(x))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_value_is_at_most_half_a_step_off():
+    matrix = np.random.default_rng(1).normal(size=(4, 16, 8)).astype(np.float32)
+    held = made(matrix)
+    assert held.steps.dtype == jnp.int8 and held.size.shape == (4, 1, 8)
+    assert (made(np.zeros((4, 3))).size == 1).all()  # nothing is divided by 0
+    off = np.abs(held.values() - matrix)
+    assert (off <= 0.501 * np.asarray(held.size)).all() and off.max() > 0
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_what_is_not_finite_stays_so(bad, dynamic):
+    """A row of activations spoils its own results, and a column of weights its own."""
+    x, matrix = np.ones((3, 8), np.float32), np.ones((8, 4), np.float32)
+    x[1, 2] = bad
+    found = np.asarray(made(matrix, dynamic=dynamic).times(jnp.asarray(x)))
+    assert (~np.isfinite(found)).all(axis=1).tolist() == [False, True, False]
+    matrix[3, 0] = bad
+    found = np.asarray(made(matrix, dynamic=dynamic).times(jnp.ones((3, 8))))
+    assert (~np.isfinite(found)).all(axis=0).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("kind", quantization.KINDS)
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("num_experts", (0, 4))
+def test_a_quantised_model_is_that_of_its_rounded_weights(kind, tied, num_experts):
+    more = {"num_experts": num_experts, "experts_per_token": min(num_experts, 2)}
+    model = loading.random(tiny_config(48, tie_embeddings=tied, **more), dtype=jnp.float32)
+    small = loading.quantized(model, kind)
+    assert isinstance(small.params["embed"]["embedding"], Quantized) == tied
+    if num_experts:
+        assert not isinstance(small.params["layers"][0]["ffn"]["router"]["kernel"], Quantized)
+    values = jax.tree.map(
+        lambda leaf: leaf.values() if isinstance(leaf, Quantized) else leaf,
+        small.params,
+        is_leaf=quantization.is_matrix,
+    )
+    tokens = jnp.arange(12)[None]
+    found, expected = (
+        transformer.apply(model.config, params, tokens).logits for params in (small.params, values)
+    )
+    scale = float(jnp.std(expected))
+    tolerance = 1e-4 if kind == "int8" else 0.05
+    np.testing.assert_allclose(found, expected, atol=tolerance * scale, rtol=1e-4)
+    original = transformer.apply(model.config, model.params, tokens).logits
+    assert 1e-4 * scale < float(jnp.max(jnp.abs(found - original))) < 0.3 * scale
+    matrices = [leaf.size for leaf in jax.tree.leaves(small.params) if leaf.dtype == jnp.int8]
+    assert sum(matrices) > 0.7 * transformer.num_params(model.params)
+
+
+def test_int8_takes_half_the_bytes_of_bfloat16(target):
+    half = loading.random(tiny_config(512, d_model=128, d_ff=256, tie_embeddings=False))
+    half = loading.random(half.config, dtype=jnp.bfloat16)
+    assert loading.quantized(half, "int8").num_bytes < 0.54 * half.num_bytes
+
+
+def test_load_rounds_while_it_reads(tmp_path, target):
+    loading.save(tmp_path, target, "float32")
+    read = loading.load(tmp_path, dtype="float32", quantize="int8")
+    whole = loading.quantized(loading.load(tmp_path, dtype="float32"), "int8")
+    jax.tree.map(np.testing.assert_array_equal, read.params, whole.params)
+    sampling = spsjax.SamplingParams(temperature=1.0)
+    plain = spsjax.generate(read, [[3, 5]], None, sampling=sampling, max_new_tokens=8, seed=1)
+    assert len(plain.tokens[0]) <= 8
+
+
+@pytest.mark.parametrize("name", ("int8", "int8_dynamic", "int8:FOLDER"))
+def test_int8_drafts_for_its_own_model(name, target, tmp_path):
+    loading.save(tmp_path, target, "float32")
+    drafter = spsjax.load_drafter(name.replace("FOLDER", str(tmp_path)), target)
+    assert quantization.kind_of(drafter.params)
+    greedy = spsjax.SamplingParams(temperature=0.0)
+    options = {"sampling": greedy, "max_new_tokens": 24, "stop_at_eos": False}
+    drafted = spsjax.generate(target, [[3, 5, 7]], drafter, 4, **options)
+    plain = spsjax.generate(target, [[3, 5, 7]], None, **options)
+    np.testing.assert_array_equal(drafted.tokens[0], plain.tokens[0])
+    assert drafted.stats.acceptance_rate > 0.5
+
+
+@pytest.mark.parametrize("kind", quantization.KINDS)
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("num_experts", (0, 6))
+def test_a_mesh_gives_the_logits_of_one_device(kind, tied, num_experts):
+    more = {"num_experts": num_experts, "experts_per_token": min(num_experts, 2)}
+    model = loading.random(tiny_config(48, tie_embeddings=tied, **more), dtype=jnp.float32)
+    mesh = sharding.mesh(2, 4)
+    where = sharding.param_shardings(mesh, model.config)
+    placed = sharding.place_params(model.params, where)
+    split = loading.quantized(dataclasses.replace(model, params=placed, mesh=mesh), kind)
+    expected = loading.quantized(model, kind)
+    described = roofline.abstract_params(model.config, mesh, jnp.float32, quantize=kind)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), described)
+    assert shapes == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), split.params
+    )
+    tokens = jnp.arange(24).reshape(2, 12)
+
+    @jax.jit
+    def logits(params):
+        return transformer.apply(model.config, params, tokens).logits
+
+    alone = logits(expected.params)
+    with split.in_mesh():
+        found = logits(split.params)
+    np.testing.assert_allclose(found, alone, atol=2e-5 * float(jnp.std(alone)), rtol=2e-5)
+
+
+def test_costs_are_measured_for_each_kind(target, draft, monkeypatch):
+    measured, rest = [], pacing.forced(0, 7)
+    monkeypatch.setattr(
+        execution, "_measure", lambda call: measured.append(1) or execution.placed(call, rest)
+    )
+    execution._COSTS.clear()
+    models = [loading.quantized(target, kind) for kind in quantization.KINDS]
+    for small in (*models, models[0]):
+        spsjax.generate(small, [[3, 4]], draft, "auto", max_new_tokens=2)
+    execution._COSTS.clear()
+    assert len(measured) == 2
+
+
+def test_what_cannot_be_done_is_refused(target, tmp_path):
+    small = loading.quantized(target, "int8")
+    with pytest.raises(spsjax.InputError, match=r"quantize: .*found int8"):
+        loading.quantized(small, "int8")
+    with pytest.raises(spsjax.InputError, match=r"model: .*found int8"):
+        loading.save(tmp_path / "new", small)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(spsjax.InputError, match=r"^model: expected a loaded model, found str"):
+        loading.quantized("pystdlib/target", "int8")
+    with pytest.raises(spsjax.InputError, match=r"^quantize: expected int8 .*found None"):
+        loading.quantized(target, None)
+    for wrong in ("int4", 8, True, ["int8"]):
+        with pytest.raises(spsjax.InputError, match="quantize: expected None or int8"):
+            loading.load("pystdlib/target", quantize=wrong)

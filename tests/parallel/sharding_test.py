@@ -1,0 +1,287 @@
+"""Tests of sharding: eight devices give the tokens of one, with the fewest collectives.
+
+The collectives are those of Megatron's rules (arXiv 1909.08053).
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers.bad_input import one_line
+from helpers.models import nearby_model, spread_model, tiny_config
+
+import spsjax
+from spsjax import decode
+from spsjax.caches import dense
+from spsjax.draft_shapes import Tree
+from spsjax.models import transformer
+from spsjax.parallel import sharding
+from spsjax.performance import hlo
+from spsjax.request import Request
+from spsjax.types import Proposal
+from spsjax.utils.compilation import compiled
+
+MESHES = [(1, 8), (2, 4)]
+# Rows have different lengths, and their number does not divide the mesh's data axis.
+PROMPTS = [[1, 2, 3, 1, 2], [7], list(range(40))]
+MIXED = spsjax.SamplingParams(
+    temperature=[0.0, 1.0, 0.7], top_k=[0, 0, 9], top_p=[1.0, 0.9, 1.0], min_p=[0.0, 0.0, 0.02]
+)
+K = 4
+
+
+def on(mesh, model, replicate=False):
+    """Returns a copy of a model on the mesh."""
+    params = sharding.place_params(
+        model.params, sharding.param_shardings(mesh, model.config, replicate)
+    )
+    return dataclasses.replace(model, params=params, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "num_kv_heads", "vocab"),
+    [
+        ((1, 8), "none", 2, 49),  # a vocabulary that the mesh does not divide
+        ((2, 4), "replicated draft", 8, 48),  # sharded ones: contract_test
+    ],
+)
+def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads, vocab):
+    mesh = sharding.mesh(*shape)
+    target = spread_model(vocab, num_kv_heads=num_kv_heads)
+    draft = nearby_model(target)
+    one = many = None
+    if kind != "none":
+        one, many = draft, on(mesh, draft, replicate=kind == "replicated draft")
+    arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
+    expected = spsjax.generate(target, PROMPTS, one, **arguments)
+    out = spsjax.generate(on(mesh, target), PROMPTS, many, **arguments)
+    assert all(map(np.array_equal, out.tokens, expected.tokens))
+    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+SPLIT = {
+    "chain": {"num_kv_heads": 2},
+    "heads that stay whole": {"num_kv_heads": 1, "windows": (24, 0), "attention_softcap": 5.0},
+    "relative positions": {"num_kv_heads": 4, "positions": "relative", "biases": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_generate_with_split_slots_equals_one_device(kind):
+    """Four devices hold different slots of each cache, and two different heads."""
+    mesh = sharding.mesh(1, 2, slots=4)
+    target = spread_model(48, num_layers=2, **SPLIT[kind])
+    draft = nearby_model(target)
+    arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
+    expected = spsjax.generate(target, PROMPTS, draft, **arguments)
+    out = spsjax.generate(on(mesh, target), PROMPTS, on(mesh, draft), **arguments)
+    assert all(map(np.array_equal, out.tokens, expected.tokens))
+    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+@pytest.mark.parametrize("drafter", ("tree", "sparse_self:40", "sparse_self:40:chosen"))
+def test_drafters_of_other_caches_run_beside_split_slots(drafter):
+    mesh = sharding.mesh(1, 2, slots=4)
+    one = spread_model(48, num_layers=2, num_kv_heads=2)
+
+    def tokens(target):
+        if drafter == "tree":
+            other = spsjax.loading.as_drafter(target, target, Tree.branching(2, 2))
+        else:
+            other = spsjax.load_drafter(drafter, target)
+        sampling = spsjax.SamplingParams(temperature=0)
+        out = spsjax.generate(target, PROMPTS, other, sampling=sampling, max_new_tokens=24)
+        return [row.tolist() for row in out.tokens]
+
+    assert tokens(on(mesh, one)) == tokens(one)
+
+
+def test_split_slots_take_one_collective_per_layer():
+    """A scoring pass gathers sums of attention once per layer, and no part of a cache."""
+    model, scoring, loop = programs((1, 2), 2, True, "sharded draft", slots=4)
+    layers, width = model.config.num_layers, model.config.head_dim + 2
+    operations = collectives(scoring)
+    block = (4, K + 1, model.config.d_model)
+    assert operations.pop("all-reduce") == [block] * (2 * layers + 1)
+    sums = [shape for shape in operations.pop("all-gather") if shape[-1] == width]
+    assert len(sums) == layers and {shape[0] for shape in sums} == {4}
+    assert not operations
+    gathers = {shape[-1] for shape in collectives(loop)["all-gather"]}
+    assert gathers == {width, model.config.vocab_size}
+
+
+@pytest.mark.parametrize("slots", (0, 3, True, 2.0, "2", np.asarray([1, 2])))
+def test_axis_of_slots_is_a_power_of_two(slots):
+    with one_line("slots: expected"):
+        sharding.mesh(1, 1, slots=slots)
+
+
+@pytest.mark.parametrize(("rows", "slots"), ((3, 32), (20, 32), (20, 64)))
+def test_write_to_split_slots_is_that_of_one_device(rows, slots):
+    """Rows of a write lie on one device, on two, or on more, or are more than one device holds."""
+    mesh, chance = sharding.mesh(1, 2, slots=4), np.random.default_rng(0)
+    buffer = chance.random((2, 2, slots, 3), np.float32)
+    new = chance.random((2, 2, rows, 3), np.float32)
+    for start in range(slots - rows + 1):
+        starts = np.asarray([start, (start * 5) % (slots - rows + 1)], np.int32)
+        with jax.set_mesh(mesh):
+            written = jax.jit(dense._write_split)(buffer, new, starts)
+        np.testing.assert_array_equal(written, dense._write_rows(buffer, new, starts))
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_every_device_holds_its_share_of_the_weights(shape):
+    mesh = sharding.mesh(*shape)
+    model = on(mesh, spread_model(48, num_kv_heads=8))
+    split = [
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model.params) if leaf.ndim > 1
+    ]
+    assert len(split) == 9
+    for leaf in split:
+        assert leaf.addressable_shards[0].data.size * shape[1] == leaf.size
+    fewer_heads = on(mesh, spread_model(48, num_kv_heads=2)).params["layers"][0]["attention"]
+    assert fewer_heads["key"]["kernel"].is_fully_replicated
+    assert not fewer_heads["query"]["kernel"].is_fully_replicated
+
+
+@pytest.mark.parametrize("rows", [0, 50_304])
+def test_vocabulary_that_the_mesh_does_not_divide_is_whole(rows):
+    """GPT-2's 50,257 tokens are on every device, unless they are padded to rows that divide."""
+    mesh = sharding.mesh(1, 8)
+    config = tiny_config(50_257, padded_vocab_size=rows)
+    sharding_of = sharding.param_shardings(mesh, config)
+    share = rows // 8 if rows else 50_257
+    count = config.vocab_rows
+    embedding = sharding_of(("embed", "embedding")).shard_shape((count, 32))
+    head = sharding_of(("head", "kernel")).shard_shape((32, count))
+    assert embedding == (share, 32) and head == (32, share)
+
+
+@pytest.mark.parametrize("field", ["d_ff", "num_heads"])
+def test_width_that_the_mesh_does_not_divide_is_refused(field):
+    """Feed-forward width and heads must be multiples of the mesh's model axis."""
+    mesh = sharding.mesh(1, 8)
+    with one_line(f"{field}: expected a multiple of the mesh's model axis, 8", "found 12"):
+        sharding.param_shardings(mesh, tiny_config(48, **{field: 12}))
+    # Whole experts are not split, and copies neither.
+    experts = {"num_experts": 8, "experts_per_token": 2}
+    assert sharding.param_shardings(mesh, tiny_config(48, d_ff=12, **experts))
+    assert sharding.param_shardings(mesh, tiny_config(48, **{field: 12}), replicate=True)
+    with one_line("d_ff"):
+        sharding.param_shardings(mesh, tiny_config(48, d_ff=12, **experts | {"num_experts": 6}))
+
+
+# Collectives of compiled programs.
+
+
+def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
+    """Returns operation -> shapes of its results on one device, in scopes that mention `scope`."""
+    return hlo.shapes([op for op in hlo.collectives(text) if scope in op.scope])
+
+
+def programs(shape, num_kv_heads, tie, kind, slots=1):
+    """Compiles a scoring pass and the loop with the inputs of `generate`.
+
+    Returns (model, HLO of the scoring pass, HLO of the loop).
+    """
+    mesh = sharding.mesh(*shape, slots=slots)
+    target = spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
+    draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
+    target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")
+    drafter = None if kind == "none" else draft
+    request = Request(
+        "run", target, [[1, 2, 3]] * 4, drafter, None, spsjax.SamplingParams(), 8, 0, None, True
+    )
+    with jax.set_mesh(mesh):
+        prefill = compiled(decode.prefill, request.program, request.slots)
+        state, _ = prefill(request.params, *request.inputs)
+        drafts = jax.device_put(np.zeros((4, K), np.int32), sharding.batch_sharding(mesh))
+
+        def score(params, state, drafts):
+            output = decode.score(request.program, params, state, Proposal(drafts, None))
+            return output.logits, output.block
+
+        def run(params, state):
+            return decode.run(request.program, params, state)
+
+        scoring = jax.jit(score).lower(request.params, state, drafts).compile()
+        loop = jax.jit(run, donate_argnums=1).lower(request.params, state).compile()
+    return target, scoring.as_text(), loop.as_text()
+
+
+CASES = [
+    ((1, 8), 8, False, "none"),
+    ((1, 8), 2, True, "sharded draft"),
+    ((2, 4), 4, True, "sharded draft"),
+    ((2, 4), 2, False, "replicated draft"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request):
+    """A case of CASES, its model, and its two compiled programs."""
+    return request.param, *programs(*request.param)
+
+
+def test_score_reduces_twice_per_layer_and_once_to_embed(case):
+    """A scoring pass reduces twice per layer and once for the embedding, and gathers the logits."""
+    (shape, *_), model, scoring, _ = case
+    operations = collectives(scoring)
+    block = (4 // shape[0], K + 1, model.config.d_model)
+    assert operations.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
+    assert operations.pop("all-gather") == [(*block[:2], model.config.vocab_size)]  # the logits
+    assert not operations  # neither weights nor caches nor anything else moves
+
+
+@pytest.mark.parametrize("num_experts", [8, 6], ids=["whole experts", "split experts"])
+def test_experts_reduce_no_more_often_than_a_dense_ffn(num_experts):
+    mesh = sharding.mesh(2, 4)
+    more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
+    model = on(mesh, spread_model(48, num_layers=2, **more))
+    config, rows = model.config, sharding.batch_sharding(mesh)
+
+    def score(params, block, lengths):
+        cache = transformer.empty_cache(config, params, 4, 32).at(lengths)
+        return transformer.apply(config, params, block, cache).logits
+
+    with model.in_mesh():
+        inputs = [jax.device_put(np.zeros(shape, np.int32), rows) for shape in ((4, K + 1), (4,))]
+        operations = collectives(jax.jit(score).lower(model.params, *inputs).compile().as_text())
+    reduced = operations.pop("all-reduce")
+    assert reduced == [(2, K + 1, config.d_model)] * (2 * config.num_layers + 1)
+    assert not operations
+
+
+def test_run_gathers_only_logits(case):
+    (shape, _, _, kind), model, _, loop = case
+    rows, vocab = 4 // shape[0], model.config.vocab_size
+    operations = collectives(loop)
+    gathered = {(rows, K + 1, vocab) if kind != "none" else (rows, vocab)}
+    if kind == "sharded draft":
+        gathered.add((rows, vocab))  # one draft token per pass
+    gathers = {tuple(size for size in dims if size > 1) for dims in operations.pop("all-gather")}
+    assert gathers == gathered
+    # Beside the models' passes only flags are reduced: does any row need a filter or a round?
+    widths = {reduced[-1:] for reduced in operations.pop("all-reduce")}
+    assert widths == {(model.config.d_model,), ()} if shape[0] > 1 else {(model.config.d_model,)}
+    assert not operations
+
+
+def test_verify_needs_no_collective_but_flags(case):
+    """Once the logits are gathered, sampling and verification communicate flags alone."""
+    (shape, *_), _, _, loop = case
+    operations = collectives(loop, "/verify/")
+    assert set(operations) <= {"all-reduce"} and set(operations["all-reduce"]) <= {()}
+    assert shape[0] > 1 or not operations["all-reduce"]
+
+
+def test_mesh_of_too_many_devices_says_how_to_get_them():
+    with one_line("at most 8 devices, found 4 x 4", "xla_force_host_platform_device_count=16"):
+        sharding.mesh(data=4, model=4)
+
+
+@pytest.mark.parametrize("value", [5, [5], "cpu"])
+def test_mesh_of_what_are_not_devices_is_refused(value):
+    with one_line("devices: expected a list of devices", repr(value)):
+        sharding.mesh(devices=value)

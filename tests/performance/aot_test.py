@@ -1,0 +1,340 @@
+"""Tests of programs compiled ahead of time for TPUs: their memory, collectives and cycles.
+
+The TPU's own compiler runs without a TPU. `pip install libtpu` installs it.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import notebooks
+from helpers.environment import ROOT
+from helpers.models import tiny_config
+
+from spsjax import InputError, Tree
+from spsjax.cli import configs
+from spsjax.drafters import sparse_self
+from spsjax.parallel import sharding
+from spsjax.performance import aot, compiled_program, hardware, theory
+from spsjax.training import step as train_step
+from spsjax.training import train_head
+from spsjax.training.optimizer import OptimizerConfig
+
+MODELS = ROOT / "configs" / "models"
+K = 4
+# Layers are alike: two of Chinchilla's 80, and of its draft's 8, suffice and compile quickly.
+LAYERS = 2
+SHORT = LAYERS * (5 + 8) * 8192**2 + 32_000 * 8192  # number of its parameters
+SHORT_DRAFT = LAYERS * (5 + 8) * 6144**2 + 32_000 * 6144
+VOCAB = 4000  # of models with a quarter of the width
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the TPU's compiler, is not installed",
+)
+
+
+def small(name: str, **fields):
+    """Returns a model of `configs/models` with two layers of a quarter of the width.
+
+    It compiles much faster and has the same collectives. Its cycles say little of the whole model.
+    """
+    whole = configs.model_config(name, MODELS)
+    quarters = {field: getattr(whole, field) // 4 for field in ("d_model", "d_ff", "num_heads")}
+    heads = min(whole.num_kv_heads, quarters["num_heads"])
+    fields = {"num_layers": LAYERS, "num_kv_heads": heads, "vocab_size": VOCAB} | fields
+    return dataclasses.replace(whole, **quarters | fields)
+
+
+def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, int]:
+    """Returns kind -> number of collectives in scopes that mention `scope`."""
+    return collections.Counter(op.kind for op in program.collectives if scope in op.scope)
+
+
+@pytest.fixture(scope="module")
+def chinchilla() -> aot.CompileReport:
+    """A short Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
+    target, draft = (
+        configs.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
+    )
+    target, draft = (dataclasses.replace(config, num_layers=LAYERS) for config in (target, draft))
+    return aot.compile_pair(
+        target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=128,
+        max_new_tokens=512,
+    )  # fmt: skip
+
+
+@needs_libtpu
+def test_chinchilla_programs_need_little_temporary_memory(chinchilla):
+    assert chinchilla.weights == pytest.approx((SHORT + SHORT_DRAFT) * 2 / 16, rel=1e-3)
+    for name, program in chinchilla.programs.items():
+        assert program.temporary < 0.5e9, name
+    # With a copy of every layer's table of distances it would be half of the caches, and with all
+    # caches in another layout 1.7 times as much as they are.
+    assert chinchilla.programs["ArS"].temporary < 0.35 * chinchilla.caches
+    assert chinchilla.programs["SpS"].temporary < 1.2 * chinchilla.caches
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["ArS", "SpS", "draft"])
+def test_programs_update_caches_in_place(chinchilla, name):
+    caches = sum(cost.cache for label, cost in chinchilla.passes.items() if label != "scoring")
+    expected = {"SpS": caches, "ArS": chinchilla.passes["target"].cache}
+    expected["draft"] = chinchilla.passes["draft"].cache
+    assert chinchilla.programs[name].aliased >= expected[name]
+
+
+@needs_libtpu
+def test_one_token_is_not_scored_more_slowly_than_five(chinchilla):
+    """One row alone would be multiplied on the vector unit, which takes twice as long."""
+    cycles = {name: chinchilla.programs[name].cycles["score"] for name in ("ArS", "SpS")}
+    assert cycles["ArS"] < 1.2 * cycles["SpS"]
+
+
+@needs_libtpu
+def test_pass_has_the_fewest_collectives(chinchilla):
+    """A pass reduces twice per layer and once for the embedding, and gathers the logits once."""
+    # The compiler gathers one row of logits by an all-reduce, and several by an all-gather.
+    sps = chinchilla.programs["SpS"]
+    assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    per_step = counts(sps, "/propose/while/")
+    assert per_step == {"all-reduce": 2 * LAYERS + 1 + 1}
+    assert counts(sps, "/propose/") - per_step == {"all-reduce": 2 * LAYERS + 1 + 1}
+    assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
+    assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * LAYERS + 1 + 1}
+
+
+@needs_libtpu
+def test_collectives_move_no_more_than_the_logits(chinchilla):
+    for name in ("ArS", "SpS", "draft"):
+        for op in chinchilla.programs[name].collectives:
+            assert op.num_bytes <= (K + 1) * 32_000 * 4, op
+
+
+@needs_libtpu
+def test_cycles_are_counted_per_phase_of_a_round(chinchilla):
+    cycles = chinchilla.programs["SpS"].cycles
+    assert set(cycles) <= set(compiled_program.PARTS)
+    assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
+    # Sampling is a small share of a round: the search for a threshold is a loop of few steps.
+    passes = 80 / LAYERS * cycles["score"] + 8 / LAYERS * cycles["propose"]  # of all layers
+    sampling = cycles["propose, sampling"] + cycles["verify"]
+    assert sampling < 0.12 * (passes + sampling)
+    assert chinchilla.programs["SpS"].executed["propose"] == K * (2 * LAYERS + 2)
+
+
+@needs_libtpu
+def test_predicted_times_follow_from_lower_bounds(chinchilla):
+    passes = chinchilla.passes
+    assert passes["target"].memory_seconds == pytest.approx(
+        # The weights that project relative positions are read only when the cache is made.
+        ((SHORT - LAYERS * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
+        rel=1e-3,
+    )
+    assert passes["target"].seconds < passes["scoring"].seconds < 1.1 * passes["target"].seconds
+    loop = K * passes["draft"].seconds + passes["scoring"].seconds
+    assert chinchilla.block_efficiency == pytest.approx((1 - 0.8**5) / 0.2)
+    assert chinchilla.sps_ms == pytest.approx(1e3 * loop / chinchilla.block_efficiency)
+
+
+@needs_libtpu
+def test_llama_pair_fits_on_eight_v5e_chips():
+    # The notebook compiles it, too.
+    target = small("llama:3-8b")
+    report = aot.compile_pair(
+        target, target, "v5e:2x4", num_speculative_tokens=K, prompt_tokens=32, max_new_tokens=900
+    )
+    sps = report.programs["SpS"]
+    assert sps.temporary < 0.5e9
+    assert sps.aliased >= report.caches
+    assert counts(sps, "/score/")["all-reduce"] in (2 * LAYERS + 1, 2 * LAYERS + 2)
+    assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
+    assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
+
+
+@needs_libtpu
+def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights():
+    """Trees have the collectives of chains, and move only logits."""
+    tree = Tree((0, 0, 0, 1, 1, 1, 2, 4, 4, 5, 7, 8, 8, 9, 10, 11))
+    target = small("chinchilla_70b")
+    plan = aot.plan_pair(
+        target, target, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=128,
+        max_new_tokens=512, tree=tree,
+    )  # fmt: skip
+    sps = plan.compile(["SpS"])["SpS"]
+    assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
+    assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    for op in sps.collectives:
+        assert op.num_bytes <= 17 * VOCAB * 4, op
+    assert sps.aliased >= sum(plan.caches.values())
+
+
+@needs_libtpu
+@pytest.mark.parametrize("replicate", [False, True])
+def test_head_on_features_needs_few_collectives_and_gathers_no_weights(replicate):
+    """EAGLE-3 for Llama 3 70B: a step of a whole head only sums the rows of the embedding."""
+    target = small("llama:3-70b")
+    drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 2000}, target)
+    plan = aot.plan_pair(
+        target, drafter, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=32,
+        max_new_tokens=900, replicate=replicate,
+    )  # fmt: skip
+    sps = plan.compile(["SpS"])["SpS"]
+    # Split: after the embedding, the attention, the feed-forward layer, and to gather the logits.
+    assert counts(sps, "/propose/while/") == {"all-reduce": 1 if replicate else 4}
+    assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    # One sum serves the embedding and the fused features; two more follow in the layer.
+    assert counts(sps, "/commit/") == {"all-reduce": 1 if replicate else 3}
+    assert set(counts(sps, "")) == {"all-reduce", "all-gather"}
+    assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
+    assert sps.temporary < 0.05e9
+    assert sps.aliased >= sum(plan.caches.values())
+
+
+@needs_libtpu
+def test_target_with_a_small_cache_updates_both_caches_in_place():
+    """Two small layers of Llama 3.1 8B, 16 rows of 4,096 tokens, and 512 slots to draft with."""
+    target = small("llama:3.1-8b", eos_ids=())
+    drafter = sparse_self.by_name("512", target)
+    plan = aot.plan_pair(
+        target, drafter, "v5p:2x2x2", num_speculative_tokens=K, batch=16, prompt_tokens=3_584
+    )
+    row = 2 * LAYERS * 128 * 2  # keys and values of one of eight heads, per token
+    assert plan.caches["target"] == 16 * 4_096 * row * 3 // 2  # in buckets of 6,144
+    assert plan.caches["draft"] == 16 * (512 + 32) * row
+    sps = plan.compile(["SpS"])["SpS"]
+    assert sps.aliased >= sum(plan.caches.values())
+    assert sps.temporary < plan.caches["target"]  # no copy of it
+    per_step = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    assert counts(sps, "/score/") == per_step
+    assert counts(sps, "/propose/while/") == per_step
+
+
+@needs_libtpu
+def test_logits_and_no_weights_are_gathered_where_rows_are_split():
+    config = tiny_config(1024, d_model=256, num_kv_heads=8)
+    plan = aot.plan_pair(
+        config, config, "v5e:2x4", num_speculative_tokens=K, batch=4, data=2,
+        prompt_tokens=32, max_new_tokens=32,
+    )  # fmt: skip
+    for program in plan.compile(["ArS", "SpS"]).values():
+        for op in program.collectives:
+            assert op.num_bytes <= 2 * (K + 1) * config.vocab_size * 4, op
+
+
+@needs_libtpu
+def test_notebook_plan_a_pod_runs(capsys, monkeypatch):
+    # It runs in this file because it needs the programs that this file has compiled.
+    notebooks.run("plan_a_pod", capsys, monkeypatch)
+
+
+@needs_libtpu
+def test_pair_that_does_not_fit_is_refused_with_its_excess():
+    """A pair that does not fit into memory, or does not divide by the mesh, is refused."""
+    target = configs.model_config("chinchilla_70b", MODELS)
+    excess = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
+    with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + excess):
+        aot.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
+    with pytest.raises(InputError, match=r"^num_heads: .* model axis, 16, found 12$"):
+        odd = dataclasses.replace(target, num_heads=12, num_kv_heads=12)
+        aot.compile_pair(target, odd, "v5p:2x2x4", num_speculative_tokens=K)
+    with pytest.raises(InputError, match=r"^data: expected a divisor of 16 devices and of 2 rows"):
+        aot.compile_pair(target, target, "v5p:2x2x4", num_speculative_tokens=K, data=4, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("num_speculative_tokens", 0, "an integer >= 1, found 0"),
+        ("num_speculative_tokens", 2048, r"in \[1, 2048\), the context, found 2048"),
+        ("batch", -1, "an integer >= 1, found -1"),
+        ("data", 0, "an integer >= 1, found 0"),
+        ("prompt_tokens", 1.5, "an integer >= 1, found 1.5"),
+        ("max_new_tokens", 8000, "within the context of 2048, found 1024 \\+ 8000"),
+        ("acceptance", 7, r"a number in \[0, 1\], found 7"),
+        ("collective_us", -1, "a number >= 0, found -1"),
+        ("dtype", "int8", "a floating-point type of 16 bits or more, found int8"),
+    ],
+)
+def test_argument_out_of_range_is_refused_in_one_line(argument, value, message):
+    target = configs.model_config("chinchilla_70b", MODELS)
+    with pytest.raises(InputError, match=f"^{argument}: expected .*{message}$"):
+        arguments = {"num_speculative_tokens": K} | {argument: value}
+        aot.compile_pair(target, target, "v5p:2x2x4", **arguments)
+
+
+def test_draft_of_another_vocabulary_is_refused():
+    target = configs.model_config("chinchilla_70b", MODELS)
+    draft = dataclasses.replace(target, vocab_size=16_000)
+    with pytest.raises(InputError, match=r"^draft: expected the target's vocabulary of 32000, "):
+        aot.compile_pair(target, draft, "v5p:2x2x4", num_speculative_tokens=K)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "v5p", "v5e:0x0", "v9x:2x2", "v5p:2", "v5p:2x", "v5p:2x2x4x4"]
+)
+def test_unknown_topology_name_is_refused(name):
+    with pytest.raises(InputError, match=r"^topology: expected v4, v5e, v5p, v6e and a shape"):
+        hardware.topology(name)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("v5p:2x2", 3), ("v5e:2x2x2", 2)])
+def test_topology_of_wrong_dimensions_is_refused(name, sizes):
+    with pytest.raises(InputError, match=rf"^topology: expected {sizes} sizes for v5., found v5"):
+        hardware.topology(name)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "count"), [("v4:2x2x4", 16), ("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v6e:2x2", 4)]
+)
+def test_topology_has_one_device_per_chip(name, count):
+    chip, devices = hardware.topology(name)
+    assert len(devices) == count
+    assert chip == hardware.CHIPS[name.partition(":")[0]]
+
+
+@needs_libtpu
+def test_topology_of_impossible_shape_is_refused():
+    with pytest.raises(
+        InputError, match=r"^topology: expected one that libtpu knows, found v5e:7x"
+    ):
+        hardware.topology("v5e:7x9")
+
+
+def test_topology_without_libtpu_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"^topology: expected libtpu to be installed"):
+        hardware.topology("v5p:2x2x4")
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
+def test_block_efficiency_is_the_capped_geometric_mean(acceptance):
+    expected = sum(acceptance**i * (1 - acceptance) * (i + 1) for i in range(K))
+    expected += acceptance**K * (K + 1)
+    assert theory.block_efficiency(acceptance, K) == pytest.approx(expected)
+
+
+@needs_libtpu
+def test_remat_saves_memory_and_step_gathers_nothing():
+    """Recomputing activations takes less than 0.3 of the memory, and a step has no all-gather.
+
+    The TPU's compiler counts here: the CPU's compiler removes the recomputation.
+    """
+    _, devices = hardware.topology("v5e:2x2")
+    mesh = sharding.mesh(2, 2, devices)
+    model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
+    optimizer = OptimizerConfig(1e-3, steps=20, warmup=2)
+    state = train_step.state_shapes(train_step.model_shapes(model, mesh), optimizer)
+    tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.batch_sharding(mesh))
+    temporary = {}
+    for remat in (False, True):
+        values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
+        with jax.set_mesh(mesh), compiled_program.uncached():
+            step = train_step.make_step(values, optimizer)
+            program = step.lower(state, {}, {"tokens": tokens}).compile()
+        temporary[remat] = program.memory_analysis().temp_size_in_bytes
+        assert "all-gather(" not in program.as_text()  # weights and activations stay split
+    assert temporary[True] < 0.3 * temporary[False]

@@ -1,0 +1,329 @@
+"""Tests of error messages: a bad argument gets one line with what was expected and found."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting
+from helpers.bad_input import one_line, refused
+from helpers.models import build_model, nearby_model, spread_model
+
+import spsjax
+from spsjax import SamplingParams, errors, tokenization
+from spsjax.drafters import ngram
+from spsjax.parallel import sharding
+from spsjax.verifiers import rejection
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model with a context of 64 and no tokenizer."""
+    return spread_model(64, max_positions=64)
+
+
+def test_message_of_another_error_is_printable():
+    """A terminal must not obey a control character of a file that a message quotes."""
+    assert errors.one_line(ValueError("a\n\x1b[2J\ud800\u202eé")) == r"a \x1b[2J\ud800\u202eé"
+    assert errors.one_line(OSError()) == "OSError"
+
+
+@pytest.mark.parametrize("model", [None, "pystdlib/target", 3])
+def test_model_that_is_not_loaded_is_refused(model):
+    refused(model, "model", type(model).__name__)
+
+
+@pytest.mark.parametrize("eos_ids", [(64,), (2, -1), (True,), (None,), (2.0,), 3, "3", None])
+def test_end_of_sequence_ids_out_of_range_are_refused(eos_ids):
+    with one_line("eos_ids: expected", repr(eos_ids[-1] if type(eos_ids) is tuple else eos_ids)):
+        spread_model(64, eos_ids=eos_ids)
+
+
+# Prompts.
+
+
+@pytest.mark.parametrize("prompts", ["text", None, 3, {1: [2]}, {(1, 2)}, iter([[1]])])
+def test_prompts_that_are_not_a_list_are_refused(model, prompts):
+    refused(model, "prompts", type(prompts).__name__, prompts=prompts)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [""], [[1], ""]])
+def test_empty_prompt_is_refused(model, prompts):
+    refused(model, f"prompts[{len(prompts) - 1}]" if prompts else "prompts", prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, b"text", [1.0], [True], [1, None], [[1]], ["1"], {1, 2}, np.ones((2, 2))]
+)
+def test_prompt_of_another_type_is_refused(model, prompt):
+    """A prompt that is neither text nor token ids is refused."""
+    refused(model, "prompts[1]", type(prompt).__name__, prompts=[[1], prompt])
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2**40])
+def test_token_id_out_of_range_is_refused(model, token):
+    refused(model, "prompts[1]", "[0, 64)", str(token), prompts=[[1], [0, token]])
+
+
+def test_text_for_model_without_tokenizer_is_refused(model):
+    refused(model, "prompts[0]", "tokenizer", prompts=["text"])
+    with one_line("tokenizer"):
+        spsjax.stream(model, "text")
+
+
+@pytest.mark.parametrize(("length", "budget"), [(65, 0), (63, 2), (1, 64), (1, 10**12)])
+def test_more_tokens_than_the_context_are_refused(model, length, budget):
+    prompts = [[1], [1] * length]
+    refused(
+        model, "prompts[1]", "64", f"{length} + {budget}", prompts=prompts,
+        max_new_tokens=[1, budget],
+    )  # fmt: skip
+
+
+def test_more_tokens_than_the_draft_context_are_refused(model):
+    short = spread_model(64, max_positions=32)
+    refused(model, "prompts[0]", "32", "2 + 31", drafter=short, max_new_tokens=31)
+    assert spsjax.generate(model, [[1, 2]], short, max_new_tokens=30).tokens[0].size == 30
+
+
+def test_generate_can_fill_the_context(model):
+    assert len(spsjax.generate(model, [[1] * 60], max_new_tokens=4).tokens[0]) == 4
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "3", None, [], True, [2, -1]])
+def test_budget_that_is_not_a_count_is_refused(model, budget):
+    refused(model, "max_new_tokens", repr(budget), max_new_tokens=budget)
+
+
+@pytest.mark.parametrize("budget", [[1, 2], [[1]]])
+def test_budgets_that_are_not_one_per_row_are_refused(model, budget):
+    refused(model, "max_new_tokens", "one per row", max_new_tokens=budget)
+
+
+# Sampling.
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", value) for value in (-1, NAN, float("inf"), "x", None, [1, None], {})],
+        *[("top_p", value) for value in (0, -0.1, 1.1, NAN, "x", None, [0.5, 0])],
+        *[("top_k", value) for value in (-1, 1.5, NAN, None, [3, -1])],
+        *[("min_p", value) for value in (-0.1, 1.1, NAN, None, [0.1, 2])],
+    ],
+)
+def test_sampling_value_out_of_range_is_refused(field, value):
+    with one_line(field, repr(value)):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
+def test_sampling_values_not_one_per_row_are_refused(model, field):
+    refused(model, field, "one per row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
+
+
+@pytest.mark.parametrize("sampling", [{}, None, "greedy", 1.0])
+def test_sampling_of_another_type_is_refused(model, sampling):
+    refused(model, "sampling", type(sampling).__name__, sampling=sampling)
+
+
+@pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN, 1e-39])
+def test_lenience_out_of_range_is_refused(model, lenience):
+    with one_line("lenience", "(0, 1]", repr(lenience)):
+        rejection.Verifier(lenience)
+    with one_line("lenience", "(0, 1]"):
+        spsjax.lenience_bias(jnp.ones((1, 2)) / 2, jnp.ones((1, 2)) / 2, lenience)
+
+
+@pytest.mark.parametrize("verifier", [1.0, rejection])
+def test_verifier_of_another_type_is_refused(model, verifier):
+    refused(model, "verifier", type(verifier).__name__, verifier=verifier)
+
+
+def test_verifier_of_another_name_is_refused(model):
+    refused(model, "verifier", "block, kseq", "'blocks'", verifier="blocks")
+
+
+def test_rejection_sampling_of_a_tree_is_refused(model):
+    drafter = drafting.build("random_tree", model, 2)
+    refused(model, "verifier", "a rule for trees", "match", drafter=drafter)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])])
+def test_stop_at_eos_that_is_not_a_bool_is_refused(model, value):
+    refused(model, "stop_at_eos: expected True or False", stop_at_eos=value)
+
+
+# Drafters.
+
+
+@pytest.mark.parametrize("value", ["no", 1])
+def test_replicate_that_is_not_a_bool_is_refused(model, value):
+    with one_line("replicate: expected True or False"):
+        spsjax.load("pystdlib/draft", replicate=value)
+    for name in ("pystdlib/draft", "ngram"):  # None leaves it to the drafter
+        with one_line("replicate: expected True or False"):
+            spsjax.load_drafter(name, model, replicate=value)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "2"])
+def test_number_of_drafts_that_is_not_a_count_is_refused(model, count):
+    drafter = ngram.Drafter()
+    refused(
+        model, "num_speculative_tokens", repr(count), drafter=drafter, num_speculative_tokens=count
+    )
+
+
+def test_stream_and_propose_name_their_prompt(tmp_path, model):
+    path = tmp_path / "tokenizer.model"
+    tokenizer = tokenization.train(["def f(x):\n    return x\n"], path, 285)
+    for prompt in ("", [], [64], [1] * 65):
+        with one_line("prompt: expected"):
+            spsjax.propose(model, prompt, ngram.Drafter())
+        with one_line("prompt: expected"):
+            spsjax.stream(dataclasses.replace(model, tokenizer=tokenizer), prompt)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", 3, ngram])
+def test_drafter_of_another_type_is_refused(model, drafter):
+    refused(model, "drafter", type(drafter).__name__, drafter=drafter)
+
+
+def test_class_instead_of_an_instance_is_refused(model):
+    refused(model, "drafter", "found the class Drafter. Make an instance", drafter=ngram.Drafter)
+    inside = spsjax.LoadedDrafter("x", ngram.Drafter, {})
+    refused(model, "drafter x", "found the class Drafter. Make an instance", drafter=inside)
+    refused(model, "verifier", "found the class Verifier.", verifier=rejection.Verifier)
+
+
+def test_drafter_that_is_not_hashable_is_refused(model):
+    """A drafter that is not a frozen dataclass cannot be compiled into a program."""
+
+    class Plain(ngram.Drafter.__mro__[1]):
+        num_speculative_tokens = 2
+        init = propose = commit = None
+
+    refused(model, "drafter", "frozen dataclass", "Plain", drafter=Plain())
+    refused(model, "drafter", "Open", drafter=dataclasses.dataclass(type("Open", (Plain,), {}))())
+
+
+def test_unknown_drafter_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such"):
+        spsjax.drafters.no_such  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_ngram": 0}, {"min_ngram": 0}, {"min_ngram": 4}, {"max_ngram": True}]
+)
+def test_ngram_lengths_that_match_nothing_are_refused(changes):
+    with one_line("min_ngram", "max_ngram"):
+        ngram.Drafter(**changes)
+
+
+def test_draft_of_another_vocabulary_is_refused(model):
+    refused(model, "drafter", "64", "32", drafter=spread_model(32, max_positions=64))
+
+
+def test_draft_with_another_tokenizer_is_refused(tmp_path, model):
+    """A draft with another tokenizer is refused, and one with an equal tokenizer is accepted."""
+    texts = {"target": "def f(x):\n    return x\n", "draft": "once upon a time there was a fox\n"}
+    target, draft = (
+        spsjax.Model(
+            name, model.config, model.params, tokenization.train([text], tmp_path / name, 285)
+        )
+        for name, text in texts.items()
+    )
+    refused(target, "draft", "tokenizer", drafter=draft)
+    again = tokenization.load(tmp_path / "target")
+    same = spsjax.Model("same", model.config, model.params, again)
+    assert spsjax.generate(target, [[1, 2]], drafter=same, max_new_tokens=2).texts
+
+
+def test_draft_on_another_mesh_is_refused(model):
+    target = build_model(model.config, model.params, sharding.mesh(1, 8))
+    refused(target, "mesh", drafter=model)
+
+
+# Arguments of `rejection_sample`.
+
+
+def test_distributions_of_wrong_shape_are_refused():
+    """Arguments of `rejection_sample` whose shapes or types do not fit are refused by name."""
+    key, tokens = jax.random.key(0), np.zeros((2, 3), int)
+    draft, target = np.ones((2, 3, 5)) / 5, np.ones((2, 4, 5)) / 5
+    with one_line("target_probs", "[2, 4, 5]", "[2, 3, 5]"):
+        spsjax.rejection_sample(key, tokens, draft, target[:, :3])
+    with one_line("draft_probs", "[2, 3, 5]", "[2, 2, 5]"):
+        spsjax.rejection_sample(key, tokens, draft[:, :2], target)
+    with one_line("draft_tokens", "[B, K]", "[3]"):
+        spsjax.rejection_sample(key, tokens[0], draft, target)
+    with one_line("draft_tokens", "integers", "float32"):
+        spsjax.rejection_sample(key, tokens.astype(np.float32), draft, target)
+    with one_line("lenience", "(0, 1]", "2"):
+        spsjax.rejection_sample(key, tokens, draft, target, lenience=2)
+    with one_line("draft_tokens", "B >= 1", "[0, 3]"):
+        spsjax.rejection_sample(key, tokens[:0], draft[:0], target[:0])
+    with one_line("target_probs", "[2, 4, 0]"):
+        spsjax.rejection_sample(key, tokens, draft[..., :0], target[..., :0])
+    for ragged in ([[0, 1], [1]], None, "text"):
+        for index, name in enumerate(("draft_tokens", "draft_probs", "target_probs")):
+            arrays = [tokens, draft, target]
+            arrays[index] = ragged
+            with one_line(name):
+                spsjax.rejection_sample(key, *arrays)
+
+
+def test_values_that_are_not_distributions_are_refused():
+    key, tokens = jax.random.key(0), np.zeros((2, 3), int)
+    draft, target = np.ones((2, 3, 5)) / 5, np.ones((2, 4, 5)) / 5
+    with one_line("draft_tokens", "[-1, 5)", str(2**32)):  # int32 would make it 0
+        spsjax.rejection_sample(key, tokens + 2**32, draft, target)
+    for wrong in (0 * target, -target, 3 * target, np.log(target)):
+        with one_line("target_probs", "sum to 1", "at [0, 0]"):
+            spsjax.rejection_sample(key, tokens, draft, wrong)
+        with one_line("draft_probs", "sum to 1", "at [1, 0]"):
+            spsjax.rejection_sample(key, tokens, np.stack([draft[0], wrong[1, :3]]), target)
+        with one_line("target_probs", "sum to 1"):
+            spsjax.lenience_bias(wrong, wrong, 0.5)
+    with one_line("draft_probs", "[5]", "[4]"):
+        spsjax.lenience_bias(np.ones(4) / 4, np.ones(5) / 5, 0.5)
+    # Without draft tokens, the draft's probabilities need not be a distribution.
+    assert spsjax.rejection_sample(key, tokens - 1, 0 * draft, target)[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "key", [0, None, np.zeros(3, np.uint32), jax.random.split(jax.random.key(0)), np.zeros((2, 2))]
+)
+def test_value_that_is_not_a_key_is_refused(key):
+    tokens, draft, target = np.zeros((1, 1), int), np.ones((1, 1, 2)) / 2, np.ones((1, 2, 2)) / 2
+    with one_line("key", "jax.random.key"):
+        spsjax.rejection_sample(key, tokens, draft, target)
+    spsjax.rejection_sample(jax.random.PRNGKey(0), tokens, draft, target)  # a key of the old style
+
+
+def test_long_value_is_abbreviated_in_the_message(model):
+    with one_line("temperature"):
+        SamplingParams(temperature=[-1.0] * 10_000)
+    refused(model, "max_new_tokens", max_new_tokens=np.full((100, 100), -1))
+    with one_line("expected a model folder"):
+        spsjax.load("x" * 10_000)
+
+
+# Weights are not searched for NaN when they are loaded. The call that meets a NaN says where.
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_weights_that_are_nan_are_an_error_with_a_position(model, role):
+    """Logits that are not finite raise an error that names row and position."""
+
+    def bad(key, leaf):
+        return leaf * jnp.nan if key == role else leaf
+
+    target = build_model(model.config, jax.tree.map(lambda x: bad("target", x), model.params), None)
+    near = nearby_model(model)
+    draft = build_model(model.config, jax.tree.map(lambda x: bad("draft", x), near.params), None)
+    with pytest.raises(spsjax.NonFiniteError, match=r"^row 0, position 3: .*(NaN|infinity)$"):
+        spsjax.generate(target, [[1, 2, 3], [1]], drafter=draft, max_new_tokens=4)

@@ -1,0 +1,45 @@
+"""Notebooks: they run from top to bottom, and are stored with small outputs."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+from helpers import notebooks
+from helpers.environment import ROOT
+
+
+@pytest.mark.parametrize("path", notebooks.NOTEBOOKS.values(), ids=notebooks.NOTEBOOKS)
+def test_notebook_is_stored_with_small_outputs(path):
+    """Stored outputs have a plot, no error, no message of a library and no path of a machine."""
+    outputs = [cell["outputs"] for cell in notebooks.cells_of(path) if cell["cell_type"] == "code"]
+    kinds = {output["output_type"] for cell in outputs for output in cell}
+    assert kinds <= {"stream", "display_data", "execute_result"}  # no error
+    assert any("image/png" in str(output) for cell in outputs for output in cell)
+    assert path.stat().st_size < 200_000
+    text = json.dumps(outputs)
+    assert not [
+        piece for piece in ("Traceback", "Warning", "slow_operation_alarm") if piece in text
+    ]
+    assert not re.findall(r"""(?:[\s"'(]|\\n)/\w[\w.-]*/\S*""", text)
+
+
+@pytest.mark.parametrize("path", notebooks.NOTEBOOKS.values(), ids=notebooks.NOTEBOOKS)
+def test_first_cell_without_spsjax_names_repository(path, monkeypatch):
+    """Where spsjax is not installed and no address is filled in, one line says what to set."""
+    source = next(
+        cell["source"] for cell in notebooks.cells_of(path) if cell["cell_type"] == "code"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^spsjax is not .*: set REPOSITORY"):
+        exec(compile("".join(source), path.name, "exec"), {})
+
+
+@pytest.mark.parametrize(
+    "name", sorted(notebooks.NOTEBOOKS.keys() - {"plan_a_pod"})
+)  # see aot_test.py
+def test_notebook_runs_from_top_to_bottom(name, capsys, monkeypatch, tmp_path):
+    """`aot_test` runs plan_a_pod, because both compile the same programs."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    notebooks.run(name, capsys, monkeypatch)

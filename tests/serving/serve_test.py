@@ -1,0 +1,424 @@
+"""The server, asked by the official client: right texts, many at once, and nothing left behind."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers.command_line import Script, fails_with_one_line, free_port, run, tiny_pair
+from helpers.models import spread_model
+
+import spsjax
+from spsjax import SamplingParams
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx2")  # which openai needs
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from spsjax.serving import app, protocol  # noqa: E402
+from spsjax.serving.worker import Worker  # noqa: E402
+
+NAME = "tiny"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SMALL = {
+    "name": NAME, "rows": 4, "slots": 128, "num_speculative_tokens": "3", "port": 0,
+    "warm_up": False, "most_waiting": 120, "most_bytes": 4000, "most_tokens": 100,
+}  # fmt: skip
+
+
+def start(pair, **changes) -> tuple[Script, str]:
+    """Starts a server, and returns it with its address."""
+    flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
+    process = Script("serve.py", *pair, *flags, devices=1)
+    while "http://" not in (line := process.read("stdout")):
+        assert process.poll() is None, process.read("stderr")
+        time.sleep(0.05)
+    return process, line.split(" at ")[1].split()[0]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("pair")
+    flags = tiny_pair(folder)
+    for name in ("target", "draft"):
+        (folder / name / "chat_template.jinja").write_text(TEMPLATE)
+    return flags
+
+
+@pytest.fixture(scope="module")
+def models(pair):
+    target = spsjax.load(pair[0].partition("=")[2])
+    return target, spsjax.load_drafter(pair[1].partition("=")[2], target)
+
+
+@pytest.fixture(scope="module")
+def address(pair):
+    process, address = start(pair)
+    yield address
+    process.terminate()
+    assert process.wait(60).returncode == 0
+
+
+@pytest.fixture
+def client(address):
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+
+
+def alone(models, prompt, count=24, seed=0, sampling=SamplingParams()) -> str:
+    out = spsjax.generate(models[0], [prompt], models[1], 3, sampling, count, seed)
+    return out.texts[0]
+
+
+def idle(address) -> str:
+    """Waits until no request has a row or waits for one, and returns the metrics."""
+    for _ in range(200):
+        text = httpx.get(address.removesuffix("/v1") + "/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        if lines["spsjax_waiting_requests"] == lines["spsjax_running_requests"] == "0.0":
+            return lines
+        time.sleep(0.05)
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(0.0), SamplingParams(0.7, top_p=0.9)])
+def test_completion_is_what_generate_gives(client, models, sampling):
+    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": 5}
+    answer = client.completions.create(model=NAME, prompt="import os", max_tokens=24, **options)
+    assert answer.choices[0].text == alone(models, "import os", 24, 5, sampling)
+    ids = models[0].tokenizer.encode("import os")
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    again = client.completions.create(model=NAME, prompt=ids, max_tokens=24, **options)
+    assert again.choices[0].text == answer.choices[0].text
+
+
+def test_chat_is_what_generate_gives_after_the_template(client, models):
+    messages = [{"role": "user", "content": "def f(x):"}]
+    expected = alone(models, models[0].tokenizer.chat(messages), 20, 3)
+    options = {"model": NAME, "messages": messages, "max_tokens": 20, "seed": 3}
+    answer = client.chat.completions.create(**options)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.role == "assistant"
+    pieces = list(client.chat.completions.create(**options, stream=True))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
+    assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+    del options["max_tokens"]
+    whole = client.chat.completions.create(**options)
+    room = 100 if whole.choices[0].finish_reason == "length" else 1
+    assert room <= whole.usage.completion_tokens <= 100
+
+
+def test_choices_of_several_prompts(client, models):
+    prompts, options = ["import os", "def f(x):"], {"max_tokens": 10, "seed": 7}
+    answer = client.completions.create(model=NAME, prompt=prompts, n=2, **options)
+    texts = [alone(models, prompt, 10, 7 + i) for i, prompt in enumerate(np.repeat(prompts, 2))]
+    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == sum(
+        len(models[0].tokenizer.encode(prompt)) for prompt in prompts
+    )
+    stream = client.completions.create(
+        model=NAME, prompt=prompts, n=2, **options, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    streamed = [""] * 4
+    for piece in stream:
+        for choice in piece.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts and piece.usage == answer.usage
+
+
+def test_text_ends_before_a_stop(client, models):
+    whole = alone(models, "import os", 40, 1)
+    triples = (whole[i : i + 3] for i in range(10, len(whole)))
+    stop = next(triple for triple in triples if "\ufffd" not in triple)  # of whole characters
+    expected = whole[: whole.find(stop)]
+    decoded = [alone(models, "import os", count, 1) for count in range(41)]
+    options = {"model": NAME, "prompt": "import os", "max_tokens": 40, "seed": 1}
+    for given in (stop, ["never seen", stop]):
+        answer = client.completions.create(**options, stop=given)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+        pieces = list(client.completions.create(**options, stop=given, stream=True))
+        assert "".join(piece.choices[0].text for piece in pieces) == expected
+        # Tokens that a round drafted beyond the stop do not count.
+        count = answer.usage.completion_tokens
+        assert stop in decoded[count] and stop not in decoded[count - 1]
+
+
+def test_a_hundred_streams_at_once_and_clients_that_go(address, models):
+    """Every fifth client goes early. The others get their own texts, and no row stays occupied."""
+    prompts = [["import os", "def f(x):\n", "class A", "x = 1\n"][i % 4] for i in range(100)]
+
+    async def one(client, seed):
+        text, options = "", {"max_tokens": 20, "seed": seed, "stream": True}
+        stream = await client.completions.create(model=NAME, prompt=prompts[seed], **options)
+        async for piece in stream:
+            text += piece.choices[0].text
+            if seed % 5 == 0:
+                await stream.close()
+                return None
+        return text
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, seed) for seed in range(100)))
+
+    texts = asyncio.run(everyone())
+    for seed, text in enumerate(texts):
+        assert text is None if seed % 5 == 0 else text == alone(models, prompts[seed], 20, seed)
+    idle(address)
+
+
+def test_client_that_does_not_wait_for_a_whole_answer(address):
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"model": NAME, "prompt": "import os", "max_tokens": 100, "seed": 0, "n": 16}
+        httpx.post(f"{address}/completions", json=body, timeout=0.05)
+    idle(address)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"model": "other", "prompt": "a"}, 404, "model: expected 'tiny', found 'other'"),
+        ({"prompt": "a"}, 400, "model: Field required"),
+        ({"model": NAME}, 400, "prompt: Field required"),
+        ({"model": NAME, "prompt": ""}, 400, "prompt: expected a text, found an empty one"),
+        ({"model": NAME, "prompt": []}, 400, "prompt: expected at least one, found none"),
+        ({"model": NAME, "prompt": [399, 400]}, 400, "token ids in [0, 400), found 400"),
+        (
+            {"model": NAME, "prompt": "a", "max_tokens": 101},
+            400,
+            "max_tokens: expected at most 100",
+        ),
+        ({"model": NAME, "prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"model": NAME, "prompt": "a", "temperature": 3}, 400, "temperature"),
+        ({"model": NAME, "prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"model": NAME, "prompt": "a", "n": 17}, 400, "n: "),
+        ({"model": NAME, "prompt": [-1]}, 400, "prompt: it has none of the forms"),
+        ({"model": NAME, "prompt": "a", "stop": ["a"] * 5}, 400, "stop: it has none of the forms"),
+        ({"model": NAME, "prompt": "a", "top_p": 2, "n": 0}, 400, "top_p: Input"),
+        ({"model": NAME, "prompt": "a", "logprobs": 3}, 400, "logprobs: expected null"),
+        ({"model": NAME, "prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
+        ({"model": NAME, "prompt": "a", "beams": 4}, 400, "beams: Extra inputs"),
+        ({"model": NAME, "prompt": "\ud800"}, 400, ""),
+        ({"model": NAME, "prompt": "a " * 120}, 400, "prompt: expected prompt, new tokens"),
+        ({"model": NAME, "prompt": "a " * 4000}, 413, "body: expected at most 4000 bytes"),
+        (b"{", 400, "Invalid JSON"),
+        (b"[1]", 400, ""),
+        (b"\xff\xfe", 400, ""),
+    ],
+)
+def test_bad_bodies_are_refused_in_one_line(address, body, status, message):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{address}/completions", content=raw, headers=kind)
+    error = answer.json()["error"]
+    assert answer.status_code == status and message in error["message"], error
+    assert "\n" not in error["message"] and error["type"]
+
+
+def test_other_paths_and_methods_are_refused(address):
+    assert httpx.get(f"{address}/completions").status_code == 405
+    missing = httpx.get(f"{address}/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["message"]
+    assert httpx.get(address.removesuffix("/v1") + "/health").json() == {"status": "ok"}
+
+
+def test_models_and_metrics(client, address):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    before = idle(address)
+    answer = client.completions.create(model=NAME, prompt="import os", max_tokens=30, seed=2)
+    after = idle(address)
+    gained = {key: float(after[key]) - float(before.get(key, 0)) for key in after}
+    assert gained["spsjax_new_tokens_total"] == answer.usage.completion_tokens
+    assert gained["spsjax_prompt_tokens_total"] == answer.usage.prompt_tokens
+    accepted = [
+        gained[f'spsjax_accepted_at_position_total{{position="{place}"}}'] for place in (1, 2, 3)
+    ]
+    rounds = gained["spsjax_rounds_total"]
+    assert rounds >= accepted[0] >= accepted[1] >= accepted[2] >= 0
+    assert rounds + sum(accepted) >= answer.usage.completion_tokens
+    assert gained["spsjax_request_seconds_count"] == 1
+
+
+def test_requests_beyond_the_queue_are_sent_away(pair):
+    process, address = start(pair, most_waiting=2, rows=1, slots=240, most_tokens=200)
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    options = {"model": NAME, "prompt": "a", "n": 2, "max_tokens": 200}
+    stream = client.completions.create(**options, stream=True)
+    next(iter(stream))  # one runs, and one waits
+    with pytest.raises(openai.RateLimitError, match="too many requests wait"):
+        client.completions.create(**options)
+    stream.close()
+    idle(address)
+    assert client.completions.create(model=NAME, prompt="a", n=2).choices
+    process.terminate()
+    assert process.wait(60).returncode == 0
+
+
+def test_stopped_server_lets_streams_end(pair, models):
+    process, address = start(pair)
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    options = {"model": NAME, "prompt": "import os", "max_tokens": 60, "seed": 4}
+    stream = client.completions.create(**options, stream=True)
+    text = next(iter(stream)).choices[0].text
+    process.terminate()
+    text += "".join(piece.choices[0].text for piece in stream)
+    assert text == alone(models, "import os", 60, 4)
+    assert process.wait(60).returncode == 0
+
+
+def test_two_processes_serve_what_one_generates(tmp_path_factory, tiny_tokenizer):
+    """The first one listens, and the other one ends with it."""
+    folder = tmp_path_factory.mktemp("split")
+    target = dataclasses.replace(spread_model(320), tokenizer=tiny_tokenizer)
+    spsjax.loading.save(folder, target, "float32")
+    flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
+    flags += [
+        f"--target={folder}",
+        "--config.draft=",
+        "--config.mesh.data=2",
+        "--config.mesh.model=4",
+    ]
+    flags += [f"--coordinator=localhost:{free_port()}", "--num_processes=2"]
+    first, second = (
+        Script("serve.py", *flags, f"--process_id={index}", devices=4) for index in range(2)
+    )
+    while "http://" not in (line := first.read("stdout")):
+        assert first.poll() is None, first.read("stderr")
+        time.sleep(0.05)
+    address = line.split(" at ")[1].split()[0]
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    answer = client.completions.create(model=NAME, prompt="import os", max_tokens=12, seed=3)
+    alone = spsjax.load(folder)
+    expected = spsjax.generate(alone, ["import os"], None, 0, SamplingParams(), 12, 3)
+    assert answer.choices[0].text == expected.texts[0]
+    assert httpx.get(address.removesuffix("/v1") + "/").status_code == 404  # no page
+    first.terminate()
+    assert second.wait(60).returncode == 0
+    assert first.wait(60).returncode == 0
+
+
+@pytest.mark.parametrize("step", (1, 2, 3, 7))
+def test_the_stop_that_is_whole_first_ends_the_text(step):
+    """However many tokens a round adds."""
+    cut, text, sent = protocol.Cut(["abc", "b", "bcd"]), "xxabcd", ""
+    for end in (*range(step, len(text), step), len(text)):
+        shown = cut(text[:end], end == len(text))
+        assert shown.startswith(sent)
+        sent = shown
+        if cut.end:
+            break
+    assert cut.end == 4 and sent == "xxa"
+
+
+def test_a_refused_batch_leaves_nothing_waiting(address, client):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=NAME, prompt=["a"] * 60 + [""], max_tokens=5)
+    idle(address)
+    with pytest.raises(openai.BadRequestError, match="at most 120 choices in all, found 121"):
+        client.completions.create(model=NAME, prompt=["a"] * 121, max_tokens=5)
+
+
+def test_other_types_of_bodies_are_refused(address):
+    """A page of another origin can send them without asking."""
+    body = json.dumps({"model": NAME, "prompt": "import os"})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = httpx.post(f"{address}/completions", content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 415
+    right = {"Content-Type": "application/json; charset=utf-8"}
+    assert httpx.post(f"{address}/completions", content=body, headers=right).status_code == 200
+    other = {"Host": "example.com"}
+    assert httpx.get(f"{address}/models", headers=other).status_code == 400
+    assert httpx.put(f"{address}/models").headers["Allow"]
+
+
+def test_requests_hear_that_the_server_stops(pair):
+    process, address = start(pair, grace_seconds=1, rows=1, slots=240, most_tokens=200)
+    body = {"model": NAME, "prompt": ["a"] * 7, "max_tokens": 200, "n": 16, "seed": 1}
+    answers = []
+    ask = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{address}/completions", json=body, timeout=60))
+    )
+    ask.start()
+    time.sleep(1)
+    process.terminate()
+    ask.join(60)
+    assert answers[0].status_code == 503 and "being stopped" in answers[0].text
+    done = process.wait(60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+def served(model, **options):
+    """Returns a client of a server in this process."""
+    engine = spsjax.Engine(model, rows=2, slots=64)
+    return TestClient(app.make(Worker(engine, 8), app.Options(NAME, **options)))
+
+
+def test_key_is_asked_for(models):
+    with served(models[0], api_key="secret") as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            answer = client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401 and "API key" in answer.json()["error"]["message"]
+        right = {"Authorization": "Bearer secret"}
+        assert client.get("/v1/models", headers=right).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+def test_error_of_the_model_in_one_request_leaves_the_others_alone(tiny_tokenizer):
+    """The model cannot read one token, which only one prompt has."""
+    target = dataclasses.replace(spread_model(300, seed=5), tokenizer=tiny_tokenizer)
+    whole = spsjax.generate(target, [[5, 6]], None, 0, SamplingParams(0.0), 10)
+    known = {4, 5, 6, *whole.tokens[0].tolist()}
+    other = next(token for token in range(10, 300) if token not in known)
+    embedding = target.params["embed"]["embedding"].at[other].set(np.nan)
+    params = target.params | {"embed": {"embedding": embedding}}
+    broken = dataclasses.replace(target, params=params)
+    with served(broken) as client:
+        ask = {"model": NAME, "max_tokens": 10, "temperature": 0}
+        bad = ask | {"prompt": [4, other]}
+        answer = client.post("/v1/completions", json=bad)
+        assert answer.status_code == 500
+        assert "expected finite logits" in answer.json()["error"]["message"]
+        streamed = client.post("/v1/completions", json=bad | {"stream": True}).text
+        assert "expected finite logits" in streamed and "[DONE]" not in streamed
+        both = client.post("/v1/completions", json=ask | {"prompt": [5, 6]})
+        assert both.status_code == 200, both.text
+        assert both.json()["choices"][0]["text"] == whole.texts[0]
+
+
+def test_cut_holds_back_what_may_be_a_stop():
+    cut = protocol.Cut(["abc", "xy"])
+    texts = ["1", "1a", "1ab", "1abd", "1abdx", "1abdx.", "1abdx.abc!"]
+    shown = ["1", "1", "1", "1abd", "1abd", "1abdx.", "1abdx."]
+    assert [cut(text, False) for text in texts] == shown
+    assert cut.end == len("1abdx.abc")
+    assert protocol.Cut(["abc"])("1ab", True) == "1ab"
+
+
+def test_script_refuses_what_it_cannot_serve(pair):
+    for flag, part in (
+        ("--config.port=70000", "port: expected an integer from 0 to 65535"),
+        ("--config.host=no such host", "host, port: no such host:0: expected a free address"),
+        ("--config.most_waiting=0", "most_waiting"),
+        ("--config.rows=0", "rows: expected an integer >= 1, found 0"),
+    ):
+        flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
+        fails_with_one_line(run("serve.py", *pair, *flags, flag), part)
+
+
+def test_interrupt_ends_the_server(pair):
+    process, _ = start(pair)
+    os.kill(process.process.pid, signal.SIGINT)
+    assert process.wait(60).returncode in (0, 130)

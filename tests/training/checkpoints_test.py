@@ -1,0 +1,277 @@
+"""Tests of checkpoints: complete or absent, and read as written or not at all."""
+
+import errno
+import functools
+import json
+import pathlib
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.toy_language import CONFIG
+
+from spsjax import InputError
+from spsjax.models import transformer
+from spsjax.parallel import multihost, sharding
+from spsjax.training import step as train_step
+from spsjax.training.checkpoints import Checkpoints
+from spsjax.training.optimizer import OptimizerConfig
+from spsjax.utils.hashing import array_checksums
+
+OPTIMIZER = OptimizerConfig(1e-2, steps=20, warmup=2)
+
+
+def state(seed=0, mesh=None):
+    param_shapes = train_step.model_shapes(CONFIG, mesh)
+    params = train_step.random_params(
+        functools.partial(transformer.init, CONFIG), param_shapes, seed
+    )
+    shapes = train_step.state_shapes(param_shapes, OPTIMIZER)
+    return train_step.init_state(params, shapes, OPTIMIZER)
+
+
+def write(folder, scores, **options):
+    with Checkpoints(folder, **options) as checkpoints:
+        for step, score in enumerate(scores, 1):
+            checkpoints.save(step, state(step), {"next_index": step}, score)
+    return folder
+
+
+def read(folder, mesh=None):
+    with Checkpoints(folder) as checkpoints:
+        return checkpoints.restore(state(99, mesh))
+
+
+def assert_restored(restored, step):
+    assert restored[0] == step and restored[2] == {"next_index": step}
+    assert all(map(np.array_equal, jax.tree.leaves(restored[1]), jax.tree.leaves(state(step))))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with the checkpoints of steps 1, 2 and 3."""
+    return write(tmp_path_factory.mktemp("run") / "checkpoints", [0.1, 0.2, 0.3], keep=3)
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    """A copy of that folder, to damage."""
+    folder = tmp_path / "checkpoints"
+    for path in sorted(written.rglob("*")):
+        target = folder / path.relative_to(written)
+        if path.is_dir():
+            target.mkdir(parents=True)
+        else:
+            target.write_bytes(path.read_bytes())
+    return folder
+
+
+def test_newest_checkpoint_is_restored_on_any_mesh(written):
+    for mesh in (None, sharding.mesh(2, 4), sharding.mesh(1, 8)):
+        restored = read(written, mesh)
+        assert_restored(restored, 3)
+        for left, right in zip(jax.tree.leaves(restored[1]), jax.tree.leaves(state(0, mesh))):
+            assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+
+
+def test_empty_folder_restores_nothing(tmp_path):
+    assert read(tmp_path / "checkpoints") is None
+
+
+def test_newest_and_best_checkpoints_are_kept(tmp_path):
+    folder = write(tmp_path / "a", [0.1, 0.9, 0.3, 0.8, 0.2], keep=2, keep_best=1)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == [2, 4, 5] and checkpoints.best() == 2
+    folder = write(tmp_path / "b", [-1.0, -3.0, -2.0, -np.inf], keep=1, keep_best=2)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == [1, 3, 4] and checkpoints.best() == 1
+    assert [path.name for path in sorted(folder.iterdir())] == ["step_1", "step_3", "step_4"]
+
+
+def largest(folder: pathlib.Path) -> pathlib.Path:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(folder):
+    path = largest(folder / "state")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(folder):
+    path = largest(folder / "state")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty_all_files(folder):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+def delete_all_files(folder):
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def replace_note(folder):
+    note = {"iterator": {"next_index": 3}, "checksums": [1, 2]}
+    (folder / "note" / "metadata").write_text(json.dumps(note))
+
+
+def advance_iterator(folder):
+    path = folder / "note" / "metadata"
+    note = json.loads(path.read_text())
+    note["iterator"]["next_index"] += 1
+    path.write_text(json.dumps(note))
+
+
+DAMAGES = [
+    flip_a_bit,
+    truncate,
+    empty_all_files,
+    delete_all_files,
+    replace_note,
+    advance_iterator,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_newest_checkpoint_is_moved_away(copy, damage, capfd):
+    """It is named in a warning, the one before is restored, and its step can be saved again."""
+    damage(copy / "step_3")
+    with pytest.warns(UserWarning, match=rf"^{copy}/step_3: expected a checkpoint, found it dam"):
+        assert_restored(read(copy), 2)
+    with Checkpoints(copy) as checkpoints:
+        assert (copy.parent / "damaged" / "step_3").is_dir()
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, state(3), {"next_index": 3})
+        checkpoints.wait()
+        assert_restored(checkpoints.restore(state(99)), 3)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_restored_run_saves_the_damaged_step_again(copy):
+    """The manager that restored an older checkpoint saves the steps after it."""
+    flip_a_bit(copy / "step_3")
+    with Checkpoints(copy, keep=3) as checkpoints:
+        with pytest.warns(UserWarning, match="found it damaged"):
+            assert_restored(checkpoints.restore(state(99)), 2)
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, state(3), {"next_index": 3})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2, 3]
+        assert_restored(checkpoints.restore(state(99)), 3)
+
+
+def test_checkpoint_that_another_process_cannot_read_is_damaged(copy, monkeypatch):
+    """All processes restore the newest checkpoint that every one of them can read."""
+    asked = []
+
+    def all_true(value):  # the other process cannot read the first one
+        asked.append(value)
+        return value and len(asked) > 1
+
+    monkeypatch.setattr(multihost, "all_true", all_true)
+    with pytest.warns(UserWarning, match=r"step_3: .* \(another process could not read it\)"):
+        assert_restored(read(copy), 2)
+    assert asked == [True, True] and (copy.parent / "damaged" / "step_3").is_dir()
+
+
+def test_half_deleted_old_checkpoint_is_removed_silently(copy, recwarn):
+    """A run may be killed while Orbax deletes an old checkpoint. That is no damage to report."""
+    for path in (copy / "step_2").iterdir():
+        if path.name != "state":
+            delete_all_files(path) if path.is_dir() else None
+            path.rmdir() if path.is_dir() else path.unlink()
+    assert_restored(read(copy), 3)
+    assert not (copy / "step_2").exists() and not (copy.parent / "damaged").exists()
+    assert not [warning for warning in recwarn if "damaged" in str(warning.message)]
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, empty_all_files])
+def test_all_checkpoints_damaged_raises_and_moves_nothing(copy, damage):
+    for step in (1, 2, 3):
+        damage(copy / f"step_{step}")
+    before = names(copy.parent)
+    message = rf"^{copy}: expected an undamaged checkpoint, found only damaged"
+    for _ in range(2):  # a scheduler tries again
+        with pytest.raises(InputError, match=message):
+            read(copy)
+        assert names(copy.parent) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        ValueError("Error opening kvstore [OS error 24: EMFILE Too many open files]"),
+        MemoryError("no room"),
+    ],
+)
+def test_system_error_is_not_taken_for_damage(copy, error, monkeypatch):
+    before = names(copy.parent)
+    message = r"step_3: expected to read it, found .*(open|no r)"
+    with Checkpoints(copy) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_read", lambda *_: raise_error(error))
+            with pytest.raises(InputError, match=message):
+                checkpoints.restore(state(99))
+        assert names(copy.parent) == before
+        assert_restored(checkpoints.restore(state(99)), 3)
+
+
+def raise_error(error):
+    raise error
+
+
+def test_full_disk_is_one_line_and_keeps_older_checkpoints(copy):
+    """A file size limit stands for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with Checkpoints(copy) as checkpoints, pytest.raises(InputError) as caught:
+            checkpoints.save(4, state(4), {"next_index": 4})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(caught.value)
+    assert message.startswith(f"{copy}: expected to write a checkpoint, found ")
+    assert (
+        "complete checkpoints: 1, 2, 3)" in message and "\n" not in message and len(message) < 700
+    )
+    assert_restored(read(copy), 3)
+
+
+def test_checksums_see_bits_and_order_but_no_sharding():
+    leaves = {"a": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8, dtype=jnp.int32)}
+    expected = array_checksums(leaves)
+    mesh = sharding.mesh(2, 4)
+    for spec in (("data", "model"), ("model", None), (None, "data")):
+        sharded = jax.device_put(
+            leaves["a"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        )
+        assert array_checksums({**leaves, "a": sharded}) == expected
+    changed = leaves["a"].at[3, 4].set(jnp.nextafter(leaves["a"][3, 4], jnp.inf))
+    for other in (changed, leaves["a"][::-1], leaves["a"].T, -leaves["a"]):
+        assert array_checksums({**leaves, "a": other}) != expected
+
+
+@pytest.mark.parametrize(("keep", "keep_best"), [(0, 1), (-1, 1), (1.5, 1), (1, -1)])
+def test_invalid_number_to_keep_is_refused(tmp_path, keep, keep_best):
+    with pytest.raises(InputError, match=r"^keep(_best)?: expected an integer >= "):
+        Checkpoints(tmp_path, keep, keep_best)
+
+
+def test_first_of_two_errors_is_reported(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="the first"), Checkpoints(tmp_path, 1, 1) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "close", lambda: 1 / 0)
+        raise OSError("the first")

@@ -1,0 +1,189 @@
+"""Tests of resuming: killed, stopped and out-of-space runs end bit-identical to undisturbed ones.
+
+They run the scripts in processes of their own, one and several.
+"""
+
+import json
+import pathlib
+import re
+import signal
+import time
+
+import pytest
+from helpers.command_line import Script, free_port
+
+STEPS = 90
+SHARED = {
+    "model.d_model": 32,
+    "model.d_ff": 32,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 4,
+    "model.num_layers": 1,
+    "length": 32,
+    "batch": 4,
+    "eval_every": 20,
+    "eval_examples": 4,
+    "log_every": 1,
+    "optimization.warmup": 3,
+    "compute.dtype": "float32",
+}
+TARGET = SHARED | {"steps": STEPS, "model.vocab_size": 320, "model.max_positions": 64}
+# On corpus text and samples of the target, both with a cached target.
+DRAFT = SHARED | {
+    "steps": 8,
+    "mixture.corpus": 0.5,
+    "mixture.target": 0.5,
+    "mixture.samples": 8,
+    "mixture.batch": 4,
+    "mixture.prompt_length": 8,
+    "draft_eval.prompts": 2,
+    "draft_eval.prompt_length": 8,
+    "draft_eval.new_tokens": 8,
+    "target_cache.store": "top_k",
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> str:
+    """A folder of 30 texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    for index in range(30):
+        lines = "".join(f"    x = x * {line} + {index}\n" for line in range(9))
+        (folder / f"{index}.txt").write_text(f"def function_{index}(x):\n{lines}")
+    return str(folder)
+
+
+def start(texts, workdir, *flags, script="train_target.py", devices=1, file_kib=None) -> Script:
+    options = DRAFT if script == "train_drafter.py" else TARGET
+    options = [f"--config.{name}={value}" for name, value in options.items()]
+    options += [f"--workdir={workdir}", f"--config.data.train=('{texts}',)", *flags]
+    return Script(script, *options, devices=devices, file_kib=file_kib)
+
+
+def start_two(texts, workdir, *flags, script="train_target.py") -> list[Script]:
+    """Starts two processes of four devices each."""
+    mesh = "--config.mesh.data=2", "--config.mesh.model=4"
+    together = (*mesh, *flags, f"--coordinator=localhost:{free_port()}", "--num_processes=2")
+    return [
+        start(texts, workdir, *together, f"--process_id={index}", script=script, devices=4)
+        for index in range(2)
+    ]
+
+
+def when_logged(workdir, step, process) -> None:
+    """Waits until the run has logged a step."""
+    path = workdir / "log.jsonl"
+    while not path.exists() or f'"step": {step},' not in path.read_text():
+        assert process.poll() is None, process.wait()
+        time.sleep(0.01)
+
+
+def finished(process) -> str:
+    done = process.wait(300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def result(workdir, step=STEPS):
+    """Checksums of the last checkpoint, and the losses of every step."""
+    note = json.loads((workdir / "checkpoints" / f"step_{step}" / "note" / "metadata").read_text())
+    records = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
+    losses = [(row["step"], row["loss"]) for row in records if row["group"] == "train"]
+    return note, losses
+
+
+@pytest.fixture(scope="module")
+def target(texts, tmp_path_factory) -> pathlib.Path:
+    """The folder of an undisturbed run."""
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    finished(start(texts, workdir))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(target):
+    """The result of that run."""
+    note, losses = result(target)
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert note["iterator"] == {"next_index": STEPS} and len(note["checksums"]) > 10
+    return note, losses
+
+
+def assert_close(actual, expected) -> None:
+    """Checks losses up to rounding, which differs on another mesh."""
+    for (step, loss), (_, other) in zip(actual[1], expected[1], strict=True):
+        assert loss == pytest.approx(other, abs=2e-3), step
+
+
+def test_killed_and_stopped_run_ends_bit_identical(texts, tmp_path, uninterrupted):
+    workdir = tmp_path / "run"
+    process = start(texts, workdir)
+    when_logged(workdir, 33, process)
+    process.kill()
+    process.wait()
+    process = start(texts, workdir)
+    when_logged(workdir, 55, process)
+    process.terminate()
+    done = process.wait(120)
+    assert done.returncode == 128 + signal.SIGTERM
+    (step,) = re.findall(
+        r"stopped at step (\d+), saved. Run the same command to resume", done.stderr
+    )
+    assert "Traceback" not in done.stderr and (workdir / "checkpoints" / f"step_{step}").is_dir()
+    assert "model in" in finished(start(texts, workdir))
+    assert result(workdir) == uninterrupted
+
+
+def test_two_processes_resume_after_a_stop(texts, tmp_path, uninterrupted):
+    workdir = tmp_path / "run"
+    processes = start_two(texts, workdir)
+    when_logged(workdir, 33, processes[0])
+    processes[1].terminate()  # a signal to one process stops both
+    for process in processes:
+        done = process.wait(120)
+        assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    for process in start_two(texts, workdir):
+        finished(process)
+    assert_close(result(workdir), uninterrupted)
+    # Another mesh can resume the run, and finds it finished.
+    assert "model in" in finished(start(texts, workdir))
+
+
+def test_two_processes_distil_like_one(texts, tmp_path, target):
+    flag = f"--config.target={target / 'model'}"
+    finished(start(texts, tmp_path / "one", flag, script="train_drafter.py"))
+    for process in start_two(texts, tmp_path / "two", flag, script="train_drafter.py"):
+        finished(process)
+    one, two = (result(tmp_path / name, step=8) for name in ("one", "two"))
+    assert len(one[1]) == 8
+    assert_close(two, one)
+    cached = [
+        {path.relative_to(cache): path.stat().st_size for path in cache.glob("*/*.npy")}
+        for cache in (tmp_path / "one" / "cache", tmp_path / "two" / "cache")
+    ]
+    # Three columns of samples, then ids and probabilities for each of the two tables.
+    assert cached[0] == cached[1] and len(cached[0]) == 3 + 2 * 2
+
+
+def test_full_disk_ends_a_run_with_one_line(texts, tmp_path, uninterrupted):
+    """The earlier checkpoints remain, and the run can be resumed once there is space."""
+    workdir = tmp_path / "run"
+    process = start(texts, workdir)
+    when_logged(workdir, 45, process)
+    process.kill()
+    process.wait()
+    before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
+    process = start(texts, workdir, file_kib=20)
+    done = process.wait(120)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
+    # With enough space, another mesh resumes the run.
+    mesh = ("--config.mesh.data=2", "--config.mesh.model=4")
+    assert "model in" in finished(start(texts, workdir, *mesh, devices=8))
+    assert_close(result(workdir), uninterrupted)

@@ -1,0 +1,317 @@
+"""Every verifier is lossless: the distribution of what it emits is the target's, to 1e-12.
+
+`tree_enumeration` enumerates draft trees and verdicts. The same check rejects faulty verifiers,
+which are made by changing one line of a sound one.
+"""
+
+import inspect
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+from helpers import enumeration, reference, tree_enumeration
+from helpers.tree_enumeration import Tree, Verification, branching
+
+from spsjax import verifiers
+from spsjax.verifiers import block, kseq, match, multipath, recursive, siblings, traversal
+
+VOCAB = 3
+TOLERANCE = 1e-12
+CHAIN = branching(1, 1, 1)
+RAGGED = Tree((0, 0, 0, 1, 1, 3))
+SHAPES = (branching(2, 2), branching(2, 1), branching(1, 2), branching(3), RAGGED)
+PARAMS = ({"temperature": 0.6, "top_k": 2}, {"temperature": 1.7, "top_p": 0.7003})
+# A rule, and whether siblings are drawn without replacement.
+SAMPLED = (
+    ("recursive", False),
+    ("recursive", True),
+    ("traversal", False),
+    ("traversal", True),
+    ("kseq", False),
+    ("multipath", False),
+    ("match", False),
+)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def laws(seed, **params):
+    """Returns the distributions of draft and target by context, from random tables."""
+
+    def law(seed):
+        model = enumeration.model_of(enumeration.table(VOCAB, 4, seed))
+        return lambda context: reference.to_probs(model(context), **params)
+
+    return law(1000 + seed), law(seed)
+
+
+def cases_of(rule, verification):
+    """Returns the decided cases of a rule by the order of its tests."""
+    tree = verification.tree
+    nodes = range(1, len(tree.parents) + 1)
+    if rule in ("match", "kseq"):
+        return tree_enumeration.decided_by_walk(verification)
+    order = {
+        "block": reversed(nodes),
+        "multipath": reversed(nodes),
+        "traversal": tree.leaves_first(),
+    }
+    return tree_enumeration.decided(verification, order.get(rule, nodes))
+
+
+def study(rule, tree, seed=0, verifier=None, pair=None, params=(), **options):
+    """Returns the greatest error of a rule's law, and the mean number of emitted tokens.
+
+    The mean is also compared with the one that the rule's `accept_probs` say.
+    """
+    draft, target = pair or laws(seed, **dict(params))
+    verifier = verifier or verifiers.by_name(rule)
+    verification = Verification(verifier, tree, draft, target, **options)
+    distribution = tree_enumeration.emitted(verification, cases_of(rule, verification))
+    length = max(map(len, distribution))
+    joint = tree_enumeration.continued(distribution, target, length)
+    mean = tree_enumeration.expected_length(distribution)
+    errors = [abs(sum(distribution.values()) - 1), abs(verification.mean_length() - mean)]
+    for text in itertools.product(range(len(target(()))), repeat=length):
+        steps = (target(text[:size])[token] for size, token in enumerate(text))
+        errors.append(abs(joint[text] - np.prod(list(steps))))
+    return max(errors), mean
+
+
+@pytest.mark.parametrize("rule", ("block", "traversal", "recursive"))
+def test_rules_for_chains_are_lossless(rule):
+    """Ten pairs of distributions that depend on the context, over blocks of three."""
+    for seed in range(10):
+        error, _ = study(rule, CHAIN, seed)
+        assert error < TOLERANCE, seed
+
+
+@pytest.mark.parametrize(("rule", "distinct"), SAMPLED)
+@pytest.mark.parametrize("tree", SHAPES, ids=str)
+def test_rules_for_trees_are_lossless(rule, distinct, tree):
+    error, _ = study(rule, tree, seed=1, distinct=distinct)
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:-1])
+def test_rules_for_trees_are_lossless_on_many_pairs(rule, distinct):
+    for seed in range(4):
+        error, _ = study(rule, branching(2, 1), seed, distinct=distinct)
+        assert error < TOLERANCE, seed
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:-1])
+def test_filtered_distributions_are_verified_losslessly(rule, distinct, params):
+    """Filters give tokens of probability zero, and without replacement nothing may be left."""
+    error, _ = study(rule, branching(2, 1), seed=2, distinct=distinct, params=params)
+    assert error < TOLERANCE
+    error, _ = study(rule, branching(3), seed=2, distinct=distinct, params=params)
+    assert error < TOLERANCE
+
+
+def test_typical_acceptance_has_the_draft_s_law():
+    """Where no token is improbable, all drafts are accepted: the first token is the draft's."""
+    draft, target = ([0.2, 0.5, 0.3], [0.5, 0.3, 0.2])
+    pair = (lambda _: np.asarray(draft)), (lambda _: np.asarray(target))
+    error, tokens = study("typical", branching(1), pair=pair)
+    assert tokens == pytest.approx(2)
+    assert error == pytest.approx(max(abs(a - b) for a, b in zip(draft, target)) * max(target))
+
+
+@pytest.mark.parametrize("rule", ("recursive", "match"))
+def test_chosen_tokens_are_verified_losslessly(rule):
+    """Tokens that were not drawn are point masses; some are missing, twins or not eligible."""
+    tree = Tree((0, 0, 0, 1, 1, 2))
+    for tokens in ((0, 1, 2, 0, 2, 1), (1, 1, 0, 2, 0, 2), (2, -1, 0, 1, 1, 0)):
+        eligible = np.asarray([True, True, tokens[0] != 1, True, tokens[0] != 2, True])
+        error, _ = study(rule, tree, seed=3, tokens=tokens, eligible=eligible)
+        assert error < TOLERANCE, tokens
+
+
+@pytest.mark.parametrize("rule", ("recursive", "traversal"))
+def test_siblings_after_one_that_is_not_eligible_are_verified_losslessly(rule):
+    """Without replacement they were drawn without its token, although it is not verified."""
+    for tree, eligible in ((branching(3), (0, 1, 1)), (branching(2, 1), (0, 1, 1, 1))):
+        options = {"distinct": True, "eligible": np.asarray(eligible, bool)}
+        error, _ = study(rule, tree, seed=3, **options)
+        assert error < TOLERANCE
+
+
+def test_block_verification_emits_most_of_all_rules_for_chains():
+    """It emits at least as much as rejection on every pair, and matching the least."""
+    for seed in range(10):
+        lengths = {rule: study(rule, CHAIN, seed)[1] for rule in ("match", "recursive", "block")}
+        assert lengths["match"] <= lengths["recursive"] <= lengths["block"] + TOLERANCE
+        assert study("traversal", CHAIN, seed)[1] == pytest.approx(lengths["block"], abs=TOLERANCE)
+
+
+def test_block_verification_of_point_masses_and_greedy_rows_emits_as_much():
+    for options in ({"tokens": (0, 1, 0)}, {"params": {"temperature": 0.0}}):
+        lengths = [study(rule, CHAIN, 4, **options)[1] for rule in ("recursive", "block")]
+        assert lengths[0] == pytest.approx(lengths[1], abs=TOLERANCE)
+
+
+def test_published_example_of_block_verification():
+    """10 / 9 and 11 / 9 accepted tokens of two (Sun et al. 2024, section 2)."""
+    pair = (lambda context: np.array([2, 1]) / 3), (lambda context: np.array([1, 2]) / 3)
+    for rule, accepted in (("recursive", 10 / 9), ("block", 11 / 9)):
+        error, length = study(rule, branching(1, 1), pair=pair)
+        assert error < TOLERANCE and length - 1 == pytest.approx(accepted, abs=TOLERANCE)
+
+
+def test_paths_are_cut_off_where_the_shortest_ends():
+    """Paths of two tokens, of which one has no second; and tokens that may not be accepted."""
+    paths = Tree((0, 0, 1, 2))
+    for eligible in ((1, 1, 0, 1), (0, 1, 1, 1), (0, 0, 1, 1)):
+        options = {"eligible": np.asarray(eligible, bool)}
+        error, length = study("multipath", paths, seed=3, **options)
+        assert error < TOLERANCE and (length > 1.1) == any(eligible[:2])
+    assert study("multipath", CHAIN, 2)[1] == pytest.approx(study("block", CHAIN, 2)[1])
+
+
+@pytest.mark.parametrize("distinct", (False, True))
+def test_traversal_emits_at_least_as_much_as_recursive_rejection(distinct):
+    for seed in range(5):
+        lengths = [
+            study(rule, branching(2, 1), seed, distinct=distinct)[1]
+            for rule in ("recursive", "traversal")
+        ]
+        assert lengths[0] <= lengths[1] + TOLERANCE
+
+
+# Module, a line of it, what it is changed to, and the rule and the tree that must show it.
+BROKEN = {
+    "block: residual of one token": (
+        block,
+        "acceptance(weights, mass)",
+        "acceptance(weights, mass)\n    left = jnp.maximum(target_probs - draft_probs, 0)",
+        ("block", CHAIN, False),
+    ),
+    "block: first failure": (
+        block,
+        "count = jnp.max(jnp.where(accepted, jnp.arange(1, M), 0), axis=1, initial=0)",
+        "count = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1)",
+        ("block", CHAIN, False),
+    ),
+    "block: weight as acceptance": (
+        block,
+        "return mass, mass + (1 - weights)",
+        "return weights, jnp.ones_like(weights)",
+        ("block", CHAIN, False),
+    ),
+    "recursive: draft not renormalised": (
+        siblings,
+        "rest = rest / jnp.where(total == 0, 1, total)",
+        "rest = rest * 1",
+        ("recursive", branching(3), True),
+    ),
+    "recursive: draft with the rejected token": (
+        siblings,
+        "rest = jnp.where(is_token, 0, draft)",
+        "rest = draft",
+        ("recursive", branching(2), True),
+    ),
+    "recursive: target not renormalised": (
+        siblings,
+        "left / jnp.where(mass == 0, 1, mass))",
+        "left)",
+        ("recursive", branching(2), False),
+    ),
+    "recursive: target as it was": (
+        siblings,
+        "targets = targets.at[parent].set(jnp.where(alive, left, target))",
+        "targets = targets.at[parent].set(target)",
+        ("recursive", branching(2), False),
+    ),
+    "traversal: weight of the parent": (
+        siblings,
+        "whole = mass + (1 - weight)",
+        "whole = mass * 0 + 1",
+        ("traversal", branching(1, 2), True),
+    ),
+    "traversal: weights of single tokens": (
+        siblings,
+        "weights = weights.at[node].set(accept)",
+        "weights = weights.at[node].set(accept / jnp.maximum(weight, 1e-3))",
+        ("traversal", branching(2, 1), True),
+    ),
+    "kseq: divisor too small": (
+        kseq,
+        "jnp.maximum(children, 1)))[1]",
+        "jnp.maximum(children, 1)))[1] * 0.9",
+        ("kseq", branching(2), False),
+    ),
+    "kseq: plain residual": (
+        kseq,
+        "common * scale[..., None], 0)",
+        "draft_probs, 0)",
+        ("kseq", branching(2), False),
+    ),
+    "match: a draw that is thrown away, and drawn again": (
+        match,
+        "for array in (drawn_BM, mass_BM))",
+        "for array in (jnp.roll(drawn_BM, 1, axis=1), mass_BM))",
+        ("match", branching(2), False),
+    ),
+    "multipath: distribution of a single path": (
+        multipath,
+        "        nodes = paths[:, :, depth]",
+        "        probs = draft\n        nodes = paths[:, :, depth]",
+        ("multipath", branching(2), False),
+    ),
+    "multipath: worst path": (
+        multipath,
+        "best = jnp.argmin(jnp.where(alive, place, V), axis=1)",
+        "best = jnp.argmax(jnp.where(alive, place, -1), axis=1)",
+        ("multipath", branching(2), False),
+    ),
+    "multipath: better beginnings of this token alone": (
+        multipath,
+        "better[:, None] + own[:, None] * before",
+        "0 * better[:, None] + own[:, None] * before",
+        ("multipath", Tree((0, 0, 1, 2)), False),
+    ),
+    "match: a draw per child": (
+        match,
+        "proposal.tokens == jnp.take_along_axis(drawn_BM, parents, axis=1)",
+        "proposal.tokens == drawn_BM[:, 1:]",
+        ("match", branching(2, 1), False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rules_are_rejected(name, monkeypatch):
+    """Enumeration rejects rules of which one line is wrong, as in published implementations."""
+    module, line, fault, (rule, tree, distinct) = BROKEN[name]
+    source = inspect.getsource(module)
+    assert source.count(line) == 1
+    faulty = types.ModuleType(module.__name__)
+    exec(compile(source.replace(line, fault), module.__file__, "exec"), faulty.__dict__)
+    if module is siblings:
+        for user in (recursive, traversal):
+            monkeypatch.setattr(user, "siblings", faulty)
+        verifier = verifiers.by_name(rule)
+    else:
+        verifier = faulty.Verifier()
+    tree_enumeration.verify_function.cache_clear()
+    error, _ = study(rule, tree, seed=5, verifier=verifier, distinct=distinct)
+    tree_enumeration.verify_function.cache_clear()
+    assert error > 1e-4
+
+
+def test_siblings_in_another_order_are_rejected():
+    """Without replacement, children must be verified in the order in which they were drawn."""
+    draft, target = laws(6)
+    verification = Verification(verifiers.by_name("recursive"), branching(2), draft, target, True)
+    verification._tokens = np.sort(verification._tokens, axis=1)
+    distribution = tree_enumeration.emitted(verification, cases_of("recursive", verification))
+    joint = tree_enumeration.continued(distribution, target, 1)
+    assert max(abs(joint[(token,)] - target(())[token]) for token in range(VOCAB)) > 1e-3

@@ -1,0 +1,229 @@
+"""Verifiers by name, what they refuse, and trees of the draft model in the loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import nearby_model, spread_model
+
+import spsjax
+from spsjax import draft_shapes, loading, sampling, verifiers
+from spsjax.drafters import draft_model, ngram
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+
+PROMPTS = [[1, 2, 3], [4]]
+TREES = (
+    draft_shapes.Tree.branching(2, 2),
+    draft_shapes.Tree((0, 0, 0, 1, 1, 4), replacement=True),
+    draft_shapes.DynamicTree(num_nodes=6, depth=3, width=2),
+)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = spread_model(16)
+    return target, nearby_model(target)
+
+
+def trees_of(draft: loading.Model, tree) -> LoadedDrafter:
+    return LoadedDrafter("tree", draft_model.Drafter(draft.config, tree=tree), draft.params)
+
+
+def generate(target, drafter, verifier, temperature=0.0):
+    params = spsjax.SamplingParams(temperature)
+    options = {"sampling": params, "max_new_tokens": 12, "stop_at_eos": False}
+    return spsjax.generate(target, PROMPTS, drafter, verifier=verifier, **options)
+
+
+@pytest.mark.parametrize("name", verifiers.NAMES)
+def test_greedy_texts_of_every_rule_are_those_of_plain_decoding(pair, name):
+    """Every rule, typical acceptance included, takes the target's choices in greedy rows."""
+    target, draft = pair
+    plain = generate(target, None, name)  # without drafts every rule fits
+    out = generate(target, draft, name)
+    assert np.array_equal(out.tokens, plain.tokens)
+    assert out.stats.block_efficiency > 1.2
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_greedy_texts_of_trees_are_those_of_plain_decoding(pair, tree):
+    """A tree never accepts less than the chain of its first children, for greedy rows."""
+    target, draft = pair
+    plain = generate(target, None, None)
+    chain = spsjax.generate(
+        target, PROMPTS, draft, 2, spsjax.SamplingParams(0.0), 12, stop_at_eos=False
+    )
+    for name in ("match", "recursive"):
+        out = generate(target, trees_of(draft, tree), name)
+        assert np.array_equal(out.tokens, plain.tokens), name
+        assert out.stats.block_efficiency >= chain.stats.block_efficiency
+
+
+@pytest.mark.parametrize("name", ("recursive", "traversal", "match", "typical", "top_k"))
+def test_sampled_trees_emit_whole_rounds(pair, name):
+    target, draft = pair
+    out = generate(target, trees_of(draft, TREES[0]), name, temperature=1.0)
+    assert [len(tokens) for tokens in out.tokens] == [12, 12]
+    assert 1 < out.stats.block_efficiency <= 3
+
+
+@pytest.mark.parametrize("name", verifiers.NAMES)
+def test_rules_report_a_root_that_is_not_finite(name):
+    """Nothing can be drawn there, and the row is not valid."""
+    probs = np.full((2, 3, 4), 0.25, np.float32)
+    target = probs.copy()
+    target[0, 0, 1] = np.nan
+    proposal = spsjax.Proposal(jnp.asarray([[1, 2], [1, 2]]), jnp.asarray(probs[:, :2]))
+    keys = sampling.row_keys(jax.random.key(0), 2)
+    verdict = jax.jit(verifiers.by_name(name).verify)(keys, proposal, jnp.asarray(target))
+    assert verdict.valid.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", ("kseq", "multipath"))
+@pytest.mark.parametrize("children", (24, 64))
+def test_one_right_child_of_many_is_accepted(name, children):
+    """A greedy target and a draft that is nearly sure of it; in float32 all shares round to 1."""
+    rng = np.random.default_rng(0)
+    tokens = np.stack([rng.permutation(100)[:children] for _ in range(300)])
+    right = tokens[np.arange(300), np.arange(300) % 20]
+    target = np.zeros((300, children + 1, 100), np.float32)
+    target[:, 1:, 0] = target[np.arange(300), 0, right] = 1
+    draft = 0.1 * rng.dirichlet(np.full(100, 0.3), 300) + 0.9 * target[:, 0]
+    draft, parents = jnp.asarray(draft[:, None], jnp.float32), jnp.zeros(tokens.shape, jnp.int32)
+    proposal = spsjax.Proposal(jnp.asarray(tokens), draft, parents)
+    keys = sampling.row_keys(jax.random.key(0), 300)
+    verdict = jax.jit(verifiers.by_name(name).verify)(keys, proposal, jnp.asarray(target))
+    assert verdict.valid.all()
+    np.testing.assert_array_equal(verdict.tokens[:, 0], right)
+
+
+def test_typical_acceptance_takes_the_most_probable_of_the_longest_paths():
+    """exp(-entropy) is 0.5 at the root and 1 below it; the last child is of no typical node."""
+    target = np.full((1, 7, 4), [0, 1, 0, 0], np.float32)
+    target[0, 0] = [0.5, 0.5, 0, 0]
+    target[0, 1] = [0.05, 0.95, 0, 0]
+    target[0, 2] = [0.15, 0.85, 0, 0]
+    #        root: 0, 1, 2; below 0: 0; below 1: 0; below 2: 1
+    tokens, parents = [[0, 1, 2, 0, 0, 1]], [[0, 0, 0, 1, 2, 3]]
+    proposal = spsjax.Proposal(jnp.asarray(tokens), None, jnp.asarray(parents))
+    keys = sampling.row_keys(jax.random.key(0), 1)
+
+    def path(**fields):
+        rule = verifiers.typical.Verifier(**fields)
+        return rule.verify(keys, proposal, jnp.asarray(target)).path[0].tolist()
+
+    assert path() == [0, 2, 5, -1, -1, -1, -1]  # 0.15 is above 0.09, 0.05 is not
+    assert path(epsilon=0.01) == [0, 2, 5, -1, -1, -1, -1]  # both are: 0.5 x 0.15 is more
+    assert path(epsilon=0.2) == [0, 1, -1, -1, -1, -1, -1]  # neither is: the first child
+    assert path(epsilon=0.2, delta=0.1) == [0, 2, 5, -1, -1, -1, -1]  # 0.1 exp(-0.42) = 0.065
+
+
+@pytest.mark.parametrize("k", (1, 2, 3, 9))
+def test_top_k_acceptance_by_hand(k):
+    """The first token is the draft's if it is one of the target's k best, else the target's."""
+    draft, target = np.asarray([0.2, 0.5, 0.3, 0.0]), np.asarray([0.3, 0.5, 0.2, 0.0])
+    good = np.asarray([2, 1, 3, 99]) <= k  # the last one is impossible
+    rule, rows = verifiers.top_k.Verifier(k), 4 * 4000
+    tokens = jnp.tile(jnp.arange(4), 4000)[:, None]
+    proposal = spsjax.Proposal(tokens, jnp.broadcast_to(draft, (rows, 1, 4)))
+    probs = jnp.broadcast_to(target, (rows, 2, 4))
+    np.testing.assert_array_equal(rule.accept_probs(proposal, probs)[:4, 0], good)
+    keys = sampling.row_keys(jax.random.key(k), rows)
+    first = np.asarray(jax.jit(rule.verify)(keys, proposal, probs).tokens)[:, 0]
+    weights = np.tile(draft, 4000) / 4000
+    law = np.where(good, draft, 0) + draft[~good].sum() * target
+    np.testing.assert_allclose(np.bincount(first, weights, 4), law, atol=0.03)
+
+
+def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
+    target, draft = pair
+    point_masses = ngram.Drafter(2)
+    cases = (
+        (draft, "blocks", "verifier: expected block, kseq, match"),
+        (draft, 3, "verifier: expected block, kseq, match"),
+        (trees_of(draft, TREES[0]), "block", "verifier: expected a rule for trees"),
+        (trees_of(draft, TREES[0]), "rejection", "verifier: expected a rule for trees"),
+        (trees_of(draft, TREES[0]), "kseq", "children without replacement"),
+        (trees_of(draft, TREES[2]), "traversal", "found one of point masses"),
+        (point_masses, "kseq", "found one of point masses"),
+        (point_masses, "multipath", "found one of point masses"),
+        (trees_of(draft, TREES[0]), "multipath", "children without replacement"),
+    )
+    for drafter, name, message in cases:
+        with pytest.raises(spsjax.InputError, match=message) as caught:
+            generate(target, drafter, name)
+        assert "\n" not in str(caught.value)
+
+
+def test_trees_are_loaded_with_a_draft_and_verified_by_default():
+    target = spsjax.load("pystdlib/target")
+    drafter = spsjax.load_drafter("pystdlib/draft", target, tree=TREES[0])
+    greedy = spsjax.SamplingParams(0.0)
+    plain, default, recursive = (
+        spsjax.generate(target, ["import os\n"], drafter, None, greedy, 8, verifier=verifier)
+        for drafter, verifier in ((None, None), (drafter, None), (drafter, "recursive"))
+    )
+    assert default.texts == recursive.texts == plain.texts
+    assert default.stats.target_calls == recursive.stats.target_calls < plain.stats.target_calls
+    for name, tree in (("pystdlib/draft", (0, 0)), ("ngram", TREES[0]), ("pystdlib/draft", 3)):
+        with pytest.raises(spsjax.InputError, match=r"^tree: expected"):
+            spsjax.load_drafter(name, target, tree=tree)
+
+
+def test_trees_that_cannot_be_are_refused(pair):
+    _, draft = pair
+    for parents in ((), (1,), (0, 2), (0, 1, 0), [0], (0, True)):
+        with pytest.raises(spsjax.InputError, match=r"^parents: expected"):
+            draft_shapes.Tree(parents)
+    with pytest.raises(spsjax.InputError, match=r"^replacement: expected True or False"):
+        draft_shapes.Tree((0, 0), "no")
+    with pytest.raises(spsjax.InputError, match=r"^tree: expected at most 16 children of a node"):
+        draft_model.Drafter(draft.config, tree=draft_shapes.DynamicTree(width=20))
+    with pytest.raises(spsjax.InputError, match=r"^num_nodes: expected at most 6"):
+        draft_shapes.DynamicTree(7, 2, 2)
+    with pytest.raises(spsjax.InputError, match=r"^num_speculative_tokens: expected the depth"):
+        draft_model.Drafter(draft.config, 3, tree=TREES[0])
+    for field in ({"epsilon": 0.0}, {"epsilon": 2}, {"delta": -1}, {"delta": True}):
+        with pytest.raises(spsjax.InputError, match=r"^(epsilon|delta): expected a number"):
+            verifiers.typical.Verifier(**field)
+    with pytest.raises(spsjax.InputError, match=r"^k: expected an integer >= 1"):
+        verifiers.top_k.Verifier(0)
+
+
+@pytest.mark.parametrize(("depth", "nodes"), [(2, 8), (3, 18)])
+def test_dynamic_tree_keeps_the_most_probable_paths(pair, depth, nodes):
+    """Compared with the same search over whole contexts, without a cache."""
+    target, draft = pair
+    tree = draft_shapes.DynamicTree(num_nodes=nodes, depth=depth, width=3)
+    proposal = spsjax.propose(target, [1, 2, 3], trees_of(draft, tree))
+    tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
+    paths = [()]
+    for token, parent in zip(tokens, parents):
+        paths.append((*paths[parent], token))
+
+    def children(path, score):
+        ids = np.asarray([[1, 2, 3, *path]])
+        logits = transformer.apply(draft.config, draft.params, ids).logits[0, -1]
+        logs = np.asarray(jax.nn.log_softmax(logits))
+        return {(*path, int(token)): score + logs[token] for token in np.argsort(-logs)[:3]}
+
+    level, scores = {(): 0.0}, {}
+    for _ in range(depth):
+        found = {}
+        for path in sorted(level, key=level.get, reverse=True)[:3]:
+            found |= children(path, level[path])
+        level, scores = found, scores | found
+    assert {*paths[1:]} == {*sorted(scores, key=scores.get, reverse=True)[:nodes]}
+
+
+def test_draft_of_two_layers_continues_as_it_would_alone():
+    """The second layer of the last but one token depends on what that token sees."""
+    target = spread_model(16)
+    draft = spread_model(16, seed=3, num_layers=2)
+    greedy = spsjax.SamplingParams(0.0)
+    alone = spsjax.generate(draft, [[1, 2, 3]], None, 0, greedy, 6, stop_at_eos=False)
+    for prompt in ([1, 2, 3], [1, 2, 3, *alone.tokens[0].tolist()[:3]]):
+        drafted = np.asarray(spsjax.propose(target, prompt, draft, 3, greedy).tokens)[0]
+        expected = [1, 2, 3, *alone.tokens[0].tolist()][len(prompt) :][:3]
+        assert drafted.tolist() == expected
