@@ -10,6 +10,7 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (ROOT / "spsjax" / "__init__.py").read_text("utf-8"), re.MULTILINE
 )[1]
 README = ROOT / "README.md"
+SERVE = ["starlette", "uvicorn", "pydantic", "prometheus-client"]
 
 setup(
     name="spsjax",
@@ -48,9 +49,10 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "ruff"],
+        # Groups of pytest-xdist 3.8 have no effect with pytest 9.2.
+        "test": ["pytest<9.2", "pytest-xdist", "ruff", *SERVE, "openai"],
         "plots": ["matplotlib"],
-        "serve": ["starlette", "uvicorn", "pydantic", "prometheus-client"],
+        "serve": SERVE,
         "hub": ["huggingface_hub"],
         "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.

@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Sets up .venv if need be, and runs the tests: all of them, by two processes, or what pytest is told
-# by the arguments (paths are the repository's). PYTHON=python3.13 bash scripts/test.sh takes another
-# interpreter.
+# Sets up .venv if need be, and tests:
+#   bash scripts/test.sh                      the gate: style, and every test that a change must pass
+#   bash scripts/test.sh --full               the gate, and everything that is long
+#   bash scripts/test.sh tests/decode -x      what pytest is told by the arguments
+# PYTHON=python3.13 bash scripts/test.sh takes another interpreter.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-[ $# -gt 0 ] || set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10
-exec "$VENV/bin/python" -m pytest "$@"
+together=(--numprocesses=auto --dist=loadgroup --no-loadscope-reorder --durations=15)
+case "${1:-}" in
+  "") tier=gate ;;
+  --full) tier=full && shift ;;
+  *) exec "$VENV/bin/python" -m pytest "$@" ;;
+esac
+"$VENV/bin/python" -m ruff check .
+"$VENV/bin/python" -m ruff format --check .
+exec "$VENV/bin/python" -m pytest --tier="$tier" "${together[@]}" "$@"

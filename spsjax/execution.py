@@ -1,5 +1,6 @@
 """Runs a checked call on its devices: the prompts, bounded runs of the loop, and measured costs."""
 
+import dataclasses
 import time
 
 import jax
@@ -43,9 +44,9 @@ def run(
 def prepare(request: Request) -> float:
     """Gives a request with a pacer the costs of its rounds; returns the seconds it took.
 
-    They are measured once for each program, shape and set of weights in a process, on the request's
-    own prompts; where a draft `varies`, once for each set of sampling parameters, too. With them
-    comes the acceptance that was met, which the pacer expects at first.
+    They are measured once for each program, shape and set of weights in a process, whatever the
+    pacer, on the request's own prompts; where a draft `varies`, once for each set of sampling
+    parameters, too. With them comes the acceptance that was met, which the pacer expects at first.
     All processes take those of process 0.
     """
     if request.program.pacer is None:
@@ -55,7 +56,8 @@ def prepare(request: Request) -> float:
     weights = jax.tree.leaves(request.params)
     types = tuple((leaf.shape, leaf.dtype) for leaf in weights)
     kinds = jax.tree.structure(request.params), types  # of quantisation, among others
-    key = request.program, request.slots, len(request.lengths), request.model.mesh, kinds
+    program = dataclasses.replace(request.program, pacer=None)  # which does not decide
+    key = program, request.slots, len(request.lengths), request.model.mesh, kinds
     key += tuple(map(id, weights))
     if request.program.drafter.varies:
         rows = (multihost.to_host(column) for column in jax.tree.leaves(request.inputs[0]))

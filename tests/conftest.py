@@ -1,14 +1,16 @@
 """Tiers, groups and fixtures of the test suite.
 
-The gate is every test without a marker of TIERS, and those marked `smoke`, one per kind of what it
-leaves out. Tests of a group share a process and its compiled programs: those of a file, or those
-that a mark `xdist_group` names.
+The gate is every test without a marker of TIERS, and those marked `smoke`, one of each kind. Tests
+of a group share a process and its compiled programs: those of a file, or those that a mark
+`xdist_group` names.
 """
 
 import functools
 import gc
+import os
 import pathlib
 import shutil
+import time
 
 import helpers.environment  # noqa: F401 (it must come before JAX)
 
@@ -31,6 +33,7 @@ TIERS = {
     "aot": "compiles for a TPU ahead of time",
     "notebook": "runs a notebook",
 }
+_START = time.perf_counter()
 LONGEST = 10.0  # seconds of a test in the gate
 # Files that take longest, which begin first so that no process waits for another at the end.
 FIRST = (
@@ -50,8 +53,19 @@ aot.compile_pair = functools.cache(aot.compile_pair)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tier", choices=("gate", "full"), default="full", help="tests to run")
+    parser.addoption(
+        "--tier",
+        choices=("gate", "long", "smoke", "full"),
+        default="full",
+        help="the gate, what is not in the gate, one test of each kind, or everything",
+    )
     parser.addoption("--touched-since", metavar="COMMIT", help="only tests of what changed since")
+    parser.addoption("--seconds", type=float, help="seconds after which no further test begins")
+
+
+def pytest_xdist_auto_num_workers():
+    """A process takes about 2 GB."""
+    return min(os.cpu_count() or 1, 8)
 
 
 def pytest_configure(config):
@@ -61,10 +75,11 @@ def pytest_configure(config):
     config.pluginmanager.register(_Report(config), "suite-report")
 
 
-def in_gate(item) -> bool:
-    """Returns whether a test belongs to the gate."""
+def belongs(item, tier: str) -> bool:
+    """Returns whether a test belongs to a tier."""
     marks = {mark.name for mark in item.iter_markers()}
-    return "smoke" in marks or not marks & TIERS.keys()
+    in_gate = "smoke" in marks or not marks & TIERS.keys()
+    return {"full": True, "gate": in_gate, "long": not in_gate, "smoke": "smoke" in marks}[tier]
 
 
 def group_of(item) -> str:
@@ -75,9 +90,7 @@ def group_of(item) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    chosen = list(items)
-    if config.getoption("tier") == "gate":
-        chosen = [item for item in chosen if in_gate(item)]
+    chosen = [item for item in items if belongs(item, config.getoption("tier"))]
     if commit := config.getoption("touched_since"):
         distances = touched.distances(commit, {item.path for item in chosen})
         chosen = [item for item in chosen if item.path in distances]
@@ -92,8 +105,15 @@ def pytest_collection_modifyitems(config, items):
     for item in chosen:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def pytest_runtest_setup(item):
+    seconds = item.config.getoption("seconds")
+    if seconds is not None and time.perf_counter() - _START > seconds:
+        pytest.skip(f"not run: the {seconds:.0f} seconds of --seconds are over")
 
 
 class _Report:

@@ -15,6 +15,7 @@ from spsjax import InputError, SamplingParams, sampling
 VOCABS = (1, 2, 3, 129, 4096, 5000)
 # Parameters per row of one batch: (temperature, top_k, top_p, min_p). The masses of top-p are not
 # sums of few equal probabilities, where float32 and float64 may differ on "reaches".
+to_probs = jax.jit(sampling.to_probs)
 ROWS = (
     (1.0, 0, 1.0, 0.0),
     (0.0, 0, 1.0, 0.0),
@@ -71,7 +72,7 @@ def test_to_probs_in_float64_is_exact():
     logits = np.log(np.asarray([[1, 2, 1, 4]] * 4)).astype(np.float64)
     rows = sampling.RowParams(*np.asarray([(1, 0, p, 0) for p in (0.5, 0.75, 0.876, 0.7)]).T)
     with jax.enable_x64(True):
-        probs = np.asarray(sampling.to_probs(jnp.asarray(logits), rows))
+        probs = np.asarray(to_probs(jnp.asarray(logits), rows))
     assert probs.dtype == np.float64
     kept = [[0, 0, 0, 1], [0, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]
     expected = np.asarray(kept) * [1, 2, 1, 4]
@@ -83,7 +84,7 @@ def test_to_probs_among_ties_keeps_the_lower_id():
     logits = np.asarray([[0, 1, 1, 1, 0, 1]], np.float32)
 
     def kept(**params):
-        probs = sampling.to_probs(logits, SamplingParams(**params).rows(1))
+        probs = to_probs(logits, SamplingParams(**params).rows(1))
         return np.flatnonzero(np.asarray(probs)[0]).tolist()
 
     assert kept(temperature=0.0) == [1]
@@ -102,21 +103,19 @@ def test_to_probs_among_ties_keeps_the_lower_id():
 def test_to_probs_with_middle_axes_uses_params_per_row():
     """`to_probs` takes logits with any middle axes, and uses the sampling parameters per row."""
     logits = np.random.default_rng(0).normal(0, 2, (len(ROWS), 3, 50)).astype(np.float32)
-    together = np.asarray(sampling.to_probs(logits, row_params()))
+    together = np.asarray(to_probs(logits, row_params()))
     for node in range(3):
-        alone = np.asarray(sampling.to_probs(logits[:, node], row_params()))
+        alone = np.asarray(to_probs(logits[:, node], row_params()))
         np.testing.assert_array_equal(together[:, node], alone)
     for row, values in enumerate(ROWS):
-        alone = np.asarray(sampling.to_probs(logits[row : row + 1], row_params([values])))
+        alone = np.asarray(to_probs(logits[row : row + 1], row_params([values])))
         np.testing.assert_array_equal(together[row : row + 1], alone, err_msg=str(values))
 
 
 def test_to_probs_of_extreme_logits_is_finite():
     logits = np.asarray([[3e38, -3e38, 0.0], [-3e38, -3e38, -3.1e38]], np.float32)
     for temperature in (1e-30, 1.0, 1e30):
-        probs = np.asarray(
-            sampling.to_probs(logits, SamplingParams(temperature=temperature).rows(2))
-        )
+        probs = np.asarray(to_probs(logits, SamplingParams(temperature=temperature).rows(2)))
         np.testing.assert_allclose(probs.sum(axis=-1), 1, rtol=1e-6)
 
 
@@ -127,7 +126,7 @@ def test_to_probs_of_non_finite_logit_is_all_nan(bad, temperature):
     logits = np.zeros((2, 2, 4), np.float32)
     logits[1, 0, 2] = bad
     params = SamplingParams(temperature=temperature, top_k=2, top_p=0.9)
-    probs = np.asarray(sampling.to_probs(logits, params.rows(2)))
+    probs = np.asarray(to_probs(logits, params.rows(2)))
     assert np.isnan(probs[1, 0]).all()
     assert np.isfinite(probs[[0, 0, 1], [0, 1, 1]]).all()
 
@@ -169,7 +168,7 @@ def inverse(weights, uniform):
     return min(np.searchsorted(ends, level, side="right"), np.flatnonzero(weights)[-1])
 
 
-@pytest.mark.parametrize("vocab", (4096, 32_000))
+@pytest.mark.parametrize("vocab", (4096, pytest.param(32_000, marks=pytest.mark.slow)))
 def test_draw_has_the_distribution_of_its_weights(vocab):
     """The exact distribution of `draw` is within 1e-5 of its weights.
 

@@ -12,6 +12,7 @@ from jax import lax
 from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.types import Array, PyTree, Round, pytree_dataclass
+from spsjax.utils import traced
 
 _LOOKUP = (
     "expected a drafter without a state, such as suffix, whose proposals say how many of their "
@@ -61,7 +62,7 @@ class Drafter(base.Drafter):
     lookup: base.Drafter
     num_speculative_tokens: int | None = None
     model_tokens: int | None = None
-    memory: float = 0.8
+    memory: float = traced.number(0.8)
     waits: bool = False
 
     def __post_init__(self):

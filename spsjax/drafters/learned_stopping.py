@@ -20,7 +20,7 @@ from jax import lax
 from spsjax.drafters import stopping
 from spsjax.errors import InputError, check_integer, check_number, one_line
 from spsjax.types import Array, PyTree
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, traced
 
 
 class LearnedRule(stopping.Rule):
@@ -90,7 +90,7 @@ class Disco(LearnedRule):
         width: width of its inner layer.
     """
 
-    threshold: float = 0.5
+    threshold: float = traced.number(0.5)
     top: int = 10
     width: int = 64
 
@@ -137,8 +137,8 @@ class SpecDec(LearnedRule):
         blocks: residual blocks of the head, which share their weights as in the released code.
     """
 
-    threshold: float = 0.3
-    least: int = 2
+    threshold: float = traced.number(0.3)
+    least: int = traced.number(2)
     blocks: int = 3
 
     never = 1.0

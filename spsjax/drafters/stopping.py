@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from spsjax.errors import InputError, check_number, short_repr
 from spsjax.growth import Drawn, Stops
 from spsjax.types import Array, PyTree, Round, pytree_dataclass
+from spsjax.utils import traced
 
 
 class Rule(abc.ABC):
@@ -75,7 +76,7 @@ class Confidence(Threshold):
         threshold: probability below which the chain ends.
     """
 
-    threshold: float = 0.4
+    threshold: float = traced.number(0.4)
 
     def __post_init__(self):
         check_number("threshold", self.threshold, 0, 1)
@@ -102,8 +103,8 @@ class Entropy(Threshold):
         threshold: bound on the probability to be rejected.
     """
 
-    scale: float = 0.15
-    threshold: float = 0.3
+    scale: float = traced.number(0.15)
+    threshold: float = traced.number(0.3)
 
     def __post_init__(self):
         check_number("scale", self.scale, 0, 1e6)
@@ -135,10 +136,10 @@ class Adaptive(Rule):
     """
 
     rule: Threshold
-    share: float = 0.9
-    step: float = 0.01
-    memory: float = 0.5
-    inertia: float = 0.9
+    share: float = traced.number(0.9)
+    step: float = traced.number(0.01)
+    memory: float = traced.number(0.5)
+    inertia: float = traced.number(0.9)
 
     def __post_init__(self):
         if not isinstance(self.rule, Threshold):

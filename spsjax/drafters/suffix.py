@@ -13,6 +13,7 @@ from jax import lax
 from spsjax.drafters import base, datastore
 from spsjax.errors import check_integer, check_number
 from spsjax.types import Array, Proposal, pytree_dataclass
+from spsjax.utils import traced
 
 _STORED = 32  # matches in a store that are looked at, evenly spaced among all
 
@@ -44,8 +45,8 @@ class Drafter(base.Drafter):
     num_speculative_tokens: int = base.PACED_TOKENS
     num_tree_tokens: int = 0
     max_match: int = 64
-    factor: float = 1.0
-    min_prob: float = 0.1
+    factor: float = traced.number(1.0)
+    min_prob: float = traced.number(0.1)
 
     def __post_init__(self):
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)

@@ -5,7 +5,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +12,7 @@ from spsjax.engine import Engine, row_sizes
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.pacing import Costs, Fastest, Pacer
 from spsjax.sampling import SamplingParams
+from spsjax.utils.compilation import compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ def simulate(
         pacer: rule that chooses the depth.
     """
     chance, K, most = np.random.default_rng(seed), len(hardware.rates), hardware.sizes[-1]
-    choose, learn = jax.jit(pacer.depths), jax.jit(pacer.update)
+    choose, learn = (compiled(rule, pacer) for rule in (type(pacer).depths, type(pacer).update))
     histories = pacer.init(None, most, K)
     costs = {size: hardware.costs(size) for size in hardware.sizes}
     waiting, running, served, now = collections.deque(jobs), {}, [], 0.0
@@ -229,13 +229,13 @@ def simulate(
         done = np.asarray([row not in running for row in range(most)])
         asked = np.where(done, 0, depth or 0)
         if depth is None:
-            asked = np.asarray(choose(costs[size], histories, done))
+            asked = np.asarray(choose(costs[size], histories, done)[0])
         deepest = asked.max()
         now += float(costs[size].propose[deepest] + costs[size].score[deepest])
         accepted = np.cumprod(chance.random((most, K)) < hardware.rates, axis=1).sum(axis=1)
         accepted = np.minimum(accepted, asked)
         seen = map(jnp.asarray, (asked, asked, accepted))
-        histories = learn(costs[size], histories, *seen)
+        histories, _ = learn(costs[size], histories, *seen)
         for row, entry in list(running.items()):
             job = entry[0]
             entry[1] += int(accepted[row]) + 1

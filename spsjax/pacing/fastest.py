@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from spsjax.errors import check_number
 from spsjax.pacing.base import Pacer
 from spsjax.types import Array, pytree_dataclass
+from spsjax.utils import traced
 
 
 @pytree_dataclass
@@ -40,11 +41,11 @@ class Fastest(Pacer):
         trust: rounds that acceptance while costs were measured counts for, before any other.
     """
 
-    memory: float = 0.98
-    rest: float = 0.99
-    hope: float = 0.75
-    prior: float = 8.0
-    trust: float = 4.0
+    memory: float = traced.number(0.98)
+    rest: float = traced.number(0.99)
+    hope: float = traced.number(0.75)
+    prior: float = traced.number(8.0)
+    trust: float = traced.number(4.0)
 
     def __post_init__(self):
         check_number("memory", self.memory, 0, 1)

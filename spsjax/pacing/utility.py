@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from spsjax.errors import check_integer
 from spsjax.pacing.base import Pacer, scored_depths
 from spsjax.types import Array, pytree_dataclass
+from spsjax.utils import traced
 
 _MOST_ROUNDS, _MOST_DOUBLINGS = 2**15, 15
 _FIRST = 2  # level of the first trial
@@ -51,9 +52,9 @@ class Utility(Pacer):
         longest: most rounds without drafts.
     """
 
-    trial: int = 8
-    keep: int = 128
-    longest: int = 512
+    trial: int = traced.number(8)
+    keep: int = traced.number(128)
+    longest: int = traced.number(512)
 
     def __post_init__(self):
         for name in ("trial", "keep", "longest"):

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import jax
 from spsjax.errors import InputError, one_line
 from spsjax.performance import hlo
 from spsjax.types import PyTree
+from spsjax.utils import compilation
 
 # Parts of a round. Sampling in the draft's steps is counted apart from the forward passes.
 PARTS = ("propose", "propose, sampling", "score", "verify", "commit", "other")
@@ -63,8 +63,8 @@ def compile_program(
 ) -> tuple[CompiledProgram, PyTree]:
     """Returns the program, and the shapes and shardings of its results."""
     start = time.perf_counter()
-    donated = () if donate is None else donate
-    lowered = jax.jit(functools.partial(function, *static), donate_argnums=donated).lower(*args)
+    jitted, numbers = compilation.jitted(function, *static, donate=donate)
+    lowered = jitted.lower(numbers, *args)
     try:
         with uncached():
             compiled = lowered.compile(compiler_options=dict(options or {}))

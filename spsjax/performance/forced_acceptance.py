@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from spsjax import sampling
 from spsjax.errors import InputError, short_repr
+from spsjax.utils import traced
 from spsjax.verifiers import base, rejection
 
 
@@ -20,7 +21,7 @@ class Verifier(base.Verifier):
         acceptance: the probability, in [0, 1].
     """
 
-    acceptance: float
+    acceptance: float = traced.number()
 
     lossless = False
 

@@ -207,10 +207,10 @@ def lengths(loaded: LoadedRule, rounds: Rounds) -> np.ndarray:
     """Returns [rounds]: how many tokens of each logged chain a rule would have drafted."""
     count, K = rounds.acceptance.shape
     state, going = loaded.rule.start((), count), np.ones(count, bool)
-    drafted = np.zeros(count, int)
+    drafted, judge = np.zeros(count, int), compiled(type(loaded.rule).judge, loaded.rule)
     for depth in range(K):
         drafted += going
-        ends, state = loaded.rule.judge(loaded.params, state, rounds.notes[:, depth], depth)
+        (ends, state), _ = judge(loaded.params, state, rounds.notes[:, depth], np.int32(depth))
         going &= ~np.asarray(ends)
     return drafted
 

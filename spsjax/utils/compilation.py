@@ -1,12 +1,13 @@
 """Jitted functions, with their compile time apart from their run time."""
 
-import functools
 import threading
 import time
 from collections.abc import Callable
 
 import jax
 from jax import monitoring
+
+from spsjax.utils import traced
 
 _jitted = {}
 _newest = threading.local()  # `ended`: when this thread compiled last
@@ -24,25 +25,40 @@ def compiled(function: Callable, *static, donate: int | None = None) -> Callable
     """Returns `function(*static, ...)` as a jitted function of the remaining arguments.
 
     The jitted function returns `(result, compile_seconds)`. The second is 0 if a program for these
-    shapes and shardings was there already.
+    shapes and shardings was there already, also of other numbers (`traced.number`) in `static`.
 
     Args:
         function: pure function.
-        static: hashable leading arguments, compiled in.
+        static: hashable leading arguments, compiled in but for their numbers.
         donate: index of a remaining argument whose buffers the result may take over.
     """
-    key = function, static, donate
-    if key not in _jitted:
-        donated = () if donate is None else donate
-        _jitted[key] = jax.jit(functools.partial(function, *static), donate_argnums=donated)
-    jitted = _jitted[key]
+    program, numbers = jitted(function, *static, donate=donate)
 
     def call(*args):
         start = time.perf_counter()
-        result = jitted(*args)  # returns as soon as its program is compiled and has begun
+        result = program(numbers, *args)  # returns as soon as it is compiled and has begun
         return result, max(getattr(_newest, "ended", start) - start, 0.0)
 
     return call
+
+
+def jitted(
+    function: Callable, *static, donate: int | None = None
+) -> tuple[jax.stages.Wrapped, tuple[float, ...]]:
+    """Returns the function that `compiled` calls, and its first argument: the numbers of `static`.
+
+    Takes what `compiled` takes.
+    """
+    static, numbers = traced.split(static)
+    key = function, static, donate
+    if key not in _jitted:
+
+        def run(numbers, *args):
+            return function(*traced.join(static, numbers), *args)
+
+        run.__name__ = run.__qualname__ = function.__name__  # in programs and in profiles
+        _jitted[key] = jax.jit(run, donate_argnums=() if donate is None else donate + 1)
+    return _jitted[key], numbers
 
 
 def clear() -> None:

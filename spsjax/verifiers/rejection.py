@@ -8,12 +8,14 @@ accepted if it is the target's choice.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spsjax import sampling
 from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, Proposal, Verdict
+from spsjax.utils import traced
 from spsjax.verifiers import base, verdicts
 
 
@@ -27,18 +29,19 @@ class Verifier(base.Verifier):
         lenience: number in (0, 1]; below 1, more drafts are accepted.
     """
 
-    lenience: float = 1.0
+    lenience: float = traced.number(1.0, off=1.0)
 
     def __post_init__(self):
         check_lenience(self.lenience)
 
     @property
     def lossless(self) -> bool:
-        return self.lenience == 1
+        # A lenience that is traced is below 1, where it would be static.
+        return not isinstance(self.lenience, jax.core.Tracer) and self.lenience == 1
 
     def __call__(self, keys_B, proposal, logits_BMV, rows):
         target_probs = sampling.to_probs(logits_BMV, rows)
-        if self.lenience < 1:
+        if not self.lossless:
             greedy = rows.temperature == 0
             target_probs = relax_greedy(
                 target_probs, logits_BMV, proposal.tokens, greedy, self.lenience

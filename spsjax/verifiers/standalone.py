@@ -1,13 +1,11 @@
 """Verification of other people's distributions, with checked inputs."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from spsjax import sampling, tree
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.types import Array, Proposal
+from spsjax.utils.compilation import compiled
 from spsjax.verifiers import block, by_name, inputs, rejection, verdicts
 from spsjax.verifiers.base import Verifier
 
@@ -39,7 +37,8 @@ def rejection_sample(
             to 1.
     """
     rule = rejection.Verifier(lenience)
-    return _verify(rule, key, *_chain(key, draft_tokens, draft_probs, target_probs))[:2]
+    chain = _chain(key, draft_tokens, draft_probs, target_probs)
+    return compiled(_verify, rule)(key, *chain)[0][:2]
 
 
 def block_verify(
@@ -51,7 +50,8 @@ def block_verify(
     errors are the same.
     """
     rule = block.Verifier()
-    return _verify(rule, key, *_chain(key, draft_tokens, draft_probs, target_probs))[:2]
+    chain = _chain(key, draft_tokens, draft_probs, target_probs)
+    return compiled(_verify, rule)(key, *chain)[0][:2]
 
 
 def tree_verify(
@@ -111,7 +111,7 @@ def tree_verify(
     columns = inputs.depth(parents) + 1
     parents, tokens = (jnp.asarray(array, jnp.int32) for array in (parents, tokens))
     proposal = Proposal(tokens, draft_probs, parents, distinct=not replacement)
-    tokens, number, path = _verify(rule, key, proposal, target_probs)
+    (tokens, number, path), _ = compiled(_verify, rule)(key, proposal, target_probs)
     return tokens[:, :columns], number, path[:, :columns]
 
 
@@ -139,7 +139,6 @@ def _chain(key, tokens, draft_probs, target_probs) -> tuple[Proposal, Array]:
     return Proposal(jnp.asarray(tokens, jnp.int32), draft_probs), target_probs
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _verify(
     rule: Verifier, key: Array, proposal: Proposal, target_probs: Array
 ) -> tuple[Array, Array, Array]:

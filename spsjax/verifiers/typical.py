@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spsjax.errors import InputError, short_repr
 from spsjax.types import Array
+from spsjax.utils import traced
 from spsjax.verifiers import approximate, verdicts
 
 
@@ -24,8 +25,8 @@ class Verifier(approximate.Approximate):
         delta: factor of exp(-entropy), above 0.
     """
 
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: float = traced.number(0.09)
+    delta: float = traced.number(0.3)
 
     def __post_init__(self):
         for name, most, interval in (

@@ -14,6 +14,7 @@ from spsjax.cli import main
 SCRIPTS = sorted((ROOT / "scripts").glob("[!_]*.py"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_script_without_packages_is_one_line(path):
     """Without any package (-S), a script says which is missing and what to run."""
@@ -66,6 +67,7 @@ def test_empty_flag_is_one_line(tmp_path, command, flag):
     fails_with_one_line(result, f"error: --{flag}: expected a value, found none")
 
 
+@pytest.mark.process
 def test_closed_stdout_is_one_line():
     """Python has no sys.stdout then, and the next file that is opened would get its number."""
     script = [sys.executable, ROOT / "scripts" / "predict.py", "--acceptance=1"]

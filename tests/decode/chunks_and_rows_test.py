@@ -48,15 +48,23 @@ def finish(request, state):
 
 
 def test_logits_of_the_last_tokens_are_those_of_all(target):
-    tokens = jnp.asarray([[3, 5, 7, 2], [1, 4, 4, 9]])
-    whole = transformer.apply(target.config, target.params, tokens)
-    last = transformer.apply(target.config, target.params, tokens, num_logits=2)
+    tokens = np.asarray([[3, 5, 7, 2], [1, 4, 4, 9]])
+    apply = jax.jit(transformer.apply, static_argnums=0, static_argnames="num_logits")
+    whole = apply(target.config, target.params, tokens)
+    last = apply(target.config, target.params, tokens, num_logits=2)
     np.testing.assert_allclose(last.logits, whole.logits[:, 2:], atol=1e-5)
     assert last.hidden.shape == whole.hidden.shape
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [1, 7, 12])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("draft_model", 7),
+        pytest.param("draft_model", 1, marks=pytest.mark.slow),
+        pytest.param("tapped", 7, marks=pytest.mark.slow),
+        pytest.param("tapped", 12, marks=pytest.mark.slow),
+    ],
+)
 def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
     """Chunks give the tokens of one pass, whether or not they divide the lengths of the prompts."""
     drafter = drafting.build(name, draft, 3)
@@ -69,7 +77,14 @@ def test_prefill_in_chunks_gives_the_same_tokens(target, draft, name, size):
         np.testing.assert_array_equal(tokens[row, :length], others[row, :length])
 
 
-@pytest.mark.parametrize("name", ["none", *NAMES, "random_tree"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "draft_model",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "tapped", "random_tree")),
+    ],
+)
 def test_inserted_row_continues_as_if_alone(target, draft, name):
     """A new row that replaces an unfinished one gets its own tokens; the other rows keep theirs."""
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
@@ -117,6 +132,7 @@ def test_insert_takes_the_first_row_of_a_padded_state(target):
             decode.insert(state, row, state)
 
 
+@pytest.mark.slow
 def test_inserted_row_works_with_relative_positions():
     """The table of distances in a cache belongs to no row, and stays as it is."""
     config = tiny_config(32, positions="relative", ffn="gelu")
@@ -132,6 +148,7 @@ def test_inserted_row_works_with_relative_positions():
     np.testing.assert_array_equal(tokens[2, : lengths[2]], alone[0, :length])
 
 
+@pytest.mark.slow
 def test_greedy_tree_with_relative_positions_is_greedy():
     """Nodes of equal position in different branches see Transformer-XL's distances."""
     config = tiny_config(32, positions="relative", ffn="gelu", num_layers=2)
@@ -145,6 +162,7 @@ def test_greedy_tree_with_relative_positions_is_greedy():
     assert out.stats.block_efficiency > 1.2
 
 
+@pytest.mark.slow
 def test_propose_returns_the_first_round_of_generate(target, draft):
     for name in ("draft_model", "ngram", "tapped"):
         drafter = drafting.build(name, draft, 4)
@@ -170,6 +188,7 @@ def test_first_drafts_after_one_token_are_the_drafts_own(target, draft):
         np.testing.assert_allclose(proposal.probs[0, node], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_load_drafter_loads_by_name_or_folder():
     target = spsjax.load("pystdlib/target")
     lookup = spsjax.load_drafter("ngram", target)
@@ -208,7 +227,15 @@ class Alternating(ngram.Drafter):
         return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1)), drafted
 
 
-@pytest.mark.parametrize("sizes", [(0,), (0, 1, 2), (1,)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (0, 1, 2),
+        pytest.param((0,), marks=pytest.mark.slow),
+        pytest.param((1,), marks=pytest.mark.slow),
+    ],
+)
 def test_score_sizes_change_no_token(target, sizes):
     prompts = [[3, 4, 5, 3, 4, 5, 3], [1, 2, 1, 2, 1, 2]]
     options = {"sampling": SamplingParams(temperature=0.3), "max_new_tokens": 40, "seed": 4}
@@ -231,7 +258,16 @@ def cache_copies(text: str, caches) -> list[str]:
     return [shape for shape in copied if shape in shapes]
 
 
-@pytest.mark.parametrize("name", ["none", "draft_model", "ngram", "random_tree"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("draft_model", "ngram", "random_tree")
+        ),
+    ],
+)
 def test_run_copies_no_cache(draft, name):
     """The optimized loop copies no cache. Without optimization XLA copies anything."""
     target = spread_model(48, num_layers=2, num_kv_heads=8)
@@ -278,32 +314,36 @@ def test_prefill_of_a_long_prompt_needs_bounded_memory():
 
 def test_rejection_path_is_root_and_accepted_nodes():
     keys = sampling.row_keys(jax.random.key(0), 1)
-    proposal = spsjax.Proposal(jnp.asarray([[1, 2]]), None)
-    certain = jax.nn.one_hot(jnp.asarray([[1, 0, 0]]), 4)
-    verdict = rejection.rejection(keys, proposal, certain)
+    proposal = spsjax.Proposal(np.asarray([[1, 2]]), None)
+    certain = np.eye(4, dtype=np.float32)[np.asarray([[1, 0, 0]])]
+    verdict = jax.jit(rejection.rejection)(keys, proposal, certain)
     assert verdict.path.tolist() == [[0, 1, -1]]
     assert verdict.tokens.tolist() == [[1, 0, -1]]
 
 
 def test_taps_are_the_inputs_of_their_layers(target):
-    tokens = jnp.asarray([[1, 2, 3]])
-    config = target.config
-    output = transformer.apply(config, target.params, tokens, tap_layers=(0, config.num_layers))
-    embedded = target.params["embed"]["embedding"][tokens]
+    tokens, config = np.asarray([[1, 2, 3]]), target.config
+    layers = 0, config.num_layers
+    apply = jax.jit(transformer.apply, static_argnums=0, static_argnames="tap_layers")
+    output = apply(config, target.params, tokens, tap_layers=layers)
+    embedded = np.asarray(target.params["embed"]["embedding"])[tokens]
     np.testing.assert_array_equal(output.taps[0], embedded)
-    scale = target.params["norm"]["scale"]
-    last = output.taps[1]
-    norm = last * jax.lax.rsqrt(jnp.mean(last**2, -1, keepdims=True) + config.norm_eps) * scale
+    scale, last = np.asarray(target.params["norm"]["scale"]), np.asarray(output.taps[1])
+    norm = last / np.sqrt(np.mean(last**2, -1, keepdims=True) + config.norm_eps) * scale
     np.testing.assert_allclose(output.hidden, norm, rtol=1e-5)
 
 
-def test_last_chunk_stays_within_the_cache(target, draft):
-    """As many slots as prompt tokens: a chunk that starts too late would be moved by the write."""
+@pytest.mark.parametrize(("new", "slots"), [(1, 32), (20, 64)])
+def test_last_chunk_stays_within_the_cache(target, draft, new, slots):
+    """A chunk that starts too late would be moved by the write, if slots are as many as tokens.
+
+    If there are more slots, a chunk that begins where the cache ends would repeat some tokens.
+    """
     prompt = [[(7 * index) % 48 for index in range(27)]]
     drafter = drafting.build("draft_model", draft, 3)
-    whole = request_of(target, drafter, prompt, new=1)
-    chunks = request_of(target, drafter, prompt, new=1, prefill_tokens=12)
-    assert whole.slots == 32 == whole.inputs[1].shape[1]
+    whole = request_of(target, drafter, prompt, new=new)
+    chunks = request_of(target, drafter, prompt, new=new, prefill_tokens=12)
+    assert (whole.slots, whole.inputs[1].shape[1]) == (slots, 32)
     expected, _ = execution.prefill(whole)
     state, _ = execution.prefill(chunks)
     for caches in ("cache", "drafter"):
@@ -349,10 +389,15 @@ def test_numpy_weights_are_refused_in_one_line(target):
 
 def test_block_without_a_cache_serves_every_row(target):
     config, params = target.config, target.params
-    tokens = jnp.asarray([[1, 2], [1, 2]])
-    block = transformer.empty_block(config, params, 2, 4)
-    output = transformer.apply(config, params, tokens, block=block)
-    expected = transformer.apply(config, params, tokens)
+    tokens = np.asarray([[1, 2], [1, 2]])
+
+    @jax.jit
+    def with_and_without(params):
+        block = transformer.empty_block(config, params, 2, 4)
+        output = transformer.apply(config, params, tokens, block=block)
+        return output, transformer.apply(config, params, tokens)
+
+    output, expected = with_and_without(params)
     np.testing.assert_allclose(output.logits, expected.logits, atol=1e-5)
     assert output.block.positions.tolist() == [[0, 1, -1, -1]] * 2
 

@@ -67,7 +67,9 @@ def numbers(seed):
     return lambda row: functools.partial(number, row)
 
 
-@pytest.mark.parametrize("vocab", (48, 300))  # one block of tokens, and three
+@pytest.mark.parametrize(  # one block of tokens, and three
+    "vocab", (48, pytest.param(300, marks=pytest.mark.slow))
+)
 @pytest.mark.parametrize("name", ("none", "draft_model", "ngram"))
 def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
     """Tokens and statistics equal the oracle's.
@@ -149,6 +151,7 @@ def test_step_keeps_the_invariants_of_its_state(target, draft):
     assert after.done.all() and not after.failed.any()
 
 
+@pytest.mark.slow
 def test_eos_inside_a_round_cuts_the_text(target):
     """With draft == target a round commits four tokens, any of which may end the sequence."""
     free = spsjax.generate(
@@ -165,12 +168,14 @@ def test_eos_inside_a_round_cuts_the_text(target):
     assert len(set(last)) > 2
 
 
-# Both drafters are compiled for four K. `contract_test` has K = 3.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *(("draft_model", count) for count in (1, 2, 5, 8)),
-        *(("ngram", count) for count in (3, 4, 6, 7)),
+        ("draft_model", 5),
+        ("ngram", 4),
+        *(pytest.param("draft_model", count, marks=pytest.mark.slow) for count in (1, 2, 8)),
+        *(pytest.param("ngram", count, marks=pytest.mark.slow) for count in (3, 6, 7)),
     ],
 )
 def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
@@ -267,6 +272,7 @@ def test_run_transfers_nothing_to_the_host(target, draft):
     assert seconds == 0 and state.done.all()
 
 
+@pytest.mark.slow
 def test_run_donates_caches_but_no_parameters(target, draft):
     program, params, state = beginning(target, draft)
     caches = jax.tree.leaves((state.cache.keys, state.cache.values, state.drafter.keys))
@@ -286,6 +292,7 @@ def test_drafters_are_attributes_of_their_package():
         drafters.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_generate_in_64_bit_mode_gives_the_same_tokens(target, draft):
     options = {"sampling": MIXED, "max_new_tokens": NEW, "seed": 5}
     expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens

@@ -50,6 +50,7 @@ class Star(base.Drafter):
         return Proposal(tokens, probs, jnp.zeros((B, 3), jnp.int32)), ()
 
 
+@pytest.mark.slow
 def test_tree_whose_leaves_have_no_distribution_is_scored_in_smaller_passes(target):
     options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
     out = spsjax.generate(target, PROMPTS, Star(), verifier=match.Verifier(), **options)
@@ -65,6 +66,7 @@ def test_auto_does_not_draft_with_a_drafter_of_no_tokens(target, draft, name):
     assert out.stats.target_calls == max(map(len, out.tokens))
 
 
+@pytest.mark.slow
 def test_tree_deeper_than_k_is_cut_at_k(target, draft):
     """Nodes below depth K are never accepted, so that greedy output stays the target's."""
     loaded = drafting.build("random_tree", draft, 3)
@@ -83,6 +85,7 @@ def test_tree_deeper_than_k_is_cut_at_k(target, draft):
         np.testing.assert_array_equal(tokens, others)
 
 
+@pytest.mark.slow
 def test_chain_token_that_is_not_eligible_ends_the_proposal(target, draft):
     """Rejection sampling and matching accept nothing at or after it, and it does not count."""
     loaded = drafting.build("draft_model", draft, 3)

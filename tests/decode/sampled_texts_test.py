@@ -69,7 +69,17 @@ def exact(small_target):
     return distributions_of(small_target)
 
 
-@pytest.mark.parametrize("name", drafting.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "draft_model",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in drafting.NAMES
+            if name != "draft_model"
+        ),
+    ],
+)
 def test_generate_samples_the_target_joint_distribution(small_target, small_draft, exact, name):
     """Samples of every drafter pass a G-test, which an error of one hundredth of mass fails."""
     drafter = drafting.build(name, small_draft, 2)
@@ -82,6 +92,7 @@ def test_generate_samples_the_target_joint_distribution(small_target, small_draf
     assert g_test(counts[0], perturbed(exact[0])) < SUSPICIOUS
 
 
+@pytest.mark.slow
 def test_int8_drafts_and_targets_are_sampled_exactly(small_target, small_draft, exact):
     """A target in int8 drafts for the whole one; as a target it has a distribution of its own."""
     small = loading.quantized(small_target, "int8_dynamic")
@@ -92,6 +103,7 @@ def test_int8_drafts_and_targets_are_sampled_exactly(small_target, small_draft, 
     assert max(abs(own[0][text] - exact[0][text]) for text in own[0]) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ("one number for every role", "one key for every round"))
 def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, exact, fault):
     """The G-test fails if roles share their numbers, or if rounds share a key."""
@@ -112,7 +124,7 @@ def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, e
 
 def test_draw_from_several_blocks_follows_the_weights():
     """With several blocks of tokens the two numbers of a draw must be independent."""
-    vocab, draws = 300, 500_000
+    vocab, draws = 300, 100_000
     weights = np.random.default_rng(0).permutation(np.arange(1, vocab + 1) ** -1.5)
     keys = sampling.row_keys(jax.random.key(0), draws)
     uniforms = sampling.uniforms(keys, sampling.NEXT, 2)
@@ -167,6 +179,7 @@ def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
     assert g_test(first, {(z,): float(expected[z]) for z in range(V)}) > SUSPICIOUS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ("match", "recursive", "traversal", "kseq"))
 def test_tree_verify_has_the_exact_distribution(method):
     """Trees are drawn by NumPy; emitted tokens follow the target's joint distribution."""

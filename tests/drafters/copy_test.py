@@ -2,6 +2,7 @@
 
 import copy as copy_of
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -17,8 +18,10 @@ from spsjax.drafters import copy
 SLOTS = 40
 
 
-@pytest.mark.parametrize("replaces", (False, True))
-@pytest.mark.parametrize(("K", "start", "suffix"), [(4, 0, 3), (2, 3, 1), (7, 9, 2)])
+@pytest.mark.parametrize(
+    ("K", "start", "suffix", "replaces"),
+    [(4, 0, 3, False), (2, 3, 1, True), (7, 9, 2, False), (7, 0, 2, True)],
+)
 def test_place_is_that_of_a_plain_loop(K, start, suffix, replaces):
     """After every round of random lengths, whatever the output.
 
@@ -52,29 +55,33 @@ def test_place_is_that_of_a_plain_loop(K, start, suffix, replaces):
     assert patterns == set(range(K + 1))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _proposed(drafter, text, prompt, length):
+    """Returns the tokens that are proposed after a round that wrote all behind the prompt."""
+    state = drafter.prefill(None, None, None, None, None, prompt, None)
+    state = drafter.commit(None, state, (), text, length, None, None, None)
+    return drafter.propose(None, state, drafting.round_of(text, length))[0].tokens
+
+
+def proposed(drafter, prompt, output):
+    text = np.zeros((1, 16), np.int32)
+    text[0, : len(prompt) + len(output)] = [*prompt, *output]
+    sizes = (np.asarray([size], np.int32) for size in (len(prompt), len(prompt) + len(output)))
+    return np.asarray(_proposed(drafter, text, *sizes))[0].tolist()
+
+
 def test_repeated_tokens_do_not_show_where_to_go_on():
     """The prompt has 1 2 twice; 2 3 occurs once."""
     drafter = copy.Drafter(2, start=99)
     prompt = [1, 2, 4, 1, 2, 3, 5, 6]
     for output, expected in (([1, 2], [-1, -1]), ([1, 2, 3], [5, 6]), ([7, 2], [-1, -1])):
-        text = np.asarray([[*prompt, *output, 9, 9]], np.int32)
-        lengths = np.asarray([len(prompt)], np.int32)
-        state = drafter.prefill(None, None, None, None, None, lengths, None)
-        after = lengths + len(output)
-        state = drafter.commit(None, state, (), text, after, None, None, None)
-        proposal, _ = drafter.propose(None, state, drafting.round_of(text, after))
-        np.testing.assert_array_equal(proposal.tokens, [expected])
+        assert proposed(drafter, prompt, output) == expected
 
 
 def test_replaced_token_does_not_end_the_copy():
     """The prompt's 2 has become 7, which is nowhere in it: 3 is next."""
     for replaces, expected in ((True, [3, 4]), (False, [-1, -1])):
-        drafter = copy.Drafter(2, replaces=replaces)
-        text, lengths = np.asarray([[1, 2, 3, 4, 1, 7, 0, 0]], np.int32), np.asarray([4], np.int32)
-        state = drafter.prefill(None, None, None, None, None, lengths, None)
-        state = drafter.commit(None, state, (), text, lengths + 2, None, None, None)
-        proposal, _ = drafter.propose(None, state, drafting.round_of(text, lengths + 2))
-        np.testing.assert_array_equal(proposal.tokens, [expected])
+        assert proposed(copy.Drafter(2, replaces=replaces), [1, 2, 3, 4], [1, 7]) == expected
 
 
 def test_loaded_drafter_begins_after_what_the_tokenizer_puts_before_a_text():

@@ -12,6 +12,8 @@ from spsjax import loading
 from spsjax.drafters import eagle3
 from spsjax.training import feature_losses
 
+pytestmark = pytest.mark.slow  # where the package is installed
+
 VOCAB = 48
 # Their attention takes multiples of 128 tokens.
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (1, 129)).astype(np.int32)

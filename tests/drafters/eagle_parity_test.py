@@ -16,6 +16,8 @@ from spsjax.drafters import eagle
 from spsjax.models import transformer
 from spsjax.performance import forced_acceptance
 
+pytestmark = pytest.mark.slow  # where the package is installed
+
 VOCAB, K = 48, 3
 PROMPT = [3, 4, 5, 3, 9, 1, 2]
 SHAPES = {

@@ -1,19 +1,21 @@
 """Self-speculation: what is left out is not run, what was begun is not run again, exits train."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
 from helpers.models import spread_model
 from helpers.tiny_training import config, records
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, sampling
-from spsjax.drafters import early_exit
+from spsjax.drafters import early_exit, stopping
 from spsjax.evaluation import skip_planning
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
@@ -21,6 +23,7 @@ from spsjax.parallel import sharding
 from spsjax.performance import theory
 from spsjax.training import layer_skip
 from spsjax.training.train_target import train_target
+from spsjax.utils.compilation import compiled
 from spsjax.verifiers import rejection
 
 K = 3
@@ -38,6 +41,15 @@ FAMILIES = {
     "learned": {"positions": "learned", "norm": "layer", "ffn": "gelu", "biases": "all"},
     "gemma": {"post_norms": True, "qk_norm": True, "windows": (4, 0), "tie_embeddings": True},
 }
+EXIT, ATTENTION = Skipped.after(1, 2), Skipped((1,), ())  # of two layers
+RULE = stopping.Confidence(0.3)
+CASES = (
+    ("learned", EXIT, None),
+    ("relative", ATTENTION, None),
+    ("gemma", EXIT, RULE),
+    *(pytest.param(name, EXIT, None, marks=pytest.mark.slow) for name in FAMILIES),
+    *(pytest.param(name, ATTENTION, RULE, marks=pytest.mark.slow) for name in FAMILIES),
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +57,70 @@ def target():
     return spread_model(48, num_layers=3)
 
 
-def beginning(target, skipped):
-    """Returns program, parameters and a state after the prompts."""
-    drafter = early_exit.Drafter(target.config, skipped, K)
-    program = decode.Program(target.config, drafter, rejection.Verifier())
-    params = {"target": target.params, "drafter": {}}
+def program_of(target, skipped, rule=None):
+    drafter = early_exit.Drafter(target.config, skipped, K, rule)
+    return decode.Program(target.config, drafter, rejection.Verifier())
+
+
+def beginning(program, params):
+    """Returns a state after the prompts."""
     tokens = np.zeros((3, 16), np.int32)
     for row, prompt in enumerate(PROMPTS):
         tokens[row, : len(prompt)] = prompt
     lengths = np.asarray(list(map(len, PROMPTS)), np.int32)
     keys = sampling.row_keys(jax.random.key(0), 3)
     rows = SamplingParams([1.0, 0.0, 0.8]).rows(3)
-    prefill = jax.jit(lambda *args: decode.prefill(program, 32, *args))
-    return program, params, prefill(params, rows, tokens, lengths, lengths + 12, keys)
+    return decode.prefill(program, 32, params, rows, tokens, lengths, lengths + 12, keys)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("skipped", (SKIPS[1], SKIPS[3]), ids=("exit", "attention"))
-def test_scoring_what_was_begun_equals_a_fresh_pass(family, skipped):
-    """Logits, final states, and keys and values of all layers."""
-    target = spread_model(48, num_layers=3, **FAMILIES[family])
-    program, params, state = beginning(target, skipped)
+@pytest.mark.parametrize(
+    ("family", "skipped", "rule"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_scoring_what_was_begun_equals_a_fresh_pass(family, skipped, rule):
+    """Logits, final states, and keys and values of all layers, of the tokens that were drafted.
+
+    With a rule, rows end at different depths.
+    """
+    target = spread_model(48, num_layers=2, **FAMILIES[family])
+    program = program_of(target, skipped, rule)
 
     @jax.jit
-    def both(params, state):
+    @drafting.small
+    def both(params):
+        state = beginning(program, params)
         proposal, _ = decode.propose(program, params, state, decode.round_keys(state))
         fresh = dataclasses.replace(proposal, begun=None)
-        return [decode.score(program, params, state, each) for each in (proposal, fresh)]
+        outputs = [decode.score(program, params, state, each) for each in (proposal, fresh)]
+        return proposal.tokens, *outputs
 
-    for found, expected in zip(*map(jax.tree.leaves, both(params, state)), strict=True):
+    tokens, begun, fresh = jax.tree.map(np.asarray, both({"target": target.params, "drafter": {}}))
+    there = np.pad(tokens >= 0, ((0, 0), (1, 0)), constant_values=True)
+    assert there.all() == (rule is None)
+    for name in ("logits", "hidden"):
+        found, expected = (getattr(output, name)[there] for output in (begun, fresh))
         np.testing.assert_allclose(found, expected, atol=2e-5)
+    for name in ("keys", "values"):
+        for found, expected in zip(
+            getattr(begun.block, name), getattr(fresh.block, name), strict=True
+        ):
+            found, expected = (np.moveaxis(rows, 1, 2)[there] for rows in (found, expected))
+            np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("skipped", SKIPS, ids=range(len(SKIPS)))
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        pytest.param(skipped, id=str(index), marks=[] if index in (1, 2) else pytest.mark.slow)
+        for index, skipped in enumerate(SKIPS)
+    ],
+)
 def test_layers_that_are_begun_or_skipped_are_not_run(target, skipped):
-    """Their weights may be NaN: a draft does not use the skipped, and scoring not the first."""
+    """Their weights may be NaN: a draft does not use the skipped, and scoring not the first.
+
+    A draft of all layers has the target's distributions.
+    """
 
     def spoilt(layers, parts):
         params = jax.tree.map(lambda leaf: leaf, target.params)
@@ -87,36 +128,51 @@ def test_layers_that_are_begun_or_skipped_are_not_run(target, skipped):
             weights = params["layers"][layer]
             for name in weights:
                 if name.startswith(parts):
-                    weights[name] = jax.tree.map(lambda leaf: leaf * jnp.nan, weights[name])
+                    weights[name] = jax.tree.map(
+                        lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), weights[name]
+                    )
         return {"target": params, "drafter": {}}
 
-    program, params, state = beginning(target, skipped)
+    whole, sound = program_of(target, Skipped()), spoilt((), ())
+    state, _ = compiled(beginning, whole)(sound)
+    round_ = compiled(drafted_and_scored, program_of(target, skipped))
+
+    def outcome(draft, score):
+        return jax.tree.map(np.asarray, round_(draft, score, state)[0])
+
     for part, layers in (("attention", skipped.attention), ("ffn", skipped.ffn)):
-        proposal, _ = jax.jit(lambda params: decode.propose(program, params, state, state.keys))(
-            spoilt(layers, part)
-        )
-        assert np.isfinite(proposal.probs).all()
-    proposal, _ = decode.propose(program, params, state, state.keys)
+        assert np.isfinite(outcome(spoilt(layers, part), sound)[0]).all()
     first = range(min(skipped.first, 3))
-    output = decode.score(program, spoilt(first, ("attention", "ffn")), state, proposal)
-    assert np.isfinite(output.logits).all()
+    probs, logits = outcome(sound, spoilt(first, ("attention", "ffn")))
+    assert np.isfinite(logits).all()
+    if skipped == Skipped():
+        scaled = np.exp(logits[0] - logits[0].max(axis=-1, keepdims=True))[:-1]
+        np.testing.assert_allclose(probs[0], scaled / scaled.sum(-1, keepdims=True), atol=1e-5)
     if 0 < skipped.first < 3:
         begun = spoilt([skipped.first], ("attention", "ffn"))
-        assert np.isnan(decode.score(program, begun, state, proposal).logits).any()
+        assert np.isnan(outcome(sound, begun)[1]).any()
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_draft_of_all_layers_is_accepted_whole(target, temperature):
+@drafting.small
+def drafted_and_scored(program, draft_params, score_params, state):
+    """Returns the draft's distributions, and the target's logits after its tokens."""
+    proposal, _ = decode.propose(program, draft_params, state, state.keys)
+    return proposal.probs, decode.score(program, score_params, state, proposal).logits
+
+
+@pytest.mark.slow
+def test_draft_of_all_layers_is_accepted_whole(target):
     drafter = early_exit.Drafter(target.config, Skipped(), K)
-    options = {"sampling": SamplingParams(temperature), "max_new_tokens": 40, "seed": 2}
+    options = {"sampling": SamplingParams([0.0, 1.0, 0.7]), "max_new_tokens": 40, "seed": 2}
     stats = spsjax.generate(target, PROMPTS, drafter, **options).stats
     assert stats.acceptance_rate > 0.99
-    assert sum(stats.accepted_histogram[:K]) <= 1
+    assert sum(stats.accepted_histogram[:K]) <= 3
 
 
 CALLS = [*((skip, 2) for skip in range(len(SKIPS))), (1, "auto"), (2, "auto")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("skip", "num_tokens"), CALLS)
 def test_greedy_text_is_the_targets(target, skip, num_tokens):
     options = {"sampling": SamplingParams(0.0), "max_new_tokens": 40}
@@ -127,9 +183,10 @@ def test_greedy_text_is_the_targets(target, skip, num_tokens):
         np.testing.assert_array_equal(tokens, others)
 
 
+@pytest.mark.slow
 def test_chains_of_several_lengths_end_with_a_token_that_was_begun(target):
     """Rows end at different depths; the text stays the target's."""
-    rule = spsjax.drafters.stopping.Confidence(0.3)
+    rule = stopping.Confidence(0.3)
     options = {"sampling": SamplingParams(0.0), "max_new_tokens": 40}
     drafter = early_exit.Drafter(target.config, Skipped.after(2, 3), 5, rule)
     out = spsjax.generate(target, PROMPTS, drafter, **options)
@@ -139,14 +196,20 @@ def test_chains_of_several_lengths_end_with_a_token_that_was_begun(target):
     assert out.stats.proposed_tokens < 5 * sum(out.stats.accepted_histogram)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def logits_of(config, params, tokens, skipped=Skipped(), mask=None):
+    """Returns the logits without some sub-layers, static ones or those of a mask."""
+    options = {"skipped": skipped if mask is None else mask}
+    return transformer.apply(config, params, tokens, **options).logits
+
+
 def test_mask_of_rows_leaves_out_what_the_static_sub_layers_do(target):
     tokens = np.random.default_rng(0).integers(0, 48, (2, 9))
     mask = np.zeros((2, 3, 2), bool)
     mask[1, 2, 0] = mask[1, 1, 1] = True
-    run = jax.jit(transformer.apply, static_argnums=0)
-    found = run(target.config, target.params, tokens, skipped=jnp.asarray(mask)).logits
+    found = logits_of(target.config, target.params, tokens, mask=mask)
     for row, skipped in enumerate((Skipped(), Skipped((2,), (1,)))):
-        expected = transformer.apply(target.config, target.params, tokens, skipped=skipped).logits
+        expected = logits_of(target.config, target.params, tokens, skipped)
         np.testing.assert_allclose(found[row], expected[row], atol=2e-5)
 
 
@@ -158,7 +221,7 @@ def test_drafter_is_loaded_by_its_number_of_layers_or_a_file(target, tmp_path):
     loaded = spsjax.load_drafter(f"early_exit:{path}", target)
     assert loaded.drafter.skipped == Skipped((1,), (0, 2))
     assert loaded.drafter.skipped.first == 0
-    rule = spsjax.drafters.stopping.Entropy()
+    rule = stopping.Entropy()
     assert spsjax.load_drafter("early_exit:1", target, stop_rule=rule).drafter.stop_rule == rule
 
 
@@ -215,6 +278,7 @@ def test_losses_of_exits_weigh_the_sum_of_their_layers():
     np.testing.assert_allclose(weights, np.asarray([0.5, 2, 8]) / 10.5, rtol=1e-6)
 
 
+@pytest.mark.training
 def test_training_of_exits_makes_them_better(texts, tmp_path):
     """The loss after the first of two layers falls; without it, it is that of an untrained head."""
     skips = {"dropout": 0.2, "exit_scale": 1.0, "every": 1}
@@ -236,22 +300,26 @@ def test_training_of_exits_makes_them_better(texts, tmp_path):
         train_target(bad, tmp_path / "bad")
 
 
-def test_plan_is_the_best_single_step_and_its_acceptance_that_of_both_distributions(target):
-    text = np.random.default_rng(0).integers(0, 48, 30).tolist()
-    params = SamplingParams(0.8)
-    plans = skip_planning.plans(target, [(text[:10], text[10:])], params, 4)
+TEXT = np.random.default_rng(0).integers(0, 48, 30).tolist()
+COLD = SamplingParams(0.8)
+
+
+def test_plan_is_the_best_single_step(target):
+    """And its acceptance is that of both distributions."""
+    plans = skip_planning.plans(target, [(TEXT[:10], TEXT[10:])], COLD, 4)
     assert len(plans) == 5
     singles = [Skipped((layer,), ()) for layer in range(3)]
     singles += [Skipped((), (layer,)) for layer in range(3)]
+    masks = np.zeros((7, 3, 2), bool)  # the last leaves out nothing
+    for row, skipped in enumerate(singles):
+        masks[row, (*skipped.attention, *skipped.ffn)[0], len(skipped.ffn)] = True
+    texts = np.asarray([TEXT] * 7)
+    logits = np.asarray(logits_of(target.config, target.params, texts, mask=masks)) / 0.8
+    probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probs = (probs / probs.sum(axis=-1, keepdims=True))[:, 9:29]
     speedups = []
-    for skipped in singles:
-        probs = []
-        for each in (Skipped(), skipped):
-            output = transformer.apply(
-                target.config, target.params, np.asarray([text]), skipped=each
-            )
-            probs.append(np.asarray(jax.nn.softmax(output.logits[0] / 0.8, axis=-1))[9:29])
-        rate = theory.acceptance(*probs).mean()
+    for row, skipped in enumerate(singles):
+        rate = theory.acceptance(probs[-1], probs[row]).mean()
         weights = target.params["layers"][(*skipped.attention, *skipped.ffn)[0]]
         part = "attention" if skipped.attention else "ffn"
         own = [weights[name] for name in weights if name.startswith(part)]
@@ -260,12 +328,19 @@ def test_plan_is_the_best_single_step_and_its_acceptance_that_of_both_distributi
         if skipped == plans[0].skipped:
             assert abs(plans[0].acceptance - rate) < 1e-5
     assert plans[0].skipped == singles[int(np.argmax(speedups))]
-    split = spread_model(48, num_layers=3, mesh=sharding.mesh(2, 2))
-    again = skip_planning.plans(split, [(text[:10], text[10:])], params, 4)
-    assert [plan.cost for plan in again] == pytest.approx([plan.cost for plan in plans])
     assert abs(plans[0].speedup - max(speedups)) < 1e-5
 
 
+@pytest.mark.slow
+def test_plan_on_a_mesh_has_the_costs_of_one_device(target):
+    split = spread_model(48, num_layers=3, mesh=sharding.mesh(2, 2))
+    plans, again = (
+        skip_planning.plans(model, [(TEXT[:10], TEXT[10:])], COLD, 4) for model in (target, split)
+    )
+    assert [plan.cost for plan in again] == pytest.approx([plan.cost for plan in plans])
+
+
+@pytest.mark.slow
 def test_plan_skips_writes_a_file_that_generate_takes(tmp_path):
     pair = tiny_pair(tmp_path / "pair")
     flags = (pair[0], "--config.prompts=2", "--config.prompt_tokens=10")

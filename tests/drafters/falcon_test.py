@@ -1,4 +1,7 @@
-"""Falcon: units of several tokens, their masks, and glancing."""
+"""Falcon: units of several tokens, their masks, and glancing.
+
+Its drafts, trees and folders are in `head_proposals_test` and `head_folders_test`.
+"""
 
 import dataclasses
 import functools
@@ -30,13 +33,15 @@ def target():
 def made(target, k):
     """A drafter with weights that are large enough for its tokens to matter."""
     drafter = drafting.head("falcon", target.config, tokens_per_step=k)
-    weights = jax.tree.map(lambda leaf: 3 * leaf, drafter.init_params(jax.random.key(0)))
-    return drafter, {"target": target.params, "drafter": weights}
+    return drafter, {"target": target.params, "drafter": drafting.random_weights(drafter)}
+
+
+run_target = jax.jit(transformer.apply, static_argnums=0)
 
 
 def text_of(target, length=12, seed=1):
-    tokens = jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (1, length)))
-    return tokens, transformer.apply(target.config, target.params, tokens[:, :-1]).hidden
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (1, length))
+    return tokens, run_target(target.config, target.params, tokens).hidden[:, :-1]
 
 
 def lstm(weights, x):
@@ -61,11 +66,16 @@ def lstm(weights, x):
 
 def layer_outputs(drafter, params, read, ancestors):
     """Outputs [T, D] of the decoder layer over what it reads, with a mask by hand."""
-    module = pure.bind(falcon.Falcon, drafter.config, params["drafter"], jnp.float32)
-    positions = jnp.arange(len(read))[None]
-    context = context_of(len(read), None, None, positions, jnp.asarray(ancestors)[None])
-    rows = jnp.asarray(read, jnp.float32)[None]
-    return np.asarray(module.layer(rows, rows, context, (), None)[0][0])
+    padded, seen = np.zeros((12, read.shape[1]), np.float32), np.eye(12, dtype=bool)
+    padded[: len(read)], seen[: len(read), : len(read)] = read, ancestors
+    return np.asarray(_layer_outputs(drafter.config, params["drafter"], padded, seen))[: len(read)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_outputs(config, weights, read, ancestors):
+    module = pure.bind(falcon.Falcon, config, weights, jnp.float32)
+    context = context_of(len(read), None, None, jnp.arange(len(read))[None], ancestors[None])
+    return module.layer(read[None], read[None], context, (), None)[0][0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -76,7 +86,7 @@ def test_units_are_those_of_the_paper(target, k):
     """
     drafter, params = made(target, k)
     tokens, features = text_of(target)
-    embedded = transformer.embed(target.config, target.params, tokens[:, 1:])
+    embedded = np.asarray(target.params["embed"]["embedding"])[tokens[:, 1:]]
     read = lstm(params["drafter"], np.concatenate([embedded[0], features[0]], axis=1))
     unrolled = jax.jit(lambda *arrays: list(drafter.unrolled(params, *arrays, k)))
     outputs = unrolled(tokens[:, 1:], features)
@@ -90,6 +100,7 @@ def test_units_are_those_of_the_paper(target, k):
             np.testing.assert_allclose(found, expected[t + 1 - k + slot], atol=1e-4)
 
 
+@pytest.mark.slow  # with k = 2 and less deep it is in `head_proposals_test`
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize(
     "tree",
@@ -105,7 +116,7 @@ def test_every_node_has_the_distribution_that_training_sees(target, k, tree):
     proposal = spsjax.propose(target, prompt, head)
     paths = drafting.paths(proposal)
     tokens = jnp.asarray([prompt])
-    output = transformer.apply(target.config, target.params, tokens[:, :-1])
+    output = run_target(target.config, target.params, tokens[:, :-1])
     features = jnp.pad(output.hidden, ((0, 0), (0, depth + 1), (0, 0)))
 
     @jax.jit
@@ -133,17 +144,17 @@ def test_prompts_in_chunks_that_overlap_end_in_the_same_state(target):
     """The last chunk repeats pairs, which must not run through the LSTM again."""
     drafter, params = made(target, 2)
     tokens, _ = text_of(target, 12)
-    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
-    output = transformer.apply(target.config, target.params, tokens)
-
+    following = np.roll(tokens, -1, axis=1)
+    output = jax.tree.map(np.asarray, run_target(target.config, target.params, tokens))
     prefill = jax.jit(functools.partial(drafter.prefill, params))
+    empty = drafter.init(params, 1, 16)
 
     def read(chunks, length):
-        state = drafter.init(params, 1, 16)
+        state = empty
         for start, width in chunks:
             part = slice(start, start + width)
             seen = dataclasses.replace(output, hidden=output.hidden[:, part])
-            where = jnp.asarray([start]), jnp.asarray([length])
+            where = np.asarray([start]), np.asarray([length])
             state = prefill(state, tokens[:, part], following[:, part], *where, seen)
         return state
 
@@ -153,7 +164,7 @@ def test_prompts_in_chunks_that_overlap_end_in_the_same_state(target):
         np.testing.assert_allclose(parts.read, whole.read, atol=1e-5)
         np.testing.assert_allclose(parts.carry, whole.carry, atol=1e-5)
         for name in ("keys", "values"):
-            ours, theirs = (getattr(state.cache, name)[0] for state in (parts, whole))
+            ours, theirs = (np.asarray(getattr(s.cache, name)[0]) for s in (parts, whole))
             np.testing.assert_allclose(
                 ours[:, :, : length - 1], theirs[:, :, : length - 1], atol=1e-5
             )
@@ -164,17 +175,23 @@ def test_glanced_drafts_read_the_pair_of_k_tokens_later(target):
     drafter, params = made(target, 2)
     tokens, features = text_of(target)
     following, t = tokens[:, 1:], 6
-    glanced = jnp.zeros(following.shape, bool).at[0, t].set(True)
+    features, nothing = np.asarray(features), np.zeros(following.shape, bool)
+    glanced = nothing.copy()
+    glanced[0, t] = True
 
     @jax.jit
     def unrolled(following, features, glanced=None):
-        return list(drafter.unrolled(params, following, features, 2, glanced=glanced))
+        steps = drafter.unrolled(params, following, features, 2, glanced=glanced)
+        return list(steps)
 
-    plain = unrolled(following, features)
-    shown = unrolled(following, features, glanced)
+    plain, shown, silent = (
+        [np.asarray(step) for step in unrolled(following, features, mask)]
+        for mask in (None, glanced, nothing)
+    )
+    np.testing.assert_allclose(silent, plain, atol=1e-6)
     # The unit of t has the pairs t - 1 and t; t - 1 is replaced by t + 1.
-    replaced = features.at[0, t - 1].set(features[0, t + 1])
-    tokens = following.at[0, t - 1].set(following[0, t + 1])
+    replaced, tokens = features.copy(), following.copy()
+    replaced[0, t - 1], tokens[0, t - 1] = features[0, t + 1], following[0, t + 1]
     expected = unrolled(tokens, replaced)
     for step in range(2):
         np.testing.assert_allclose(shown[step][0, t], expected[step][0, t], atol=1e-5)
@@ -186,17 +203,17 @@ def test_glanced_drafts_read_the_pair_of_k_tokens_later(target):
 def test_glancing_counts_wrong_tokens_and_drops_the_shown_answers(target):
     """With a decay of 0 the loss is that of the first tokens, of which the shown ones have none."""
     drafter, params = made(target, 2)
-    tokens, _ = text_of(target, 40)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (1, 40))
     frozen, losses = {"target": target.params, "drafter": {}}, []
-    for glance in (0.0, 0.25, 1000.0):
+    for glance in (0.0, 0.25):
         objective = FeatureObjective(steps=2, feature=1.0, decay=0.0, glance=glance)
         metrics = jax.jit(feature_losses.feature_metrics(drafter, objective, Precision()))
-        values = metrics(params["drafter"], frozen, {"tokens": tokens})
-        losses.append(np.asarray(values["loss"][0, 1:]))
+        values = jax.tree.map(np.asarray, metrics(params["drafter"], frozen, {"tokens": tokens}))
+        losses.append(values["loss"][0, 1:])
         if not glance:
             names = "greedy_agreement", "greedy_agreement_2"
             wrong = 38 + 37 - sum(float(values[name].sum()) for name in names)
-    assert np.all(losses[0] > 0) and not losses[2].any()
+    assert np.all(losses[0] > 0)
     shown = losses[1] == 0
     assert 0 < shown.sum() <= np.ceil(0.25 * wrong)
     np.testing.assert_allclose(losses[1][~shown], losses[0][~shown], rtol=1e-4)
@@ -208,17 +225,3 @@ def test_odd_sizes_are_refused(target):
         falcon.Drafter(config, config, tokens_per_step=0)
     with pytest.raises(spsjax.InputError, match="d_model: expected the target's 32, found 16"):
         falcon.Drafter(dataclasses.replace(config, d_model=16), config)
-
-
-def test_saved_drafter_is_loaded_with_the_same_tokens(target, tmp_path):
-    drafter, params = made(target, 3)
-    head = loading.LoadedDrafter("", drafter, params["drafter"])
-    spsjax.save_drafter(tmp_path, head, target, "float32")
-    again = spsjax.load_drafter(tmp_path, target)
-    assert again.drafter.tokens_per_step == 3
-    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
-    one, other = (
-        spsjax.generate(target, [[3, 4], [9]], each, None, max_new_tokens=10)
-        for each in (head, again)
-    )
-    assert all(map(np.array_equal, one.tokens, other.tokens))

@@ -17,11 +17,14 @@ from spsjax import InputError, SamplingParams, Tree, decode, sampling
 from spsjax.drafters import base, copy, draft_model, hybrid, ngram, none, stopping, suffix
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
+from spsjax.utils import traced
+from spsjax.utils.compilation import compiled
 from spsjax.verifiers import rejection
 
-K = 4
+K, MODEL_TOKENS = 4, 2
 GREEDY = SamplingParams(0.0)
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [1, 2, 1, 2, 1, 2], [9]]
+CALLS = []  # one entry per draft of a `Watched`
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ class Looks(base.Drafter):
     """Looks up token 7 in every place, and expects what it is told."""
 
     num_speculative_tokens: int = K
-    expects: float = 0.0
+    expects: float = traced.number(0.0)
 
     def propose(self, params, state, now):
         tokens = jnp.full((len(now.lengths), self.num_speculative_tokens), 7, jnp.int32)
@@ -48,136 +51,181 @@ class Looks(base.Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(base.Drafter):
-    """Drafts token 9, and counts how often it does."""
+    """Drafts token 9, and notes in CALLS how often it does."""
 
     num_speculative_tokens: int = K
-    calls: list = dataclasses.field(default_factory=list, hash=False, compare=False)
 
     def propose(self, params, state, now):
-        jax.debug.callback(lambda: self.calls.append(1))
+        jax.debug.callback(lambda: CALLS.append(1))
         return Proposal(jnp.full((len(now.lengths), self.num_speculative_tokens), 9), None), ()
 
 
-def steps(target, drafter, params, count, prompts=PROMPTS[:1], limit=60):
-    """Yields program, parameters, and the state before each round."""
+def calls_of(function, *arguments):
+    """Returns the result of a compiled function, and how often it has called a `Watched`."""
+    CALLS.clear()
+    result, _ = function(*arguments)
+    jax.block_until_ready(result)
+    jax.effects_barrier()
+    return result, len(CALLS)
+
+
+def both_of(draft, **fields) -> hybrid.Drafter:
+    """Returns a hybrid of a draft model of two tokens and of suffix decoding."""
+    model = draft_model.Drafter(draft.config, MODEL_TOKENS, **fields)
+    return hybrid.Drafter(model, suffix.Drafter(K), memory=0.5)
+
+
+def beginning(target, drafter, params):
+    """Returns program, parameters and state of the rows of PROMPTS."""
     program = decode.Program(target.config, drafter, rejection.Verifier())
     weights = {"target": target.params, "drafter": params}
-    width = max(map(len, prompts))
-    tokens = np.asarray([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.int32)
-    lengths = np.asarray(list(map(len, prompts)), np.int32)
-    keys = sampling.row_keys(jax.random.key(0), len(prompts))
-    rows, limits = GREEDY.rows(len(prompts)), np.full(len(prompts), limit, np.int32)
-    state = decode.prefill(program, 96, weights, rows, tokens, lengths, limits, keys)
-    step = jax.jit(lambda params, state: decode.step(program, params, state))
-    for _ in range(count):
-        yield program, weights, state
-        state = step(weights, state)
+    tokens = np.zeros((3, 8), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.asarray(list(map(len, PROMPTS)), np.int32)
+    return program, weights, fresh(program, weights, tokens, lengths)
+
+
+def fresh(program, params, tokens, lengths):
+    """Returns the state after a prefill of some tokens."""
+    inputs = jax.device_put((GREEDY.rows(3), tokens, lengths, np.full(3, 80, np.int32)))
+    keys = sampling.row_keys(jax.random.key(0), 3)
+    return compiled(decode.prefill, program, 96)(params, *inputs, keys)[0]
 
 
 def looks_up(state, depth=K) -> np.ndarray:
     """Returns which rows take what was looked up, if they are drafted so deep."""
-    return np.asarray(hybrid.looks_up(state.drafter, np.full(len(state.lengths), depth)))
+    own = jax.tree.map(np.asarray, state.drafter)
+    return np.asarray(hybrid.looks_up(own, np.full(len(own.score), depth, np.int32)))
+
+
+def some_state(rows, score, expected) -> hybrid.State:
+    """Returns a hybrid's state that has looked up token 7 everywhere."""
+    found = np.full((rows, K), 7, np.int32)
+    score, expected = (np.full(rows, value, np.float32) for value in (score, expected))
+    return hybrid.State((), found, score, expected, ())
 
 
 @pytest.mark.parametrize(("expects", "calls"), [(0.1, 7), (K + 1.0, 1)])
 def test_model_does_not_run_while_all_rows_look_up(target, expects, calls):
     """In the first round nothing is looked up yet. Its average begins at half of K."""
-    model = Watched()
-    drafter = hybrid.Drafter(model, Looks(expects=expects))
-    states = [state for _, _, state in steps(target, drafter, {}, 7)]
-    jax.block_until_ready(states[-1])
-    jax.effects_barrier()
-    assert len(drafter.model.calls) == calls
+    drafter = hybrid.Drafter(Watched(), Looks(expects=expects))
+    program, params, state = beginning(target, drafter, {})
+    step, count = compiled(drafting.small_step, program), 0
+    for _ in range(7):
+        state, more = calls_of(step, params, state)
+        count += more
+    assert count == calls
 
 
 @pytest.mark.parametrize("waits", (False, True))
 def test_model_does_not_run_for_rows_that_are_done(target, waits):
     """One row looks up, and the other, which would not, is done."""
-    model = Watched()
-    drafter = hybrid.Drafter(model, Looks(), waits=waits)
-    ((program, params, state),) = steps(target, drafter, {}, 1, PROMPTS[:2])
-    own = dataclasses.replace(
-        state.drafter,
-        found=jnp.full((2, K), 7, jnp.int32),
-        score=jnp.asarray([3.0, 0.0]),
-        expected=jnp.ones(2),
-    )
-    jax.effects_barrier()
+    drafter = hybrid.Drafter(Watched(), Looks(), waits=waits)
+    propose = compiled(lambda drafter, *arguments: drafter.propose(*arguments)[0], drafter)
+    own, tokens = some_state(2, [3.0, 0.0], 1.0), np.zeros((2, 8), np.int32)
     for done, calls in ((False, 1), (True, 0)):
-        drafter.model.calls.clear()
-        now = dataclasses.replace(state, drafter=own, done=jnp.asarray([False, done]))
-        proposal, _ = decode.propose(program, params, now, state.keys)
-        jax.block_until_ready(proposal)
-        jax.effects_barrier()
+        now = drafting.round_of(tokens, np.asarray([3, 3], np.int32))
+        now = dataclasses.replace(now, done=np.asarray([False, done]))
+        proposal, count = calls_of(propose, {"drafter": {}}, own, now)
         assert proposal.tokens[0].tolist() == [7] * K
-        assert len(drafter.model.calls) == calls
+        assert count == calls
 
 
-def test_score_counts_no_more_tokens_than_are_drafted(target):
+def test_score_counts_no_more_tokens_than_are_drafted():
     """Four tokens that are looked up are expected to give 3; of one, no more than 1 counts."""
-    ((*_, state),) = steps(target, hybrid.Drafter(Watched(), Looks()), {}, 1)
-    own = dataclasses.replace(
-        state.drafter,
-        found=jnp.full((1, K), 7, jnp.int32),
-        score=jnp.full(1, 3.0),
-        expected=jnp.full(1, 2.0),
-    )
-    state = dataclasses.replace(state, drafter=own)
-    assert [looks_up(state, depth).item() for depth in (K, 2, 1)] == [True, True, False]
+    own = some_state(1, 3.0, 2.0)
+    found = [np.asarray(hybrid.looks_up(own, np.asarray([depth]))).item() for depth in (K, 2, 1)]
+    assert found == [True, True, False]
 
 
-def test_rows_take_the_proposal_that_is_expected_to_be_longer(target, draft):
+@drafting.small
+def future(program, params, state):
+    """Returns the proposal of a round, and the state after it."""
+    proposal, _ = decode.propose(program, params, state, decode.round_keys(state))
+    return proposal, decode.step(program, params, state)
+
+
+def looked_up(program, tokens, lengths) -> Proposal:
+    """Returns what the look-up proposes alone."""
+    now = drafting.round_of(tokens, lengths)
+    return program.drafter.lookup.propose({"drafter": {}}, (), now)[0]
+
+
+@pytest.fixture(scope="module")
+def rounds(target, draft):
+    """Some rounds: parameters, and of each the state, both proposals and the state after it."""
+    program, params, state = beginning(target, both_of(draft), draft.params)
+    run, rounds = compiled(future, program), []
+    for _ in range(14):
+        found, _ = compiled(looked_up, program)(state.tokens, state.lengths)
+        (proposal, after), _ = run(params, state)
+        rounds.append((state, proposal, found, after))
+        state = after
+    return params, rounds
+
+
+def test_rows_take_the_proposal_that_is_expected_to_be_longer(draft, rounds):
     """And the average is that of the model's rounds alone."""
-    drafter = hybrid.Drafter(draft_model.Drafter(draft.config, 2), suffix.Drafter(K), memory=0.5)
-    assert drafter.num_speculative_tokens == K and drafter.model_tokens == 2
-    average, looked = np.full(3, 1.0), 0
-    before = None
-    for program, params, state in steps(target, drafter, draft.params, 12, PROMPTS, 60):
-        own = state.drafter
-        if before is not None:
-            accepted = np.argmax(np.asarray(state.accepted) - np.asarray(before.accepted), axis=1)
-            average = np.where(looks_up(before), average, (average + accepted) / 2)
-            np.testing.assert_allclose(own.expected, average, rtol=1e-6)
-            now = drafting.round_of(state.tokens, state.lengths)
-            found, _ = drafter.lookup.propose({"drafter": {}}, (), now)
-            better = (found.tokens[:, 0] >= 0) & (found.expected >= own.expected)
-            np.testing.assert_array_equal(looks_up(state), better)
-            proposal, _ = decode.propose(program, params, state, state.keys)
-            rows = looks_up(state)
+    drafter, average, looked = both_of(draft), np.full(3, 1.0), 0
+    assert drafter.num_speculative_tokens == K and drafter.model_tokens == MODEL_TOKENS
+    for before, proposal, found, after in rounds[1]:
+        rows, tokens = looks_up(before), np.asarray(proposal.tokens)
+        expected, found = jax.tree.map(np.asarray, (before.drafter.expected, found))
+        if before is not rounds[1][0][0]:
+            better = (found.tokens[:, 0] >= 0) & (found.expected >= expected)
+            np.testing.assert_array_equal(rows, better)
             looked += rows.sum()
-            np.testing.assert_array_equal(proposal.tokens[rows], found.tokens[rows])
-            assert (np.asarray(proposal.tokens)[~rows, 2:] == -1).all()
-        before = state
+            np.testing.assert_array_equal(tokens[rows], found.tokens[rows])
+            assert (tokens[~rows, MODEL_TOKENS:] == -1).all()
+        accepted = np.argmax(np.asarray(after.accepted) - np.asarray(before.accepted), axis=1)
+        average = np.where(rows, average, (average + accepted) / 2)
+        np.testing.assert_allclose(after.drafter.expected, average, rtol=1e-6)
     assert 0 < looked < 33
 
 
-def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draft):
+def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draft, rounds):
     """Its tokens and distributions are those after a fresh prefill of the text.
 
     Also where another row made the model run while this one looked up.
     """
-    drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), suffix.Drafter(K), memory=0.9)
-    alone = decode.Program(
-        target.config, draft_model.Drafter(draft.config, K), rejection.Verifier()
-    )
-    compared, mixed, rested = 0, 0, np.zeros(3, bool)
-    for program, params, state in steps(target, drafter, draft.params, 14, PROMPTS, 80):
+    model = draft_model.Drafter(draft.config, MODEL_TOKENS)
+    alone = decode.Program(target.config, model, rejection.Verifier())
+    propose = compiled(drafting.small_propose, alone)
+    params, compared, mixed, rested = rounds[0], 0, 0, np.zeros(3, bool)
+    for state, proposal, *_ in rounds[1]:
         looked = looks_up(state)
         if (back := rested & ~looked).any():
-            proposal, _ = decode.propose(program, params, state, state.keys)
-            rows, limits = state.rows, state.limits
-            fresh = decode.prefill(
-                alone, 96, params, rows, state.tokens, state.lengths, limits, state.keys
+            again = fresh(alone, params, np.asarray(state.tokens), np.asarray(state.lengths))
+            (expected, _), _ = propose(params, again, state.keys)
+            tokens, probs = (
+                np.asarray(value)[back, :MODEL_TOKENS]
+                for value in (proposal.tokens, proposal.probs)
             )
-            expected, _ = decode.propose(alone, params, fresh, fresh.keys)
-            np.testing.assert_array_equal(proposal.tokens[back], expected.tokens[back])
-            np.testing.assert_allclose(proposal.probs[back], expected.probs[back], atol=1e-5)
+            np.testing.assert_array_equal(tokens, np.asarray(expected.tokens)[back])
+            np.testing.assert_allclose(probs, np.asarray(expected.probs)[back], atol=1e-5)
             compared += back.sum()
             mixed += 0 if rested.all() else back.sum()
         rested = looked
     assert compared and mixed
 
 
+def test_rule_of_the_model_hears_of_its_own_rounds_alone(target, draft):
+    """Each row's bound moves in the rounds that the model drafted, and stays in the others."""
+    rule = stopping.Adaptive(stopping.Confidence(0.4), step=0.5)
+    program, params, state = beginning(target, both_of(draft, stop_rule=rule), draft.params)
+    step, moved = compiled(drafting.small_step, program), np.zeros(2, int)
+    for _ in range(12):
+        after, _ = step(params, state)
+        rates = (np.asarray(each.drafter.rule.rate) for each in (state, after))
+        same, looked = np.equal(*rates), looks_up(state)
+        assert same[looked].all()
+        moved += looked.sum(), (~same).sum()
+        state = after
+    assert moved.all()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "medusa", "mlp_speculator"])
 @pytest.mark.parametrize("count", (None, "auto"))
 def test_greedy_text_is_the_targets(target, draft, name, count):
@@ -188,23 +236,6 @@ def test_greedy_text_is_the_targets(target, draft, name, count):
     expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=40)
     for tokens, others in zip(out.tokens, expected.tokens):
         np.testing.assert_array_equal(tokens, others)
-
-
-def test_rule_of_the_model_hears_of_its_own_rounds_alone(target, draft):
-    """Each row's bound moves in the rounds that the model drafted, and stays in the others."""
-    rule = stopping.Adaptive(stopping.Confidence(0.4), step=0.5)
-    drafter = hybrid.Drafter(
-        draft_model.Drafter(draft.config, K, stop_rule=rule), suffix.Drafter(K), memory=0.5
-    )
-    before, moved = None, np.zeros(2, int)
-    for _, _, state in steps(target, drafter, draft.params, 12, PROMPTS, 60):
-        if before is not None:
-            same = np.asarray(state.drafter.rule.rate == before.drafter.rule.rate)
-            looked = looks_up(before)
-            assert same[looked].all()
-            moved += looked.sum(), (~same).sum()
-        before = state
-    assert moved.all()
 
 
 def test_look_up_that_expects_nothing_is_refused(target, draft):

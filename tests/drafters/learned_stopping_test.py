@@ -4,23 +4,30 @@ That they are lossless is enumerated in `whole_texts_test`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.bad_input import one_line
 from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
 
 import spsjax
-from spsjax import SamplingParams, growth, loading
+from spsjax import SamplingParams, decode, growth, loading
 from spsjax.drafters import learned_stopping, ngram
 from spsjax.drafters.learned_stopping import Disco, LoadedRule, SpecDec
 from spsjax.errors import InputError
+from spsjax.request import Request
 from spsjax.training import stop_rules
 
-K, PROMPTS = 4, [[3, 4, 5], [9]]
+K, PROMPTS, NEW = 3, [[3, 4, 5], [9]], 12
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def slow(rule):
+    return pytest.param(rule, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -150,30 +157,36 @@ def test_speed_is_expected_tokens_over_time():
     assert stop_rules.greatest_speed(rounds, costs) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("rule", (Disco(), SpecDec()), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", (SpecDec(), slow(Disco())), ids=str)
 def test_log_is_of_the_rounds_that_the_loop_runs(target, drafter, rule):
     """Greedy acceptance is 0 or 1, and its rounds are those of a call with the same seed."""
-    rounds = stop_rules.log(target, drafter, rule, PROMPTS, K, GREEDY, 12, seed=3)
+    rounds = stop_rules.log(target, drafter, rule, PROMPTS, K, GREEDY, NEW, seed=3)
     assert rounds.notes.shape[1:] == (K, 12 if rule.delay == 0 else 32)
     accepted = []
     for number, prompt in enumerate(PROMPTS):
-        _, steps = spsjax.generation.rounds(target, prompt, drafter, K, GREEDY, 12, 3 + number)
+        _, steps = spsjax.generation.rounds(target, prompt, drafter, K, GREEDY, NEW, 3 + number)
         accepted += [(number, step.accepted) for step in steps]
     found = np.cumprod(rounds.acceptance, axis=1).sum(axis=1)
     assert list(zip(rounds.text.tolist(), found.tolist())) == accepted
     assert any(0 < count < K for _, count in accepted)
 
 
-def test_greedy_text_is_unchanged_and_less_is_proposed(target, drafter):
-    options = {"sampling": GREEDY, "max_new_tokens": 16}
-    expected = spsjax.generate(target, PROMPTS, **options)
-    whole = spsjax.generate(target, PROMPTS, drafter, 6, **options)
-    for rule in (Disco(0.6), SpecDec(0.5)):
-        with_rule = loading.with_stop_rule(drafter, target, untrained(rule, seed=1))
-        out = spsjax.generate(target, PROMPTS, with_rule, 6, **options)
-        for tokens, same in zip(out.tokens, expected.tokens):
-            np.testing.assert_array_equal(tokens, same)
-        assert out.stats.proposed_tokens < whole.stats.proposed_tokens
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", (SpecDec(0.5), slow(Disco(0.6))), ids=str)
+def test_greedy_text_is_unchanged_and_less_is_proposed(target, drafter, rule):
+    """The drafter alone has the same text, and the programs of the test above."""
+    with_rule = loading.with_stop_rule(drafter, target, untrained(rule, seed=1))
+    rounds = proposed = 0
+    for prompt in PROMPTS:
+        out, expected = (
+            spsjax.generate(target, [prompt], method, K, sampling=GREEDY, max_new_tokens=NEW)
+            for method in (with_rule, drafter)
+        )
+        np.testing.assert_array_equal(out.tokens[0], expected.tokens[0])
+        rounds += out.stats.target_calls
+        proposed += out.stats.proposed_tokens
+    assert rounds <= proposed < K * rounds
 
 
 def test_file_holds_rule_and_weights(tmp_path):
@@ -204,41 +217,63 @@ def test_file_that_is_none_is_refused(tmp_path, target):
             learned_stopping.read(tmp_path / "x.safetensors")
 
 
-def test_rule_that_does_not_fit_is_refused(target, drafter):
+def test_rule_that_does_not_fit_is_refused(target, draft, drafter):
     with pytest.raises(InputError, match=r"^stop_rule: expected None for ngram"):
         spsjax.load_drafter("ngram", target, stop_rule=untrained(Disco()))
     narrow = loading.with_stop_rule(drafter, target, untrained(SpecDec(), 5))
-    with one_line("stop_rule: expected a draft of width 5, for which it was trained, found 32"):
-        spsjax.generate(target, PROMPTS, narrow, 4)
     bare = loading.with_stop_rule(drafter, target, Disco())
-    with one_line("stop_rule: expected a trained rule with its weights"):
-        spsjax.generate(target, PROMPTS, bare, 4)
+    for loaded, message in (
+        (narrow, "stop_rule: expected a draft of width 5, for which it was trained, found 32"),
+        (bare, "stop_rule: expected a trained rule with its weights"),
+    ):
+        options = GREEDY, NEW, 0, None, True
+        request = Request("x", target, PROMPTS, loaded, K, *options)
+        with one_line(message):
+            jax.eval_shape(
+                functools.partial(first_round, request.program), request.params, *request.inputs
+            )
     with pytest.raises(InputError, match=r"^num_speculative_tokens: expected at least 2 for this"):
-        stop_rules.log(target, drafter, SpecDec(), PROMPTS, 1, GREEDY, 4)
-    with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE"):
-        early = spsjax.load_drafter("early_exit:1", target)
-        stop_rules.log(target, early, Disco(), PROMPTS, K, GREEDY, 4)
-    both = spsjax.load_drafter("suffix+pystdlib/draft", spsjax.load("pystdlib/target"))
-    with pytest.raises(InputError, match=r"^draft: expected a draft model or EAGLE, found suffix"):
-        stop_rules.log(target, both, Disco(), PROMPTS, K, GREEDY, 4)
+        stop_rules.log(target, drafter, SpecDec(), PROMPTS, 1, GREEDY, NEW)
+    both = drafting.build("hybrid", draft, K)
+    early = spsjax.load_drafter("early_exit:1", target)
+    for name, odd in (("hybrid", both), ("early_exit:1", early)):
+        with pytest.raises(
+            InputError, match=f"^draft: expected a draft model or EAGLE, found {name}"
+        ):
+            stop_rules.log(target, odd, Disco(), PROMPTS, K, GREEDY, NEW)
     odd = loading.LoadedDrafter("", ngram.Drafter(), {})
     with pytest.raises(InputError, match=r"^stop_rule: expected None for"):
-        stop_rules.log(target, odd, Disco(), PROMPTS, K, GREEDY, 4)
+        stop_rules.log(target, odd, Disco(), PROMPTS, K, GREEDY, NEW)
 
 
+def first_round(program, params, *inputs):
+    """Traces what `generate` compiles."""
+    return decode.step(program, params, decode.prefill(program, 32, params, *inputs))
+
+
+def flags_of(pair):
+    """Returns flags of small sizes, and with the names of a pair as the script takes them."""
+    small = ["prompts=2", "max_new_tokens=8", "repetitions=1", "fit.steps=3", "rules.disco.top=3"]
+    named = [flag.replace("--", "--config.") for flag in pair]
+    return [*named, *(f"--config.{flag}" for flag in small)]
+
+
+@pytest.mark.training
 def test_script_trains_a_rule_that_generate_takes(tmp_path):
     pair, path = tiny_pair(tmp_path), tmp_path / "rule.safetensors"
-    flags = [flag.replace("--", "--config.") for flag in pair]
-    small = ["prompts=2", "max_new_tokens=8", "repetitions=1", "fit.steps=3", "rules.disco.top=3"]
-    small = [f"--config.{flag}" for flag in small]
-    text = succeeds("train_stop_rule.py", *flags, *small, f"--output={path}").stdout
+    text = succeeds("train_stop_rule.py", *flags_of(pair), f"--output={path}").stdout
     assert "expected speed-up" in text and "no rule is faster" in text
     rule = ["--prompt=import os", f"--config.stop_rule={path}", "--config.max_new_tokens=8"]
     succeeds("generate.py", *pair, *rule)
+
+
+def test_script_refuses_odd_flags(tmp_path):
+    flags = flags_of(tiny_pair(tmp_path))
     for odd, name in (
         ("--output=rule.txt", "output"),
         ("--config.prompts=1", "prompts"),
         ("--config.rule=odd", "rule"),
         ("--config.rules.disco.top=0", "top"),
     ):
-        fails_with_one_line(run("train_stop_rule.py", *flags, f"--output={path}", odd), name)
+        path = f"--output={tmp_path / 'rule.safetensors'}"
+        fails_with_one_line(run("train_stop_rule.py", *flags, path, odd), name)

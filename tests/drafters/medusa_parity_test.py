@@ -15,6 +15,8 @@ from spsjax import loading
 from spsjax.drafters import medusa
 from spsjax.models.hf import head_weights
 
+pytestmark = pytest.mark.slow  # where the package is installed
+
 VOCAB, HEADS = 48, 3
 
 

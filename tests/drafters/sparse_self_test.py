@@ -1,6 +1,10 @@
-"""The target drafts for itself with a small cache, and a draft model with a window."""
+"""The target drafts for itself with a small cache, and a draft model with a window.
+
+A small cache drafts badly, and a cache of the whole text drafts what the target would say.
+"""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,10 +13,11 @@ from helpers import drafting
 from helpers.models import build_model, nearby_model, spread_model
 
 import spsjax
-from spsjax import InputError, SamplingParams, caches, loading
+from spsjax import InputError, SamplingParams, Tree, caches, decode, loading
 from spsjax.drafters import draft_model, sparse_self
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.verifiers import match
 
 K, NEW = 3, 40
 PROMPTS = [
@@ -46,20 +51,83 @@ def assert_same(some, others):
         np.testing.assert_array_equal(tokens, expected)
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
+TREE = Tree((0, 0, 1, 1, 2, 3))
+ROWS = 16
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_after(config, params, texts, last):
+    """Returns the logits [R, V] after index `last` [R] of texts."""
+    logits = transformer.apply(config, params, texts).logits
+    return logits[np.arange(len(texts)), last]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@drafting.small
+def proposed(program, params, tokens, lengths):
+    """Returns the proposal after prompts."""
+    rows, keys = SamplingParams().rows(len(tokens)), jax.random.split(jax.random.key(3), 2)
+    state = decode.prefill(program, 96, params, rows, tokens, lengths, lengths + 8, keys)
+    return decode.propose(program, params, state, state.keys)[0]
+
+
+def check_distributions(target, drafter, prompts, draft=None):
+    """Asserts that a draft has a model's distributions, after each node's own path of tokens."""
+    model = draft or target
+    program = decode.Program(target.config, drafter, match.Verifier())
+    lengths = np.asarray(list(map(len, prompts)), np.int32)
+    tokens = np.zeros((2, 64), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    params = {"target": target.params, "drafter": draft.params if draft else {}}
+    proposal = jax.tree.map(np.asarray, proposed(program, params, tokens, lengths))
+    texts, last, nodes = np.zeros((ROWS, 80), np.int32), np.zeros(ROWS, int), []
+    for row, prompt in enumerate(prompts):
+        paths = drafting.paths(jax.tree.map(lambda leaf, row=row: leaf[row:], proposal))
+        for node in range(proposal.probs.shape[1]) if drafter.tree is None else TREE.inner:
+            text = [*prompt, *paths[node]]
+            texts[len(nodes), : len(text)], last[len(nodes)] = text, len(text) - 1
+            nodes.append((row, node))
+    logits = np.asarray(logits_after(model.config, model.params, texts, last))
+    for (row, node), line in zip(nodes, logits):
+        probs = np.exp(line - line.max())
+        np.testing.assert_allclose(proposal.probs[row, node], probs / probs.sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma", {"recent": 45}),
+        ("rotary", {"sinks": 0, "recent": 12, "chosen": 36, "observed": 7, "tree": TREE}),
+        pytest.param("relative", {"recent": 45}, marks=pytest.mark.slow),
+        pytest.param("rotary", {"recent": 45, "tree": TREE}, marks=pytest.mark.slow),
+    ],
+    ids=("gemma", "chosen", "relative", "tree"),
+)
+def test_cache_of_the_whole_text_has_the_targets_distributions(family, fields):
+    """Also of texts with fewer tokens than are chosen; not of texts with more than it holds."""
+    target = spread_model(48, num_layers=2, max_positions=256, **FAMILIES[family])
+    drafter = sparse_self.Drafter(target.config, **{"num_speculative_tokens": K} | fields)
+    check_distributions(target, drafter, (PROMPTS[0][:41], PROMPTS[0][:3]))
+    with pytest.raises(AssertionError):
+        check_distributions(target, drafter, (PROMPTS[0], PROMPTS[0][:3]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", (0, 64))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cache_of_the_whole_text_accepts_everything(family, chosen, temperature):
+def test_cache_of_the_whole_text_accepts_everything(family, chosen):
     if chosen and family != "rotary":
         pytest.skip("chooses nothing in targets with windows or relative positions")
     target = spread_model(48, num_layers=2, max_positions=256, **FAMILIES[family])
     recent = 7 + NEW + K + 1 if chosen else 120
     drafter = drafter_of(target, recent=recent, chosen=chosen, observed=7)
-    stats = texts(target, drafter, sampling=SamplingParams(temperature)).stats
+    stats = texts(target, drafter, sampling=SamplingParams([0.0, 1.0, 0.8])).stats
     assert stats.acceptance_rate > 0.98
     assert sum(stats.accepted_histogram[:K]) <= len(PROMPTS)  # the last round is cut off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", ({}, {"chosen": 8, "observed": 6}, {"sinks": 0}), ids=("window", "chosen", "bare")
 )
@@ -71,6 +139,7 @@ def test_greedy_text_is_the_targets(target, fields, count):
         assert 0.02 < out.stats.acceptance_rate < 0.98
 
 
+@pytest.mark.slow
 def test_more_slots_accept_more(target):
     rates = [
         texts(target, drafter_of(target, recent=recent)).stats.acceptance_rate
@@ -79,32 +148,21 @@ def test_more_slots_accept_more(target):
     assert rates == sorted(rates) and rates[-1] > rates[0] + 0.1
 
 
+@pytest.mark.slow
 def test_tree_of_a_small_cache_is_verified_like_any_other(target):
-    tree = spsjax.Tree.branching(2, 2)
-    loaded = spsjax.load_drafter("sparse_self:16", target, tree=tree)
+    loaded = spsjax.load_drafter("sparse_self:16", target, tree=Tree.branching(2, 2))
     assert loaded.drafter.num_speculative_tokens == 2
     assert_same(texts(target, loaded), texts(target, None))
 
 
-@pytest.mark.parametrize("length", (30, 3))
-def test_tree_has_the_targets_distributions_if_its_cache_holds_the_text(target, length):
-    tree = spsjax.Tree((0, 0, 1, 1, 2, 3))
-    drafter = sparse_self.Drafter(target.config, recent=60, tree=tree)
-    prompt = PROMPTS[0][:length]
-    proposal = spsjax.propose(target, prompt, drafter)
-    paths = drafting.paths(proposal)
-    for node in tree.inner:
-        text = np.asarray([[*prompt, *paths[node]]])
-        logits = transformer.apply(target.config, target.params, text).logits[0, -1]
-        np.testing.assert_allclose(proposal.probs[0, node], jax.nn.softmax(logits), atol=1e-5)
-
-
+@pytest.mark.slow
 def test_choice_of_more_tokens_than_a_short_text_has_is_all_of_them(target):
     drafter = spsjax.load_drafter("sparse_self:256:chosen", target)
     stats = spsjax.generate(target, [[1, 2, 3], [4]], drafter, max_new_tokens=8).stats
     assert stats.acceptance_rate == 1
 
 
+@pytest.mark.slow
 def test_engine_gives_the_text_of_a_call_whatever_its_chunks(target, tmp_path):
     """Chunks that do not add up to the buffers must not set a window back too far."""
     loading.save(tmp_path, nearby_model(target, distance=0.1), dtype="float32")
@@ -126,6 +184,7 @@ def test_engine_gives_the_text_of_a_call_whatever_its_chunks(target, tmp_path):
             np.testing.assert_array_equal(request.result(), alone.tokens[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", (2, 1), ids=("split", "copied"))
 def test_mesh_gives_the_text_of_one_device(heads):
     """A model axis of 2 splits two key-value heads, and copies one."""
@@ -156,27 +215,47 @@ def test_state_is_as_small_as_its_slots(target):
     assert max(max(leaf.shape) for leaf in jax.tree.leaves(state)) <= 2 + 12 + 32
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_draft_model_with_a_wide_window_drafts_as_without(target, temperature, tmp_path):
+def test_draft_model_with_a_wide_window_has_its_distributions(target, tmp_path):
+    """Of texts that the window holds, and not of longer ones."""
     draft = nearby_model(target, distance=0.02)
     loading.save(tmp_path, draft, dtype="float32")
-    sampling = SamplingParams(temperature)
+    drafter = spsjax.load_drafter(f"window:47:{tmp_path}", target).drafter
+    assert isinstance(drafter, draft_model.Drafter)
+    drafter = dataclasses.replace(drafter, num_speculative_tokens=K)
+    check_distributions(target, drafter, (PROMPTS[0][:41], PROMPTS[0][:3]), draft)
+    with pytest.raises(AssertionError):
+        check_distributions(target, drafter, (PROMPTS[0], PROMPTS[0][:3]), draft)
+
+
+@pytest.mark.slow
+def test_draft_model_with_a_wide_window_drafts_as_without(target, tmp_path):
+    draft = nearby_model(target, distance=0.02)
+    loading.save(tmp_path, draft, dtype="float32")
+    sampling = SamplingParams([0.0, 1.0, 0.8])
     wide, narrow = (
         spsjax.load_drafter(f"window:{slots}:{tmp_path}", target) for slots in (130, 12)
     )
-    assert isinstance(narrow.drafter, draft_model.Drafter) and narrow.max_positions is None
     whole = texts(target, draft, sampling=sampling)
     assert_same(texts(target, wide, sampling=sampling), whole)
     few = texts(target, narrow, sampling=sampling).stats
     assert few.acceptance_rate < whole.stats.acceptance_rate - 0.1
 
 
-def test_window_of_a_draft_lets_texts_be_longer_than_its_context(target, tmp_path):
+def test_window_of_a_draft_has_no_context(target, tmp_path):
+    """Texts may be longer than the draft's own context."""
     draft = nearby_model(target)
     draft = build_model(dataclasses.replace(draft.config, max_positions=32), draft.params, None)
     loading.save(tmp_path, draft, dtype="float32")
     with pytest.raises(InputError, match="context of 32"):
         texts(target, draft)
+    assert spsjax.load_drafter(f"window:24:{tmp_path}", target).max_positions is None
+
+
+@pytest.mark.slow
+def test_window_of_a_draft_lets_texts_be_longer_than_its_context(target, tmp_path):
+    draft = nearby_model(target)
+    draft = build_model(dataclasses.replace(draft.config, max_positions=32), draft.params, None)
+    loading.save(tmp_path, draft, dtype="float32")
     out = texts(target, spsjax.load_drafter(f"window:24:{tmp_path}", target))
     assert_same(out, texts(target, None))
 

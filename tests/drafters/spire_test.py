@@ -1,6 +1,7 @@
 """SPiRE: copies of the target's last layers, what they remember, and rollouts as in use."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ from helpers import drafting
 from helpers.models import build_model, spread_model
 
 import spsjax
-from spsjax import DynamicTree, InputError, SamplingParams, Tree, loading
+from spsjax import DynamicTree, InputError, SamplingParams, Tree, decode, loading
 from spsjax.drafters import spire
 from spsjax.models import transformer
 from spsjax.parallel import sharding
+from spsjax.verifiers import match
 
 VOCAB, K = 48, 4
 PROMPTS = [np.random.default_rng(row).integers(0, VOCAB, 5 + 7 * row).tolist() for row in range(3)]
@@ -22,94 +24,133 @@ FAMILIES = {
     "relative": {"positions": "relative", "ffn": "gelu"},
     "gemma": {"post_norms": True, "qk_norm": True, "windows": (9, 0), "rope_theta_local": 1e3},
 }
+# In the gate; `head_proposals_test` has a chain and a tree of rotary positions.
+GATE = (("gemma", "fixed", "all"),)
+
+
+@functools.cache
+def target_of(family="rotary", num_layers=3):
+    return spread_model(VOCAB, num_layers=num_layers, max_positions=128, **FAMILIES[family])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return target_of()
 
 
 def copied(target, num_layers, recent, own_input=True):
     """A drafter as training begins; layers may remember their own input alone."""
     drafter = spire.Drafter(target.config, K, num_layers, recent=recent)
-    weights = drafter.init_params(jax.random.key(0))
-    weights = drafter.from_target(weights, {"target": target.params, "drafter": {}})
-    if own_input:
-        weights["memory"]["kernel"] *= 100
-    else:
-        key = jax.random.key(1)
-        weights["memory"]["kernel"] = jax.random.normal(key, weights["memory"]["kernel"].shape)
-    return loading.LoadedDrafter("spire", drafter, weights)
+    weights = drafting.begun(drafter, target.params)
+    kernel = 100 * weights["memory"]["kernel"]
+    if not own_input:
+        kernel = np.random.default_rng(1).standard_normal(kernel.shape)
+    memory = {"kernel": jnp.asarray(kernel, jnp.float32)}
+    return loading.LoadedDrafter("spire", drafter, weights | {"memory": memory})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_copy_of_all_layers_is_the_target(family, temperature):
+def test_copy_of_all_layers_is_the_target(family):
     """With the whole text in its window, and with its own inputs as memory, all is accepted."""
-    target = spread_model(VOCAB, num_layers=2, max_positions=128, **FAMILIES[family])
+    target = target_of(family, 2)
     drafter = copied(target, 2, recent=100)
-    options = {"sampling": SamplingParams(temperature), "max_new_tokens": 40, "seed": 1}
+    options = {"sampling": SamplingParams([0.0, 1.0, 0.7]), "max_new_tokens": 40, "seed": 1}
     stats = spsjax.generate(target, PROMPTS, drafter, **options).stats
     assert stats.acceptance_rate > 0.98
     assert sum(stats.accepted_histogram[:K]) <= len(PROMPTS)
 
 
-@pytest.mark.parametrize("later", (None, 3), ids=("all", "some"))
+@functools.partial(jax.jit, static_argnums=0)
+@drafting.small
+def _proposed(program, params, tokens, lengths):
+    rows, keys = SamplingParams().rows(1), jax.random.split(jax.random.key(3), 1)
+    state = decode.prefill(program, 32, params, rows, tokens, lengths, lengths + 8, keys)
+    return decode.propose(program, params, state, state.keys)[0]
+
+
+def proposed(target, prompt, loaded):
+    """Returns what is proposed after a prompt."""
+    program = decode.Program(target.config, loaded.drafter, match.Verifier())
+    tokens, lengths = np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32)
+    proposal = _proposed(program, loaded.with_target(target.params), tokens, lengths)
+    return jax.tree.map(np.asarray, proposal)
+
+
+SHAPES = {"chain": None, "fixed": Tree((0, 0, 1, 1, 2, 3, 5)), "dynamic": DynamicTree(9, 4, 3)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def logits_after(drafter, depth, params, texts, last, later):
+    """Returns [R, depth, V] after each part of the paths behind a prompt, from unrolled steps."""
+    output = transformer.apply(
+        drafter.target, params["target"], texts[:, :-1], tap_layers=drafter.tap_layers
+    )
+    features = drafter.features(params, output)
+    features = jnp.where(jnp.arange(features.shape[1])[:, None] <= last, features, 0)
+    logits = []
+    for step, outputs in enumerate(
+        drafter.unrolled(params, texts[:, 1:], features, depth, later=later)
+    ):
+        index = jnp.searchsorted(later, last) if step and later is not None else last
+        logits.append(drafter.logits(params, outputs, step)[:, index])
+    return jnp.stack(logits, axis=1)
+
+
 @pytest.mark.parametrize(
-    "tree",
-    [None, Tree((0, 0, 1, 1, 2, 3, 5)), DynamicTree(9, 4, 3)],
-    ids=("chain", "fixed", "dynamic"),
+    ("family", "shape", "later"),
+    [
+        pytest.param(*case, marks=[] if case in GATE else pytest.mark.slow)
+        for case in ((f, s, all_) for f in FAMILIES for s in SHAPES for all_ in ("all", "some"))
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_node_has_the_distribution_that_training_sees(family, tree, later):
+def test_every_node_has_the_distribution_that_training_sees(family, shape, later):
     """The text is longer than sinks and window; rollouts from some indices are those from all."""
-    target = spread_model(VOCAB, num_layers=3, max_positions=64, **FAMILIES[family])
+    target, tree, prompt = target_of(family), SHAPES[shape], PROMPTS[1]
     loaded = copied(target, 2, recent=4, own_input=False)
-    depth = tree.depth if tree else K
+    depth, last = tree.depth if tree else K, len(prompt) - 2
     drafter = dataclasses.replace(loaded.drafter, tree=tree, num_speculative_tokens=depth)
     loaded = dataclasses.replace(loaded, drafter=drafter)
-    params = loaded.with_target(target.params)
-    prompt = PROMPTS[1]
-    proposal = spsjax.propose(target, prompt, loaded)
+    proposal = proposed(target, prompt, loaded)
     paths = drafting.paths(proposal)
-    tokens = jnp.asarray([prompt])
-    output = transformer.apply(
-        target.config, target.params, tokens[:, :-1], tap_layers=drafter.tap_layers
+    texts = np.zeros((10, 24), np.int32)
+    for node, path in enumerate(paths):
+        texts[node, : len(prompt) + len(path)] = [*prompt, *path]
+    chosen = None if later == "all" else np.asarray([0, 2, last])
+    chain = dataclasses.replace(drafter, tree=None)
+    logits = np.asarray(
+        logits_after(chain, depth, loaded.with_target(target.params), texts, last, chosen)
     )
-    features, last = drafter.features(params, output), len(prompt) - 2
-    chosen = None if later is None else jnp.asarray([0, 2, last])
-
-    @jax.jit
-    def logits_after(path):
-        """[depth, V] after each part of a path, from the unrolled steps."""
-        following = jnp.concatenate([tokens[:, 1:], path[None]], axis=1)[:, : last + 1 + depth]
-        padded = jnp.pad(features, ((0, 0), (0, following.shape[1] - last - 1), (0, 0)))
-        steps = drafter.unrolled(params, following, padded, depth, later=chosen)
-        return jnp.stack(
-            [
-                drafter.logits(params, each, step)[0, last if chosen is None or not step else 2]
-                for step, each in enumerate(steps)
-            ]
-        )
-
     for node, path in enumerate(paths):
         if len(path) == depth:
             continue
-        logits = logits_after(jnp.pad(jnp.asarray(path, int), (0, depth - len(path))))[len(path)]
+        line = logits[node, len(path)]
         if isinstance(tree, DynamicTree):
             children = {other[-1] for other in paths if other and other[:-1] == path}
-            assert children <= {*np.argsort(-logits)[: tree.width].tolist()}
+            assert children <= {*np.argsort(-line)[: tree.width].tolist()}
         elif tree is None or node in tree.inner:
-            probs = jax.nn.softmax(logits)
-            np.testing.assert_allclose(proposal.probs[0, node], probs, atol=2e-5)
+            probs = np.exp(line - line.max())
+            np.testing.assert_allclose(proposal.probs[0, node], probs / probs.sum(), atol=2e-5)
 
 
-def test_memory_matters_from_the_second_draft_token_on():
-    """Of committed tokens the target's activations are remembered, whatever is learned."""
-    target = spread_model(VOCAB, num_layers=3)
-    some, other = (copied(target, 2, 64, own_input) for own_input in (True, False))
-    proposals = [spsjax.propose(target, PROMPTS[0], each) for each in (some, other)]
+def test_memory_matters_from_the_second_draft_token_on(target):
+    """Of committed tokens the target's activations are remembered, whatever is learned.
+
+    Of drafted ones a copy that remembers its own input knows what the target would.
+    """
+    some, other = (copied(target, 3, 64, own_input) for own_input in (True, False))
+    proposals = [proposed(target, PROMPTS[0], each) for each in (some, other)]
     first, second = (
         np.abs(np.asarray(proposals[0].probs - proposals[1].probs))[0, step].max()
         for step in (0, 1)
     )
     same = int(proposals[0].tokens[0, 0]) == int(proposals[1].tokens[0, 0])
     assert same and first < 1e-6 and second > 1e-4
+    text = np.asarray([[*PROMPTS[0], *proposals[0].tokens[0]]])
+    run = jax.jit(transformer.apply, static_argnums=0)
+    logits = np.asarray(run(target.config, target.params, text).logits)[0, -K - 1 : -1]
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(proposals[0].probs[0], probs, atol=1e-5)
 
 
 def test_memory_is_the_mixture_of_the_streams():
@@ -122,8 +163,7 @@ def test_memory_is_the_mixture_of_the_streams():
     np.testing.assert_allclose(second, np.full((1, 2, 3), 8.5), rtol=1e-6)
 
 
-def test_shipped_target_is_copied_from_its_last_layers():
-    target = spread_model(VOCAB, num_layers=3)
+def test_shipped_target_is_copied_from_its_last_layers(target):
     drafter = spire.Drafter(target.config)
     assert drafter.tap_layers == (1, 2)
     weights = copied(target, 2, 64).params
@@ -136,19 +176,16 @@ def _leaves(tree):
     return jax.tree.leaves(tree)
 
 
-def test_saved_drafter_loads_unchanged(tmp_path):
-    target = spread_model(VOCAB, num_layers=3)
-    drafter, weights = copied(target, 2, 8).drafter, copied(target, 2, 8).params
-    loading.save_drafter(
-        tmp_path, loading.LoadedDrafter("", drafter, weights), target, dtype="float32"
-    )
+def test_saved_drafter_loads_unchanged(target, tmp_path):
+    saved = copied(target, 2, 8)
+    loading.save_drafter(tmp_path, saved, target, dtype="float32")
     loaded = spsjax.load_drafter(tmp_path, target)
     assert (loaded.drafter.num_layers, loaded.drafter.sinks, loaded.drafter.recent) == (2, 1, 8)
-    assert all(map(np.array_equal, _leaves(loaded.params), _leaves(weights)))
+    assert all(map(np.array_equal, _leaves(loaded.params), _leaves(saved.params)))
 
 
-def test_mesh_engine_and_hybrid_give_the_text_of_one_device(tmp_path):
-    target = spread_model(VOCAB, num_layers=3, max_positions=128)
+@pytest.mark.slow
+def test_mesh_engine_and_hybrid_give_the_text_of_one_device(target, tmp_path):
     loaded = copied(target, 2, recent=8)
     loading.save_drafter(tmp_path, loaded, target, dtype="float32")
     options = {"sampling": SamplingParams(0.0), "max_new_tokens": 24}
@@ -173,23 +210,21 @@ def test_mesh_engine_and_hybrid_give_the_text_of_one_device(tmp_path):
         ({"sinks": -1}, "sinks: expected"),
     ],
 )
-def test_bad_fields_are_refused(fields, message):
+def test_bad_fields_are_refused(target, fields, message):
     with pytest.raises(InputError, match=f"^{message}"):
-        spire.Drafter(spread_model(VOCAB, num_layers=3).config, **fields)
+        spire.Drafter(target.config, **fields)
 
 
+@pytest.mark.training
 def test_training_makes_drafts_better():
     """On random texts of the target: less loss, and a memory that has moved."""
-    drafter, weights = drafting.trained_head("spire", spread_model(VOCAB).config)
-    assert np.ptp(np.asarray(weights["memory"]["kernel"])) > 0.1
     target = spread_model(VOCAB)
-    begun = drafter.from_target(
-        drafter.init_params(jax.random.key(0)), {"target": target.params, "drafter": {}}
-    )
+    drafter, weights = drafting.trained_head("spire", target.config, 150)
+    assert np.ptp(np.asarray(weights["memory"]["kernel"])) > 0.1
     before, after = (
         spsjax.generate(
             target, PROMPTS, loading.LoadedDrafter("spire", drafter, each), max_new_tokens=80
         ).stats.acceptance_rate
-        for each in (begun, weights)
+        for each in (drafting.begun(drafter, target.params), weights)
     )
     assert after > before + 0.05

@@ -15,27 +15,43 @@ import spsjax
 from spsjax import InputError, SamplingParams, Tree, execution, growth, loading
 from spsjax.drafters import ngram, stopping
 from spsjax.request import Request
+from spsjax.utils.compilation import compiled
 
 LOGITS = np.log(np.asarray([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3], [1.0, 1e-30, 1e-30]], np.float32))
 GREEDY = SamplingParams(temperature=0.0)
+K, PROMPTS, NEW = 2, [[3, 4, 5], [9]], 16
 
 
-def drawn(logits, tokens):
-    return growth.Drawn(jnp.asarray(logits), None, jnp.asarray(tokens), 0)
+def ends(rule, tokens, state=(), logits=LOGITS):
+    """Returns which chains a rule ends after their newest tokens."""
+    return compiled(_ends, rule)(logits, np.asarray(tokens), state)[0]
+
+
+def _ends(rule, logits, tokens, state):
+    return rule.ends(None, state, growth.Drawn(logits, None, tokens, 0))[0]
+
+
+def after_round(rule, offered, accepted, most):
+    """Returns the state of a rule after its first round."""
+    return compiled(_after_round, rule)(*map(np.asarray, (offered, accepted, most)))[0]
+
+
+def _after_round(rule, offered, accepted, most):
+    return rule.update(rule.init(len(offered)), offered, accepted, most)
 
 
 def test_confidence_ends_after_a_token_of_low_probability():
-    ends, _ = stopping.Confidence(0.25).ends(None, (), drawn(LOGITS, [1, 1, 0]))
-    np.testing.assert_array_equal(ends, [True, False, False])
+    rule = stopping.Confidence(0.25)
+    np.testing.assert_array_equal(ends(rule, [1, 1, 0]), [True, False, False])
 
 
 def test_entropy_ends_after_an_uncertain_distribution():
     """The entropies are 0.80, 1.09 and 0 nats, and 0.35 and 0.40 the roots of 0.15 of them."""
     for threshold, expected in ((0.3, [True, True, False]), (0.37, [False, True, False])):
-        ends, _ = stopping.Entropy(threshold=threshold).ends(None, (), drawn(LOGITS, [0, 0, 0]))
-        np.testing.assert_array_equal(ends, expected)
-    certain = drawn([[0.0, -np.inf, -np.inf]], [0])
-    assert not stopping.Entropy().ends(None, (), certain)[0][0]
+        rule = stopping.Entropy(threshold=threshold)
+        np.testing.assert_array_equal(ends(rule, [0, 0, 0]), expected)
+    certain = np.asarray([[0.0, -np.inf, -np.inf]] * 3, np.float32)
+    assert not ends(stopping.Entropy(), [0, 0, 0], logits=certain).any()
 
 
 def test_bound_follows_the_share_of_accepted_tokens():
@@ -44,19 +60,16 @@ def test_bound_follows_the_share_of_accepted_tokens():
     A row in which nothing was offered stays. All of a whole chain: the bound stays, too.
     """
     rule = stopping.Adaptive(stopping.Confidence(0.4), step=0.1)
-    offered, accepted = jnp.asarray([4, 4, 2, 0]), jnp.asarray([2, 4, 2, 0])
-    after = rule.update(rule.init(4), offered, accepted, 4)
-    np.testing.assert_allclose(after.rate, [0.7, 0.95, 0.95, 0.9], rtol=1e-6)
-    np.testing.assert_allclose(after.bound, [0.41, 0.4, 0.39, 0.4], rtol=1e-6)
-    whole = rule.update(rule.init(2), jnp.asarray([2, 2]), jnp.asarray([2, 2]), jnp.asarray([2, 3]))
-    np.testing.assert_allclose(whole.bound, [0.4, 0.39], rtol=1e-6)
-    far = dataclasses.replace(rule, rule=stopping.Confidence(1.0), step=1.0, inertia=0.0)
-    assert far.update(far.init(1), jnp.asarray([4]), jnp.asarray([0]), 4).bound[0] == 1
-    tokens = drawn(LOGITS[[0, 1]], [1, 1])  # of probability 0.2 and 0.3
-    ends, _ = rule.ends(None, jnp.asarray([0.1, 0.31]), tokens)
-    np.testing.assert_array_equal(ends, [False, True])
+    rounds = [4, 4, 2, 0, 2, 2], [2, 4, 2, 0, 2, 2], [4, 4, 4, 4, 2, 3]
+    after = after_round(rule, *rounds)
+    np.testing.assert_allclose(after.rate, [0.7, 0.95, 0.95, 0.9, 0.95, 0.95], rtol=1e-6)
+    np.testing.assert_allclose(after.bound, [0.41, 0.4, 0.39, 0.4, 0.4, 0.39], rtol=1e-6)
+    far = dataclasses.replace(rule, rule=stopping.Confidence(0.9), step=1.0, inertia=0.0)
+    np.testing.assert_allclose(after_round(far, *rounds).bound, [1, 0.9, 0, 0.9, 0.9, 0])
+    bounds = np.asarray([0.1, 0.31, 0.9], np.float32)  # of tokens of probability 0.2, 0.3 and 1
+    np.testing.assert_array_equal(ends(rule, [1, 1, 0], bounds), [False, True, False])
     entropy = stopping.Adaptive(stopping.Entropy(threshold=0.3))
-    assert entropy.init(1).bound[0] == pytest.approx(0.7)
+    assert after_round(entropy, *rounds).bound[3] == pytest.approx(0.7)
     for wrong in (stopping.Adaptive(stopping.Entropy()), 0.5):
         with pytest.raises(InputError, match=r"^rule: expected Confidence or Entropy, found"):
             stopping.Adaptive(wrong)
@@ -64,21 +77,18 @@ def test_bound_follows_the_share_of_accepted_tokens():
         stopping.Adaptive(stopping.Entropy(), share=2.0)
 
 
-def test_loop_moves_the_bound(target, draft):
+@pytest.mark.slow
+@pytest.mark.parametrize(("threshold", "share", "sign"), [(1.0, 0.0, -1), (0.0, 1.0, 1)])
+def test_loop_moves_the_bound(target, draft, threshold, share, sign):
     """A bound that hardly anything passes falls, and one that all pass rises."""
-    loaded = loading.as_drafter(draft, target)
-    for threshold, share, sign in ((1, 0, -1), (0, 1, 1)):
-        rule = stopping.Adaptive(stopping.Confidence(threshold), share, step=0.1)
-        drafter = loading.with_stop_rule(loaded, target, rule)
-        request = Request(
-            "x", target, [[3, 4]], drafter, 6, SamplingParams(), 30, 0, "rejection", False
-        )
-        state, _ = execution.prefill(request)
-        for rounds in (0, 4):
-            if rounds:
-                state, _ = execution.run(request, state, rounds)
-            bound = float(state.rule.bound[0])
-            assert bound == threshold if rounds == 0 else (bound - threshold) * sign > 0
+    rule = stopping.Adaptive(stopping.Confidence(threshold), share, step=0.1)
+    drafter = loading.with_stop_rule(loading.as_drafter(draft, target), target, rule)
+    options = SamplingParams(), NEW, 0, "rejection", False
+    request = Request("x", target, PROMPTS, drafter, K, *options)
+    state, _ = execution.prefill(request)
+    assert state.rule.bound.tolist() == [threshold] * 2
+    state, _ = execution.run(request, state, 4)
+    assert (np.sign(state.rule.bound - threshold) == sign).all()
 
 
 def test_steps_after_the_end_of_all_chains_are_not_run():
@@ -91,42 +101,44 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
 
     last = jnp.asarray([1, 2])
     stops = growth.Stops((), lambda state, drawn: (drawn.tokens == last, state))
-    now = drafting.round_of(
-        jnp.zeros((2, 1), jnp.int32),
-        jnp.ones(2, jnp.int32),
-        GREEDY.rows(2),
-        jax.random.split(jax.random.key(0), 2),
-    )
-    proposal, _, _ = jax.jit(lambda: growth.grow(None, 6, feed, (), now, stops))()
-    np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [0, 1, 2, -1, -1, -1]])
-    jax.effects_barrier()
-    assert len(steps) == 3
-    steps.clear()
-    without = dataclasses.replace(now, done=jnp.asarray([False, True]))
-    proposal, _, _ = jax.jit(lambda: growth.grow(None, 6, feed, (), without, stops))()
-    np.testing.assert_array_equal(proposal.tokens, [[0, 1, -1, -1, -1, -1], [-1] * 6])
-    jax.effects_barrier()
-    assert len(steps) == 2
 
-
-def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):
-    loaded = loading.as_drafter(draft, target)
-    prompts = [[3, 4, 5], [9]]
-    options = {"sampling": GREEDY, "max_new_tokens": 16}
-    expected = spsjax.generate(target, prompts, **options)
-    whole = spsjax.generate(target, prompts, loaded, 6, **options)
-    for rule in (
-        stopping.Confidence(0.5),
-        stopping.Entropy(),
-        stopping.by_name("adaptive-entropy"),
-    ):
-        out = spsjax.generate(
-            target, prompts, loading.with_stop_rule(loaded, target, rule), 6, **options
+    @jax.jit
+    def draft(done):
+        now = drafting.round_of(
+            jnp.zeros((2, 1), jnp.int32),
+            jnp.ones(2, jnp.int32),
+            GREEDY.rows(2),
+            jax.random.split(jax.random.key(0), 2),
         )
-        for tokens, same in zip(out.tokens, expected.tokens):
-            np.testing.assert_array_equal(tokens, same)
-        per_round = out.stats.proposed_tokens / out.stats.target_calls
-        assert 1 <= per_round < whole.stats.proposed_tokens / whole.stats.target_calls
+        return growth.grow(None, 6, feed, (), dataclasses.replace(now, done=done), stops)[0].tokens
+
+    for done, row, count in ((False, [0, 1, 2, -1, -1, -1], 3), (True, [-1] * 6, 2)):
+        tokens = draft(np.asarray([False, done]))
+        np.testing.assert_array_equal(tokens, [[0, 1, -1, -1, -1, -1], row])
+        jax.effects_barrier()
+        assert len(steps) == count
+        steps.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule",
+    [
+        stopping.Adaptive(stopping.Confidence(0.5)),
+        pytest.param(stopping.Entropy(), marks=pytest.mark.slow),
+    ],
+    ids=("adaptive", "entropy"),
+)
+def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft, rule):
+    options = {"sampling": GREEDY, "max_new_tokens": NEW, "stop_at_eos": False}
+    expected = spsjax.generate(target, PROMPTS, **options)
+    drafter = loading.with_stop_rule(loading.as_drafter(draft, target), target, rule)
+    out = spsjax.generate(target, PROMPTS, drafter, K, **options)
+    for tokens, same in zip(out.tokens, expected.tokens, strict=True):
+        np.testing.assert_array_equal(tokens, same)
+    rounds = sum(out.stats.accepted_histogram)
+    assert rounds <= out.stats.proposed_tokens < K * rounds
+    assert sum(out.stats.accepted_histogram[1:])
 
 
 def test_rules_have_names():

@@ -1,14 +1,20 @@
 """Proposals of suffix decoding, compared with counting by brute force."""
 
-import jax
 import numpy as np
 import pytest
 from helpers import drafting, reference
 
 from spsjax import InputError
 from spsjax.drafters import suffix
+from spsjax.utils.compilation import compiled
 
-SLOTS = 20
+ROWS, SLOTS = 300, 20
+DEFAULTS = {"max_match": 5, "factor": 1.0, "min_prob": 0.13}
+
+
+def propose(drafter, tokens, lengths):
+    proposal, _ = drafter.propose({"drafter": {}}, (), drafting.round_of(tokens, lengths))
+    return proposal.tokens, proposal.parents
 
 
 def paths_of(tokens, parents):
@@ -24,26 +30,21 @@ def paths_of(tokens, parents):
     ("K", "N", "options"),
     [
         (4, 0, {}),
-        (6, 0, {"factor": 0.5, "min_prob": 0.27}),
+        (4, 0, {"factor": 0.5, "min_prob": 0.27}),
+        (4, 0, {"factor": 1.5, "min_prob": 0.0}),
         (3, 0, {"max_match": 2, "factor": 2.0, "min_prob": 0.0}),
         (3, 6, {}),
+        (3, 6, {"factor": 1.5, "min_prob": 0.0}),
         (4, 2, {}),
-        (4, 5, {"factor": 1.5, "min_prob": 0.0}),
     ],
 )
 def test_proposal_has_the_highest_score_of_counts(K, N, options):
     """Of all lengths of the match, the one whose counts promise most tokens, is taken."""
-    options = {"max_match": 5, "factor": 1.0, "min_prob": 0.13} | options
+    options = DEFAULTS | options
     drafter = suffix.Drafter(K, num_tree_tokens=N, **options)
     rng = np.random.default_rng(K + N)
-    tokens, lengths = rng.integers(0, 3, (300, SLOTS)), rng.integers(1, SLOTS + 1, 300)
-
-    @jax.jit
-    def propose(tokens, lengths):
-        proposal = drafter.propose({"drafter": {}}, (), drafting.round_of(tokens, lengths))[0]
-        return proposal.tokens, proposal.parents
-
-    proposed, parents = propose(tokens, lengths)
+    tokens, lengths = rng.integers(0, 3, (ROWS, SLOTS)), rng.integers(1, SLOTS + 1, ROWS)
+    (proposed, parents), _ = compiled(propose, drafter)(tokens, lengths)
     missing = 0
     for row, length in enumerate(lengths):
         text = tokens[row, :length].tolist()
@@ -61,15 +62,13 @@ def test_proposal_has_the_highest_score_of_counts(K, N, options):
 
 
 def test_text_behind_the_last_token_is_not_read():
-    drafter = suffix.Drafter(4)
-    text = [5, 6, 7, 8, 5, 6]
-    for stale in (0, 5, 6):
-        tokens = np.asarray([[*text, *[stale] * 6]], np.int32)
-        proposal, _ = drafter.propose(
-            {"drafter": {}}, (), drafting.round_of(tokens, np.asarray([6]))
-        )
-        # Two tokens match, and so two are proposed.
-        np.testing.assert_array_equal(proposal.tokens, [[7, 8, -1, -1]])
+    """Two tokens match, and so two are proposed, whatever stale tokens follow."""
+    tokens = np.zeros((ROWS, SLOTS), int)
+    tokens[:, :6] = 5, 6, 7, 8, 5, 6
+    tokens[1, 6:], tokens[2, 6:] = 5, 6
+    drafter = suffix.Drafter(4, **DEFAULTS)
+    (proposed, _), _ = compiled(propose, drafter)(tokens, np.full(ROWS, 6))
+    np.testing.assert_array_equal(proposed[:3], [[7, 8, -1, -1]] * 3)
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,49 @@
 
 import dataclasses
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import build_model, spread_model
+from helpers.models import build_model
+from helpers.numpy_models import numpy_spread_model
 
 import spsjax
-from spsjax import InputError, NonFiniteError, SamplingParams, execution, pacing
+from spsjax import InputError, NonFiniteError, SamplingParams, decode, execution, pacing
+from spsjax.engine import engine as engine_module
 from spsjax.parallel import sharding
 from spsjax.utils import compilation
 
 GREEDY = SamplingParams(temperature=0.0)
+SLOTS = 96  # of the shared engine, and of the calls it is compared with, which so share programs
+
+
+K = 2
+
+
+def new_engine(target, draft):
+    """Returns an engine of two rows; its programs are the same in all tests."""
+    return spsjax.Engine(target, draft, K, rows=2, slots=SLOTS, chunk=16, rounds=2)
 
 
 @pytest.fixture(scope="module")
 def engine(target, draft):
-    return spsjax.Engine(target, draft, 3, rows=3, slots=96, chunk=16, rounds=2)
+    """An engine that tests share, in the state in which the last one left it."""
+    return new_engine(target, draft)
+
+
+def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0, slots=SLOTS):
+    with mock.patch.object(decode, "num_slots", lambda length: slots):
+        out = spsjax.generate(target, [prompt], draft, K, sampling, count, seed)
+    return out.tokens[0].tolist()
 
 
 @pytest.fixture(scope="module")
-def endless(target, draft):
-    """An engine whose requests use up their budgets."""
-    return spsjax.Engine(target, draft, 3, rows=3, slots=96, chunk=16, rounds=2, stop_at_eos=False)
-
-
-def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0):
-    out = spsjax.generate(target, [prompt], draft, 3, sampling, count, seed)
-    return out.tokens[0].tolist()
+def lasting(target, draft) -> list[int]:
+    """A prompt of which the greedy text has no end for 70 tokens."""
+    prompts = ([token] for token in range(1, 48))
+    return next(one for one in prompts if len(alone(target, draft, one, GREEDY, 70)) == 70)
 
 
 def test_requests_that_come_and_go_get_what_they_get_alone(engine, target, draft):
@@ -57,24 +72,59 @@ def test_costs_are_measured_on_the_first_prompt(target, draft, monkeypatch):
 
     def prepare(call):
         calls.append(call)
-        costs = pacing.forced(0, call.program.drafter.num_speculative_tokens)
-        call.params["costs"] = execution.placed(call, costs)
-        return 0.0
+        call.params["costs"] = f"costs of {len(call.prompts)} rows"
 
     monkeypatch.setattr(execution, "prepare", prepare)
-    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=96, rounds=1)
-    requests = [engine.submit(prompt, GREEDY, 3) for prompt in ([1, 2, 3], [4])]
-    for request in requests:
-        out = spsjax.generate(target, [request.prompt], sampling=GREEDY, max_new_tokens=3)
-        assert request.result() == out.tokens[0].tolist()
-    measured = [call for call in calls if call.program.pacer]
-    assert [call.prompts for call in measured] == [[[1, 2, 3]], [[1, 2, 3]] * 2]
-    for call in measured:
-        assert call.slots == engine.slots and not call.inputs[0].temperature.any()
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=SLOTS, rounds=1)
+    for prompt in ([1, 2, 3], [4]):
+        engine.submit(prompt, GREEDY, 3)
+    engine._hear()
+    for rows in (1, 2, 1):
+        assert engine._loop(rows).params["costs"] == f"costs of {rows} rows"
+    assert [call.prompts for call in calls] == [[[1, 2, 3]], [[1, 2, 3]] * 2]
+    for call in calls:
+        assert call.program.pacer and call.slots == engine.slots
+        assert not call.inputs[0].temperature.any()
 
 
-def test_loop_has_as_many_rows_as_requests_need(target, draft):
+@pytest.mark.slow
+def test_engine_with_auto_serves_the_target_s_greedy_tokens(target, draft, monkeypatch):
+    """Also where all rounds rest, and where a list of one value comes with costs of many rows."""
+    options = {"rows": 2, "slots": SLOTS, "rounds": 1}
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    for prepare in (execution.prepare, _rest):
+        monkeypatch.setattr(execution, "prepare", prepare)
+        engine = spsjax.Engine(target, draft, "auto", **options)
+        one = SamplingParams(temperature=[0.0])
+        for _ in range(2):  # alone, and together
+            requests = [engine.submit(prompt, one, 6) for prompt in prompts]
+            for request in requests:
+                assert request.result() == alone(target, None, request.prompt, GREEDY, 6)
+
+
+def _rest(call) -> float:
+    """Gives a call costs by which it never drafts."""
+    costs = pacing.forced(0, call.program.drafter.num_speculative_tokens)
+    call.params["costs"] = execution.placed(call, costs)
+    return 0.0
+
+
+def test_loop_has_as_many_rows_as_requests_need(target, draft, lasting):
     """It grows at once, and shrinks after some steps. Each row keeps its text, wherever it is."""
+    engine = new_engine(target, draft)
+    rows, requests = [], [engine.submit(lasting, GREEDY, 70)]
+    engine.step()
+    rows.append(len(engine._state.done))
+    requests += [engine.submit(prompt, GREEDY, 12) for prompt in ([5, 6], [7])]
+    while engine.step():
+        rows.append(len(engine._state.done))
+    for request, count in zip(requests, (70, 12, 12), strict=True):
+        assert request.tokens == alone(target, draft, request.prompt, GREEDY, count)
+    assert rows[:2] == [1, 2] and rows[-1] == 1 and set(rows) == {1, 2}
+
+
+@pytest.mark.slow
+def test_loop_of_four_rows_shrinks_to_two_and_one(target, draft):
     engine = spsjax.Engine(target, draft, 3, rows=4, slots=160, rounds=1, stop_at_eos=False)
     expected = {}
     for seed, count in enumerate((120, 20, 20, 40)):
@@ -92,24 +142,24 @@ def test_loop_has_as_many_rows_as_requests_need(target, draft):
     assert rows[:2] == [1, 4] and rows[-1] == 1 and set(rows) == {1, 2, 4}
 
 
-def test_rows_are_filled_again(endless):
+def test_rows_are_filled_again(engine, lasting):
     """More requests run than there are rows, and none waits for all others."""
-    requests = [endless.submit([1, 2, seed], GREEDY, 4 + seed, seed) for seed in range(8)]
+    requests = [engine.submit(lasting, GREEDY, 4 + seed, seed) for seed in range(6)]
     while not requests[0].done:
-        endless.step()
+        engine.step()
     assert not requests[-1].done
-    assert [len(request.result()) for request in requests] == list(range(4, 12))
+    assert [len(request.result()) for request in requests] == list(range(4, 10))
 
 
-def test_long_prompt_does_not_stall_others(endless):
+def test_long_prompt_does_not_stall_others(engine, lasting):
     """It is read a chunk at a time, and others get tokens in between."""
-    first = endless.submit([5], GREEDY, 80)
+    first = engine.submit(lasting, GREEDY, 70)
     while not first.tokens:
-        endless.step()
-    long = endless.submit([1 + i % 40 for i in range(64)], GREEDY, 2)
+        engine.step()
+    long = engine.submit([1 + i % 40 for i in range(64)], GREEDY, 2)
     counts = []
     while not long.tokens:
-        endless.step()
+        engine.step()
         counts.append(len(first.tokens))
     assert len(counts) >= 4 and np.all(np.diff(counts[:4]) > 0)
     first.cancel()
@@ -131,13 +181,19 @@ def test_cancelled_requests_free_their_rows(engine, target, draft):
         assert request.tokens == whole[: len(request.tokens)]
 
 
+def plain_engine(target, rows):
+    """Returns an engine without a drafter; its programs are those of others of as many rows."""
+    return spsjax.Engine(target, rows=rows, slots=64)
+
+
 def test_error_in_a_row_leaves_the_others_alone(target):
     """The model cannot read one token, which only one prompt has. Its row is used again."""
-    expected = alone(target, None, [5, 6], GREEDY)
+    expected = alone(target, None, [5, 6], GREEDY, slots=64)
     other = next(token for token in range(1, 48) if token not in {4, 5, 6, *expected})
-    embedding = target.params["embed"]["embedding"].at[other].set(np.nan)
+    embedding = np.array(target.params["embed"]["embedding"])
+    embedding[other] = np.nan
     broken = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
-    engine = spsjax.Engine(broken, rows=2, slots=64)
+    engine = plain_engine(broken, 2)
     healthy, failing = engine.submit([5, 6], GREEDY, 20), engine.submit([4, other], GREEDY, 20)
     with pytest.raises(NonFiniteError, match=r"^position 2: expected finite logits"):
         failing.result()
@@ -147,12 +203,20 @@ def test_error_in_a_row_leaves_the_others_alone(target):
 
 
 # Of drafters whose states are inserted in the same way, one.
-KINDS = "hybrid", "lookahead", "medusa", "none", "random_tree", "sparse_self", "spire", "suffix"
+KINDS = "hybrid", "lookahead", "medusa", "none", "random_tree", "sparse_self", "spire"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_state_keeps_its_rows_apart(target, draft, name):
-    """A request that is put in late, beside others, gets what it gets alone."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["suffix", *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS)]
+)
+def test_every_kind_of_state_keeps_its_rows_apart(target, draft, name, monkeypatch):
+    """A request that is put in late, beside others, gets what it gets alone.
+
+    The loop always has two rows, as many as the call that it is compared with.
+    """
+    monkeypatch.setattr(engine_module, "row_sizes", lambda most, least: [most])
+    monkeypatch.setattr(decode, "num_slots", lambda length: 64)
     drafter = None if name == "none" else drafting.build(name, draft, 3)
     fixed = {"verifier": drafting.verifier(name)}
     engine = spsjax.Engine(target, drafter, rows=2, slots=64, chunk=8, rounds=1, **fixed)
@@ -162,7 +226,8 @@ def test_every_kind_of_state_keeps_its_rows_apart(target, draft, name):
         engine.step()
     for seed, request in enumerate(requests):
         sampling = GREEDY if seed == 1 else SamplingParams()
-        out = spsjax.generate(target, [request.prompt], drafter, None, sampling, 9, seed, **fixed)
+        prompts = [request.prompt, [0]]
+        out = spsjax.generate(target, prompts, drafter, None, sampling, [9, 0], seed, **fixed)
         assert request.result() == out.tokens[0].tolist()
 
 
@@ -180,6 +245,7 @@ def test_threads_share_an_engine(engine, target, draft):
     assert results == {s: alone(target, draft, [s, 2], count=15, seed=s) for s in range(6)}
 
 
+@pytest.mark.slow
 def test_requests_on_a_mesh(target, draft):
     mesh = sharding.mesh(data=2, model=4)
     models = [build_model(model.config, model.params, mesh) for model in (target, draft)]
@@ -191,10 +257,11 @@ def test_requests_on_a_mesh(target, draft):
 
 
 def test_text_comes_in_pieces(tiny_tokenizer):
-    model = dataclasses.replace(spread_model(300, seed=5), tokenizer=tiny_tokenizer)
-    engine = spsjax.Engine(model, rows=2, slots=96)
+    model = dataclasses.replace(numpy_spread_model(300, seed=5), tokenizer=tiny_tokenizer)
+    engine = spsjax.Engine(model, rows=1, slots=64)
     pieces = list(engine.submit("def f(x):", SamplingParams(), 30, 4))
-    expected = spsjax.generate(model, ["def f(x):"], max_new_tokens=30, seed=4)
+    with mock.patch.object(decode, "num_slots", lambda length: 64):
+        expected = spsjax.generate(model, ["def f(x):"], max_new_tokens=30, seed=4)
     assert len(pieces) > 1 and "".join(pieces) == expected.texts[0]
 
 
@@ -216,7 +283,7 @@ def test_arguments_that_cannot_be_used(target, arguments, message):
     ("prompt", "options", "message"),
     [
         ([], {}, "prompt: expected at least one token"),
-        ([1], {"max_new_tokens": 96}, r"prompt: expected prompt, new tokens and 4 more within the"),
+        ([1], {"max_new_tokens": 96}, r"prompt: expected prompt, new tokens and 3 more within the"),
         ([1], {"max_new_tokens": -3}, "max_new_tokens: "),
         ([1], {"seed": -1}, "seed: "),
         ([1], {"sampling": 1.0}, "sampling: "),
@@ -240,19 +307,20 @@ def test_text_without_a_tokenizer_is_an_error(engine):
     request.cancel()
 
 
-def test_error_of_the_loop_ends_what_runs_and_not_what_waits(target, monkeypatch):
-    engine = spsjax.Engine(target, rows=1, slots=64, stop_at_eos=False)
-    first, second = engine.submit([1], GREEDY, 40), engine.submit([2], GREEDY, 5)
+def test_error_of_the_loop_ends_what_runs_and_not_what_waits(target, lasting, monkeypatch):
+    engine = plain_engine(target, 1)
+    first, second = engine.submit(lasting, GREEDY, 40), engine.submit([2], GREEDY, 5)
     engine.step()
+    assert not first.done
     with monkeypatch.context() as patch:
         patch.setattr(execution, "run", lambda *_: 1 / 0)
         assert engine.step()
     with pytest.raises(ZeroDivisionError):
         first.result()
-    out = spsjax.generate(target, [[2]], None, 0, GREEDY, 5, stop_at_eos=False)
-    assert second.result() == out.tokens[0].tolist()
+    assert second.result() == alone(target, None, [2], GREEDY, 5, slots=64)
 
 
+@pytest.mark.slow
 def test_warm_engine_compiles_nothing_more(target, draft):
     """Whatever number of requests comes, after prompts of the same lengths."""
     engine = spsjax.Engine(target, draft, 2, rows=4, slots=96, stop_at_eos=False)
@@ -269,15 +337,8 @@ def test_warm_engine_compiles_nothing_more(target, draft):
     assert compilation._newest.ended == compiled_at
 
 
-def test_a_list_of_one_value_serves_one_request_and_costs_of_many_rows(target, draft):
-    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=64)
-    engine.submit([1, 2], SamplingParams(temperature=[0.8]), 5).result()
-    for one in [engine.submit([1, 2], SamplingParams(), 5, seed) for seed in range(2)]:
-        assert len(one.result()) <= 5
-
-
 def test_a_closed_engine_ends_its_requests_and_takes_no_more(target):
-    engine = spsjax.Engine(target, rows=1, slots=64)
+    engine = plain_engine(target, 1)
     requests = [engine.submit([1, 2], max_new_tokens=30) for _ in range(2)]
     engine.step()
     engine.close()
@@ -285,4 +346,4 @@ def test_a_closed_engine_ends_its_requests_and_takes_no_more(target):
     with pytest.raises(InputError, match=r"^submit: expected an open engine"):
         engine.submit([1, 2], max_new_tokens=5)
     with pytest.raises(InputError, match=r"^prompts: expected at least one"):
-        spsjax.Engine(target, rows=1, slots=64).warm_up([])
+        plain_engine(target, 1).warm_up([])

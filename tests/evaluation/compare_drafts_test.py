@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
+from helpers.command_line import fails_with_one_line, launch, run, succeeds, tiny_pair
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,13 @@ def comparison(pair, folder, **changes):
     return f"--config={path}", f"--workdir={folder / 'runs'}"
 
 
+@pytest.mark.process
+@pytest.mark.training
 def test_compare_drafts_writes_table_and_resumes(pair, tmp_path):
     """The table and the plot compare the drafts; a second run trains nothing again."""
     pytest.importorskip("matplotlib")
     flags = comparison(pair, tmp_path)
-    first = succeeds("compare_drafts.py", *flags)
+    first = succeeds("compare_drafts.py", *flags, by=launch)
     rows = json.loads((tmp_path / "runs" / "table.json").read_text())
     assert set(rows) == {"forward_kl"}
     for row in rows.values():

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from helpers.command_line import fails_with_one_line, run, succeeds
+from helpers.command_line import fails_with_one_line, launch, run, succeeds
 
 from spsjax import InputError
 from spsjax.data import documents
@@ -59,9 +59,10 @@ def test_examples_are_of_held_out_files_and_scored_by_the_whole_text(tmp_path):
         list(edit.Task(documents.Sources((str(tmp_path / "short"),))).examples())
 
 
+@pytest.mark.process
 def test_make_edits_writes_training_texts_alone(tmp_path):
     path = tmp_path / "edits.jsonl"
-    succeeds("make_edits.py", f"--output={path}", "--characters=4000")
+    succeeds("make_edits.py", f"--output={path}", "--characters=4000", by=launch)
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(texts) > 100
     written = "".join(text.partition(edit.MARK)[2] for text in texts)

@@ -130,6 +130,7 @@ for sample in range(200):
 """
 
 
+@pytest.mark.process
 def test_journal_killed_repeatedly_has_each_record_once(tmp_path):
     """A writer that is killed again and again ends with each record once."""
     path = tmp_path / "journal.jsonl"

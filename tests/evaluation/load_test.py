@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
+from helpers.command_line import fails_with_one_line, launch, run, succeeds, tiny_pair
 
 import spsjax
 from spsjax import InputError, SamplingParams
@@ -25,6 +25,7 @@ def test_arrivals_are_a_poisson_process():
     assert jobs == load.poisson(PROMPTS, 5.0, 4000, 40, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [None, 2])
 def test_engine_serves_every_job(target, draft, clients):
     """Two clients never have more than two requests; without clients many come at once."""
@@ -105,6 +106,7 @@ def test_loads_that_cannot_be_made(arguments, message):
         load.poisson(*arguments)
 
 
+@pytest.mark.slow
 def test_script_measures_all_loads(tmp_path):
     pytest.importorskip("matplotlib")
     pair, workdir = tiny_pair(tmp_path), tmp_path / "load"
@@ -132,11 +134,12 @@ def test_script_measures_all_loads(tmp_path):
         fails_with_one_line(run("benchmark_load.py", *flags, other, f"--config.{odd}"), name)
 
 
+@pytest.mark.process
 def test_script_simulates_loads(tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--simulated", "--config.requests=30", "--config.rates=(1.0,20.0)"]
     folder = tmp_path / "load"
-    succeeds("benchmark_load.py", *flags, f"--workdir={folder}")
+    succeeds("benchmark_load.py", *flags, f"--workdir={folder}", by=launch)
     rows = json.loads((folder / "load.json").read_text())["rows"]
     assert len(rows) == 8
     for rate in (1.0, 20.0):

@@ -67,6 +67,7 @@ def without_times(record):
     return {name: value for name, value in record.items() if name not in times}
 
 
+@pytest.mark.slow
 def test_run_all_resumes_to_the_same_records(pair, tmp_path):
     """A run that was stopped and killed ends with the records of one that was not."""
     selected, whole = filled(tmp_path / "whole.jsonl", pair)
@@ -81,6 +82,7 @@ def test_run_all_resumes_to_the_same_records(pair, tmp_path):
     assert list(map(without_times, resumed.records)) == list(map(without_times, whole.records))
 
 
+@pytest.mark.slow
 def test_run_all_times_rounds_at_some_examples(pair, tmp_path):
     """The parts of a round are timed at evenly spaced examples, as many as the plan says."""
     names = {0: set(), 1: {"one"}, 2: {"one", "two"}, 9: {"one", "two", "three"}}
@@ -94,6 +96,7 @@ def test_run_all_times_rounds_at_some_examples(pair, tmp_path):
         assert (record["round_cost"]["draft_step"] > 0) == (record["role"] != Role.BASELINE)
 
 
+@pytest.mark.slow
 def test_run_all_systems_agree_if_greedy_only(pair, tmp_path):
     """Greedy texts are equal; sampled ones have the same distribution but other draws."""
     _, journal = filled(tmp_path / "journal.jsonl", pair)

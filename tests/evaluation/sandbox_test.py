@@ -13,6 +13,7 @@ import pytest
 
 from spsjax.evaluation.tasks import sandbox
 
+pytestmark = pytest.mark.process  # of the programs
 BOUNDARIES = sandbox.unshare, sandbox.bubblewrap
 
 

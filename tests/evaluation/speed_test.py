@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 
 from spsjax import tokenization
 from spsjax.data import documents
@@ -13,6 +14,7 @@ from spsjax.performance import microbenchmarks
 from spsjax.sampling import SamplingParams
 
 
+@pytest.mark.slow
 def test_probe_of_small_draft_is_faster_than_scoring():
     """A draft step of a small draft takes less time than a scoring pass."""
     config = transformer.Config(

@@ -56,6 +56,7 @@ def test_probable_texts_are_less_surprising_than_samples(pair):
     assert total(target, texts, SamplingParams(0.0)).impossible > 0
 
 
+@pytest.mark.slow
 def test_surprise_is_that_of_the_distributions(pair):
     """Against a sum over single passes, in NumPy."""
     target, tokens = pair[0], [5, 0, 9]
@@ -72,6 +73,7 @@ def test_surprise_is_that_of_the_distributions(pair):
     assert measured.variance == pytest.approx(variance, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rates_of_all_children_add_up_to_one(pair, texts):
     """Without replacement one of all 16 tokens is accepted; the first as a single draft token.
 
@@ -100,6 +102,7 @@ def test_costs_are_measured_for_every_number_of_tokens(pair):
     assert set(costs) == {1, 3} and all(seconds > 0 for seconds in costs.values())
 
 
+@pytest.mark.slow
 def test_expected_tokens_are_those_that_the_loop_emits(pair):
     """Greedy rows are not random, so that both are equal; the budget cuts the last round."""
     target, draft = pair

@@ -1,10 +1,13 @@
 """Drafters under test: those of the package `drafters`, and those of `toy_drafters`."""
 
+import contextlib
 import dataclasses
 import functools
 import pkgutil
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers import toy_drafters
@@ -12,13 +15,15 @@ from helpers.import_graph import PLUG_INS
 from helpers.models import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spsjax import drafters, loading
+from spsjax import decode, drafters, loading, sampling, scoring
 from spsjax.drafters import (
+    blockwise,
     draft_model,
     eagle3,
     early_exit,
     hybrid,
     lookahead,
+    medusa,
     mlp_speculator,
     sparse_self,
     spire,
@@ -57,7 +62,7 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
     if name == "draft_model":
         return LoadedDrafter(name, draft_model.Drafter(draft.config, K), draft.params)
     if name in HEADS:
-        drafter, params = trained_head(name, draft.config)
+        drafter, params = random_head(name, draft.config)
         drafter = dataclasses.replace(drafter, num_speculative_tokens=K)
         return LoadedDrafter(name, drafter, replicated(params, draft.mesh))
     if name == "early_exit":
@@ -85,30 +90,85 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
 
 
 def head(name: str, config, **fields):
-    """Returns a drafter of a target's features, untrained; EAGLE-3 lacks some tokens."""
+    """Returns a drafter of a target's features; EAGLE-3 lacks some tokens."""
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
     if name == "spire":
         return spire.Drafter(config, num_layers=1, recent=6, **fields)
     if name == "mlp_speculator":
         return mlp_speculator.Drafter(config, num_steps=4, width=24, **fields)
-    if name in STATES:
-        return getattr(drafters, name).Drafter(config, num_heads=4, **fields)
+    if name == "blockwise":
+        return blockwise.Drafter(config, num_heads=4, **{"d_ff": 32} | fields)
+    if name == "medusa":
+        return medusa.Drafter(config, num_heads=4, **fields)
     fields = {"vocab_size": config.vocab_size * 5 // 6, "tap_layers": (0, 1, 1)} | fields
     return eagle3.Drafter(config, config, **fields)
 
 
 @functools.cache
-def trained_head(name: str, config, updates: int = 150):
-    """Returns a drafter of the features of `spread_model`, and its parameters."""
-    target = spread_model(config.vocab_size).params
+def random_head(name: str, config):
+    """Returns a drafter of the features of `spread_model`, and weights that all matter.
+
+    Some of its drafts are accepted in sampling, few in greedy decoding.
+    """
+    drafter = head(name, config)
+    return drafter, random_weights(drafter, target_params(config.vocab_size))
+
+
+@functools.cache
+def target_params(vocab_size: int):
+    """Returns the parameters of `spread_model`."""
+    return spread_model(vocab_size).params
+
+
+def random_weights(drafter, near=None):
+    """Returns random weights of a drafter of features, in NumPy, which compiles nothing.
+
+    Args:
+      drafter: drafter of features.
+      near: parameters of a target, to which those are near that training begins with.
+    """
+    rng = np.random.default_rng(0)
+
+    def drawn(path, leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return np.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+        around = float(path[-1].key == "scale")
+        size = 0.3 if leaf.ndim == 1 else 0.6 * leaf.shape[0] ** -0.5
+        return (around + size * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+
+    noise = jax.tree_util.tree_map_with_path(drawn, drafter.param_shapes(jnp.float32))
+    if near is None:
+        return jax.tree.map(jnp.asarray, noise)
+    weights = drafter.from_target(noise, {"target": near, "drafter": noise})
+
+    def changed(old, new):  # a little, if it came from the target
+        return jnp.asarray(new if new is old else np.asarray(new) + old / 2)
+
+    return jax.tree.map(changed, noise, weights)
+
+
+def begun(drafter, target_params):
+    """Returns the weights that the training of a drafter of features begins with."""
+
+    @jax.jit
+    def begin(target_params):
+        params = drafter.init_params(jax.random.key(3))
+        return drafter.from_target(params, {"target": target_params, "drafter": params})
+
+    return begin(target_params)
+
+
+@functools.cache
+def trained_head(name: str, config, updates: int = 60):
+    """Returns a drafter of the features of `spread_model`, and parameters of a short training."""
+    target = target_params(config.vocab_size)
     drafter = head(name, config)
     steps = 4 if name in STATES else drafter.tokens_per_step
     feature = float(name in ("eagle", "falcon"))
     objective = feature_losses.FeatureObjective(steps=steps, feature=feature)
     metrics = feature_losses.feature_metrics(drafter, objective, step.Precision())
-    params = drafter.init_params(jax.random.key(3))
-    params = drafter.from_target(params, {"target": target, "drafter": params})
+    params = begun(drafter, target)
     constants = {name: params.pop(name) for name in drafter.constants}
     frozen = {"target": target, "drafter": constants}
     optimizer = optax.adam(3e-3)
@@ -148,6 +208,45 @@ def verifier(name: str):
     """Returns the verifier that fits the drafter's proposals."""
     trees = name in ("random_tree", "lookahead")
     return match.Verifier() if trees else rejection.Verifier()
+
+
+@contextlib.contextmanager
+def small_programs():
+    """Makes what is traced small: distributions without filters, and one size of scoring passes.
+
+    For tests that are about neither. Programs then compile in half the time.
+    """
+    at_smallest_size = scoring.at_smallest_size
+
+    def to_probs(logits, rows):
+        temperature = rows.temperature[:, *[None] * (logits.ndim - 1)]
+        probs = jax.nn.softmax(logits / jnp.where(temperature == 0, 1, temperature))
+        best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+        return jnp.where(temperature == 0, best, probs)
+
+    def at_one_size(drafter, *arguments):
+        with mock.patch.object(type(drafter), "score_sizes", ()):
+            return at_smallest_size(drafter, *arguments)
+
+    with (
+        mock.patch.object(sampling, "to_probs", to_probs),
+        mock.patch.object(scoring, "at_smallest_size", at_one_size),
+    ):
+        yield
+
+
+def small(function):
+    """Returns a function that is traced within `small_programs`."""
+
+    @functools.wraps(function)
+    def traced(*arguments):
+        with small_programs():
+            return function(*arguments)
+
+    return traced
+
+
+small_propose, small_step = small(decode.propose), small(decode.step)
 
 
 def round_of(tokens, lengths, rows=None, keys=None) -> Round:

@@ -9,8 +9,8 @@ PACKAGE = ROOT / "spsjax"
 # The table: the rooms of each floor. A room is a file or a folder at the top of `spsjax/`.
 FLOORS = (
     {"types", "errors"},
-    {"utils", "tree", "draft_shapes", "pacing"},
-    {"parallel"},
+    {"utils", "tree", "draft_shapes"},
+    {"parallel", "pacing"},
     {"sampling", "caches"},
     {"models", "verifiers", "tokenization", "growth"},
     {"drafters"},

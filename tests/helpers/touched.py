@@ -19,7 +19,7 @@ def distances(commit: str, tests: set[pathlib.Path]) -> dict[pathlib.Path, int]:
         commit: commit since which files changed; those that are not committed count, too.
         tests: test files.
     """
-    changed = _changed_files(commit)
+    changed = changed_files(commit)
     result = {}
     for test in tests:
         seen, queue = {test}, collections.deque([(test, 0)])
@@ -34,7 +34,7 @@ def distances(commit: str, tests: set[pathlib.Path]) -> dict[pathlib.Path, int]:
     return result
 
 
-def _changed_files(commit: str) -> set[pathlib.Path]:
+def changed_files(commit: str) -> set[pathlib.Path]:
     names = subprocess.run(
         ["git", "diff", "--name-only", "--no-renames", commit],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -52,6 +52,10 @@ def files_of(path: pathlib.Path) -> frozenset[pathlib.Path]:
     for helper in re.findall(r"^from helpers(?:\.(\w+))? import (.*)$", source, re.MULTILINE):
         names = [helper[0]] if helper[0] else re.findall(r"\w+", helper[1])
         files |= {ROOT / "tests" / "helpers" / f"{name}.py" for name in names}
+    # Tests of mutants depend on the files that they change.
+    named = {*re.findall(r'"([\w/]+\.py)"', source)} - {"__init__.py"}
+    files |= {ROOT / "spsjax" / name for name in named}
+    files |= {path.with_name(f"{name}.py") for name in re.findall(r"^import (\w+)$", source, re.M)}
     files |= {ROOT / "scripts" / name for name in re.findall(r'"(\w+\.(?:py|sh))"', source)}
     files |= set(ROOT.glob("configs/**/*.py")) if "get_config" in source else set()
     return frozenset(file for file in files if file.exists())

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from spsjax import sampling
 from spsjax.drafters import base
@@ -29,37 +30,51 @@ class RandomTree(base.Drafter):
         (B, S), K = tokens_BS.shape, self.num_speculative_tokens
         cache = transformer.empty_cache(config, weights, B, S)
         cache = cache.extend(transformer.apply(config, weights, tokens_BS)).at(lengths_B - 1)
-        block = transformer.empty_block(config, weights, B, N + 1)
         uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 3 * N).reshape(B, N, 3)
         row = jnp.arange(B)
-        token = now.root
-        above = jnp.zeros((B, N + 1, N + 1), bool).at[:, 0, 0].set(True)
-        depths = jnp.zeros((B, N + 1), jnp.int32)
-        parents, tokens = jnp.zeros((B, N), jnp.int32), jnp.zeros((B, N), jnp.int32)
-        best = []  # per node, the draft's tokens in order of probability
-        for node in range(N + 1):
-            if node:
-                parent = (uniforms[:, node - 1, 0] * node).astype(jnp.int32)
-                parent = jnp.where(depths[row, parent] < K, parent, 0)
-                siblings = jnp.sum(parents[:, : node - 1] == parent[:, None], axis=1)
-                repeats = uniforms[:, node - 1, 1] < 0.15
-                rank = jnp.maximum(siblings - repeats, 0) % config.vocab_size
-                token = jnp.stack(best, axis=1)[row, parent, rank]
-                parents = parents.at[:, node - 1].set(parent)
-                tokens = tokens.at[:, node - 1].set(token)
-                depths = depths.at[:, node].set(depths[row, parent] + 1)
-                above = above.at[:, node].set(above[row, parent]).at[:, node, node].set(True)
+
+        def add(node, carry):
+            """Adds a node, the root first, and the draft's tokens in order of probability."""
+            tokens, parents, depths, above, best, block = carry
+            index = jnp.maximum(node - 1, 0)
+            of_parent, of_token, _ = jnp.moveaxis(uniforms[:, index], 1, 0)
+            parent = (of_parent * node).astype(jnp.int32)
+            parent = jnp.where(depths[row, parent] < K, parent, 0)
+            earlier = jnp.arange(N) < index
+            siblings = jnp.sum((parents == parent[:, None]) & earlier, axis=1)
+            rank = jnp.maximum(siblings - (of_token < 0.15), 0) % config.vocab_size
+            token = jnp.where(node == 0, now.root, best[row, parent, rank])
+            depth = jnp.where(node == 0, 0, depths[row, parent] + 1)
+            seen = (above[row, parent] & (node > 0)) | (jnp.arange(N + 1) == node)
             output = transformer.apply(
                 config,
                 weights,
                 token[:, None],
                 cache,
                 block=block,
-                positions_BT=(lengths_B - 1 + depths[:, node])[:, None],
-                ancestors=above[:, node : node + 1],
+                positions_BT=(lengths_B - 1 + depth)[:, None],
+                ancestors=seen[:, None],
             )
-            block = output.block
-            best.append(jnp.argsort(-output.logits[:, 0], axis=-1).astype(jnp.int32))
+            ranked = jnp.argsort(-output.logits[:, 0], axis=-1).astype(jnp.int32)
+            return (
+                tokens.at[:, index].set(token),  # the root's is replaced by that of node 1
+                parents.at[:, index].set(parent),
+                depths.at[:, node].set(depth),
+                above.at[:, node].set(seen),
+                best.at[:, node].set(ranked),
+                output.block,
+            )
+
+        nodes = jnp.zeros((B, N + 1), jnp.int32)
+        start = (
+            nodes[:, 1:],
+            nodes[:, 1:],
+            nodes,
+            jnp.zeros((B, N + 1, N + 1), bool),
+            jnp.zeros((B, N + 1, config.vocab_size), jnp.int32),
+            transformer.empty_block(config, weights, B, N + 1),
+        )
+        tokens, parents, *_ = lax.fori_loop(0, N + 1, add, start)
         tokens = jnp.where(uniforms[:, :, 2] < 0.1, -1, tokens)
         return Proposal(tokens, None, parents, uniforms[:, :, 2] < 0.9), ()
 

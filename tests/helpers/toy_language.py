@@ -1,7 +1,12 @@
-"""A toy language that a tiny model learns in a few steps."""
+"""A toy language that a tiny model learns in a few steps, and programs that its tests share."""
 
+import functools
+
+import jax
 import numpy as np
 from helpers.models import tiny_config
+
+from spsjax.training import step as train_step
 
 VOCAB = 16
 CONFIG = tiny_config(VOCAB, tie_embeddings=True)
@@ -20,3 +25,10 @@ def toy_examples(count, seed):
 
 
 EXAMPLES, HELD_OUT = toy_examples(64, 0), toy_examples(16, 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(config, params, tokens):
+    """Returns the output of a pass over whole texts [B, T]."""
+    output = train_step.forward(config, params, tokens)
+    return output.logits, output.hidden

@@ -97,19 +97,11 @@ def proposal_of(parents, distinct, deterministic, tokens, draft, eligible):
 
 
 @functools.lru_cache
-def mean_function(verifier, *shape):
-    """Returns a jitted function of tokens and distributions to accepted tokens, in the mean."""
-
-    def mean(tokens, draft, target, eligible):
-        proposal = proposal_of(*shape, tokens, draft, eligible)
-        return jnp.sum(verifier.accept_probs(proposal, target), axis=1)
-
-    return jax.jit(mean)
-
-
-@functools.lru_cache
 def verify_function(verifier, parents, distinct, deterministic):
-    """Returns a jitted function of tokens, distributions and numbers to verdicts."""
+    """Returns a jitted function of tokens, distributions and numbers.
+
+    It returns verdicts, and the mean number of accepted tokens that the rule's own formula gives.
+    """
 
     def verify(tokens, draft, target, eligible, accept, following):
         proposal = proposal_of(parents, distinct, deterministic, tokens, draft, eligible)
@@ -117,7 +109,8 @@ def verify_function(verifier, parents, distinct, deterministic):
         numbers = {sampling.ACCEPT: accept, sampling.NEXT: following}
         chosen = mock.Mock(side_effect=lambda keys, role, count: numbers[role][:, :count])
         with mock.patch.object(sampling, "uniforms", chosen):
-            return verifier.verify(None, proposal, target)
+            verdict = verifier.verify(None, proposal, target)
+        return verdict, jnp.sum(verifier.accept_probs(proposal, target), axis=1)
 
     return jax.jit(verify, compiler_options=FAST)  # it is called hundreds of times
 
@@ -145,19 +138,21 @@ class Verification:
                     self._target[row, node] = target(context)
         self._eligible = np.ones(self._tokens.shape, bool) if eligible is None else eligible
         self._eligible = np.broadcast_to(self._eligible, self._tokens.shape)
-        rule = verifier, tree.parents, distinct, tokens is not None
-        self._verify, self._mean = verify_function(*rule), mean_function(*rule)
+        self._verify = verify_function(verifier, tree.parents, distinct, tokens is not None)
 
     def __call__(self, rows, accept, draws):
         """Returns the verdicts on some trees: [R] rows, [R, N] and [R, M] numbers."""
         arrays = self._tokens, self._draft, self._target, self._eligible
         arrays = [array[rows] for array in arrays] + [accept, doubled(draws)]
-        return in_one_size(self._verify, arrays)
+        return in_one_size(self._verify, arrays)[0]
 
     def mean_length(self):
         """Returns the mean number of emitted tokens that the rule's own formula gives."""
+        rows, N = np.arange(len(self.masses)), len(self.tree.parents)
         arrays = self._tokens, self._draft, self._target, self._eligible
-        return float(self.masses @ (1 + in_one_size(self._mean, arrays)))
+        numbers = np.full((len(rows), N), NEVER), doubled(np.zeros((len(rows), N + 1)))
+        _, means = in_one_size(self._verify, (*arrays, *numbers))
+        return float(self.masses @ (1 + means))
 
 
 def doubled(numbers):

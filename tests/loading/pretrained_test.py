@@ -36,6 +36,7 @@ def test_layer_of_another_shipped_target_is_refused(target):
         spsjax.load_drafter("pystdlib/eagle3", target)
 
 
+@pytest.mark.slow
 def test_drafts_from_features_are_often_accepted(target, texts):
     """Of the first draft tokens after beginnings of files, 0.49 to 0.57, by version of Python."""
     drafter = spsjax.load_drafter("pycode/eagle3", target)

@@ -83,6 +83,7 @@ def test_eos_ids_of_generation_config_take_precedence(tokenizer, tmp_path):
         loading.load(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [PIECES, TARGET_ROWS + 24])
 def test_pair_with_different_padding_gives_target_text(tokenizer, tmp_path, rows):
     target = loading.load(folder_of(tmp_path / "target", tokenizer, TARGET_ROWS))
@@ -93,6 +94,7 @@ def test_pair_with_different_padding_gives_target_text(tokenizer, tmp_path, rows
     assert np.array_equal(out.tokens, plain.tokens)
 
 
+@pytest.mark.slow
 def test_mesh_that_divides_padded_rows_splits_the_head(tokenizer, tmp_path):
     folder = folder_of(tmp_path, tokenizer, TARGET_ROWS)
     mesh = sharding.mesh(1, 8)
@@ -135,6 +137,7 @@ def of_width(model, size):
     return dataclasses.replace(model, config=config, params=params)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("size", [3, 6])
 def test_draft_vocabulary_of_any_size_is_lossless(small_target, small_draft, size):
@@ -159,6 +162,7 @@ def test_pair_with_different_tokenizers_is_refused(tokenizer, tmp_path):
         spsjax.generate(target, ["def"], draft)
 
 
+@pytest.mark.slow
 def test_pair_without_tokenizer_needs_equal_vocabularies(tokenizer, tmp_path):
     """Without a tokenizer, a model must have as many ids as the other has ids or rows."""
     target = loading.load(folder_of(tmp_path, tokenizer, TARGET_ROWS))

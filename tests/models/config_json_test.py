@@ -7,7 +7,8 @@ import jax
 import pytest
 from helpers.bad_input import one_line
 from helpers.golden_folders import GOLDEN, edit_config, golden_config
-from helpers.models import spread_params, tiny_config
+from helpers.models import tiny_config
+from helpers.numpy_models import numpy_spread_params
 
 from spsjax import InputError
 from spsjax.models import transformer
@@ -134,14 +135,14 @@ def test_gemma_without_windows_is_written_with_their_size(tmp_path, name):
 def test_shape_that_layout_cannot_express_is_refused(tmp_path):
     config = dataclasses.replace(config_json.read(GOLDEN / "mixtral"), windows=(8, 0))
     with one_line("model", "mixtral"):
-        hf_weights.save(tmp_path, config, spread_params(config, 0))
+        hf_weights.save(tmp_path, config, numpy_spread_params(config, 0))
     assert not list(tmp_path.iterdir())
 
 
 def test_save_removes_generation_config_of_another_model(tmp_path):
     config = config_json.read(GOLDEN / "llama2")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    hf_weights.save(tmp_path, config, spread_params(config, 0))
+    hf_weights.save(tmp_path, config, numpy_spread_params(config, 0))
     assert config_json.read(tmp_path).eos_ids == config.eos_ids == (2,)
 
 

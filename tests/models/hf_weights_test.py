@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 from helpers.bad_input import one_line
 from helpers.golden_folders import GOLDEN, assert_same_model, copy_golden, equal
-from helpers.models import spread_params, tiny_config
+from helpers.models import tiny_config
+from helpers.numpy_models import numpy_spread_params
 
 from spsjax import loading
 from spsjax.models import transformer
@@ -40,7 +41,8 @@ def shard(folder, count):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_read_of_saved_model_restores_it(tmp_path, tie, dtype):
     config = tiny_config(24, num_layers=2, tie_embeddings=tie, bos_id=1, eos_ids=(2,))
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), spread_params(config, 0))
+    type_ = jnp.dtype(dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(type_), numpy_spread_params(config, 0))
     hf_weights.save(tmp_path, config, params, dtype)
     assert hf_weights.read_config(tmp_path) == config
     assert equal(hf_weights.read_params(tmp_path, config, dtype), params)
@@ -50,7 +52,7 @@ def test_read_of_saved_model_restores_it(tmp_path, tie, dtype):
 
 def test_bfloat16_weights_are_widened_exactly(tmp_path):
     config = tiny_config(24)
-    params = spread_params(config, 0)
+    params = numpy_spread_params(config, 0)
     hf_weights.save(tmp_path, config, params)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), rounded)
@@ -58,7 +60,7 @@ def test_bfloat16_weights_are_widened_exactly(tmp_path):
 
 def test_shards_with_index_load_like_one_file(tmp_path):
     config = tiny_config(24, num_layers=2)
-    params = spread_params(config, 0)
+    params = numpy_spread_params(config, 0)
     hf_weights.save(tmp_path, config, params, "float32")
     shard(tmp_path, 3)
     assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), params)
@@ -66,16 +68,16 @@ def test_shards_with_index_load_like_one_file(tmp_path):
 
 def test_save_over_shards_replaces_them(tmp_path):
     config = tiny_config(24)
-    hf_weights.save(tmp_path, config, spread_params(config, 0), "float32")
+    hf_weights.save(tmp_path, config, numpy_spread_params(config, 0), "float32")
     shard(tmp_path, 2)
-    params = spread_params(config, 1)
+    params = numpy_spread_params(config, 1)
     hf_weights.save(tmp_path, config, params, "float32")
     assert equal(hf_weights.read_params(tmp_path, config, jnp.float32), params)
 
 
 def test_kernels_are_stored_with_outputs_first(tmp_path):
     config = tiny_config(24, d_ff=40)
-    params = spread_params(config, 0)
+    params = numpy_spread_params(config, 0)
     hf_weights.save(tmp_path, config, params, "float32")
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     kernel = params["layers"][0]["ffn"]["up"]["kernel"]
@@ -85,7 +87,7 @@ def test_kernels_are_stored_with_outputs_first(tmp_path):
 
 def test_rotary_frequencies_and_tied_head_are_ignored(tmp_path):
     config = tiny_config(24, tie_embeddings=True)
-    params = spread_params(config, 0)
+    params = numpy_spread_params(config, 0)
     hf_weights.save(tmp_path, config, params, "float32")
     path = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
@@ -128,7 +130,7 @@ def test_language_model_of_multimodal_gemma_loads(tmp_path, prefix, inside):
 def test_untied_head_of_gpt2_is_stored_with_outputs_first(tmp_path):
     """Other matrices of GPT-2 are stored with inputs first."""
     config = dataclasses.replace(config_json.read(GOLDEN / "gpt2"), tie_embeddings=False)
-    params = spread_params(config, 0)
+    params = numpy_spread_params(config, 0)
     hf_weights.save(tmp_path, config, params, "float32")
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert stored["lm_head.weight"].shape == (config.vocab_size, config.d_model)
@@ -147,7 +149,7 @@ def test_tensor_under_two_names_is_refused(tmp_path):
 def test_each_device_reads_only_its_slice(tmp_path, monkeypatch):
     mesh, read = sharding.mesh(1, 8), []
     config = tiny_config(64, num_layers=1, num_kv_heads=8)
-    hf_weights.save(tmp_path, config, spread_params(config, 0), "float32")
+    hf_weights.save(tmp_path, config, numpy_spread_params(config, 0), "float32")
     opened = hf_weights.safetensors.safe_open
 
     class Watched:
@@ -202,6 +204,7 @@ print(sum(sums), sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)))
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone limits and reports private memory")
 def test_load_with_little_memory_beside_the_model(tmp_path):
     """Half of a float32 file is the size of the bfloat16 model. A quarter of the file is left."""

@@ -35,10 +35,12 @@ def gradients(multiply, x, matrix, dtype=None):
 @BOTH
 def test_gradient_in_float32_is_that_of_a_plain_product(multiply):
     x, kernel = jnp.asarray(X, jnp.float32), of(multiply, KERNEL)
-    np.testing.assert_allclose(multiply(x, kernel), X @ KERNEL, rtol=1e-5)
+    np.testing.assert_allclose(multiply(x, kernel), X @ KERNEL, rtol=1e-5, atol=1e-6)
     of_x, of_kernel = gradients(multiply, x, kernel)
-    np.testing.assert_allclose(of_x, WEIGHTS @ KERNEL.T, rtol=1e-5)
-    np.testing.assert_allclose(of_kernel, np.einsum("btd,btf->df", X, WEIGHTS), rtol=1e-5)
+    np.testing.assert_allclose(of_x, WEIGHTS @ KERNEL.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        of_kernel, np.einsum("btd,btf->df", X, WEIGHTS), rtol=1e-5, atol=1e-6
+    )
 
 
 @BOTH

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.command_line import Script, free_port
 from helpers.environment import ROOT
-from helpers.models import nearby_model, spread_model
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
 from spsjax import InputError
@@ -23,8 +23,8 @@ PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]  # as in
 def pair(tmp_path_factory, tiny_tokenizer) -> list[str]:
     """Flags that name a target and a draft that a mesh of eight devices can split."""
     folder = tmp_path_factory.mktemp("pair")
-    target = spread_model(320)
-    models = {"target": target, "draft": nearby_model(target)}
+    target = numpy_spread_model(320)
+    models = {"target": target, "draft": numpy_nearby_model(target)}
     for name, model in models.items():
         hf_weights.save(folder / name, model.config, model.params, "float32")
         tiny_tokenizer.save(folder / name)
@@ -55,6 +55,7 @@ def one_device(pair) -> dict:
     return result
 
 
+@pytest.mark.process
 def test_two_processes_give_the_tokens_of_one_device(pair, one_device):
     flags = (*pair, "--auto", "--data=2", "--model=4")
     first, second = start_two(*flags)
@@ -68,6 +69,7 @@ def test_two_processes_give_the_tokens_of_one_device(pair, one_device):
     assert result["held"] <= 1.01 * sum(slices) / 2
 
 
+@pytest.mark.process
 def test_an_engine_of_two_processes_serves_what_one_device_generates(pair):
     """Process 0 takes the requests, and the other one follows it until it closes the engine."""
     (alone,) = results(Script(WORKER, *pair, "--engine", devices=1))
@@ -82,6 +84,7 @@ def test_an_engine_of_two_processes_serves_what_one_device_generates(pair):
         assert tokens == out.tokens[0].tolist()
 
 
+@pytest.mark.process
 def test_mesh_without_the_devices_of_a_process_is_refused(pair):
     for process in start_two(*pair, "--data=1", "--model=4"):
         done = process.wait(300)
@@ -89,6 +92,7 @@ def test_mesh_without_the_devices_of_a_process_is_refused(pair):
         assert "error: mesh: expected all 8 devices of 2 processes, found 1 x 4" in done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("second", ["--seed=2", "--stream"])
 def test_processes_with_different_requests_are_refused(pair, second):
     """They would otherwise wait for each other forever."""
@@ -98,6 +102,7 @@ def test_processes_with_different_requests_are_refused(pair, second):
         assert "error: " in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_process_without_a_coordinator_is_refused(pair):
     done = Script(WORKER, *pair, "--num_processes=2", devices=1).wait(300)
     assert done.returncode == 1
@@ -110,6 +115,7 @@ def test_invalid_coordinator_address_is_refused(address):
         multihost.initialize(address, 1, 0)
 
 
+@pytest.mark.process
 def test_killed_process_ends_the_others_within_a_minute(pair):
     runs = [start_two(*pair, "--data=2", "--model=4", "--rounds=100000") for _ in range(2)]
     for processes in runs:

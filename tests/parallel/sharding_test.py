@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 from helpers.bad_input import one_line
-from helpers.models import nearby_model, spread_model, tiny_config
+from helpers.models import tiny_config
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
 from spsjax import decode
@@ -39,25 +40,29 @@ def on(mesh, model, replicate=False):
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "num_kv_heads", "vocab"),
-    [
-        ((1, 8), "none", 2, 49),  # a vocabulary that the mesh does not divide
-        ((2, 4), "replicated draft", 8, 48),  # sharded ones: contract_test
-    ],
-)
-def test_generate_on_a_mesh_equals_one_device(shape, kind, num_kv_heads, vocab):
-    mesh = sharding.mesh(*shape)
-    target = spread_model(vocab, num_kv_heads=num_kv_heads)
-    draft = nearby_model(target)
-    one = many = None
-    if kind != "none":
-        one, many = draft, on(mesh, draft, replicate=kind == "replicated draft")
-    arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
-    expected = spsjax.generate(target, PROMPTS, one, **arguments)
-    out = spsjax.generate(on(mesh, target), PROMPTS, many, **arguments)
+def assert_same_texts(mesh, target, draft, replicate=False, **changes):
+    """Asserts that `generate` gives the tokens of one device."""
+    options = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3} | changes
+    expected = spsjax.generate(target, PROMPTS, draft, 2, **options)
+    many = draft and on(mesh, draft, replicate)
+    out = spsjax.generate(on(mesh, target), PROMPTS, many, 2, **options)
     assert all(map(np.array_equal, out.tokens, expected.tokens))
     assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+def test_eight_devices_give_the_tokens_of_one():
+    """The target is split, and the draft lies whole on every device."""
+    target = numpy_spread_model(48, num_kv_heads=8)
+    assert_same_texts(sharding.mesh(2, 4), target, numpy_nearby_model(target), replicate=True)
+
+
+@pytest.mark.slow
+def test_eight_parts_of_a_layer_give_the_tokens_of_one_device():
+    """Without a draft, and with a vocabulary that they do not divide.
+
+    Sharded drafts are in contract_test.
+    """
+    assert_same_texts(sharding.mesh(1, 8), numpy_spread_model(49, num_kv_heads=2), None)
 
 
 SPLIT = {
@@ -67,23 +72,19 @@ SPLIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPLIT)
 def test_generate_with_split_slots_equals_one_device(kind):
     """Four devices hold different slots of each cache, and two different heads."""
-    mesh = sharding.mesh(1, 2, slots=4)
-    target = spread_model(48, num_layers=2, **SPLIT[kind])
-    draft = nearby_model(target)
-    arguments = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3}
-    expected = spsjax.generate(target, PROMPTS, draft, **arguments)
-    out = spsjax.generate(on(mesh, target), PROMPTS, on(mesh, draft), **arguments)
-    assert all(map(np.array_equal, out.tokens, expected.tokens))
-    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
+    target = numpy_spread_model(48, num_layers=2, **SPLIT[kind])
+    assert_same_texts(sharding.mesh(1, 2, slots=4), target, numpy_nearby_model(target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ("tree", "sparse_self:40", "sparse_self:40:chosen"))
 def test_drafters_of_other_caches_run_beside_split_slots(drafter):
     mesh = sharding.mesh(1, 2, slots=4)
-    one = spread_model(48, num_layers=2, num_kv_heads=2)
+    one = numpy_spread_model(48, num_layers=2, num_kv_heads=2)
 
     def tokens(target):
         if drafter == "tree":
@@ -97,6 +98,7 @@ def test_drafters_of_other_caches_run_beside_split_slots(drafter):
     assert tokens(on(mesh, one)) == tokens(one)
 
 
+@pytest.mark.slow
 def test_split_slots_take_one_collective_per_layer():
     """A scoring pass gathers sums of attention once per layer, and no part of a cache."""
     model, scoring, loop = programs((1, 2), 2, True, "sharded draft", slots=4)
@@ -123,24 +125,25 @@ def test_write_to_split_slots_is_that_of_one_device(rows, slots):
     mesh, chance = sharding.mesh(1, 2, slots=4), np.random.default_rng(0)
     buffer = chance.random((2, 2, slots, 3), np.float32)
     new = chance.random((2, 2, rows, 3), np.float32)
+    split, whole = jax.jit(dense._write_split), jax.jit(dense._write_rows)
     for start in range(slots - rows + 1):
         starts = np.asarray([start, (start * 5) % (slots - rows + 1)], np.int32)
         with jax.set_mesh(mesh):
-            written = jax.jit(dense._write_split)(buffer, new, starts)
-        np.testing.assert_array_equal(written, dense._write_rows(buffer, new, starts))
+            written = split(buffer, new, starts)
+        np.testing.assert_array_equal(written, whole(buffer, new, starts))
 
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_every_device_holds_its_share_of_the_weights(shape):
     mesh = sharding.mesh(*shape)
-    model = on(mesh, spread_model(48, num_kv_heads=8))
+    model = on(mesh, numpy_spread_model(48, num_kv_heads=8))
     split = [
         leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model.params) if leaf.ndim > 1
     ]
     assert len(split) == 9
     for leaf in split:
         assert leaf.addressable_shards[0].data.size * shape[1] == leaf.size
-    fewer_heads = on(mesh, spread_model(48, num_kv_heads=2)).params["layers"][0]["attention"]
+    fewer_heads = on(mesh, numpy_spread_model(48, num_kv_heads=2)).params["layers"][0]["attention"]
     assert fewer_heads["key"]["kernel"].is_fully_replicated
     assert not fewer_heads["query"]["kernel"].is_fully_replicated
 
@@ -186,8 +189,8 @@ def programs(shape, num_kv_heads, tie, kind, slots=1):
     Returns (model, HLO of the scoring pass, HLO of the loop).
     """
     mesh = sharding.mesh(*shape, slots=slots)
-    target = spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
-    draft = nearby_model(spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie))
+    target = numpy_spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
+    draft = numpy_spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie)
     target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")
     drafter = None if kind == "none" else draft
     request = Request(
@@ -211,19 +214,25 @@ def programs(shape, num_kv_heads, tie, kind, slots=1):
 
 
 CASES = [
+    ((2, 4), 4, True, "sharded draft"),
     ((1, 8), 8, False, "none"),
     ((1, 8), 2, True, "sharded draft"),
-    ((2, 4), 4, True, "sharded draft"),
     ((2, 4), 2, False, "replicated draft"),
 ]
+IN_GATE, *OTHERS = CASES
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.fixture(
+    scope="module",
+    params=[IN_GATE, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def case(request):
     """A case of CASES, its model, and its two compiled programs."""
     return request.param, *programs(*request.param)
 
 
+@pytest.mark.slow
 def test_score_reduces_twice_per_layer_and_once_to_embed(case):
     """A scoring pass reduces twice per layer and once for the embedding, and gathers the logits."""
     (shape, *_), model, scoring, _ = case
@@ -234,11 +243,12 @@ def test_score_reduces_twice_per_layer_and_once_to_embed(case):
     assert not operations  # neither weights nor caches nor anything else moves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [8, 6], ids=["whole experts", "split experts"])
 def test_experts_reduce_no_more_often_than_a_dense_ffn(num_experts):
     mesh = sharding.mesh(2, 4)
     more = {"num_experts": num_experts, "experts_per_token": 2, "num_kv_heads": 8}
-    model = on(mesh, spread_model(48, num_layers=2, **more))
+    model = on(mesh, numpy_spread_model(48, num_layers=2, **more))
     config, rows = model.config, sharding.batch_sharding(mesh)
 
     def score(params, block, lengths):
@@ -253,6 +263,7 @@ def test_experts_reduce_no_more_often_than_a_dense_ffn(num_experts):
     assert not operations
 
 
+@pytest.mark.slow
 def test_run_gathers_only_logits(case):
     (shape, _, _, kind), model, _, loop = case
     rows, vocab = 4 // shape[0], model.config.vocab_size

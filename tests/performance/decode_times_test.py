@@ -31,6 +31,7 @@ def compiled():
     return decode_times.compile_all(PAIR, CELLS, threads=2, seconds=1e9)
 
 
+@pytest.mark.slow
 def test_every_cell_is_timed_once_and_in_order(compiled):
     """Rounds of chains have the expected tokens of the forced rate; passes and trees have none."""
     times = list(decode_times.time_cells(PAIR, compiled, 1e9, repetitions=2, seconds=1e9))
@@ -40,6 +41,7 @@ def test_every_cell_is_timed_once_and_in_order(compiled):
     assert [row.tokens for row in times] == [1.0, 1.875, None, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.kind == "rounds"])
 def test_no_row_ends_before_the_last_round(compiled, cell):
     """A round of a row that is done would cost as much, and give nothing."""

@@ -5,7 +5,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from helpers import enumeration, reference, tree_enumeration
+from helpers import reference, table_model, tree_enumeration
 from helpers.bad_input import one_line
 
 import spsjax
@@ -17,7 +17,7 @@ RATES = 0.6, 0.15, 0.07
 
 def laws(seed):
     def law(seed):
-        model = enumeration.model_of(enumeration.table(3, 4, seed))
+        model = table_model.model_of(table_model.table(3, seed, 4))
         return lambda context: reference.to_probs(model(context))
 
     return law(1000 + seed), law(seed)

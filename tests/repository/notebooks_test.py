@@ -35,9 +35,8 @@ def test_first_cell_without_spsjax_names_repository(path, monkeypatch):
         exec(compile("".join(source), path.name, "exec"), {})
 
 
-@pytest.mark.parametrize(
-    "name", sorted(notebooks.NOTEBOOKS.keys() - {"plan_a_pod"})
-)  # see aot_test.py
+@pytest.mark.notebook
+@pytest.mark.parametrize("name", sorted(notebooks.NOTEBOOKS.keys() - {"plan_a_pod"}))
 def test_notebook_runs_from_top_to_bottom(name, capsys, monkeypatch, tmp_path):
     """`aot_test` runs plan_a_pod, because both compile the same programs."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")

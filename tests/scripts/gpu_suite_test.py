@@ -18,6 +18,24 @@ TINY = f"--config={ROOT / 'configs' / 'experiments' / 'gpu_suite.py'}:tiny"
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 
+STUB = """#!/bin/bash
+# Stands for Python: notes what it is asked for, and each part takes no time, fails or takes long.
+for word; do
+  case "$word" in --part=*) part=${word#--part=} ;; --out=*) out=${word#--out=} ;; esac
+done
+case "$*" in
+  *torch*) exit 1 ;;
+  *default_backend*) echo cpu; exit ;;
+  *"-m pytest"*) echo "tests $SPSJAX_TEST_PLATFORM" >> "$LOG"; exit ;;
+esac
+echo "$part" >> "$LOG"
+case "$part" in pairs) echo tiny ;; report) cat "$out"/part-* ;; "$SLOW") sleep 60 ;; esac
+[ "$part" != "$FAIL" ] || exit 3
+[ "$part" != flips ] || echo '"new"' > "$out/part-flips.json"
+[ "$part" != loop ] || echo '"loop"' > "$out/part-loop-tiny.json"
+"""
+
+
 def suite(*arguments, **environment):
     environment = {**os.environ, "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", **environment}
     return subprocess.run(
@@ -29,8 +47,26 @@ def suite(*arguments, **environment):
     )
 
 
+@pytest.fixture
+def stubbed(tmp_path):
+    """Runs the suite with a stub of Python; returns its result and the parts that it ran."""
+    stub, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    out.mkdir()
+
+    def run_suite(**environment):
+        log.write_text("")
+        result = suite(out, "--tiny", PYTHON=str(stub), LOG=str(log), **environment)
+        return result, log.read_text().splitlines()
+
+    run_suite.out = out
+    return run_suite
+
+
+@pytest.mark.process
 def test_suite_leaves_a_row_per_program_and_a_plot(tmp_path):
-    """Without torch that part is left out; a second run replaces only the parts that it has."""
+    """Without torch that part is left out."""
     pytest.importorskip("matplotlib")
     result = suite(tmp_path, "--tiny")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -48,21 +84,47 @@ def test_suite_leaves_a_row_per_program_and_a_plot(tmp_path):
     shown = "huggingface-tiny: exit code 0" if HAS_TORCH else "huggingface: left out"
     for text in (shown, *names):
         assert text in result.stdout
-    before = (tmp_path / "part-loop-tiny.json").read_bytes()
-    result = suite(tmp_path, "--tiny", PARTS="flips", SUITE_SECONDS="1")
+
+
+@pytest.mark.process
+def test_suite_runs_parts_in_order(stubbed):
+    """The tests come last, because they would disturb the times."""
+    result, parts = stubbed()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert parts == ["pairs", "loop", "flips", "tests cpu", "report"]
+    assert "huggingface: left out" in result.stdout
+
+
+@pytest.mark.process
+def test_suite_out_of_time_ends_parts_and_succeeds(stubbed):
+    """Results of parts that did not run again stay, and are in the report."""
+    (stubbed.out / "part-loop-tiny.json").write_text('"old"')
+    (stubbed.out / "part-flips.json").write_text('"old"')
+    result, parts = stubbed(PARTS="flips", SUITE_SECONDS="1", SLOW="flips")
     assert result.returncode == 0 and "flips: exit code 124" in result.stdout
-    assert (tmp_path / "part-loop-tiny.json").read_bytes() == before
-    assert not (tmp_path / "part-flips.json").exists() and "SpS 2" in result.stdout
+    assert parts == ["pairs", "flips", "report"] and '"old"' in result.stdout
+    assert (stubbed.out / "part-loop-tiny.json").read_text() == '"old"'
+    assert not (stubbed.out / "part-flips.json").exists()
+    assert "flips: no results; more SUITE_SECONDS than 1 may help" in result.stdout
 
 
-def test_suite_fails_with_a_part(tmp_path):
-    """A folder in the place of a part's file; the exit code says it, and the others are there."""
+@pytest.mark.process
+@pytest.mark.parametrize(("part", "name"), [("loop", "loop-tiny"), ("flips", "flips")])
+def test_suite_fails_with_a_part(stubbed, part, name):
+    """The exit code says it, and the other parts are there."""
+    result, parts = stubbed(PARTS="loop flips", FAIL=part)
+    assert result.returncode == 1 and f"{name}: exit code 3" in result.stdout
+    assert f"error: these parts failed: {name}" in result.stderr
+    assert parts == ["pairs", "loop", "flips", "report"]
+
+
+def test_part_whose_file_is_a_folder_fails(tmp_path):
     (tmp_path / "part-flips.json" / "x").mkdir(parents=True)
-    result = suite(tmp_path, "--tiny", PARTS="flips")
-    assert result.returncode == 1 and "flips: exit code 1" in result.stdout
-    assert "error: these parts failed: flips" in result.stderr
+    result = run("gpu_suite.py", TINY, f"--out={tmp_path}", "--part=flips")
+    fails_with_one_line(result, "part-flips.json", "found a folder")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
@@ -106,6 +168,7 @@ def test_huggingface_drafts_for_one_row_only():
     assert cells == [("plain", 1, 128), ("assisted", 1, 128), ("plain", 8, 128)]
 
 
+@pytest.mark.slow
 def test_flips_counts_texts_that_differ(target, draft):
     """A pair agrees with itself; against other weights the first difference has a margin."""
     prompts = [[1, 2, 3], [4, 5, 6]]

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers.command_line import fails_with_one_line, run, succeeds
+from helpers.command_line import fails_with_one_line, launch, run, succeeds
 from helpers.models import tiny_config
 
 from spsjax.models import transformer
@@ -19,9 +19,10 @@ MAP = (
 )
 
 
+@pytest.mark.process
 def test_map_has_a_cell_for_every_batch_and_context_and_is_drawn(tmp_path):
     """Llama 3.1 8B: small caches are best at length; 64 long texts do not fit one GPU."""
-    out = succeeds("plan_context.py", *MAP, f"--workdir={tmp_path}").stdout
+    out = succeeds("plan_context.py", *MAP, f"--workdir={tmp_path}", by=launch).stdout
     rows = json.loads((tmp_path / "map.json").read_text(encoding="utf-8"))
     assert [(row["devices"], row["batch"], row["context"]) for row in rows] == [
         (devices, batch, context)
@@ -37,6 +38,7 @@ def test_map_has_a_cell_for_every_batch_and_context_and_is_drawn(tmp_path):
     assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_points_are_measured_beside_the_prediction(tmp_path):
     shape = "--config.measured.shape."
     small = (

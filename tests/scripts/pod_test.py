@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from helpers.environment import ROOT
 
+pytestmark = pytest.mark.process  # of bash
+
 GCLOUD = """#!/bin/bash
 echo "$4 $5" >> "$LOG"
 [[ " $FAIL " != *" $4 "* ]]

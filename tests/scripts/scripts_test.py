@@ -7,17 +7,34 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.command_line import ROOT, fails_with_one_line, run, run_afresh, succeeds, tiny_pair
+from helpers.command_line import (
+    ROOT,
+    fails_with_one_line,
+    launch,
+    run,
+    run_afresh,
+    succeeds,
+    tiny_pair,
+)  # fmt: skip
+from helpers.models import tiny_config
 
 from spsjax import generation
 from spsjax.cli import main
-from spsjax.evaluation import peers
+from spsjax.evaluation import peers, speed
+from spsjax.models import transformer
+from spsjax.performance import hardware
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> list[str]:
     """Flags that name a tiny target and a draft, each with a tokenizer."""
     return tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(autouse=True)
+def known_bandwidth(monkeypatch):
+    """A memory bandwidth that is not measured: `hardware_test` measures it."""
+    monkeypatch.setattr(hardware, "memory_bandwidth", lambda: {"1 thread": 1e10})
 
 
 SHORT = ("--config.max_new_tokens=12", "--config.num_speculative_tokens=3")
@@ -32,6 +49,17 @@ QUICK = (
 )
 
 
+@pytest.mark.smoke
+@pytest.mark.process
+def test_generate_launched_on_an_ascii_terminal(pair):
+    """A new interpreter streams a text; characters that the terminal lacks are question marks."""
+    flags = (*pair, "--prompt=é", "--config.max_new_tokens=12", "--config.num_speculative_tokens=1")
+    result = run_afresh("generate.py", *flags, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and result.stdout.startswith("?"), result.stderr
+    assert "ms/token (excluding" in result.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "model", "ngram"])
 def test_generate_json_has_tokens_and_config(pair, drafter):
     """The JSON has the tokens, the counts and the config."""
@@ -45,6 +73,7 @@ def test_generate_json_has_tokens_and_config(pair, drafter):
     assert result["config"]["target"] == pair[0].removeprefix("--target=")
 
 
+@pytest.mark.slow
 def test_generate_streams_the_text_of_json(pair, tmp_path):
     """The stream is the text of the JSON, and --show adds a legend."""
     prompt = "if x:\n\tpass\n\f\n"  # a terminal library would change tab and form feed
@@ -58,6 +87,7 @@ def test_generate_streams_the_text_of_json(pair, tmp_path):
     assert "residual token" in shown.stdout and "residual token" not in plain.stdout
 
 
+@pytest.mark.slow
 def test_generate_prompts_continues_every_line(pair, tmp_path):
     """Each line of a file is continued as it is alone."""
     prompts = ["import os", "def f(x):", "x"]
@@ -74,6 +104,7 @@ def test_generate_prompts_continues_every_line(pair, tmp_path):
     fails_with_one_line(result, "line 2: expected a text, found an empty one")
 
 
+@pytest.mark.slow
 def test_generate_chat_uses_the_template(pair, tmp_path):
     """A chat message is formatted by the template of the model, which has to have one."""
     result = run("generate.py", *pair, *SHORT, "--prompt=Hi", "--chat")
@@ -88,6 +119,7 @@ def test_generate_chat_uses_the_template(pair, tmp_path):
     assert succeeds("generate.py", *flags).stdout == f"Hi\n\n{result['text']}\n"
 
 
+@pytest.mark.slow
 def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
     """The table, the JSON and the plot have every system in every setting."""
     pytest.importorskip("matplotlib")
@@ -110,15 +142,26 @@ def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
     assert set(report["baseline_over_bound"]) == {"sampled", "greedy"}
 
 
-def test_benchmark_size_measures_a_random_model(tmp_path):
-    """A random model of a given size is measured without a draft."""
-    flags = ("--size=1M", "--config.run_settings=greedy", "--config.time_rounds=false", *QUICK)
+@pytest.mark.slow
+def test_benchmark_size_measures_a_random_model(tmp_path, monkeypatch):
+    """A random model of the size that the flag says is measured without a draft."""
+    sizes, small = [], tiny_config(64, tie_embeddings=True)
+
+    def config_of_size(num_params):
+        sizes.append(num_params)
+        return small
+
+    monkeypatch.setattr(speed, "config_of_size", config_of_size)
+    flags = ("--size=1.5M", "--config.run_settings=greedy", "--config.time_rounds=false", *QUICK)
     succeeds("benchmark.py", *flags, f"--json={tmp_path / 'figures.json'}")
     report = json.loads((tmp_path / "figures.json").read_text())
     assert [system["role"] for system in report["systems"]] == ["baseline"]
-    assert report["weights_bytes"] >= 4e6
+    assert sizes == [1_500_000] and report["weights"] == "random weights"
+    count = transformer.num_params(transformer.param_shapes(small))
+    assert report["weights_bytes"] == pytest.approx(4 * count)
 
 
+@pytest.mark.slow
 def test_benchmark_random_marks_every_line(pair, tmp_path):
     """Every line of output says that the weights are random."""
     result = succeeds("benchmark.py", f"--config={GPT2_XL}", *pair, *QUICK, "--random")
@@ -127,10 +170,12 @@ def test_benchmark_random_marks_every_line(pair, tmp_path):
     assert "predicted" in result.stdout and "the text is that of plain decoding" in result.stdout
 
 
+@pytest.mark.slow
 def test_benchmark_forces_acceptance_of_random_weights_only(pair, tmp_path):
     """Every line says so, and every draft token is accepted; a pair with weights is refused."""
     flags = ("--config.forced_acceptance=1.0", f"--json={tmp_path / 'figures.json'}")
-    gpt2 = (f"--config={GPT2_XL}", *pair, *QUICK, "--random")
+    gpt2 = (f"--config={GPT2_XL}", *pair, *QUICK[1:], "--random")
+    gpt2 += ("--config.num_speculative_tokens=2",)
     result = succeeds("benchmark.py", *gpt2, *flags)
     assert "random weights, acceptance forced to 1" in result.stdout
     report = json.loads((tmp_path / "figures.json").read_text())
@@ -140,26 +185,28 @@ def test_benchmark_forces_acceptance_of_random_weights_only(pair, tmp_path):
     fails_with_one_line(result, "forced_acceptance: expected --random")
 
 
+@pytest.mark.slow
 def test_benchmark_texts_predicts_the_speedup(pair, tmp_path):
     """The report of configs/experiments/gpt2_xl.py predicts the speed-up, here of a tiny pair."""
-    flags = (f"--config={GPT2_XL}", "--config.max_new_tokens=12", "--config.repetitions=1")
+    flags = (f"--config={GPT2_XL}", "--config.max_new_tokens=6", "--config.repetitions=1")
+    flags += ("--config.num_speculative_tokens=2",)
     path = tmp_path / "figures.json"
     result = succeeds("benchmark.py", *pair, *flags, "--config.texts='def f(x):'", f"--json={path}")
     report = json.loads(path.read_text())
     assert report["prompts"] == ["def f(x):"]
     base, system = report["systems"]
-    K, cost, one = 4, system["round_cost"], base["round_cost"]["scoring"]
+    K, cost, one = 2, system["round_cost"], base["round_cost"]["scoring"]
     share = system["block_efficiency"] / (K + 1)
     predicted = share * (K + 1) * one / (K * cost["draft_step"] + one)
     assert system["predicted_speedup"] == pytest.approx(predicted, rel=2e-3)
     assert system["same_tokens"] is True and f"r' = {share:.3f}" in result.stdout
 
 
+@pytest.mark.process
 def test_quickstart_shows_texts_and_speedup(pair):
     """The quickstart finds a K, and shows a text of both algorithms and the best speed-up."""
-    result = succeeds(
-        "quickstart.py", *pair, *QUICK, "--config.run_settings=sampled", "--config.repetitions=2"
-    )
+    flags = (*pair, *QUICK, "--config.run_settings=sampled", "--config.repetitions=2")
+    result = succeeds("quickstart.py", *flags, by=launch)
     for piece in ("Autoregressive", "residual token", "at its best K", "scripts/test.sh"):
         assert piece in result.stdout
     K = re.search(r"in a short trial here: K = ([12]) \(sampled\)\n", result.stdout)[1]
@@ -171,6 +218,7 @@ HF = ["HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"]
 OPENVINO = ["OpenVINO plain f16", "OpenVINO speculative f16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peer", "names"), [("hf", HF), ("openvino", OPENVINO)])
 def test_benchmark_measures_peers(pair, tmp_path, peer, names):
     """Other libraries are measured beside our systems, and fill the same budget."""
@@ -270,14 +318,13 @@ def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece)
     ("flag", "module"),
     [("peer=hf", "torch"), ("peer=openvino", "openvino_genai"), ("plot=p.png", "matplotlib")],
 )
-def test_benchmark_without_a_package_is_one_line(pair, tmp_path, flag, module):
+def test_benchmark_without_a_package_is_one_line(pair, tmp_path, monkeypatch, flag, module):
     """A package that a flag needs and that is missing is one line on stderr."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as util\n"
-        "real = util.find_spec\n"
-        f"util.find_spec = lambda name, *rest: None if name == {module!r} else real(name, *rest)\n"
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: name != module and real(name, *rest)
     )
-    result = run_afresh("benchmark.py", *pair, f"--{flag}", PYTHONPATH=str(tmp_path))
+    result = run("benchmark.py", *pair, f"--{flag}", path=tmp_path)
     fails_with_one_line(result, module, "installed")
 
 
@@ -295,13 +342,6 @@ def test_training_answers_a_mistake_with_one_line(tmp_path):
     fails_with_one_line(result, "nosuch", "lk_hybrid")
     assert not result.stdout
     assert not (tmp_path / "run").exists()
-
-
-def test_generate_on_ascii_terminal_prints_question_marks(pair):
-    """Characters that the terminal lacks become question marks."""
-    flags = (*pair, *SHORT, "--prompt=é")
-    result = run_afresh("generate.py", *flags, PYTHONIOENCODING="ascii")
-    assert result.returncode == 0 and result.stdout.startswith("?")
 
 
 def test_warnings_of_libraries_are_hidden(capsys):

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from helpers.environment import ROOT
 
+pytestmark = pytest.mark.process  # of bash
+
 SCRIPT = ROOT / "scripts" / "setup_venv.sh"
 INTERPRETER = """#!/bin/sh
 case "$2" in

@@ -1,14 +1,16 @@
 """plan_tree.py and compare_verifiers.py as users run them."""
 
+import dataclasses
 import json
 
 import jax
 import pytest
-from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
+from helpers.command_line import fails_with_one_line, launch, run, succeeds, tiny_pair
 
 import spsjax
 from spsjax import loading
 from spsjax.drafters import medusa
+from spsjax.evaluation import verifier_comparison
 
 SMALL = (
     "--config.prompts=2",
@@ -29,7 +31,7 @@ def planned(pair, tmp_path_factory):
     """The output of plan_tree.py, and the file that it wrote."""
     path = tmp_path_factory.mktemp("tree") / "tree.json"
     flags = (*pair, *SMALL, "--config.num_nodes=1,3", "--config.repetitions=1")
-    return succeeds("plan_tree.py", *flags, f"--output={path}").stdout, path
+    return succeeds("plan_tree.py", *flags, f"--output={path}", by=launch).stdout, path
 
 
 def tree_file(path, *parents):
@@ -37,6 +39,7 @@ def tree_file(path, *parents):
     return f"--config.tree={path}"
 
 
+@pytest.mark.process
 def test_plan_tree_shows_rates_and_writes_the_fastest_tree(planned):
     output, path = planned
     for text in ("95% interval", "tokens per call", "chain", "tree of 3", str(path)):
@@ -45,6 +48,7 @@ def test_plan_tree_shows_rates_and_writes_the_fastest_tree(planned):
     assert tree["parents"][0] == 0 and len(tree["rates"]) == 2 and tree["speedup"] > 0
 
 
+@pytest.mark.slow
 def test_plan_tree_of_a_head_chooses_tokens_by_depth_and_rank(pair, tmp_path):
     """The tree that it writes is decoded with, and leaves greedy texts as they are."""
     folder = next(flag for flag in pair if flag.startswith("--target")).partition("=")[2]
@@ -85,6 +89,7 @@ def test_predict_shows_when_a_tree_pays():
     fails_with_one_line(run("predict.py", *chain), "--num_nodes: expected it only with --children")
 
 
+@pytest.mark.process
 def test_generate_takes_a_tree_and_a_verifier(pair, planned, tmp_path):
     flags = (*pair, "--prompt=def f(x):", "--json", "--config.sampling.temperature=0")
     flags += ("--config.max_new_tokens=8", "--config.stop_at_eos=false")
@@ -100,9 +105,11 @@ def test_generate_takes_a_tree_and_a_verifier(pair, planned, tmp_path):
     fails_with_one_line(run("generate.py", *flags, fork, "--config.drafter=ngram"), "tree")
 
 
+@pytest.mark.slow
 def test_benchmark_measures_a_tree_beside_the_chains(pair, tmp_path):
     flags = (*pair, "--config.prompts=1", "--config.prompt_tokens=10", "--config.max_new_tokens=6")
     flags += ("--config.repetitions=1", "--config.num_speculative_tokens=2")
+    flags += ("--config.ngram.num_speculative_tokens=0", "--config.time_rounds=false")
     fork = tree_file(tmp_path / "fork.json", 0, 0, 1)
     assert "tree of 3" in succeeds("benchmark.py", *flags, fork).stdout
     fails_with_one_line(run("benchmark.py", *flags, fork, "--config.verifier=block"), "tree")
@@ -125,24 +132,55 @@ def test_file_that_holds_no_tree_is_refused(pair, tmp_path, text, part):
     fails_with_one_line(run("generate.py", *flags), part)
 
 
-def test_compare_verifiers_judges_and_times_every_rule(pair, tmp_path):
-    """The same command prints the same table again, from what it has stored."""
-    flags = (*pair, *SMALL, "--config.num_nodes=4", "--config.levels=2")
-    flags += ("--config.run_settings=('sampled','greedy')", f"--workdir={tmp_path}")
-    first = succeeds("compare_verifiers.py", *flags).stdout
-    rows = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))["rows"]
-    rules = {(row["draft"], row["rule"]) for row in rows}
-    assert {("chain", "block"), ("tree", "traversal"), ("independent tree", "kseq")} <= rules
-    assert ("paths", "multipath") in rules
+def verifier_flags(pair, folder, num_nodes):
+    """Returns a small comparison of rules of verification as flags."""
+    more = f"--config.num_nodes={num_nodes}", "--config.levels=2", f"--workdir={folder}"
+    return *pair, *SMALL, "--config.run_settings=('sampled','greedy')", *more
+
+
+def judged(folder) -> list[dict]:
+    """Returns the rows of a table, each of which must have been measured."""
+    rows = json.loads((folder / "table.json").read_text(encoding="utf-8"))["rows"]
     assert all(1 <= row["expected"] <= row["levels"] + 1.001 for row in rows)
     assert {row["setting"] for row in rows} == {"sampled", "greedy"}
     assert all(row["ms_per_token"] > 0 and row["tokens"] == 12 for row in rows)
     assert {row["same_tokens"] for row in rows if row["setting"] == "greedy"} == {True}
+    return rows
+
+
+@pytest.mark.process
+def test_compare_verifiers_prints_its_table_again(pair, tmp_path):
+    """The same command prints the same table, from what another process has stored."""
+    flags = verifier_flags(pair, tmp_path, 2)
+    first = succeeds("compare_verifiers.py", *flags, by=launch).stdout
+    rules = "rejection", "block", "match", "typical"
+    assert {(row["draft"], row["rule"]) for row in judged(tmp_path)} == {
+        ("chain", rule) for rule in rules
+    }
     assert "same texts" in first and "other texts" not in first
     assert (tmp_path / "table.png").stat().st_size > 10_000
     assert succeeds("compare_verifiers.py", *flags).stdout == first
     other = run("compare_verifiers.py", *flags, "--config.seed=1")
     fails_with_one_line(other, "expected.jsonl", "seed")
+
+
+@pytest.mark.slow
+def test_compare_verifiers_judges_and_times_trees(pair, tmp_path, monkeypatch):
+    """Of each kind of tree the last rule: `verifier_comparison_test` has all kinds and rules."""
+    drafts = verifier_comparison.drafts
+
+    def last_rules(*arguments):
+        _, *trees = drafts(*arguments)
+        return [dataclasses.replace(kind, rules=kind.rules[-1:]) for kind in trees]
+
+    monkeypatch.setattr(verifier_comparison, "drafts", last_rules)
+    succeeds("compare_verifiers.py", *verifier_flags(pair, tmp_path, 4))
+    assert {(row["draft"], row["rule"]) for row in judged(tmp_path)} == {
+        ("tree", "typical"),
+        ("independent tree", "kseq"),
+        ("dynamic tree", "typical"),
+        ("paths", "multipath"),
+    }
 
 
 @pytest.mark.parametrize(

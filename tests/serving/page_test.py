@@ -1,6 +1,5 @@
 """The server's page: what it asks for, and the page itself in a browser."""
 
-import contextlib
 import json
 import threading
 import time
@@ -8,17 +7,16 @@ import time
 import pytest
 from helpers.browser import PROGRAM, browsing
 from helpers.command_line import tiny_pair
+from helpers.serving import address_of
 
 import spsjax
-from spsjax import SamplingParams
+from spsjax import SamplingParams, generation
 
 pytest.importorskip("httpx2")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-
-import uvicorn
 from starlette.testclient import TestClient
 
 from spsjax.serving import app
@@ -64,7 +62,10 @@ def lines(answer) -> list[dict]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-@pytest.mark.parametrize("drafter", ("draft", "ngram", "none"))
+MORE = (pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "none"))
+
+
+@pytest.mark.parametrize("drafter", ("draft", *MORE))
 def test_the_pieces_are_generates_text_in_kinds_of_tokens(client, models, drafter):
     begun, *pieces, last = lines(client.post("/page/rounds", json=ASK | {"drafter": drafter}))
     assert begun == {"state": "compiling"} and last["state"] == "done"
@@ -85,9 +86,21 @@ def test_choices_are_those_that_rounds_takes(client):
     assert choices["drafters"] == ["draft", "ngram", "none"]
     assert choices["num_speculative_tokens"][:3] == ["auto", "utility", 1]
     assert choices["most_tokens"] == 100
-    for count in choices["num_speculative_tokens"][1:4]:
-        ask = ASK | {"num_speculative_tokens": count, "max_tokens": 3}
+
+
+def test_every_choice_of_draft_length_reaches_rounds(client, monkeypatch):
+    counts, rounds = [], generation.rounds
+
+    def noted(model, prompt, drafter, count, **options):
+        counts.append(count)
+        return rounds(model, prompt, drafter, 3, **options)
+
+    monkeypatch.setattr(generation, "rounds", noted)
+    choices = client.get("/page/choices").json()["num_speculative_tokens"]
+    for count in choices:
+        ask = ASK | {"num_speculative_tokens": count}
         assert lines(client.post("/page/rounds", json=ask))[-1]["state"] == "done"
+    assert counts[::2] == choices
 
 
 @pytest.mark.parametrize(
@@ -153,22 +166,8 @@ def test_one_text_at_a_time(served, models, monkeypatch):
         assert lines(client.post("/page/rounds", json=ASK))[-1]["state"] == "done"
 
 
-@contextlib.contextmanager
-def address_of(application):
-    """Yields the address at which the application is served."""
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-
-
 @needs_browser
+@pytest.mark.process
 def test_the_page_in_a_browser(served, models, tmp_path):
     """A text is written beside plain decoding, with the kinds of tokens that `rounds` told."""
     with address_of(served()) as address, browsing(tmp_path) as browser:
@@ -194,6 +193,7 @@ def test_the_page_in_a_browser(served, models, tmp_path):
 
 
 @needs_browser
+@pytest.mark.process
 def test_the_page_says_what_is_wrong(served, tmp_path):
     with address_of(served("secret")) as address, browsing(tmp_path) as browser:
         browser.call("Page.navigate", url=address)

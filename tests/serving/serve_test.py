@@ -3,15 +3,14 @@
 import asyncio
 import dataclasses
 import json
-import os
-import signal
 import threading
 import time
 
 import numpy as np
 import pytest
-from helpers.command_line import Script, fails_with_one_line, free_port, run, tiny_pair
+from helpers.command_line import tiny_pair
 from helpers.models import spread_model
+from helpers.serving import address_of, metrics_of
 
 import spsjax
 from spsjax import SamplingParams
@@ -29,20 +28,8 @@ from spsjax.serving.worker import Worker  # noqa: E402
 
 NAME = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-SMALL = {
-    "name": NAME, "rows": 4, "slots": 128, "num_speculative_tokens": "3", "port": 0,
-    "warm_up": False, "most_waiting": 120, "most_bytes": 4000, "most_tokens": 100,
-}  # fmt: skip
-
-
-def start(pair, **changes) -> tuple[Script, str]:
-    """Starts a server, and returns it with its address."""
-    flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
-    process = Script("serve.py", *pair, *flags, devices=1)
-    while "http://" not in (line := process.read("stdout")):
-        assert process.poll() is None, process.read("stderr")
-        time.sleep(0.05)
-    return process, line.split(" at ")[1].split()[0]
+SIZES = {"rows": 2, "slots": 128, "chunk": 128, "rounds": 4}  # of all engines here
+LIMITS = {"most_bytes": 4000, "most_tokens": 100}
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +48,13 @@ def models(pair):
 
 
 @pytest.fixture(scope="module")
-def address(pair):
-    process, address = start(pair)
-    yield address
-    process.terminate()
-    assert process.wait(60).returncode == 0
+def address(models):
+    """The address of a server in this process, which limits requests as serve.py does."""
+    target, draft = models
+    engine = spsjax.Engine(dataclasses.replace(target, name=NAME), draft, 3, **SIZES)
+    options = app.Options(NAME, **LIMITS, hosts=("127.0.0.1", "localhost"))
+    with address_of(app.make(Worker(engine, 120), options)) as address:
+        yield f"{address}/v1"
 
 
 @pytest.fixture
@@ -73,27 +62,45 @@ def client(address):
     return openai.OpenAI(base_url=address, api_key="none", max_retries=0)
 
 
-def alone(models, prompt, count=24, seed=0, sampling=SamplingParams()) -> str:
-    out = spsjax.generate(models[0], [prompt], models[1], 3, sampling, count, seed)
-    return out.texts[0]
+@pytest.fixture(scope="module")
+def alone(models):
+    """Returns the text of an engine that has no other request; it has the server's programs."""
+    engine = spsjax.Engine(*models, 3, **SIZES)
+
+    def text(prompt, count=24, seed=0, sampling=SamplingParams()) -> str:
+        request = engine.submit(prompt, sampling, count, seed)
+        request.result()
+        return request.text
+
+    yield text
+    engine.close()
 
 
-def idle(address) -> str:
+def idle(address) -> dict[str, str]:
     """Waits until no request has a row or waits for one, and returns the metrics."""
     for _ in range(200):
-        text = httpx.get(address.removesuffix("/v1") + "/metrics").text
-        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        if lines["spsjax_waiting_requests"] == lines["spsjax_running_requests"] == "0.0":
-            return lines
+        metrics = metrics_of(address)
+        if not any(float(metrics[f"spsjax_{kind}_requests"]) for kind in ("waiting", "running")):
+            return metrics
         time.sleep(0.05)
-    raise AssertionError(text)
+    raise AssertionError(metrics)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(0.0), SamplingParams(0.7, top_p=0.9)])
-def test_completion_is_what_generate_gives(client, models, sampling):
+SAMPLINGS = SamplingParams(0.0), SamplingParams(0.7, top_p=0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_engine_alone_gives_the_text_of_generate(models, alone, sampling):
+    out = spsjax.generate(models[0], ["import os"], models[1], 3, sampling, 24, 5)
+    assert alone("import os", 24, 5, sampling) == out.texts[0]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_completion_is_what_the_engine_gives(client, models, alone, sampling):
     options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": 5}
     answer = client.completions.create(model=NAME, prompt="import os", max_tokens=24, **options)
-    assert answer.choices[0].text == alone(models, "import os", 24, 5, sampling)
+    assert answer.choices[0].text == alone("import os", 24, 5, sampling)
     ids = models[0].tokenizer.encode("import os")
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].finish_reason in ("length", "stop")
@@ -101,9 +108,9 @@ def test_completion_is_what_generate_gives(client, models, sampling):
     assert again.choices[0].text == answer.choices[0].text
 
 
-def test_chat_is_what_generate_gives_after_the_template(client, models):
+def test_chat_is_what_the_engine_gives_after_the_template(client, models, alone):
     messages = [{"role": "user", "content": "def f(x):"}]
-    expected = alone(models, models[0].tokenizer.chat(messages), 20, 3)
+    expected = alone(models[0].tokenizer.chat(messages), 20, 3)
     options = {"model": NAME, "messages": messages, "max_tokens": 20, "seed": 3}
     answer = client.chat.completions.create(**options)
     assert answer.choices[0].message.content == expected
@@ -118,10 +125,10 @@ def test_chat_is_what_generate_gives_after_the_template(client, models):
     assert room <= whole.usage.completion_tokens <= 100
 
 
-def test_choices_of_several_prompts(client, models):
+def test_choices_of_several_prompts(client, models, alone):
     prompts, options = ["import os", "def f(x):"], {"max_tokens": 10, "seed": 7}
     answer = client.completions.create(model=NAME, prompt=prompts, n=2, **options)
-    texts = [alone(models, prompt, 10, 7 + i) for i, prompt in enumerate(np.repeat(prompts, 2))]
+    texts = [alone(prompt, 10, 7 + i) for i, prompt in enumerate(np.repeat(prompts, 2))]
     assert [choice.text for choice in answer.choices] == texts
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage.prompt_tokens == sum(
@@ -138,12 +145,12 @@ def test_choices_of_several_prompts(client, models):
     assert streamed == texts and piece.usage == answer.usage
 
 
-def test_text_ends_before_a_stop(client, models):
-    whole = alone(models, "import os", 40, 1)
+def test_text_ends_before_a_stop(client, alone):
+    whole = alone("import os", 40, 1)
     triples = (whole[i : i + 3] for i in range(10, len(whole)))
     stop = next(triple for triple in triples if "\ufffd" not in triple)  # of whole characters
     expected = whole[: whole.find(stop)]
-    decoded = [alone(models, "import os", count, 1) for count in range(41)]
+    decoded = [alone("import os", count, 1) for count in range(41)]
     options = {"model": NAME, "prompt": "import os", "max_tokens": 40, "seed": 1}
     for given in (stop, ["never seen", stop]):
         answer = client.completions.create(**options, stop=given)
@@ -155,7 +162,7 @@ def test_text_ends_before_a_stop(client, models):
         assert stop in decoded[count] and stop not in decoded[count - 1]
 
 
-def test_a_hundred_streams_at_once_and_clients_that_go(address, models):
+def test_a_hundred_streams_at_once_and_clients_that_go(address, alone):
     """Every fifth client goes early. The others get their own texts, and no row stays occupied."""
     prompts = [["import os", "def f(x):\n", "class A", "x = 1\n"][i % 4] for i in range(100)]
 
@@ -175,7 +182,7 @@ def test_a_hundred_streams_at_once_and_clients_that_go(address, models):
 
     texts = asyncio.run(everyone())
     for seed, text in enumerate(texts):
-        assert text is None if seed % 5 == 0 else text == alone(models, prompts[seed], 20, seed)
+        assert text is None if seed % 5 == 0 else text == alone(prompts[seed], 20, seed)
     idle(address)
 
 
@@ -252,62 +259,29 @@ def test_models_and_metrics(client, address):
     assert gained["spsjax_request_seconds_count"] == 1
 
 
-def test_requests_beyond_the_queue_are_sent_away(pair):
-    process, address = start(pair, most_waiting=2, rows=1, slots=240, most_tokens=200)
-    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
-    options = {"model": NAME, "prompt": "a", "n": 2, "max_tokens": 200}
-    stream = client.completions.create(**options, stream=True)
-    next(iter(stream))  # one runs, and one waits
-    with pytest.raises(openai.RateLimitError, match="too many requests wait"):
-        client.completions.create(**options)
-    stream.close()
-    idle(address)
-    assert client.completions.create(model=NAME, prompt="a", n=2).choices
-    process.terminate()
-    assert process.wait(60).returncode == 0
+def test_requests_beyond_the_queue_are_sent_away(models):
+    """The engine stands still while two requests wait, so that a third one is too many."""
+    engine, going = spsjax.Engine(*models, 3, **SIZES), threading.Event()
+    step = engine.step
+    engine.step = lambda: going.wait(60) and step()
+    ask = {"model": NAME, "prompt": "a", "max_tokens": 9}
+    answers = []
+    with TestClient(app.make(Worker(engine, 2), app.Options(NAME))) as client:
 
+        def post(**more):
+            answers.append(client.post("/v1/completions", json=ask | more))
 
-def test_stopped_server_lets_streams_end(pair, models):
-    process, address = start(pair)
-    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
-    options = {"model": NAME, "prompt": "import os", "max_tokens": 60, "seed": 4}
-    stream = client.completions.create(**options, stream=True)
-    text = next(iter(stream)).choices[0].text
-    process.terminate()
-    text += "".join(piece.choices[0].text for piece in stream)
-    assert text == alone(models, "import os", 60, 4)
-    assert process.wait(60).returncode == 0
-
-
-def test_two_processes_serve_what_one_generates(tmp_path_factory, tiny_tokenizer):
-    """The first one listens, and the other one ends with it."""
-    folder = tmp_path_factory.mktemp("split")
-    target = dataclasses.replace(spread_model(320), tokenizer=tiny_tokenizer)
-    spsjax.loading.save(folder, target, "float32")
-    flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
-    flags += [
-        f"--target={folder}",
-        "--config.draft=",
-        "--config.mesh.data=2",
-        "--config.mesh.model=4",
-    ]
-    flags += [f"--coordinator=localhost:{free_port()}", "--num_processes=2"]
-    first, second = (
-        Script("serve.py", *flags, f"--process_id={index}", devices=4) for index in range(2)
-    )
-    while "http://" not in (line := first.read("stdout")):
-        assert first.poll() is None, first.read("stderr")
-        time.sleep(0.05)
-    address = line.split(" at ")[1].split()[0]
-    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
-    answer = client.completions.create(model=NAME, prompt="import os", max_tokens=12, seed=3)
-    alone = spsjax.load(folder)
-    expected = spsjax.generate(alone, ["import os"], None, 0, SamplingParams(), 12, 3)
-    assert answer.choices[0].text == expected.texts[0]
-    assert httpx.get(address.removesuffix("/v1") + "/").status_code == 404  # no page
-    first.terminate()
-    assert second.wait(60).returncode == 0
-    assert first.wait(60).returncode == 0
+        first = threading.Thread(target=post, kwargs={"n": 2})
+        first.start()
+        while engine.num_waiting < 2:
+            time.sleep(0.01)
+        post()
+        assert answers[0].status_code == 429 and answers[0].headers["Retry-After"]
+        assert "too many requests wait" in answers[0].text
+        going.set()
+        first.join(60)
+        post()
+    assert [answer.status_code for answer in answers[1:]] == [200, 200]
 
 
 @pytest.mark.parametrize("step", (1, 2, 3, 7))
@@ -344,25 +318,9 @@ def test_other_types_of_bodies_are_refused(address):
     assert httpx.put(f"{address}/models").headers["Allow"]
 
 
-def test_requests_hear_that_the_server_stops(pair):
-    process, address = start(pair, grace_seconds=1, rows=1, slots=240, most_tokens=200)
-    body = {"model": NAME, "prompt": ["a"] * 7, "max_tokens": 200, "n": 16, "seed": 1}
-    answers = []
-    ask = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{address}/completions", json=body, timeout=60))
-    )
-    ask.start()
-    time.sleep(1)
-    process.terminate()
-    ask.join(60)
-    assert answers[0].status_code == 503 and "being stopped" in answers[0].text
-    done = process.wait(60)
-    assert done.returncode == 0 and "Traceback" not in done.stderr
-
-
 def served(model, **options):
     """Returns a client of a server in this process."""
-    engine = spsjax.Engine(model, rows=2, slots=64)
+    engine = spsjax.Engine(model, **SIZES)
     return TestClient(app.make(Worker(engine, 8), app.Options(NAME, **options)))
 
 
@@ -379,8 +337,10 @@ def test_key_is_asked_for(models):
 def test_error_of_the_model_in_one_request_leaves_the_others_alone(tiny_tokenizer):
     """The model cannot read one token, which only one prompt has."""
     target = dataclasses.replace(spread_model(300, seed=5), tokenizer=tiny_tokenizer)
-    whole = spsjax.generate(target, [[5, 6]], None, 0, SamplingParams(0.0), 10)
-    known = {4, 5, 6, *whole.tokens[0].tolist()}
+    engine = spsjax.Engine(target, **SIZES)
+    whole = engine.submit([5, 6], SamplingParams(0.0), 10)
+    known = {4, 5, 6, *whole.result()}
+    engine.close()
     other = next(token for token in range(10, 300) if token not in known)
     embedding = target.params["embed"]["embedding"].at[other].set(np.nan)
     params = target.params | {"embed": {"embedding": embedding}}
@@ -395,7 +355,7 @@ def test_error_of_the_model_in_one_request_leaves_the_others_alone(tiny_tokenize
         assert "expected finite logits" in streamed and "[DONE]" not in streamed
         both = client.post("/v1/completions", json=ask | {"prompt": [5, 6]})
         assert both.status_code == 200, both.text
-        assert both.json()["choices"][0]["text"] == whole.texts[0]
+        assert both.json()["choices"][0]["text"] == whole.text
 
 
 def test_cut_holds_back_what_may_be_a_stop():
@@ -405,20 +365,3 @@ def test_cut_holds_back_what_may_be_a_stop():
     assert [cut(text, False) for text in texts] == shown
     assert cut.end == len("1abdx.abc")
     assert protocol.Cut(["abc"])("1ab", True) == "1ab"
-
-
-def test_script_refuses_what_it_cannot_serve(pair):
-    for flag, part in (
-        ("--config.port=70000", "port: expected an integer from 0 to 65535"),
-        ("--config.host=no such host", "host, port: no such host:0: expected a free address"),
-        ("--config.most_waiting=0", "most_waiting"),
-        ("--config.rows=0", "rows: expected an integer >= 1, found 0"),
-    ):
-        flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
-        fails_with_one_line(run("serve.py", *pair, *flags, flag), part)
-
-
-def test_interrupt_ends_the_server(pair):
-    process, _ = start(pair)
-    os.kill(process.process.pid, signal.SIGINT)
-    assert process.wait(60).returncode in (0, 130)

@@ -4,16 +4,16 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.models import tiny_config
-from helpers.toy_language import CONFIG, EXAMPLES, HELD_OUT, VOCAB
+from helpers.numpy_models import numpy_params
+from helpers.toy_language import CONFIG, EXAMPLES, HELD_OUT, VOCAB, forward
+from scipy import special
 
 from spsjax import InputError
 from spsjax.data import pipeline
 from spsjax.loading import Model
-from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.training import distillation, losses, metrics, target_cache
 from spsjax.training import step as train_step
@@ -22,14 +22,23 @@ from spsjax.training.optimizer import OptimizerConfig
 FLOAT32 = train_step.Precision("float32")
 ONE_DEVICE = sharding.batch_sharding(None)
 DRAFT = tiny_config(VOCAB, tie_embeddings=True, d_ff=16, num_heads=4)
+OBJECTIVES = "cross_entropy", *losses.DIVERGENCES
+
+
+def metrics_for(name="forward_kl", temperatures=(1.0,)) -> train_step.PerTokenMetrics:
+    objective = distillation.Objective(name, temperatures)
+    return distillation.distillation_metrics(DRAFT, CONFIG, objective, FLOAT32)
+
+
+held_out_metrics = jax.jit(metrics_for())
 
 
 def train(config, metrics_of, params, frozen, table, steps=60, replace_batch=None):
     """Parameters after some steps."""
     optimizer = OptimizerConfig(1e-2, steps=steps, warmup=4)
     shapes = train_step.state_shapes(train_step.model_shapes(config, None), optimizer)
-    # A copy, because a step consumes its state.
-    state = train_step.init_state(jax.tree.map(jnp.array, params), shapes, optimizer)
+    # A step consumes its state, and so `params` stay in NumPy.
+    state = train_step.init_state(jax.device_put(params), shapes, optimizer)
     step = train_step.make_step(metrics_of, optimizer)
     batches = pipeline.BatchIterator([table], [1.0], 16, 0, ONE_DEVICE)
     for number in range(steps):
@@ -43,21 +52,15 @@ def train(config, metrics_of, params, frozen, table, steps=60, replace_batch=Non
 @pytest.fixture(scope="module")
 def target() -> Model:
     """A target that has learned the toy language."""
-    start = transformer.init(CONFIG, jax.random.key(0))
     metrics_of = train_step.language_model_metrics(CONFIG, FLOAT32)
-    params = train(CONFIG, metrics_of, start, {}, pipeline.Table(tokens=EXAMPLES))
-    return Model("target", CONFIG, params)
-
-
-def metrics_for(name="forward_kl", temperatures=(1.0,)) -> train_step.PerTokenMetrics:
-    objective = distillation.Objective(name, temperatures)
-    return distillation.distillation_metrics(DRAFT, CONFIG, objective, FLOAT32)
+    start, table = numpy_params(CONFIG, 0), pipeline.Table(tokens=EXAMPLES)
+    return Model("target", CONFIG, train(CONFIG, metrics_of, start, {}, table))
 
 
 def evaluate(target, params) -> dict[str, float]:
     table = pipeline.Table(tokens=HELD_OUT)
     summaries = metrics.evaluate_batches(
-        jax.jit(metrics_for()), params, target.params, table, 16, ONE_DEVICE
+        held_out_metrics, params, target.params, table, 16, ONE_DEVICE
     )
     return {name: summary.mean for name, summary in summaries.items()}
 
@@ -69,7 +72,7 @@ def cached_columns(target, examples, folder, store, k=6, temperatures=(1.0,)):
 
 def distill(target, folder, name="forward_kl", temperatures=(1.0,), store="nothing", mixture=None):
     """Metrics on held-out text before and after distillation."""
-    start = transformer.init(DRAFT, jax.random.key(7))
+    start = numpy_params(DRAFT, 7)
     mixture = mixture or distillation.Mixture()
     columns = {"tokens": EXAMPLES}
     if mixture.target:
@@ -84,7 +87,14 @@ def distill(target, folder, name="forward_kl", temperatures=(1.0,), store="nothi
     return evaluate(target, start), evaluate(target, params)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", *losses.DIVERGENCES])
+# What the other objectives give is compared with NumPy, and a step on it lowers it (losses_test).
+IN_GATE = "forward_kl", "lk_hybrid"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in IN_GATE else pytest.mark.slow) for name in OBJECTIVES],
+)
 def test_every_objective_improves_the_draft(target, tmp_path, name):
     """Acceptance and greedy agreement rise by 0.3, and the target stays as it is."""
     frozen = jax.tree.map(np.array, target.params)
@@ -94,6 +104,7 @@ def test_every_objective_improves_the_draft(target, tmp_path, name):
     assert all(map(np.array_equal, jax.tree.leaves(frozen), jax.tree.leaves(target.params)))
 
 
+@pytest.mark.slow
 def test_cached_target_trains_like_a_running_one(target, tmp_path):
     _, running = distill(target, tmp_path, temperatures=(0.5, 1.0))
     for store in ("states", "top_k"):
@@ -101,42 +112,69 @@ def test_cached_target_trains_like_a_running_one(target, tmp_path):
         assert cached["acceptance"] == pytest.approx(running["acceptance"], abs=0.03), store
 
 
-@pytest.mark.parametrize(("store", "k"), [("states", 1), ("top_k", VOCAB - 1)])
-def test_cached_target_gives_the_metrics_of_a_running_one(target, tmp_path, store, k):
-    metrics_of = metrics_for(temperatures=(0.7,))
-    params = transformer.init(DRAFT, jax.random.key(3))
-    expected = metrics_of(params, target.params, {"tokens": HELD_OUT})
-    cached = cached_columns(target, HELD_OUT, tmp_path, store, k, temperatures=(0.7,))
-    frozen = None if store == "top_k" else target.params  # "top_k" needs no weights at all
-    result = metrics_of(params, frozen, {"tokens": HELD_OUT, **cached})
-    for name, value in expected.items():
-        np.testing.assert_allclose(result[name], value, atol=2e-2, err_msg=name)
+def test_cached_target_gives_the_metrics_of_a_running_one(target, tmp_path):
+    """Of all tokens, "top_k" stores all but one, and needs no weights of the target."""
+    params = numpy_params(DRAFT, 3, 0.3)
+    cached = {
+        store: cached_columns(target, HELD_OUT, tmp_path, store, VOCAB - 1, temperatures=(0.7,))
+        for store in ("states", "top_k")
+    }
+
+    @jax.jit
+    def metrics_of(params, frozen, tokens, cached):
+        metrics_of, batch = metrics_for(temperatures=(0.7,)), {"tokens": tokens}
+        return (
+            metrics_of(params, frozen, batch),
+            metrics_of(params, frozen, batch | cached["states"]),
+            metrics_of(params, None, batch | cached["top_k"]),
+        )
+
+    expected, *results = metrics_of(params, target.params, HELD_OUT, cached)
+    for result in results:
+        for name, value in expected.items():
+            np.testing.assert_allclose(result[name], value, atol=2e-2, err_msg=name)
 
 
 def test_cache_of_more_tokens_than_there_are_leaves_a_rest(target, tmp_path):
     """At least one token is not stored: a rest of no tokens would have no probability."""
     columns = cached_columns(target, HELD_OUT, tmp_path, "top_k", VOCAB + 5)
     assert columns["ids"].shape[-1] == VOCAB - 1
-    params = transformer.init(DRAFT, jax.random.key(3))
-    logits = train_step.forward(DRAFT, params, HELD_OUT[:, :-1]).logits
-    coarse = losses.top_k_with_rest(logits, columns["ids"])
+    logits, _ = forward(DRAFT, numpy_params(DRAFT, 3), HELD_OUT[:, :-1])
+    coarse = np.asarray(jax.jit(losses.top_k_with_rest)(logits, columns["ids"]))
     rest = 1 - np.exp(coarse[..., :-1]).sum(-1)
     np.testing.assert_allclose(np.exp(coarse[..., -1]), rest, atol=1e-5)
     assert np.isfinite(columns["log_probs"]).all() and rest.min() > 0
 
 
 @pytest.mark.parametrize("temperatures", [(0.5,), (2.0, 0.5)])
-def test_temperatures_divide_both_logits_and_are_averaged(target, temperatures):
-    params = transformer.init(DRAFT, jax.random.key(3))
-    target_logits = train_step.forward(CONFIG, target.params, HELD_OUT[:, :-1]).logits
-    logits = train_step.forward(DRAFT, params, HELD_OUT[:, :-1]).logits
-    result = metrics_for(temperatures=temperatures)(params, target.params, {"tokens": HELD_OUT})
-    expected = [losses.forward_kl(target_logits / t, logits / t) for t in temperatures]
-    np.testing.assert_allclose(result["loss"], np.mean(expected, axis=0), rtol=1e-4, atol=1e-5)
-    acceptance = losses.acceptance(target_logits, logits)
-    np.testing.assert_allclose(result["acceptance"], acceptance, rtol=1e-4)
+def test_objective_of_logits_divided_by_temperatures_is_averaged(target, temperatures):
+    """Of every objective but the cross entropy; the acceptance is that at temperature 1."""
+    params, tokens = numpy_params(DRAFT, 3, 0.3), HELD_OUT
+
+    @jax.jit
+    def found_and_expected(params, frozen):
+        found = {name: metrics_for(name, temperatures) for name in OBJECTIVES}
+        found = {name: of(params, frozen, {"tokens": tokens}) for name, of in found.items()}
+        logits = train_step.forward(DRAFT, params, tokens[:, :-1]).logits
+        target_logits = train_step.forward(CONFIG, frozen, tokens[:, :-1]).logits
+        expected = {
+            name: sum(of(target_logits / t, logits / t) for t in temperatures) / len(temperatures)
+            for name, of in losses.DIVERGENCES.items()
+        }
+        expected["cross_entropy"] = losses.cross_entropy(logits, tokens[:, 1:])
+        agree = target_logits.argmax(-1) == logits.argmax(-1)
+        return found, expected, losses.acceptance(target_logits, logits), agree
+
+    found, expected, acceptance, agree = found_and_expected(params, target.params)
+    for name in OBJECTIVES:
+        np.testing.assert_allclose(found[name]["loss"], expected[name], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found[name]["acceptance"], acceptance, rtol=1e-4)
+        np.testing.assert_array_equal(found[name]["greedy_agreement"], agree)
+        cross_entropy = found[name]["cross_entropy"]
+        np.testing.assert_allclose(cross_entropy, expected["cross_entropy"], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shares", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.5, 0.0, 0.5)], ids=["target", "draft", "both"]
 )
@@ -153,7 +191,7 @@ def test_on_policy_batches_depend_on_step_and_prompts_alone(target):
     columns = {"tokens": EXAMPLES[:4], "start": np.zeros(4, np.int32)}
     batch = pipeline.global_batch(columns, 4, ONE_DEVICE)
     replaced = {}
-    for step in range(40):
+    for step in range(24):
         result = replace_batch(step, target.params, batch)
         again = replace_batch(step, target.params, batch)
         assert all(map(np.array_equal, jax.tree.leaves(result), jax.tree.leaves(again)))
@@ -162,15 +200,15 @@ def test_on_policy_batches_depend_on_step_and_prompts_alone(target):
             assert np.array_equal(replaced[step][:, :5], EXAMPLES[:4, :5])
             assert np.asarray(result["start"]).tolist() == [5] * 4
             assert result["tokens"].dtype == batch["tokens"].dtype
-    assert 8 < len(replaced) < 32  # about half of the steps
+    assert 6 <= len(replaced) <= 18  # about half of the steps
     assert len({text.tobytes() for text in replaced.values()}) == len(replaced)
 
 
 def test_continuations_follow_the_model_s_distribution(target):
     prompts = np.tile(EXAMPLES[:1, :4], (512, 1))
     texts = distillation.sample_continuations(target, prompts, 6, 1.0, seed=0)["tokens"]
-    logits = train_step.forward(CONFIG, target.params, EXAMPLES[:1, :4]).logits[0, -1]
-    probs = np.asarray(jax.nn.softmax(logits))
+    logits, _ = forward(CONFIG, target.params, EXAMPLES[:1, :4])
+    probs = special.softmax(np.asarray(logits)[0, -1])
     counts = np.bincount(texts[:, 4], minlength=VOCAB) / 512
     assert 0.5 * np.abs(counts - probs).sum() < 0.08
     assert texts.shape == (512, 6) and np.array_equal(texts[:, :4], prompts)
@@ -181,7 +219,7 @@ def test_continuations_beyond_the_context_are_masked_padding(target):
     columns = distillation.sample_continuations(model, EXAMPLES[:4, :5], 17, 1.0, seed=0)
     assert columns["tokens"].shape == (4, 17)
     assert columns["start"].tolist() == [5] * 4 and columns["stop"].tolist() == [16] * 4
-    mask = np.asarray(train_step.loss_mask(jax.tree.map(jnp.asarray, columns)))
+    mask = np.asarray(jax.jit(train_step.loss_mask)(columns))
     assert mask.tolist() == [[0] * 4 + [1] * 11 + [0]] * 4
 
 
@@ -199,19 +237,19 @@ def test_target_samples_are_drawn_once(target, tmp_path, monkeypatch):
 
 
 def test_target_cache_tells_targets_and_texts_apart(target, tmp_path):
-    scaled = jax.tree.map(lambda leaf: 1.01 * leaf, target.params)
+    scaled = jax.tree.map(lambda leaf: np.float32(1.01) * np.asarray(leaf), target.params)
     cases = (target.params, HELD_OUT), (scaled, HELD_OUT), (target.params, HELD_OUT[::-1])
     for params, tokens in cases:
         model = Model("target", CONFIG, params)
         states = cached_columns(model, tokens, tmp_path, "states")["states"]
-        expected = train_step.forward(CONFIG, params, tokens[:, :-1]).hidden
+        _, expected = forward(CONFIG, params, tokens[:, :-1])
         np.testing.assert_allclose(states, expected, rtol=1e-2, atol=2e-3)
     assert len(list(tmp_path.glob("states-*"))) == 3
 
 
 def test_target_states_beyond_float16_are_refused(target, tmp_path):
-    params = jax.tree.map(jnp.array, target.params)
-    params["norm"]["scale"] = params["norm"]["scale"] * 1e6
+    params = jax.tree.map(np.array, target.params)
+    params["norm"]["scale"] *= 1e6
     model = Model("target", CONFIG, params)
     with pytest.raises(
         InputError, match=r"^target_cache.store: expected states in the range of float16"

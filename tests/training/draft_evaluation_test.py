@@ -1,5 +1,7 @@
 """Tests of draft evaluation: the expected acceptance rate is what drafting counts."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -15,24 +17,34 @@ from spsjax.training.draft_evaluation import DraftEvalConfig
 FLOAT32 = train_step.Precision("float32")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_counted_acceptance_is_the_expected_one(temperature):
+OPTIONS = DraftEvalConfig(prompts=64, prompt_length=4, new_tokens=48)
+PROMPTS = np.random.default_rng(0).integers(0, 32, (64, 4)).tolist()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target and a draft near it."""
     target = spread_model(32)
-    draft = nearby_model(target, distance=0.1)
-    options = DraftEvalConfig(prompts=64, prompt_length=4, new_tokens=48)
-    prompts = np.random.default_rng(0).integers(0, 32, (64, 4)).tolist()
-    result = draft_evaluation.sample_with_draft(target, draft, prompts, options, temperature, 0)
+    return target, nearby_model(target, distance=0.1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def metrics_at(config, target_config, temperature, params, frozen, batch):
+    objective = distillation.Objective("forward_kl")
+    return distillation.distillation_metrics(
+        config, target_config, objective, FLOAT32, temperature
+    )(params, frozen, batch)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_counted_acceptance_is_the_expected_one(pair, temperature):
+    target, draft = pair
+    result = draft_evaluation.sample_with_draft(target, draft, PROMPTS, OPTIONS, temperature, 0)
     assert result.samples.shape == (64, 52)
-    metrics_of = distillation.distillation_metrics(
-        draft.config,
-        target.config,
-        distillation.Objective("forward_kl"),
-        FLOAT32,
-        temperature or 1.0,
-    )
+    metrics_of = functools.partial(metrics_at, draft.config, target.config, temperature or 1.0)
     table = pipeline.Table(tokens=result.samples, start=np.full(64, 4, np.int32))
     summaries = metrics.evaluate_batches(
-        jax.jit(metrics_of), draft.params, target.params, table, 64, sharding.batch_sharding(None)
+        metrics_of, draft.params, target.params, table, 64, sharding.batch_sharding(None)
     )
     expected = summaries["acceptance" if temperature else "greedy_agreement"]
     # The margin of 0.04 is there because the positions that rounds decide on are no fair sample.
@@ -42,18 +54,15 @@ def test_counted_acceptance_is_the_expected_one(temperature):
     assert result.block_efficiency == pytest.approx(independent, rel=0.1)
 
 
-def test_greedy_samples_do_not_depend_on_the_draft():
-    target = spread_model(32)
-    options = DraftEvalConfig(prompts=2, prompt_length=3, new_tokens=24)
-    prompts = [[1, 2, 3], [4, 5, 6]]
+def test_greedy_samples_do_not_depend_on_the_draft(pair):
+    target, draft = pair
     one, other = (
-        draft_evaluation.sample_with_draft(
-            target, nearby_model(target, seed), prompts, options, 0.0, 0
-        )
-        for seed in (1, 2)
+        draft_evaluation.sample_with_draft(target, each, PROMPTS, OPTIONS, 0.0, 0)
+        for each in (draft, nearby_model(target, seed=2))
     )
     assert np.array_equal(one.samples, other.samples)
-    assert one.samples[:, :3].tolist() == prompts
+    assert one.samples[:, :4].tolist() == PROMPTS
+    assert one.counted_acceptance != other.counted_acceptance
 
 
 @pytest.mark.parametrize("temperatures", [None, 1.5, ("a",), (-1.0,), (float("nan"),)])

@@ -12,6 +12,8 @@ import time
 import pytest
 from helpers.command_line import Script, free_port
 
+pytestmark = [pytest.mark.process, pytest.mark.training]
+
 STEPS = 90
 SHARED = {
     "model.d_model": 32,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from helpers.environment import ROOT
@@ -10,6 +11,7 @@ from ml_collections import ConfigDict
 from tensorboardX.proto import event_pb2
 
 from spsjax import InputError, NonFiniteError
+from spsjax.parallel import multihost
 from spsjax.training import plots, run_folder
 
 
@@ -168,6 +170,19 @@ def test_pinned_facts_may_not_change(tmp_path):
         resumed.pin(target="def")
 
 
+def test_folder_locked_by_another_run_is_refused(tmp_path):
+    """The run that holds the lock may take it again."""
+    folder = run_folder.Folder(tmp_path, config())
+    for _ in range(2):
+        folder.lock()
+    with (
+        mock.patch.object(multihost, "_LOCKED", {}),  # as another process has it
+        pytest.raises(InputError, match="in use by another process"),
+    ):
+        folder.lock()
+
+
+@pytest.mark.process
 def test_folder_locked_by_another_process_is_refused(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -65,6 +65,7 @@ def test_write_takes_longest_file_name(tmp_path):
     atomic_files.write(tmp_path / ("x" * 255), b"data")
 
 
+@pytest.mark.process
 def test_lock_held_elsewhere_is_refused_without_wait(tmp_path, holder):
     refused = pytest.raises(BlockingIOError, match="another process")
     with refused, atomic_files.lock(tmp_path / ".lock", wait=False):
@@ -74,6 +75,7 @@ def test_lock_held_elsewhere_is_refused_without_wait(tmp_path, holder):
         pass
 
 
+@pytest.mark.process
 def test_lock_of_killed_process_is_released(tmp_path, holder):
     holder.kill()
     holder.wait()
@@ -81,6 +83,7 @@ def test_lock_of_killed_process_is_released(tmp_path, holder):
         pass
 
 
+@pytest.mark.process
 def test_lock_waits_for_holder(tmp_path, holder):
     waiter = subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path / ".lock"],

@@ -250,41 +250,6 @@ def test_equal_seeds_repeat_and_other_seeds_differ(target):
     assert runs[0][0] != runs[0][1]  # rows of one prompt differ, too
 
 
-def test_no_random_number_is_used_twice(target, draft):
-    """Rounds, rows and roles never share a random number.
-
-    feifeibear: one seed inside the loop. vLLM: draft and residual share their noise.
-    """
-    loaded = drafting.build("draft_model", draft, K)
-    program = decode.Program(target.config, loaded.drafter, rejection.Verifier())
-    params = {"target": target.params, "drafter": loaded.params}
-    lengths = jnp.asarray([1, 1, 2, 2])
-    prompts, keys = jnp.ones((4, 2), jnp.int32), sampling.row_keys(jax.random.key(0), 4)
-    state = decode.prefill(
-        program, 32, params, SamplingParams().rows(4), prompts, lengths, lengths + 20, keys
-    )
-    uniforms = sampling.uniforms
-
-    @jax.jit
-    def step(state):
-        seen = []
-
-        def watched(keys, role, count):
-            seen.append(uniforms(keys, role, 4))  # four numbers tell two keys apart
-            return seen[-1][:, :count]
-
-        with mock.patch.object(sampling, "uniforms", watched):
-            return decode.step(program, params, state), seen
-
-    numbers = []
-    for _ in range(6):
-        state, seen = step(state)
-        assert len(seen) == 3  # draft, accept, next
-        numbers += seen
-    numbers = np.concatenate(numbers)
-    assert len(np.unique(numbers, axis=0)) == len(numbers) == 3 * 6 * 4
-
-
 def test_lenience_without_a_draft_token_changes_nothing():
     """A position without a draft token keeps its greedy distribution under lenience.
 

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.models import nearby_model, spread_model
+from helpers import reference
+from helpers.models import logits_of, nearby_model, spread_model
 
 import spsjax
 from spsjax import draft_shapes, loading, sampling, verifiers
 from spsjax.drafters import draft_model, ngram
 from spsjax.loading import LoadedDrafter
-from spsjax.models import transformer
+from spsjax.utils.compilation import compiled
 
 PROMPTS = [[1, 2, 3], [4]]
 TREES = (
@@ -36,6 +37,7 @@ def generate(target, drafter, verifier, temperature=0.0):
     return spsjax.generate(target, PROMPTS, drafter, verifier=verifier, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", verifiers.NAMES)
 def test_greedy_texts_of_every_rule_are_those_of_plain_decoding(pair, name):
     """Every rule, typical acceptance included, takes the target's choices in greedy rows."""
@@ -46,6 +48,7 @@ def test_greedy_texts_of_every_rule_are_those_of_plain_decoding(pair, name):
     assert out.stats.block_efficiency > 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
 def test_greedy_texts_of_trees_are_those_of_plain_decoding(pair, tree):
     """A tree never accepts less than the chain of its first children, for greedy rows."""
@@ -60,6 +63,7 @@ def test_greedy_texts_of_trees_are_those_of_plain_decoding(pair, tree):
         assert out.stats.block_efficiency >= chain.stats.block_efficiency
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("recursive", "traversal", "match", "typical", "top_k"))
 def test_sampled_trees_emit_whole_rounds(pair, name):
     target, draft = pair
@@ -81,7 +85,7 @@ def test_rules_report_a_root_that_is_not_finite(name):
 
 
 @pytest.mark.parametrize("name", ("kseq", "multipath"))
-@pytest.mark.parametrize("children", (24, 64))
+@pytest.mark.parametrize("children", (24,))
 def test_one_right_child_of_many_is_accepted(name, children):
     """A greedy target and a draft that is nearly sure of it; in float32 all shares round to 1."""
     rng = np.random.default_rng(0)
@@ -106,12 +110,13 @@ def test_typical_acceptance_takes_the_most_probable_of_the_longest_paths():
     target[0, 2] = [0.15, 0.85, 0, 0]
     #        root: 0, 1, 2; below 0: 0; below 1: 0; below 2: 1
     tokens, parents = [[0, 1, 2, 0, 0, 1]], [[0, 0, 0, 1, 2, 3]]
-    proposal = spsjax.Proposal(jnp.asarray(tokens), None, jnp.asarray(parents))
+    proposal = spsjax.Proposal(np.asarray(tokens), None, np.asarray(parents))
     keys = sampling.row_keys(jax.random.key(0), 1)
 
     def path(**fields):
         rule = verifiers.typical.Verifier(**fields)
-        return rule.verify(keys, proposal, jnp.asarray(target)).path[0].tolist()
+        verify = compiled(verifiers.typical.Verifier.verify, rule)
+        return verify(keys, proposal, target)[0].path[0].tolist()
 
     assert path() == [0, 2, 5, -1, -1, -1, -1]  # 0.15 is above 0.09, 0.05 is not
     assert path(epsilon=0.01) == [0, 2, 5, -1, -1, -1, -1]  # both are: 0.5 x 0.15 is more
@@ -125,10 +130,11 @@ def test_top_k_acceptance_by_hand(k):
     draft, target = np.asarray([0.2, 0.5, 0.3, 0.0]), np.asarray([0.3, 0.5, 0.2, 0.0])
     good = np.asarray([2, 1, 3, 99]) <= k  # the last one is impossible
     rule, rows = verifiers.top_k.Verifier(k), 4 * 4000
-    tokens = jnp.tile(jnp.arange(4), 4000)[:, None]
-    proposal = spsjax.Proposal(tokens, jnp.broadcast_to(draft, (rows, 1, 4)))
-    probs = jnp.broadcast_to(target, (rows, 2, 4))
-    np.testing.assert_array_equal(rule.accept_probs(proposal, probs)[:4, 0], good)
+    tokens = np.tile(np.arange(4, dtype=np.int32), 4000)[:, None]
+    proposal = spsjax.Proposal(tokens, np.tile(np.float32(draft), (rows, 1, 1)))
+    probs = np.tile(np.float32(target), (rows, 2, 1))
+    accept = jax.jit(rule.accept_probs)(proposal, probs)
+    np.testing.assert_array_equal(accept[:4, 0], good)
     keys = sampling.row_keys(jax.random.key(k), rows)
     first = np.asarray(jax.jit(rule.verify)(keys, proposal, probs).tokens)[:, 0]
     weights = np.tile(draft, 4000) / 4000
@@ -156,6 +162,7 @@ def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_trees_are_loaded_with_a_draft_and_verified_by_default():
     target = spsjax.load("pystdlib/target")
     drafter = spsjax.load_drafter("pystdlib/draft", target, tree=TREES[0])
@@ -191,21 +198,19 @@ def test_trees_that_cannot_be_are_refused(pair):
         verifiers.top_k.Verifier(0)
 
 
-@pytest.mark.parametrize(("depth", "nodes"), [(2, 8), (3, 18)])
+@pytest.mark.parametrize(("depth", "nodes"), [(2, 5)])
 def test_dynamic_tree_keeps_the_most_probable_paths(pair, depth, nodes):
     """Compared with the same search over whole contexts, without a cache."""
     target, draft = pair
     tree = draft_shapes.DynamicTree(num_nodes=nodes, depth=depth, width=3)
     proposal = spsjax.propose(target, [1, 2, 3], trees_of(draft, tree))
     tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
-    paths = [()]
+    paths, logits = [()], logits_of(draft)
     for token, parent in zip(tokens, parents):
         paths.append((*paths[parent], token))
 
     def children(path, score):
-        ids = np.asarray([[1, 2, 3, *path]])
-        logits = transformer.apply(draft.config, draft.params, ids).logits[0, -1]
-        logs = np.asarray(jax.nn.log_softmax(logits))
+        logs = np.log(reference.to_probs(logits((1, 2, 3, *path))))
         return {(*path, int(token)): score + logs[token] for token in np.argsort(-logs)[:3]}
 
     level, scores = {(): 0.0}, {}
@@ -217,6 +222,7 @@ def test_dynamic_tree_keeps_the_most_probable_paths(pair, depth, nodes):
     assert {*paths[1:]} == {*sorted(scores, key=scores.get, reverse=True)[:nodes]}
 
 
+@pytest.mark.slow
 def test_draft_of_two_layers_continues_as_it_would_alone():
     """The second layer of the last but one token depends on what that token sees."""
     target = spread_model(16)

@@ -1,0 +1,124 @@
+"""Keys: no two roles of a round, no two rows and no two rounds share a random number.
+
+All numbers that a compiled loop uses are written down while it runs. Systems of the field drew the
+residual with the noise that had drafted the rejected token. Then the two are not independent, and
+the texts do not follow the target's distribution.
+"""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import spsjax
+from spsjax import SamplingParams, Tree, decode, execution, pacing, sampling
+from spsjax.drafters import draft_model
+from spsjax.loading import LoadedDrafter
+from spsjax.request import Request
+from spsjax.utils import compilation
+
+K = 3
+CHAIN = {sampling.DRAFT, sampling.ACCEPT, sampling.NEXT}
+
+
+class Recorder:
+    """Random numbers that were used in rounds of rows that were not done.
+
+    Four numbers tell two keys apart. A row that is done repeats its numbers, which are not used.
+    """
+
+    def __init__(self):
+        self.rounds, self._numbers = collections.Counter(), []
+
+    def note_round(self, keys, done):
+        self.rounds.update(map(tuple, np.asarray(keys)[~np.asarray(done)].tolist()))
+
+    def note_numbers(self, role, keys, numbers):
+        self._numbers.append((role, np.asarray(keys), np.asarray(numbers)))
+
+    def check(self, roles, least):
+        """Asserts that these roles had numbers of their own in at least so many rounds."""
+        jax.effects_barrier()
+        assert len(self.rounds) >= least and max(self.rounds.values()) == 1
+        uses, seen = collections.Counter(), collections.Counter()
+        for role, keys, numbers in self._numbers:
+            for key, row in zip(map(tuple, keys.tolist()), map(tuple, numbers.tolist())):
+                if key in self.rounds:
+                    uses[key, role] += 1
+                    seen[row] += 1
+        assert {role for _, role in uses} == roles
+        assert max(uses.values()) == 1, "a role of one round asked twice"
+        assert max(seen.values()) == 1, "two roles, rows or rounds share their numbers"
+        assert sum(role == sampling.NEXT for _, role in uses) == len(self.rounds)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder, uniforms, step = Recorder(), sampling.uniforms, decode.step
+
+    def watched_step(program, params, state, *args, **options):
+        keys = jax.random.key_data(decode.round_keys(state))
+        jax.debug.callback(recorder.note_round, keys, state.done)
+        return step(program, params, state, *args, **options)
+
+    def watched(keys, role, count):
+        note = functools.partial(recorder.note_numbers, role)
+        jax.debug.callback(note, jax.random.key_data(keys), uniforms(keys, role, 4))
+        return uniforms(keys, role, count)
+
+    monkeypatch.setattr(sampling, "uniforms", watched)
+    monkeypatch.setattr(decode, "step", watched_step)
+    compilation.clear()  # of programs that nobody watches
+    yield recorder
+    compilation.clear()
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("rejection", None),
+        ("traversal", Tree((0, 0, 1))),
+        ("match", Tree((0, 0, 1))),
+        pytest.param("block", None, marks=pytest.mark.slow),
+        pytest.param("recursive", Tree((0, 0, 1)), marks=pytest.mark.slow),
+        pytest.param("kseq", Tree((0, 0, 1), replacement=True), marks=pytest.mark.slow),
+        pytest.param("multipath", Tree((0, 0, 1, 2), replacement=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_generate_uses_each_number_once(recorder, target, draft, rule, tree):
+    """Rows of equal prompts have keys of their own, and so has every round."""
+    depth = K if tree is None else tree.depth
+    drafter = draft_model.Drafter(draft.config, depth, tree=tree)
+    loaded = LoadedDrafter("", drafter, draft.params)
+    prompts = [3, 4, 5], [3, 4, 5], [9], [1, 2]
+    spsjax.generate(target, prompts, loaded, verifier=rule, max_new_tokens=16)
+    roles = CHAIN - {sampling.ACCEPT} if rule == "match" else CHAIN
+    recorder.check(roles, least=3 * 16 // (K + 1))
+
+
+def test_rounds_without_a_draft_use_numbers_of_their_own(recorder, target, draft):
+    """Some rounds draft, and in others the drafter rests; they share no number."""
+    request = Request(
+        "", target, [[3, 4, 5], [9]], draft, "auto", SamplingParams(), 18, 0, "rejection", False
+    )
+    drafter = dataclasses.replace(request.program.drafter, num_speculative_tokens=1)
+    request.program = dataclasses.replace(request.program, drafter=drafter)
+    state, _ = execution.prefill(request)
+    for depth in (0, 1, 0, 1):
+        request.params["costs"] = execution.placed(request, pacing.forced(depth, 1))
+        state, _ = execution.run(request, state, 1)
+    recorder.check(CHAIN, least=6)
+
+
+def test_engine_uses_each_number_once(recorder, target, draft):
+    """Three requests in two rows: a row gets new keys with a new request."""
+    engine = spsjax.Engine(target, draft, K, rows=2, slots=64, rounds=2)
+    for seed, prompt in enumerate(([7, 7], [3, 4], [3, 4])):
+        engine.submit(prompt, max_new_tokens=12, seed=seed)
+    while engine.step():
+        pass
+    recorder.check(CHAIN, least=9)

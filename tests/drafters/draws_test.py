@@ -1,0 +1,239 @@
+"""Draft tokens are drawn from the distributions that the drafter reports, for every drafter.
+
+This is the drafters' share of the proof that sampling is lossless. A token is the inverse of its
+reported distribution at a random number of its own. The distribution depends on the prefix and on
+the tokens above it, and on no later number. Nothing but draft numbers is asked for. Then a verifier
+that is lossless for any such proposal (`exactness_test`) is lossless with this drafter.
+"""
+
+import dataclasses
+import functools
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting, enumeration, table_drafters, table_model
+from helpers.table_drafters import VOCAB
+
+from spsjax import DynamicTree, Tree, decode, sampling
+from spsjax.drafters import draft_model, stopping
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+from spsjax.verifiers import match
+
+K, ROWS = 2, 256
+EDGE = 1e-12  # how far from the ends of a token's interval its numbers are chosen
+PARAMS = {"temperature": 1.5, "top_k": 2, "top_p": 0.9003}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def drafted(name: str, **fields) -> LoadedDrafter:
+    """Returns a drafter of the tables with some fields changed."""
+    if name in drafting.HEADS:
+        return table_drafters.head(name, K, **fields)
+    loaded = table_drafters.build(name, K)
+    return dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, **fields))
+
+
+class Drafts:
+    """A drafter's proposals as a function of chosen numbers, after some prefixes."""
+
+    def __init__(self, loaded: LoadedDrafter, params):
+        tables = (table_model.table(VOCAB, seed) for seed in (3, 4))
+        verifier = match.Verifier()  # takes chains and trees
+        self.loop = enumeration.Loop(loaded, *tables, 5, (), (0, 1, 0), verifier=verifier)
+        self.drafter, self.roles, self.text = self.loop.drafter, set(), ""
+        self.prefixes, self.starts = self.loop.starts(params)
+        self._jitted = jax.jit(self._propose)
+
+    def _propose(self, params, starts, rows, numbers):
+        def chosen(keys, role, count):
+            self.roles.add(role)
+            return numbers[:, :count]
+
+        state = decode.take(starts, rows)
+        with (
+            mock.patch.object(sampling, "uniforms", chosen),
+            mock.patch.multiple(transformer, **table_model.REPLACED),
+        ):
+            return decode.propose(self.loop.program, params, state, state.keys)[0]
+
+    def primitives(self) -> str:
+        """Returns the names of the operations of a draft."""
+        arrays = self.loop.params, self.starts, np.zeros(ROWS, int), np.zeros((ROWS, 16))
+        return str(jax.make_jaxpr(self._propose)(*arrays))
+
+    def __call__(self, rows, numbers):
+        """Returns the proposals in NumPy: [R] rows of prefixes, [R, N] numbers of the tokens."""
+        parts = []
+        for first in range(0, len(rows), ROWS):
+            some = slice(first, first + ROWS)
+            padded = np.resize(rows[some], ROWS), np.resize(numbers[some], (ROWS, numbers.shape[1]))
+            one = self._jitted(self.loop.params, self.starts, padded[0], _spread(padded[1]))
+            count = len(rows[some])
+            parts.append(jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], one))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _spread(numbers):
+    """Returns the numbers [R, 2 N] that `draw` takes, with room for drafters that ask for more."""
+    pairs = enumeration.doubled(numbers)
+    return np.pad(pairs, ((0, 0), (0, 8)), constant_values=0.5)
+
+
+def check_draws(loaded: LoadedDrafter, params=PARAMS):
+    """Asserts that each token is the inverse of its distribution at a number of its own.
+
+    Every path of tokens is tried, with numbers at the lower and the upper end of each token's
+    interval.
+    """
+    drafts = Drafts(loaded, params)
+    N, nodes = drafts.drafter.num_nodes, range(drafts.drafter.num_nodes)
+    prefixes = np.arange(min(len(drafts.prefixes), 4))
+    cases = itertools.product(prefixes, itertools.product(range(VOCAB), repeat=N), (0, 1))
+    rows, paths, sides = map(np.asarray, zip(*cases))
+    numbers, mass = np.full((len(rows), N), 0.5), np.ones(len(rows))
+    seen = []
+    for n in nodes:
+        proposal = drafts(rows, numbers)
+        left = weights(proposal, n, paths)
+        total = left.sum(axis=1)
+        share = left / np.where(total == 0, 1, total)[:, None]
+        own = share[np.arange(len(rows)), paths[:, n]]
+        ends = np.cumsum(share, axis=1)[np.arange(len(rows)), paths[:, n]]
+        numbers[:, n] = np.where(sides == 0, ends - own + EDGE, ends - EDGE)
+        numbers[:, n] = np.clip(numbers[:, n], 0, np.nextafter(1, 0))
+        there = proposal.tokens[:, n] >= 0
+        mass *= np.where(there, own, 1)
+        seen.append((left, there))
+    proposal = drafts(rows, numbers)
+    for n, (left, there) in zip(nodes, seen):
+        possible = mass > 1e-9
+        # Neither the distribution nor whether there is a token depends on this or a later number.
+        np.testing.assert_array_equal((proposal.tokens[:, n] >= 0)[possible], there[possible])
+        now = weights(proposal, n, paths)
+        np.testing.assert_allclose(now[possible & there], left[possible & there], atol=1e-13)
+        drawn = possible & there
+        np.testing.assert_array_equal(proposal.tokens[drawn, n], paths[drawn, n])
+    assert (mass > 1e-9).sum() > len(rows) / 20
+    assert drafts.roles == {sampling.DRAFT}
+    operations = drafts.primitives()
+    assert "random" not in operations and "threefry" not in operations
+
+
+def weights(proposal, n, paths):
+    """Returns what a token is drawn from [R, V]: its node's distribution, or what siblings left."""
+    R = np.arange(len(paths))
+    if proposal.parents is None:
+        return proposal.probs[:, n]
+    left = proposal.probs[R, proposal.parents[:, n]].copy()
+    for sibling in range(n):
+        twin = proposal.distinct & (proposal.parents[:, sibling] == proposal.parents[:, n])
+        left[R[twin], paths[twin, sibling]] = 0
+    return left
+
+
+SAMPLED = (
+    *("draft_model", "early_exit", "sparse_self", "windowed", "tapped", "hybrid"),
+    *drafting.HEADS,
+)
+CHOSEN = "copy", "lookahead", "ngram", "none", "random_tree", "suffix"
+
+
+def test_every_drafter_is_in_a_list():
+    assert sorted((*SAMPLED, *CHOSEN)) == sorted(drafting.NAMES)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_drafter_draws_from_what_it_reports(name):
+    check_draws(drafted(name))
+
+
+@pytest.mark.parametrize("replacement", (False, True))
+def test_tree_draws_from_what_it_reports(replacement):
+    """Without replacement, siblings are drawn in order, each from what the earlier ones left."""
+    check_draws(drafted("draft_model", tree=Tree((0, 0, 1), replacement=replacement)), {})
+
+
+def test_chain_that_ends_early_draws_from_what_it_reports():
+    check_draws(drafted("draft_model", stop_rule=stopping.Confidence(0.5)), {})
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_drafter_that_chooses_asks_for_draft_numbers_only(name):
+    """Its tokens are point masses. Numbers of another role would tie them to the verdict."""
+    assert_chooses(drafted(name))
+
+
+@pytest.mark.parametrize("tree", (Tree((0, 0, 1), chosen=True), DynamicTree(3, 2, 2)), ids=str)
+def test_chosen_tree_asks_for_no_random_number(tree):
+    assert_chooses(drafted("eagle3", tree=tree))
+
+
+def assert_chooses(loaded: LoadedDrafter):
+    """Asserts that a drafter reports no distribution, and asks for draft numbers at most."""
+    drafts = Drafts(loaded, PARAMS)
+    proposal = jax.eval_shape(
+        drafts._propose, drafts.loop.params, drafts.starts, np.zeros(4, int), np.zeros((4, 64))
+    )
+    assert proposal.probs is None or proposal.tokens.shape[1] == 0
+    assert drafts.roles <= {sampling.DRAFT}
+
+
+def _reports_another(proposal):
+    return dataclasses.replace(proposal, probs=proposal.probs + 1e-9 * jnp.arange(VOCAB))
+
+
+def _drops_improbable_tokens(proposal):
+    chosen = jnp.take_along_axis(proposal.probs, proposal.tokens[..., None], axis=2)[..., 0]
+    kept = jnp.cumprod(chosen >= 0.3, axis=1) > 0
+    return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1))
+
+
+def _reports_it_after_the_draw(proposal):
+    drawn = jax.nn.one_hot(proposal.tokens, VOCAB, dtype=proposal.probs.dtype)
+    return dataclasses.replace(proposal, probs=0.9 * proposal.probs + 0.1 * drawn)
+
+
+@pytest.mark.parametrize(
+    "fault", (_reports_another, _drops_improbable_tokens, _reports_it_after_the_draw)
+)
+def test_broken_draft_is_rejected(monkeypatch, fault):
+    """Another distribution; a token that decides that there is none; a sharpened distribution."""
+    propose = draft_model.Drafter.propose
+
+    def broken(*args):
+        proposal, state = propose(*args)
+        return fault(proposal), state
+
+    monkeypatch.setattr(draft_model.Drafter, "propose", broken)
+    with pytest.raises(AssertionError):
+        check_draws(drafted("draft_model"), {})
+
+
+@pytest.mark.parametrize("role", ("the verdict's", "one for two tokens"))
+def test_draft_with_a_shared_number_is_rejected(monkeypatch, role):
+    """The numbers of the verdict, or one number for two tokens."""
+    uniforms = sampling.uniforms
+
+    def shared(keys, role_, count):
+        numbers = uniforms(keys, sampling.ACCEPT if role == "the verdict's" else role_, count)
+        return numbers if role == "the verdict's" else jnp.tile(numbers[:, :2], (1, count // 2))
+
+    propose = draft_model.Drafter.propose
+
+    def broken(self, params, state, now):
+        with mock.patch.object(sampling, "uniforms", functools.partial(shared)):
+            return propose(self, params, state, now)
+
+    monkeypatch.setattr(draft_model.Drafter, "propose", broken)
+    with pytest.raises(AssertionError):
+        check_draws(drafted("draft_model"), {})

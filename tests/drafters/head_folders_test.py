@@ -1,0 +1,223 @@
+"""Folders of drafters of the target's features: what is saved is loaded, and what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers import drafting
+from helpers.models import build_model, spread_model
+
+import spsjax
+from spsjax import SamplingParams, Tree, loading
+from spsjax.training import train_head
+
+PROMPTS = [[3, 4, 5, 3], [9], [1, 2, 1, 2, 1], [30, 31]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return spread_model(48)
+
+
+def loaded(name, target, **fields) -> loading.LoadedDrafter:
+    """Returns a drafter with random weights, and without a training."""
+    drafter = drafting.head(name, target.config, **fields)
+    return loading.LoadedDrafter(name, drafter, drafting.random_weights(drafter))
+
+
+def rewritten(folder, fields=None, tensors=None):
+    """Changes the config and the tensors of a drafter's folder; None removes a tensor."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | (fields or {})))
+    (path,) = folder.glob("*.safetensors")
+    stored = safetensors.numpy.load_file(path) | (tensors or {})
+    kept = {name: array for name, array in stored.items() if array is not None}
+    safetensors.numpy.save_file(kept, path)
+
+
+def narrow_head(target) -> loading.LoadedDrafter:
+    sizes = {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 30}
+    drafter = train_head.build_drafter({"method": "eagle3"} | sizes, target.config)
+    return loading.LoadedDrafter("narrow", drafter, drafting.random_weights(drafter))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {}) for name in drafting.HEADS),
+        ("narrow", {}),
+        ("falcon", {"tokens_per_step": 3}),
+        ("medusa", {"num_blocks": 2}),
+        ("mlp_speculator", {"tied": False}),
+    ],
+)
+def test_saved_drafter_is_loaded_unchanged(target, name, fields, tmp_path):
+    """The same drafter and weights, so that it drafts the same tokens."""
+    head = narrow_head(target) if name == "narrow" else loaded(name, target, **fields)
+    spsjax.save_drafter(tmp_path / name, head, target, "float32")
+    again = spsjax.load_drafter(tmp_path / name, target)
+    assert again.drafter == head.drafter
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    with pytest.raises(spsjax.InputError, match="expected a language model, found a drafter"):
+        spsjax.load(tmp_path / name)
+
+
+def test_drafter_of_the_authors_layout_is_read(target, tmp_path):
+    """SafeAILab's EAGLE-3 has the layer's own config.json, and another prefix."""
+    head = loaded("eagle3", target)
+    spsjax.save_drafter(tmp_path, head, target, "float32")
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    layer = raw["transformer_layer_config"] | {"draft_vocab_size": raw["draft_vocab_size"]}
+    layer["eagle_aux_hidden_state_layer_ids"] = raw["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(layer), encoding="utf-8")
+    tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    again = spsjax.load_drafter(tmp_path, target)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+
+
+def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
+    folder = tmp_path / "eagle3"
+    spsjax.save_drafter(folder, loaded("eagle3", target), target)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    raw, tensors = json.loads(config.read_text("utf-8")), safetensors.numpy.load_file(weights)
+    layer = raw["transformer_layer_config"]
+    ids = tensors["d2t"]
+    cases = (
+        ({"speculators_model_type": "mtp"}, {}, "speculators_model_type: expected"),
+        ({"norm_before_fc": True}, {}, "norm_before_fc: expected false"),
+        ({"target_hidden_size": 64}, {}, "d_model=32"),
+        ({"transformer_layer_config": layer | {"hidden_size": 64}}, {}, "fc.weight: expected"),
+        ({"transformer_layer_config": layer | {"vocab_size": 50}}, {}, "vocab_size=48"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, "tap_layers: expected layers in"),
+        ({}, {"d2t": None}, "expected a tensor d2t"),
+        ({}, {"d2t": ids + 30}, "d2t: expected offsets of ascending ids"),
+        ({}, {"d2t": ids[:-1]}, "d2t: expected shape"),
+        ({}, {"d2t": ids + 0.5}, "d2t: expected integers"),
+        ({}, {"fc.weight": tensors["fc.weight"][:, 1:]}, "fc.weight: expected shape"),
+        ({}, {"norm.weight": None}, "expected a tensor norm.weight, found none"),
+        ({}, {"layers.1.mlp.up_proj.weight": ids}, "expected no tensor layers.1"),
+    )
+    for fields, changed, message in cases:
+        config.write_text(json.dumps(raw | fields), encoding="utf-8")
+        kept = {name: array for name, array in (tensors | changed).items() if array is not None}
+        safetensors.numpy.save_file(kept, weights)
+        with pytest.raises(spsjax.InputError) as caught:
+            spsjax.load_drafter(folder, target)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "tensors", "message"),
+    [
+        ("medusa", {"hidden_size": 64}, {}, "target with hidden_size 32, found 64"),
+        ("medusa", {"vocab_size": 50}, {}, "target with vocab_size 48, found 50"),
+        ("medusa", {}, {"2.0.linear.bias": None}, "expected a tensor 2.0.linear.bias, found none"),
+        ("medusa", {"medusa_num_layers": 2}, {}, "expected a tensor"),
+        ("mlp_speculator", {"emb_dim": 8}, {}, "target with emb_dim 32, found 8"),
+        ("mlp_speculator", {"n_predict": "3"}, {}, "n_predict: expected an integer"),
+        ("mlp_speculator", {"tie_weights": False}, {}, "expected a tensor speculator.emb.1.weight"),
+        ("mlp_speculator", {"inner_dim": 25}, {}, "expected shape"),
+        ("blockwise", {"num_heads": 5}, {}, "expected a tensor outs.4"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(target, tmp_path, name, fields, tensors, message):
+    spsjax.save_drafter(tmp_path, loaded(name, target), target)
+    rewritten(tmp_path, fields, tensors)
+    with pytest.raises(spsjax.InputError) as caught:
+        spsjax.load_drafter(tmp_path, target)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_medusa_of_the_first_trainer_uses_the_targets_head(target, tmp_path):
+    """Its files have no vocabulary matrices, and their config may name fewer heads."""
+    spsjax.save_drafter(tmp_path, loaded("medusa", target), target, "float32")
+    none = {f"{index}.1.weight": None for index in range(4)}
+    rewritten(tmp_path, {"medusa_num_heads": 2}, none)
+    again = spsjax.load_drafter(tmp_path, target)
+    assert (again.drafter.own_heads, again.drafter.num_heads) == (False, 4)
+
+
+def test_tied_mlp_speculator_may_be_stored_with_copies(target, tmp_path):
+    """The published files repeat what all steps share."""
+    head = loaded("mlp_speculator", target)
+    spsjax.save_drafter(tmp_path, head, target, "float32")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    copies = {
+        f"speculator.{name}.{i}.weight": stored[f"speculator.{name}.0.weight"]
+        for name in ("emb", "head", "ln")
+        for i in (1, 2, 3)
+    }
+    copies |= {f"speculator.ln.{i}.bias": stored["speculator.ln.0.bias"] for i in (1, 2, 3)}
+    copies |= {f"speculator.proj.{i}.weight": stored["speculator.proj.1.weight"] for i in (2, 3)}
+    rewritten(tmp_path, {}, copies)
+    again = spsjax.load_drafter(tmp_path, target)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+
+
+def test_drafter_without_features_cannot_be_saved(target, tmp_path):
+    with pytest.raises(spsjax.InputError, match="expected a loaded drafter of the target's"):
+        spsjax.save_drafter(tmp_path, spsjax.load_drafter("ngram", target), target)
+    head = loaded("eagle", target)
+    for odd, of, message in (
+        (head.drafter, target, "drafter: expected a loaded drafter"),
+        (head, "target", "target: expected a loaded model, found str"),
+        (dataclasses.replace(head, params={}), target, "expected the weights of its shape"),
+    ):
+        with pytest.raises(spsjax.InputError, match=message):
+            spsjax.save_drafter(tmp_path, odd, of)
+    assert not list(tmp_path.iterdir())
+
+
+def test_drafter_of_another_target_is_refused(target):
+    other = loading.random(dataclasses.replace(target.config, d_ff=16), dtype="float32")
+    with pytest.raises(spsjax.InputError, match="eagle: expected a drafter of this target's"):
+        spsjax.generate(other, PROMPTS, loaded("eagle", target), 2, max_new_tokens=4)
+
+
+MESHES = ("eagle3", None), ("eagle3", False), ("eagle", False)
+
+
+@pytest.mark.parametrize(("name", "replicate"), MESHES)
+def test_head_on_a_mesh_is_whole_or_split(target, tmp_path, name, replicate):
+    """Its weights are whole on every device, or split like the target's."""
+    mesh = spsjax.sharding.mesh(2, 4)
+    many = build_model(target.config, target.params, mesh)
+    spsjax.save_drafter(tmp_path, loaded(name, target), target, "float32")
+    head = spsjax.load_drafter(tmp_path, many, replicate)
+    for kernel in ("fc", "query", "out"):
+        found = head.params["fc"] if kernel == "fc" else head.params["layer"]["attention"][kernel]
+        assert found["kernel"].is_fully_replicated == (replicate is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "replicate"), MESHES)
+def test_head_on_a_mesh_gives_the_tokens_of_one_device(target, tmp_path, name, replicate):
+    many = build_model(target.config, target.params, spsjax.sharding.mesh(2, 4))
+    one = loading.LoadedDrafter(name, *drafting.random_head(name, target.config))
+    spsjax.save_drafter(tmp_path, one, target, "float32")
+    texts = [
+        spsjax.generate(
+            model,
+            PROMPTS,
+            spsjax.load_drafter(tmp_path, model, flag, Tree.branching(2, 2)),
+            None,
+            SamplingParams(0.9),
+            12,
+            stop_at_eos=False,
+        )
+        for model, flag in ((many, replicate), (target, None))
+    ]
+    assert np.array_equal(texts[0].tokens, texts[1].tokens)
+    assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
+    assert sum(texts[0].stats.accepted_histogram[1:]) > 0
+
+
+def test_head_that_the_mesh_does_not_divide_is_refused_if_it_is_to_be_split(target):
+    mesh = spsjax.sharding.mesh(1, 3)
+    with pytest.raises(spsjax.InputError, match=r"^d_model: expected a multiple .*3, found 32"):
+        drafting.head("eagle", target.config).shardings(mesh, False)

@@ -1,0 +1,314 @@
+"""Drafts of the target's features: chains and trees, compared with what training computes.
+
+`unrolled`, which training runs, is the oracle. It has no cache, no blocks and no trees.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import drafting, reference
+from helpers.models import spread_model, tiny_config
+
+import spsjax
+from spsjax import DynamicTree, SamplingParams, Tree, decode, sampling
+from spsjax.drafters import sparse_self
+from spsjax.models import transformer
+from spsjax.types import Proposal, Verdict
+from spsjax.utils.compilation import compiled
+from spsjax.verifiers import match
+
+K, SLOTS, WIDTH, ROWS = 3, 32, 16, 32
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 9, 1, 2], [9, 8], [1, 2, 1, 2, 1, 2], [30, 31, 5]]
+LENGTHS = np.asarray(list(map(len, PROMPTS)), np.int32)
+SAMPLING = {"temperature": [1.0, 0.7, 1.5, 0.5], "top_k": [0, 0, 0, 2]}
+SHAPES = {
+    "chain": None,
+    "drawn": Tree((0, 0, 1, 1, 2, 3)),
+    "replacement": Tree((0, 0, 0, 1, 4), replacement=True),
+    "chosen": Tree((0, 0, 1, 1, 3), chosen=True),
+    "dynamic": DynamicTree(7, K, 3),
+}
+# Shapes in the gate. EAGLE and EAGLE-3 share all but their layer, Medusa and blockwise, too.
+GATE = {
+    "eagle": ("chain", "drawn"),
+    "eagle3": ("chain",),
+    "falcon": ("chain", "dynamic"),
+    "spire": ("chain", "chosen"),
+    "blockwise": ("chain",),
+    "medusa": ("chain", "replacement"),
+    "mlp_speculator": ("chain", "dynamic"),
+}
+FILTERED = "medusa"  # drafts with filters, for all others: they take long to compile
+COMMITS = "eagle3", "falcon", "medusa", "sparse_self", "spire"  # all others inherit theirs
+OPTIONS = {
+    "narrow": ("eagle3", {"norm_output": True, "norm_before_residual": True, "fc_norm": True}),
+    "triple": ("falcon", {"tokens_per_step": 3}),
+    "untied": ("mlp_speculator", {"tied": False}),
+    "shared": ("medusa", {"own_heads": False, "num_blocks": 2}),
+}
+
+
+def marked(name, *others, slow=False):
+    """Returns a case of a drafter in the group that shares its programs."""
+    marks = [pytest.mark.xdist_group(f"drafter {name}"), *[pytest.mark.slow] * slow]
+    return pytest.param(name, *others, marks=marks)
+
+
+@functools.cache
+def drafter_of(name):
+    """Returns a drafter of HEADS or OPTIONS and its weights."""
+    config = tiny_config(48)
+    if name in drafting.HEADS:
+        return drafting.random_head(name, config)
+    if name == "sparse_self":
+        return sparse_self.Drafter(config, K, sinks=2, recent=4), {}
+    kind, fields = OPTIONS[name]
+    drafter = drafting.head(kind, config, **fields)
+    if name == "narrow":
+        config = dataclasses.replace(drafter.config, d_model=16, num_heads=4)
+        drafter = dataclasses.replace(drafter, config=config)
+    return drafter, drafting.random_weights(drafter, drafting.target_params(48))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return spread_model(48)
+
+
+class Drafting:
+    """A drafter of features in the loop, and its distributions in training."""
+
+    def __init__(self, target, name):
+        self.target, (self.drafter, weights) = target, drafter_of(name)
+        self.filters = name == FILTERED
+        self.params = {"target": target.params, "drafter": weights}
+
+    def program(self, shape, count=K) -> decode.Program:
+        drafter = dataclasses.replace(self.drafter, tree=shape, num_speculative_tokens=count)
+        return decode.Program(self.target.config, drafter, match.Verifier())
+
+    def state(self, tokens, lengths) -> decode.DecodeState:
+        """Returns the state after some texts, each in the first tokens of its row."""
+        rows, limits = SamplingParams(**SAMPLING).rows(4), np.full(4, 26, np.int32)
+        inputs = jax.device_put((rows, tokens, lengths, limits))
+        prefill = compiled(decode.prefill, self.program(None), SLOTS)
+        return prefill(self.params, *inputs, keys_of_rows())[0]
+
+    def begun(self) -> decode.DecodeState:
+        tokens = np.random.default_rng(0).integers(0, 48, (4, SLOTS)).astype(np.int32)
+        for row, prompt in enumerate(PROMPTS):
+            tokens[row, : len(prompt)] = prompt
+        return self.state(tokens, LENGTHS)
+
+    def propose(self, state, shape, count=K) -> Proposal:
+        propose = decode.propose if self.filters else drafting.small_propose
+        (proposal, _), _ = compiled(propose, self.program(shape, count))(
+            self.params, state, state.keys
+        )
+        return jax.tree.map(np.asarray, proposal)
+
+    def logits_after(self, paths):
+        """Returns logits [R, V] after paths of draft tokens, pairs of a row and tokens."""
+        tokens, last = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
+        for index, (row, path) in enumerate(paths):
+            text = [*PROMPTS[row], *path]
+            tokens[index, : len(text)], last[index] = text, LENGTHS[row] - 2
+        steps = _trained(self.drafter, self.params, tokens, last, np.unique(LENGTHS - 2))
+        depths = [len(path) for _, path in paths]
+        return np.asarray(steps)[np.arange(len(paths)), depths]
+
+
+@functools.cache
+def keys_of_rows():
+    return sampling.row_keys(jax.random.key(1), 4)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _trained(drafter, params, tokens, last, later):
+    """Returns logits [R, K, V] of each step of the drafts that begin at indices `last`."""
+    output = transformer.apply(
+        drafter.target, params["target"], tokens[:, :-1], tap_layers=drafter.tap_layers
+    )
+    features = drafter.features(params, output)
+    known = jnp.arange(features.shape[1]) <= last[:, None]
+    features = jnp.where(known[..., None], features, 0)  # drafts must not see any later ones
+    logits, row = [], jnp.arange(len(tokens))
+    steps = drafter.unrolled(params, tokens[:, 1:], features, K, later=later)
+    for step, outputs in enumerate(steps):
+        index = jnp.searchsorted(later, last) if step else last
+        logits.append(drafter.logits(params, outputs[row, index][:, None], step)[:, 0])
+    return jnp.stack(logits, axis=1)
+
+
+def nodes_of(proposal):
+    """Returns the tokens above each node of each row: (row, node) -> path."""
+    paths = {}
+    for row, tokens in enumerate(proposal.tokens.tolist()):
+        paths[row, 0] = ()
+        for node, token in enumerate(tokens):
+            parent = node if proposal.parents is None else int(proposal.parents[row, node])
+            paths[row, node + 1] = (*paths[row, parent], token)
+    return paths
+
+
+def check_distributions(studied, proposal):
+    """Asserts that each node's distribution is the one of training after the node's path."""
+    paths = nodes_of(proposal)
+    nodes = [key for key, path in paths.items() if len(path) < K and has_children(proposal, *key)]
+    logits = studied.logits_after([(row, paths[row, node]) for row, node in nodes])
+    for (row, node), line in zip(nodes, logits, strict=True):
+        options = {name: values[row] for name, values in SAMPLING.items()}
+        if not studied.filters:
+            options["top_k"] = 0
+        expected = reference.to_probs(line, **options)
+        np.testing.assert_allclose(proposal.probs[row, node], expected, atol=2e-5)
+
+
+def has_children(proposal, row, node):
+    return proposal.parents is None or node in proposal.parents[row]
+
+
+def check_choice(studied, proposal):
+    """Asserts that the children of each node are its most probable tokens, in order."""
+    paths = nodes_of(proposal)
+    nodes = [key for key in paths if has_children(proposal, *key)]
+    logits = studied.logits_after([(row, paths[row, node]) for row, node in nodes])
+    assert proposal.probs is None
+    for (row, node), line in zip(nodes, logits, strict=True):
+        children = np.flatnonzero(proposal.parents[row] == node)
+        best = np.argsort(-line)[: len(children)]
+        np.testing.assert_array_equal(proposal.tokens[row, children], best)
+
+
+def check_search(studied, proposal, shape):
+    """Asserts that a dynamic tree has the most probable paths of a plain search."""
+    levels, scores = [{(): 0.0} for _ in PROMPTS], [{} for _ in PROMPTS]
+    for _ in range(shape.depth):
+        widest = [sorted(level, key=level.get)[: -shape.width - 1 : -1] for level in levels]
+        paths = [(row, path) for row, some in enumerate(widest) for path in some]
+        logits = studied.logits_after(paths)
+        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        grown = [{} for _ in PROMPTS]
+        for (row, path), line in zip(paths, logs, strict=True):
+            for token in np.argsort(-line)[: shape.width].tolist():
+                grown[row][(*path, token)] = levels[row][path] + line[token]
+        levels = grown
+        scores = [old | new for old, new in zip(scores, grown)]
+    for row, paths in enumerate(scores):
+        best = sorted(paths, key=paths.get)[: -shape.num_nodes - 1 : -1]
+        drafted = [path for (r, node), path in nodes_of(proposal).items() if r == row and node]
+        assert sorted(drafted) == sorted(best)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        marked(name, shape, slow=shape not in GATE.get(name, ()))
+        for name in (*drafting.HEADS, *OPTIONS)
+        for shape in SHAPES
+    ],
+)
+def test_every_node_has_the_distribution_of_training(target, name, shape):
+    """After the node's own path, behind prompts of several lengths, with several filters.
+
+    The filters do not narrow what is chosen.
+    """
+    studied, tree = Drafting(target, name), SHAPES[shape]
+    proposal = studied.propose(studied.begun(), tree)
+    if shape == "dynamic":
+        check_search(studied, proposal, tree)
+    elif shape == "chosen":
+        check_choice(studied, proposal)
+    else:
+        check_distributions(studied, proposal)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [marked(name, slow=name not in COMMITS) for name in (*drafting.HEADS, "sparse_self", "triple")],
+)
+def test_state_after_a_path_of_a_tree_equals_a_fresh_prefill(target, name):
+    """After paths of every length, twice. The tree and the verdict are given."""
+    studied, parents = Drafting(target, name), SHAPES["drawn"].parents
+    state = studied.begun()
+    rng, paths = np.random.default_rng(1), [(), (2,), (1, 4), (1, 3, 6)]
+    for round_ in range(2):
+        tokens = rng.integers(0, 48, (4, len(parents))).astype(np.int32)
+        verdict = verdict_of(tokens, paths[round_:] + paths[:round_], rng.integers(0, 48, 4))
+        state, _ = compiled(committed, studied.program(SHAPES["drawn"]))(
+            studied.params, state, tokens, verdict
+        )
+        noise = rng.integers(0, 48, state.tokens.shape)
+        known = np.arange(SLOTS) < np.asarray(state.lengths)[:, None]
+        text = np.where(known, state.tokens, noise).astype(np.int32)
+        again = studied.state(text, np.asarray(state.lengths))
+        ours, fresh = (studied.propose(each, None) for each in (state, again))
+        np.testing.assert_array_equal(ours.tokens, fresh.tokens)
+        np.testing.assert_allclose(ours.probs, fresh.probs, atol=1e-4)
+    assert np.asarray(state.lengths).tolist() == [13, 7, 13, 8]
+
+
+def verdict_of(tokens, paths, following) -> Verdict:
+    """Returns the verdict that accepts some paths, and draws the tokens `following` after them."""
+    emitted, path = np.full((4, K + 1), -1, np.int32), np.full((4, K + 1), -1, np.int32)
+    for row, nodes in enumerate(paths):
+        emitted[row, : len(nodes)] = [tokens[row, node - 1] for node in nodes]
+        emitted[row, len(nodes)] = following[row]
+        path[row, : len(nodes) + 1] = 0, *nodes
+    counts = np.asarray([len(nodes) + 1 for nodes in paths], np.int32)
+    return Verdict(*map(jnp.asarray, (emitted, counts, path, np.ones(4, bool))))
+
+
+def committed(program, params, state, tokens_BN, verdict) -> decode.DecodeState:
+    """Returns the state after a given tree and verdict."""
+    parents = jnp.broadcast_to(jnp.asarray(program.drafter.tree.parents), tokens_BN.shape)
+    proposal = Proposal(tokens_BN, None, parents)
+    output = decode.score(program, params, state, proposal)
+    return decode.commit(program, params, state, (), proposal, output, verdict)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in ("eagle3", "falcon", "medusa")])
+def test_a_single_token_is_drafted(target, name):
+    """With K = 1 a drafter takes no second step."""
+    studied = Drafting(target, name)
+    state = studied.begun()
+    one, chain = (studied.propose(state, None, count) for count in (1, K))
+    np.testing.assert_allclose(one.probs[:, 0], chain.probs[:, 0], atol=1e-6)
+
+
+def test_narrow_head_drafts_and_reads_in_the_shapes_of_its_target(target):
+    studied = Drafting(target, "narrow")
+
+    def round_(params):
+        tokens = jnp.zeros((4, SLOTS), jnp.int32)
+        inputs = SamplingParams().rows(4), tokens, LENGTHS, LENGTHS + 9, keys_of_rows()
+        state = decode.prefill(studied.program(None), SLOTS, params, *inputs)
+        return state, decode.step(studied.program(None), params, state)
+
+    before, after = jax.eval_shape(round_, studied.params)
+    assert before == after and before.drafter.last.shape == (4, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        marked(name, shape)
+        for name in drafting.HEADS
+        for shape in sorted({"chosen", "drawn", GATE[name][-1]} - {"chain"})
+    ],
+)
+def test_greedy_texts_of_trees_are_those_of_plain_decoding(target, name, shape):
+    drafter, weights = drafter_of(name)
+    drafter = dataclasses.replace(drafter, tree=SHAPES[shape], num_speculative_tokens=K)
+    loaded = spsjax.loading.LoadedDrafter(name, drafter, weights)
+    plain, out = (
+        spsjax.generate(target, PROMPTS, each, None, SamplingParams(0.0), 16, stop_at_eos=False)
+        for each in (None, loaded)
+    )
+    assert np.array_equal(out.tokens, plain.tokens)
+    assert out.stats.block_efficiency > 1

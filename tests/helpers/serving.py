@@ -1,0 +1,30 @@
+"""A server in a thread of this process."""
+
+import contextlib
+import threading
+import time
+
+
+@contextlib.contextmanager
+def address_of(application):
+    """Yields the address at which an ASGI application is served, without a slash at its end."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def metrics_of(address: str) -> dict[str, str]:
+    """Returns the metrics of the server whose endpoints are below an address, by name."""
+    import httpx2
+
+    text = httpx2.get(address.removesuffix("/v1") + "/metrics").text
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
