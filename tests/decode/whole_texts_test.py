@@ -78,6 +78,7 @@ def test_no_drafter_is_autoregressive_sampling():
     assert_lossless(loop("none", 0, 4), *PARAMS)
 
 
+@pytest.mark.smoke
 def test_draft_model_is_lossless():
     assert_lossless(loop("draft_model", 2, 4), *PARAMS[::5])
 

@@ -47,6 +47,7 @@ def lasting(target, draft) -> list[int]:
     return next(one for one in prompts if len(alone(target, draft, one, GREEDY, 70)) == 70)
 
 
+@pytest.mark.smoke
 def test_requests_that_come_and_go_get_what_they_get_alone(engine, target, draft):
     """Random lengths, budgets, sampling, seeds and times of arrival, more than there are rows."""
     rng, expected, requests = np.random.default_rng(0), [], []

@@ -50,6 +50,7 @@ def assert_same_texts(mesh, target, draft, replicate=False, **changes):
     assert out.stats.accepted_histogram == expected.stats.accepted_histogram
 
 
+@pytest.mark.smoke
 def test_eight_devices_give_the_tokens_of_one():
     """The target is split, and the draft lies whole on every device."""
     target = numpy_spread_model(48, num_kv_heads=8)
