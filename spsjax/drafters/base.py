@@ -22,9 +22,10 @@ class Drafter(abc.ABC):
     """Proposes tokens that the target then verifies: pure functions over pytrees.
 
     A concrete drafter is a final, frozen, hashable dataclass: it is a static argument of the jitted
-    loop. It holds no arrays: parameters and state are arguments. Any drafter leaves the output's
-    distribution untouched, because acceptance is the verifier's business. What it must get right is
-    that `Proposal.probs` are the distributions from which its tokens were drawn.
+    loop. It holds no arrays: parameters and state are arguments. A new value of a field compiles a
+    new program, unless the field is declared with `utils.traced.number`. Any drafter leaves the
+    output's distribution untouched, because acceptance is the verifier's business. What it must get
+    right is that `Proposal.probs` are the distributions from which its tokens were drawn.
 
     In all functions `params` is `{"target": ..., "drafter": ...}`, with "stop_rule" for a rule that
     has weights and "costs" for a loop that chooses K. A row's committed tokens are its first

@@ -12,8 +12,9 @@ class Verifier(abc.ABC):
     """Decides which draft tokens are accepted, and draws the token that follows them.
 
     A concrete verifier is a final, frozen, hashable dataclass: it is a static argument of the
-    jitted loop. It computes acceptance probabilities and residual distributions as pure functions
-    first and draws afterwards, so that the exactness tests enumerate the code that runs.
+    jitted loop, but for fields declared with `utils.traced.number`. It computes acceptance
+    probabilities and residual distributions as pure functions first and draws afterwards, so that
+    the exactness tests enumerate the code that runs.
 
     Attributes:
         lossless: whether the emitted tokens follow the target's distribution exactly.

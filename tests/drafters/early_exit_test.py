@@ -44,7 +44,6 @@ FAMILIES = {
 EXIT, ATTENTION = Skipped.after(1, 2), Skipped((1,), ())  # of two layers
 RULE = stopping.Confidence(0.3)
 CASES = (
-    ("learned", EXIT, None),
     ("relative", ATTENTION, None),
     ("gemma", EXIT, RULE),
     *(pytest.param(name, EXIT, None, marks=pytest.mark.slow) for name in FAMILIES),
@@ -112,7 +111,7 @@ def test_scoring_what_was_begun_equals_a_fresh_pass(family, skipped, rule):
 @pytest.mark.parametrize(
     "skipped",
     [
-        pytest.param(skipped, id=str(index), marks=[] if index in (1, 2) else pytest.mark.slow)
+        pytest.param(skipped, id=str(index), marks=[] if index == 2 else pytest.mark.slow)
         for index, skipped in enumerate(SKIPS)
     ],
 )

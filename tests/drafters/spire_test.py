@@ -24,8 +24,6 @@ FAMILIES = {
     "relative": {"positions": "relative", "ffn": "gelu"},
     "gemma": {"post_norms": True, "qk_norm": True, "windows": (9, 0), "rope_theta_local": 1e3},
 }
-# In the gate; `head_proposals_test` has a chain and a tree of rotary positions.
-GATE = (("gemma", "fixed", "all"),)
 
 
 @functools.cache
@@ -42,7 +40,7 @@ def copied(target, num_layers, recent, own_input=True):
     """A drafter as training begins; layers may remember their own input alone."""
     drafter = spire.Drafter(target.config, K, num_layers, recent=recent)
     weights = drafting.begun(drafter, target.params)
-    kernel = 100 * weights["memory"]["kernel"]
+    kernel = 100 * np.asarray(weights["memory"]["kernel"])
     if not own_input:
         kernel = np.random.default_rng(1).standard_normal(kernel.shape)
     memory = {"kernel": jnp.asarray(kernel, jnp.float32)}
@@ -77,7 +75,11 @@ def proposed(target, prompt, loaded):
     return jax.tree.map(np.asarray, proposal)
 
 
-SHAPES = {"chain": None, "fixed": Tree((0, 0, 1, 1, 2, 3, 5)), "dynamic": DynamicTree(9, 4, 3)}
+SHAPES = {
+    "chain": None,
+    "fixed": Tree((0, 0, 1, 1, 2, 3, 5)),
+    "dynamic": DynamicTree(9, 4, 3),
+}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -97,13 +99,10 @@ def logits_after(drafter, depth, params, texts, last, later):
     return jnp.stack(logits, axis=1)
 
 
-@pytest.mark.parametrize(
-    ("family", "shape", "later"),
-    [
-        pytest.param(*case, marks=[] if case in GATE else pytest.mark.slow)
-        for case in ((f, s, all_) for f in FAMILIES for s in SHAPES for all_ in ("all", "some"))
-    ],
-)
+@pytest.mark.slow  # `head_proposals_test` has rotary positions
+@pytest.mark.parametrize("later", ("all", "some"))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_node_has_the_distribution_that_training_sees(family, shape, later):
     """The text is longer than sinks and window; rollouts from some indices are those from all."""
     target, tree, prompt = target_of(family), SHAPES[shape], PROMPTS[1]
@@ -133,12 +132,13 @@ def test_every_node_has_the_distribution_that_training_sees(family, shape, later
             np.testing.assert_allclose(proposal.probs[0, node], probs / probs.sum(), atol=2e-5)
 
 
-def test_memory_matters_from_the_second_draft_token_on(target):
+def test_memory_matters_from_the_second_draft_token_on():
     """Of committed tokens the target's activations are remembered, whatever is learned.
 
     Of drafted ones a copy that remembers its own input knows what the target would.
     """
-    some, other = (copied(target, 3, 64, own_input) for own_input in (True, False))
+    target = target_of(num_layers=2)
+    some, other = (copied(target, 2, 64, own_input) for own_input in (True, False))
     proposals = [proposed(target, PROMPTS[0], each) for each in (some, other)]
     first, second = (
         np.abs(np.asarray(proposals[0].probs - proposals[1].probs))[0, step].max()

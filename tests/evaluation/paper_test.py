@@ -111,8 +111,10 @@ def test_load_tasks_leaves_out_tasks_without_files():
 
 def flags(experiment, pair, folder, *more):
     """Returns a small run of reproduce.py as its name and flags."""
-    small = f"{experiment}.plan.limit=2", f"{experiment}.num_speculative_tokens=2"
-    small += "tasks.stdlib.lines=4", "tasks.stdlib.max_new_tokens=9", "analysed_texts=1"
+    small = f"{experiment}.plan.limit=2", "tasks.stdlib.lines=4", "tasks.stdlib.max_new_tokens=9"
+    small += ("analysed_texts=1",)
+    if not any(".num_speculative_tokens=" in flag for flag in more):  # a second one adds to it
+        small += (f"{experiment}.num_speculative_tokens=2",)
     small = [f"--config.{flag}" for flag in small]
     return [
         "reproduce.py",

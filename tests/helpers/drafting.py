@@ -246,7 +246,22 @@ def small(function):
     return traced
 
 
-small_propose, small_step = small(decode.propose), small(decode.step)
+@small
+def small_step(program, params, state):
+    """Returns the proposal of a round, and the state after it."""
+    proposals, propose = [], decode.propose
+
+    def watched(*arguments):
+        result = propose(*arguments)
+        proposals.append(result[0])
+        return result
+
+    with mock.patch.object(decode, "propose", watched):
+        state = decode.step(program, params, state)
+    return proposals[0], state
+
+
+small_propose = small(decode.propose)
 
 
 def round_of(tokens, lengths, rows=None, keys=None) -> Round:
