@@ -1,6 +1,7 @@
 """Runs a checked call on its devices: the prompts, bounded runs of the loop, and measured costs."""
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -147,6 +148,12 @@ def placed(request: Request, arrays):
     return jax.device_put(arrays, sharding.replicated(request.model.mesh))
 
 
+@functools.cache
+def _folding(where: jax.sharding.Sharding):
+    """Returns a jitted function that folds a number into each key."""
+    return jax.jit(jax.vmap(jax.random.fold_in, (0, None)), out_shardings=where)
+
+
 class _Clock:
     """Times rounds of a request at given depths."""
 
@@ -201,9 +208,7 @@ class _Clock:
         rows, tokens, lengths, _, keys = request.inputs
         # Other random numbers than the call's own: its K must not depend on its draws. No row is as
         # long as the number that is folded in, so that no round of the call uses it.
-        keys = jax.jit(jax.vmap(jax.random.fold_in, (0, None)), out_shardings=keys.sharding)(
-            keys, _FOREVER
-        )
+        keys = _folding(keys.sharding)(keys, _FOREVER)
         halves = jax.device_put((_half(request), limits), lengths.sharding)
         start = compiled(decode.prefill, request.program, request.slots)
         with request.model.in_mesh():

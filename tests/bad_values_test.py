@@ -17,6 +17,8 @@ from spsjax.parallel import sharding
 from spsjax.types import Proposal
 from spsjax.verifiers import rejection
 
+pytestmark = pytest.mark.xdist_group("loop_test")  # the same loops: four rows, K = 3, 20 tokens
+
 
 def test_inputs_are_not_modified(target, draft):
     """`rejection_sample` and `generate` leave arrays, prompts and parameters unchanged.
@@ -41,9 +43,13 @@ def test_inputs_are_not_modified(target, draft):
 
 def poisoned(model, token, value):
     """Returns the model with an embedding of `token` that is not finite."""
-    params = dict(model.params)
-    embedding = params["embed"]["embedding"].at[token].set(value)
-    return build_model(model.config, params | {"embed": {"embedding": embedding}}, None)
+    embedding = np.array(model.params["embed"]["embedding"])
+    embedding[token] = value
+    params = model.params | {"embed": {"embedding": jnp.asarray(embedding)}}
+    return build_model(model.config, params, None)
+
+
+MESSAGE = r"^row 2, position 5: expected finite logits, found a NaN or an infinity$"
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
@@ -58,7 +64,7 @@ def test_nan_in_a_context_is_an_error_with_its_position(target, draft, role, tem
     pair[role.split()[0]] = poisoned(pair[role.split()[0]], 40, value)
     options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 20}
     draft, count = (None, None) if role == "target alone" else (pair["draft"], 3)
-    with pytest.raises(NonFiniteError, match=r"^row 2, position 5: expected finite logits"):
+    with pytest.raises(NonFiniteError, match=MESSAGE):
         spsjax.generate(pair["target"], [[1], [2], [3, 40, 4, 5, 6], [7]], draft, count, **options)
 
 
@@ -68,7 +74,7 @@ def test_nan_inside_a_round_is_named_at_its_position(target):
     Zero times NaN is NaN: the value of a masked slot would fail the nodes before it.
     """
     greedy = SamplingParams(temperature=0.0)
-    rows = [[3], [3], [3], [3]]  # as many as above, whose programs run here
+    rows = [[3], [3], [3], [3]]
     first = spsjax.generate(target, rows, sampling=greedy, max_new_tokens=20).tokens[0][0]
     bad = poisoned(target, int(first), np.nan)
     other = [9] if first != 9 else [8]
@@ -81,18 +87,21 @@ def test_nan_inside_a_round_is_named_at_its_position(target):
 def test_rejected_draft_with_nan_scores_changes_no_token(target, draft, value):
     """A rejected draft token whose scores are not finite changes no emitted token."""
     options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
-    expected = spsjax.generate(target, [[3], [9]], **options).tokens
-    for token in sorted(set(range(48)) - {3, 9, *np.concatenate(expected).tolist()}):
-        out = spsjax.generate(poisoned(target, token, value), [[3], [9]], draft, 3, **options)
+    prompts = [[3], [9], [20, 1], [5]]
+    expected = spsjax.generate(target, prompts, **options).tokens
+    known = {*np.concatenate([*prompts, *expected]).tolist()}
+    for token in sorted(set(range(48)) - known):
+        out = spsjax.generate(poisoned(target, token, value), prompts, draft, 3, **options)
         for tokens, others in zip(out.tokens, expected):
             np.testing.assert_array_equal(tokens, others)
 
 
 def test_relax_greedy_of_infinite_logit_stays_nan():
-    logits = jnp.zeros((1, 2, 4)).at[0, 0, 1].set(jnp.inf)
-    probs = jnp.full((1, 2, 4), 0.25).at[0, 0].set(jnp.nan)
-    greedy, drafted = jnp.ones(1, bool), jnp.ones((1, 1), jnp.int32)
-    assert jnp.isnan(rejection.relax_greedy(probs, logits, drafted, greedy, 0.5)[0, 0]).all()
+    logits, probs = np.zeros((1, 2, 4), np.float32), np.full((1, 2, 4), 0.25, np.float32)
+    logits[0, 0, 1], probs[0, 0] = np.inf, np.nan
+    greedy, drafted = np.ones(1, bool), np.ones((1, 1), np.int32)
+    relaxed = jax.jit(rejection.relax_greedy)(probs, logits, drafted, greedy, 0.5)
+    assert np.isnan(relaxed[0, 0]).all()
 
 
 def test_rejection_sample_of_nan_row_emits_no_token():
@@ -135,7 +144,8 @@ def test_large_vocabulary_overflows_no_index():
     assert out[5].tolist() == [V - 1] * 3 + [V - 2, -1, -1]
     assert (np.asarray(out)[[0, 7]] == V - 1).all()
     logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
-    probs = np.asarray(sampling.to_probs(logits, SamplingParams(top_k=1000, top_p=0.9003).rows(2)))
+    params = SamplingParams(top_k=1000, top_p=0.9003).rows(2)
+    probs = np.asarray(jax.jit(sampling.to_probs)(logits, params))
     expected = reference.to_probs(logits[1], top_k=1000, top_p=0.9003)
     np.testing.assert_allclose(probs[1], expected, atol=1e-6)
 
@@ -148,18 +158,19 @@ def test_devices_agree_on_every_token():
     rng = np.random.default_rng(0)
     rows, V, count = 16, 64, 3
     logits = rng.normal(0, 2, (rows, count + 1, V)).astype(np.float32)
-    drafts = rng.normal(0, 2, (rows, count, V)).astype(np.float32)
+    draft_probs = rng.dirichlet(np.ones(V), (rows, count)).astype(np.float32)
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9003).rows(rows)
     keys = sampling.row_keys(jax.random.key(0), rows)
     tokens = rng.integers(0, V, (rows, count)).astype(np.int32)
 
     @jax.jit
-    def decide(logits, drafts):
-        proposal = Proposal(tokens, sampling.to_probs(drafts, params))
-        return rejection.rejection(keys, proposal, sampling.to_probs(logits, params)).tokens
+    def decide(logits, draft_probs):
+        probs = sampling.to_probs(logits, params)
+        return rejection.rejection(keys, Proposal(tokens, draft_probs), probs).tokens
 
     split = NamedSharding(sharding.mesh(1, 8), PartitionSpec(None, None, "model"))
-    shards = decide(*jax.device_put((logits, drafts), split)).addressable_shards
+    shards = decide(*jax.device_put((logits, draft_probs), split)).addressable_shards
     assert len(shards) == 8
+    expected = decide(logits, draft_probs)
     for shard in shards:
-        np.testing.assert_array_equal(shard.data, decide(logits, drafts))
+        np.testing.assert_array_equal(shard.data, expected)

@@ -37,7 +37,16 @@ _START = time.perf_counter()
 LONGEST = 10.0  # seconds of a test in the gate
 # Files that take longest, which begin first so that no process waits for another at the end.
 FIRST = (
-    *("whole_texts", "train_head", "eagle", "aot", "distributed", "sampled_texts", "exactness"),
+    *(
+        "mutation",
+        "whole_texts",
+        "train_head",
+        "eagle",
+        "aot",
+        "distributed",
+        "sampled_texts",
+        "exactness",
+    ),
     *("verifiers", "notebooks", "scripts", "tree_scripts", "chunks_and_rows", "families"),
     *("sharding", "tree_texts", "loop", "resume", "trainer", "recorded_tokens", "paper"),
 )
@@ -108,6 +117,12 @@ def pytest_collection_modifyitems(config, items):
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def pytest_collection_finish():
+    """Looks for garbage once; what was imported is never garbage, and need not be looked at."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

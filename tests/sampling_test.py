@@ -15,7 +15,7 @@ from spsjax import InputError, SamplingParams, sampling
 VOCABS = (1, 2, 3, 129, 4096, 5000)
 # Parameters per row of one batch: (temperature, top_k, top_p, min_p). The masses of top-p are not
 # sums of few equal probabilities, where float32 and float64 may differ on "reaches".
-to_probs = jax.jit(sampling.to_probs)
+to_probs, draw = jax.jit(sampling.to_probs), jax.jit(sampling.draw)
 ROWS = (
     (1.0, 0, 1.0, 0.0),
     (0.0, 0, 1.0, 0.0),
@@ -59,7 +59,7 @@ def logits_of(kind: str, vocab: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ("spread", "ties", "flat"))
 def test_to_probs_equals_sorted_reference(kind, vocab):
     logits = logits_of(kind, vocab)
-    probs = np.asarray(jax.jit(sampling.to_probs)(logits, row_params()))
+    probs = np.asarray(to_probs(logits, row_params()))
     assert probs.dtype == np.float32
     for row, values in enumerate(ROWS):
         expected = reference.to_probs(logits[row], **dict(zip(FIELDS, values)))
@@ -152,7 +152,7 @@ def test_draw_inverts_cumulative_sums(vocab):
     weights[:, rng.integers(vocab)] += 1
     uniforms = np.floor(rng.random((64, 2)) * 2**23).astype(np.float32) / 2**23
     uniforms[:4] = [[0, 0], [0, UNIFORM_MAX], [UNIFORM_MAX, 0], [UNIFORM_MAX, UNIFORM_MAX]]
-    drawn = np.asarray(jax.jit(sampling.draw)(weights, uniforms))
+    drawn = np.asarray(draw(weights, uniforms))
     assert drawn.dtype == np.int32
     for row in range(64):
         blocks = np.split(weights[row], range(128, vocab, 128))
@@ -214,14 +214,14 @@ def test_draw_at_extreme_uniforms_skips_zero_weights():
     weights[0, 170:180] = 1e-30
     weights[1, [5, 290]] = 0.3, 1e-6
     weights[2, 128] = 1
-    np.testing.assert_array_equal(sampling.draw(weights, np.zeros((3, 2))), [170, 5, 128])
-    drawn = sampling.draw(weights, np.full((3, 2), UNIFORM_MAX, np.float32))
+    np.testing.assert_array_equal(draw(weights, np.zeros((3, 2), np.float32)), [170, 5, 128])
+    drawn = draw(weights, np.full((3, 2), UNIFORM_MAX, np.float32))
     np.testing.assert_array_equal(drawn, [179, 290, 128])
 
 
 def test_draw_from_no_weight_is_a_token():
     """Verifiers draw before they know that nothing can be drawn, and discard the token."""
-    drawn = sampling.draw(np.zeros((1, 300), np.float32), np.full((1, 2), 0.5, np.float32))
+    drawn = draw(np.zeros((3, 300), np.float32), np.full((3, 2), 0.5, np.float32))
     assert 0 <= drawn[0] < 300
 
 
@@ -232,7 +232,7 @@ def test_draw_at_boundaries_skips_zero_weights(level):
     There rounding decides.
     """
     rng = np.random.default_rng(0)
-    rows, blocks = 256, 24
+    rows, blocks = 64, 24
     weights = rng.random((rows, blocks, 128)).astype(np.float32)
     weights[:, 5] = 0
     weights[:, :, :5] = 0
@@ -240,7 +240,6 @@ def test_draw_at_boundaries_skips_zero_weights(level):
     masses = (weights.sum(axis=-1, dtype=np.float64), weights[:, 0].astype(np.float64))[level]
     ends = np.cumsum(masses, axis=-1)
     share = ends / ends[:, -1:]
-    draw = jax.jit(sampling.draw)
     flat = weights.reshape(rows, -1)
     for boundary in range(0, share.shape[1] - 1, 1 + 4 * level):
         for offset in range(-3, 4):

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spsjax.draft_shapes import Tree
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.types import Proposal
+from spsjax.utils.compilation import compiled
 from spsjax.verifiers.base import Verifier
 
 # From a context, the draft tokens so far, to the distribution [V] of what follows.
@@ -54,16 +54,15 @@ def expected_tokens(verifier: Verifier, tree: Tree, draft: Law, target: Law) -> 
 def _accepted(verifier: Verifier, tree: Tree, tokens, draft_probs, target_probs) -> np.ndarray:
     """Returns [R]: how many tokens of each draft are accepted, in the mean."""
     R, N = tokens.shape
-    tokens, parents = (
-        jnp.asarray(array, jnp.int32) for array in (tokens, np.tile(tree.parents, (R, 1)))
-    )
+    tokens = tokens.astype(np.int32)
     if tree.depth == N:
-        proposal = Proposal(tokens, jnp.asarray(draft_probs[:, :N]))
+        proposal = Proposal(tokens, draft_probs[:, :N])
     else:
-        probs = jnp.asarray(draft_probs)
-        proposal = Proposal(tokens, probs, parents, distinct=not tree.replacement)
+        parents = np.tile(np.asarray(tree.parents, np.int32), (R, 1))
+        proposal = Proposal(tokens, draft_probs, parents, distinct=not tree.replacement)
     verifier.check(proposal)
-    return np.asarray(verifier.accept_probs(proposal, jnp.asarray(target_probs)).sum(axis=1))
+    probs, _ = compiled(type(verifier).accept_probs, verifier)(proposal, target_probs)
+    return np.asarray(probs).sum(axis=1)
 
 
 def _drafts(tree: Tree, draft: Law):

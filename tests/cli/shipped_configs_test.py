@@ -77,19 +77,19 @@ def test_every_model_config_has_an_expected_count():
     assert set(configs.model_names(FOLDER)) == set(COUNTS)
 
 
+def size(shapes) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
 def num_params(config):
-    """The count of a deep model, from two shallow ones: all layers have one size."""
-    sizes = []
-    for layers in (1, 2):
-        shapes = param_shapes(dataclasses.replace(config, num_layers=layers))
-        sizes.append(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)))
-    return sizes[0] + (config.num_layers - 1) * (sizes[1] - sizes[0])
+    """Returns the count of a deep model, from one of a single layer: all layers have one size."""
+    shapes = param_shapes(dataclasses.replace(config, num_layers=1))
+    return size(shapes) + (config.num_layers - 1) * size(shapes["layers"])
 
 
 def test_num_params_extrapolates_the_layers():
     config = configs.model_config("gpt2:small", FOLDER)
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-    assert count == num_params(config) == COUNTS["gpt2:small"]
+    assert size(param_shapes(config)) == num_params(config) == COUNTS["gpt2:small"]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -165,5 +165,5 @@ def test_comparison_drafts_have_one_size(name):
         run.update(config.common)
         run.update(changes)
         shape = transformer.Config(vocab_size=4096, max_positions=512, **run.model)
-        sizes.append(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(shape))))
+        sizes.append(num_params(shape))
     assert max(sizes) / min(sizes) < 1.005

@@ -46,7 +46,10 @@ def proposal_of(kind):
         eligible = np.broadcast_to(np.arange(N) < K, (ROWS, N))
         return Proposal(tokens, probs[:, :N], None, eligible)
     parents = RNG.integers(0, np.arange(N) // 2 + 1, (ROWS, N), np.int32)
-    eligible = (np.asarray(tree.depths(parents))[:, 1:] <= K) & (RNG.random((ROWS, N)) < 0.8)
+    depths = np.zeros((ROWS, N + 1), int)
+    for node in range(N):
+        depths[:, node + 1] = 1 + depths[np.arange(ROWS), parents[:, node]]
+    eligible = (depths[:, 1:] <= K) & (RNG.random((ROWS, N)) < 0.8)
     return Proposal(tokens, probs, parents, eligible)
 
 
@@ -66,8 +69,9 @@ def test_smallest_size_gives_what_the_whole_pass_gives(kind):
         counts = np.asarray([[used], [used // 2], [N]])
         tokens = np.where(np.arange(N) < counts, proposal.tokens, -1)
         proposal = Proposal(tokens, proposal.probs, proposal.parents, proposal.eligible)
-        output, verdict = smallest(np.asarray([False, False, True]), proposal)
-        expected, right = whole(proposal)
+        done = np.asarray([False, False, True])
+        output, verdict = jax.tree.map(np.asarray, smallest(done, proposal))
+        expected, right = jax.tree.map(np.asarray, whole(proposal))
         size = min(size for size in (*SIZES, N) if size >= used)
         for leaf, other, padding in (
             (output.hidden, expected.hidden, 0),
@@ -90,6 +94,7 @@ def test_smallest_size_gives_what_the_whole_pass_gives(kind):
     assert lengths == {*SIZES, N} and accepted > 2
 
 
+@jax.jit
 def committed(proposal, verdict, done, room):
     """Returns the state after `commit`, of rows with 4 tokens and room for some more."""
     batch, slots = len(done), 16
@@ -98,13 +103,13 @@ def committed(proposal, verdict, done, room):
     state = decode.DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32),
         lengths=lengths,
-        done=jnp.asarray(done),
+        done=done,
         cache=kv.empty(1, (batch, 1, slots, 2), jnp.float32, (None,)).at(lengths - 1),
         drafter=(),
         pace=(),
         rule=(),
         rows=None,
-        limits=lengths + jnp.asarray(room),
+        limits=lengths + room,
         keys=None,
         failed=jnp.zeros(batch, bool),
         rounds=zeros,
@@ -115,8 +120,7 @@ def committed(proposal, verdict, done, room):
     block = Block((held,), (held,), jnp.zeros((batch, nodes), jnp.int32), jnp.int32(nodes))
     output = ModelOutput(None, jnp.zeros((batch, nodes, 1)), (), block)
     program = decode.Program(None, none.Drafter(), None, (END,))
-    commit = jax.jit(lambda *args: decode.commit(program, {}, args[0], (), *args[1:]))
-    return commit(state, proposal, output, verdict)
+    return decode.commit(program, {}, state, (), proposal, output, verdict)
 
 
 def test_commit_counts_the_tokens_that_may_be_accepted():
@@ -125,11 +129,12 @@ def test_commit_counts_the_tokens_that_may_be_accepted():
     eligible = np.asarray([[1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]], bool)
     parents, nothing = np.asarray([[0, 0, 1, 1]] * 3), np.asarray([[0, -1, -1, -1, -1]] * 3)
     verdict = Verdict(np.where(nothing == 0, 8, -1), np.ones(3, int), nothing, np.ones(3, bool))
-    done = [False, False, True]
-    state = committed(Proposal(tokens, None, parents, eligible), verdict, done, [9, 9, 9])
+    done, room = np.asarray([False, False, True]), np.full(3, 9)
+    state = committed(Proposal(tokens, None, parents, eligible), verdict, done, room)
+    state = jax.tree.map(np.asarray, state)
     assert state.proposed.tolist() == [2, 4, 0] and state.rounds.tolist() == [1, 1, 0]
     assert state.accepted[:, 0].tolist() == [1, 1, 0] and not np.any(state.accepted[:, 1:])
-    everything = committed(Proposal(tokens, None), verdict, done, [9, 9, 9])
+    everything = committed(Proposal(tokens, None), verdict, done, room)
     assert everything.proposed.tolist() == [3, 4, 0]
 
 
@@ -140,7 +145,8 @@ def test_commit_ignores_nan_after_the_end_of_a_text():
     path = np.asarray([[0, 1, 2]] * 4)
     verdict = Verdict(tokens, np.full(4, 2), path, np.zeros(4, bool))
     proposal = Proposal(tokens[:, :2], None)
-    state = committed(proposal, verdict, [False, False, False, True], [9, 9, 1, 9])
+    done, room = np.asarray([False, False, False, True]), np.asarray([9, 9, 1, 9])
+    state = jax.tree.map(np.asarray, committed(proposal, verdict, done, room))
     assert state.failed.tolist() == [False, True, False, False]
     assert state.done.all() and state.lengths.tolist() == [6, 6, 5, 4]
     assert state.tokens[0, 4:6].tolist() == [3, END]

@@ -81,7 +81,7 @@ def recorder(monkeypatch):
     [
         ("rejection", None),
         ("traversal", Tree((0, 0, 1))),
-        ("match", Tree((0, 0, 1))),
+        pytest.param("match", Tree((0, 0, 1)), marks=pytest.mark.slow),
         pytest.param("block", None, marks=pytest.mark.slow),
         pytest.param("recursive", Tree((0, 0, 1)), marks=pytest.mark.slow),
         pytest.param("kseq", Tree((0, 0, 1), replacement=True), marks=pytest.mark.slow),

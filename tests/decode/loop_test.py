@@ -12,8 +12,9 @@ from helpers import drafting, reference
 from helpers.models import build_model, logits_of, nearby_model, spread_model
 
 import spsjax
-from spsjax import SamplingParams, decode, drafters, generation, sampling
-from spsjax.utils.compilation import compiled
+from spsjax import SamplingParams, decode, drafters, execution, generation, sampling
+from spsjax.request import Request
+from spsjax.utils.compilation import compiled, jitted
 
 K, NEW = 3, 20
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
@@ -31,40 +32,39 @@ ROLES = {"draft": sampling.DRAFT, "accept": sampling.ACCEPT, "next": sampling.NE
 TRANSFERS = re.compile(r"callback|infeed|outfeed|stablehlo\.(send|recv)")
 
 
-def beginning(target, draft, name="draft_model"):
+def beginning(target, draft):
     """Returns the arguments of `decode.run`: program, parameters, state after the prompts."""
-    loaded = drafting.build(name, draft, K)
-    verifier = drafting.verifier(name)
-    program = decode.Program(target.config, loaded.drafter, verifier, target.config.eos_ids)
-    params = {"target": target.params, "drafter": loaded.params}
-    tokens = np.zeros((4, 32), np.int32)
-    for row, prompt in enumerate(PROMPTS):
-        tokens[row, : len(prompt)] = prompt
-    lengths = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
-    limits = lengths + jnp.asarray([NEW, 1, 7, 0])
-    keys = sampling.row_keys(jax.random.key(0), 4)
-    rows, tokens = jax.device_put((MIXED.rows(4), tokens))
-    prefill = compiled(decode.prefill, program, 32)
-    return program, params, prefill(params, rows, tokens, lengths, limits, keys)[0]
+    budgets = [NEW, 1, 7, 0]
+    request = Request("", target, PROMPTS, draft, K, MIXED, budgets, 0, "rejection", True)
+    return request.program, request.params, execution.prefill(request)[0]
+
+
+@jax.jit
+def _uniforms(seed, row, length, role):
+    key = jax.random.fold_in(sampling.row_keys(jax.random.key(seed), 4)[row], length)
+    return sampling.uniforms(key[None], role, 2 * K)[0]
 
 
 def numbers(seed):
     """Returns the random numbers of a call of `generate`: row -> function for the oracle."""
 
-    @jax.jit
-    def of_round(row, length, role):
-        key = jax.random.fold_in(sampling.row_keys(jax.random.key(seed), 4)[row], length)
-        return sampling.uniforms(key[None], role, 2 * K)[0]
-
     @functools.cache
     def cached(row, length, role):
-        return np.asarray(of_round(row, length, ROLES[role]), np.float64)
+        return np.asarray(_uniforms(seed, row, length, ROLES[role]), np.float64)
 
     def number(row, role, length, index):
         uniforms = cached(row, length, role)
         return uniforms[index] if role == "accept" else uniforms[2 * index : 2 * index + 2]
 
     return lambda row: functools.partial(number, row)
+
+
+@functools.cache
+def pair_of(vocab):
+    """Returns target and draft, and both in the oracle's form."""
+    target = spread_model(vocab, eos_ids=(7, *range(55, vocab, 24)))
+    draft = nearby_model(target)
+    return target, draft, logits_of(target), logits_of(draft)
 
 
 @pytest.mark.parametrize(  # one block of tokens, and three
@@ -77,23 +77,15 @@ def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
     Rows have end-of-sequence ids, budgets and sampling parameters of their own, so that they end
     in different rounds, one without any; some have no match.
     """
-    target = spread_model(vocab, eos_ids=tuple(range(7, vocab, 24)))
-    draft = nearby_model(target)
+    target, draft, model, draft_logits = pair_of(vocab)
     ended = 0
     lookup = functools.partial(reference.lookup, K=K)
-    model, other = logits_of(target), {"draft_model": logits_of(draft), "ngram": lookup}
+    other = {"draft_model": draft_logits, "ngram": lookup}
+    drafter = {"none": None, "draft_model": draft, "ngram": drafters.ngram.Drafter()}[name]
     proposals = set()
     for seed in range(3):
         budgets = [NEW, 13, 18, seed]
-        out = spsjax.generate(
-            target,
-            PROMPTS,
-            drafting.build(name, draft, K),
-            None,
-            MIXED,
-            budgets,
-            seed,
-        )
+        out = spsjax.generate(target, PROMPTS, drafter, K, MIXED, budgets, seed)
         rounds = []
         for row, prompt in enumerate(PROMPTS):
             options = {"eos_ids": target.config.eos_ids} | ROW_PARAMS[row]
@@ -119,17 +111,12 @@ def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
 def test_step_keeps_the_invariants_of_its_state(target, draft):
     """After every round, lengths, tokens, `done` and counts agree with the round before."""
     program, params, state = beginning(target, draft)
-    step = compiled(decode.step, program)
+    run = compiled(decode.run, program, donate=1)
     limits = np.asarray(state.limits)
-    assert np.asarray(state.done).tolist() == [
-        False,
-        False,
-        False,
-        True,
-    ]  # no budget is left
+    assert np.asarray(state.done).tolist() == [False] * 3 + [True]  # no budget is left
     for _ in range(40):
         before = jax.device_get(dataclasses.replace(state, keys=None))
-        state, _ = step(params, state)
+        state, _ = run(params, state, np.int32(1))
         after = jax.device_get(dataclasses.replace(state, keys=None))
         np.testing.assert_array_equal(after.cache.lengths, after.lengths - 1)
         grown = after.lengths - before.lengths
@@ -199,21 +186,21 @@ def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
 
 
 def test_draft_equal_to_target_is_always_accepted(target):
-    # 20 new tokens are five full rounds of K + 1.
+    """Every round emits K + 1 tokens, but for the last one of a row, which may be cut off."""
     for params in (MIXED, GREEDY):
-        out = spsjax.generate(
-            target, PROMPTS, target, K, params, max_new_tokens=NEW, stop_at_eos=False
-        )
+        out = spsjax.generate(target, PROMPTS, target, K, params, max_new_tokens=NEW)
+        calls = [-(-len(tokens) // (K + 1)) for tokens in out.tokens]
+        assert max(calls) == NEW // (K + 1)  # of a row that nothing cuts off
         assert out.stats.acceptance_rate == 1
-        assert out.stats.block_efficiency == K + 1
-        assert out.stats.target_calls == NEW // (K + 1)
-        assert out.stats.accepted_histogram == [0, 0, 0, len(PROMPTS) * NEW // (K + 1)]
+        assert out.stats.block_efficiency == sum(map(len, out.tokens)) / sum(calls)
+        assert out.stats.target_calls == max(calls)
+        assert out.stats.accepted_histogram == [0, 0, 0, sum(calls)]
 
 
 def test_generate_without_drafter_emits_one_token_per_call(target):
-    out = spsjax.generate(target, PROMPTS, max_new_tokens=NEW, stop_at_eos=False)
-    assert out.stats.target_calls == NEW and out.stats.block_efficiency == 1
-    assert out.stats.acceptance_rate == 0
+    out = spsjax.generate(target, PROMPTS, max_new_tokens=NEW)
+    assert out.stats.target_calls == max(map(len, out.tokens)) == NEW
+    assert out.stats.block_efficiency == 1 and out.stats.acceptance_rate == 0
 
 
 class Letters:
@@ -254,22 +241,25 @@ def test_stream_pieces_join_to_the_text(target, draft):
 def test_run_transfers_nothing_to_the_host(target, draft):
     """The loop has no callback, infeed, outfeed, send or receive, and runs without any transfer."""
     program, params, state = beginning(target, draft)
-    lowered = jax.jit(functools.partial(decode.run, program)).lower(params, state)
-    assert "stablehlo.while" in lowered.as_text() and not TRANSFERS.search(lowered.as_text())
+    loop, numbers = jitted(decode.run, program, donate=1)
+    assert not numbers
+    most = jax.device_put(np.int32(NEW))
+    text = loop.lower((), params, state, most).as_text()
+    assert "stablehlo.while" in text and not TRANSFERS.search(text)
 
     def prints(x):
         jax.debug.print("{}", x)
         return x
 
     assert TRANSFERS.search(jax.jit(prints).lower(1.0).as_text())
-    loop = compiled(decode.run, program)
-    loop(params, state)
+    loop((), params, state, most)
+    program, params, state = beginning(target, draft)
     with jax.transfer_guard("disallow"):
         with pytest.raises(Exception, match=r"[Dd]isallow"):
             jnp.sin(np.ones(3)).block_until_ready()
-        state, seconds = loop(params, state)
+        state = loop((), params, state, most)
         jax.block_until_ready(state)
-    assert seconds == 0 and state.done.all()
+    assert state.done.all()
 
 
 @pytest.mark.slow
@@ -319,10 +309,14 @@ def test_generate_with_other_default_prng_is_unchanged(target, draft, kind):
 
 def test_stats_of_round_cut_before_nan_count_its_draft(target):
     """A round that ends before a position that is not finite still counts its accepted draft."""
-    greedy = SamplingParams(temperature=0.0)
-    first = int(spsjax.generate(target, [[3]], sampling=greedy, max_new_tokens=1).tokens[0][0])
-    embedding = target.params["embed"]["embedding"].at[first].set(jnp.nan)
-    bad = build_model(target.config, target.params | {"embed": {"embedding": embedding}}, None)
-    out = spsjax.generate(bad, [[3]], target, K, greedy, max_new_tokens=1)
+
+    def generate(model):
+        return spsjax.generate(model, [[3]], target, K, GREEDY, max_new_tokens=1)
+
+    (first,) = generate(target).tokens[0]
+    embedding = np.array(target.params["embed"]["embedding"])
+    embedding[first] = np.nan
+    params = target.params | {"embed": {"embedding": jnp.asarray(embedding)}}
+    out = generate(build_model(target.config, params, None))
     assert out.tokens[0].tolist() == [first]
     assert out.stats.accepted_histogram == [0, 1, 0, 0]

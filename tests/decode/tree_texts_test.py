@@ -118,7 +118,8 @@ class Rounds:
             starts = self._starts, self.rows[rows]
             return self._round(self._loop.params, *starts, middles, accept, draws)
 
-        return tree_enumeration.in_one_size(run, arrays)
+        parts = [run(*part) for part in tree_enumeration.in_parts(arrays)]
+        return tree_enumeration.joined(parts, len(arrays[0]))
 
     def __call__(self, *arrays):
         """Returns the verdicts on some trees; arguments as those of `outcome`."""

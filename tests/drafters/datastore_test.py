@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import spread_model
+from helpers.numpy_models import numpy_spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams
@@ -20,7 +20,7 @@ PROMPTS = [[3, 4, 5, 3], [9], [1, 2, 1, 2]]
 
 @pytest.fixture(scope="module")
 def target():
-    return spread_model(48)
+    return numpy_spread_model(48)
 
 
 CAPACITY, SLOTS = 2048, 8
@@ -138,7 +138,7 @@ def test_a_full_store_forgets_the_oldest_texts():
 @pytest.mark.slow
 @pytest.mark.parametrize("split", (False, True))
 def test_text_is_the_targets_and_a_known_answer_takes_few_calls(target, split):
-    model = spread_model(48, mesh=sharding.mesh(2, 4)) if split else target
+    model = numpy_spread_model(48, mesh=sharding.mesh(2, 4)) if split else target
     options = {"sampling": SamplingParams(0.0), "max_new_tokens": 24}
     plain = spsjax.generate(model, PROMPTS, **options)
     empty = spsjax.load_drafter("suffix", model, store=datastore.Store(256))

@@ -68,8 +68,7 @@ class Drafts:
 
     def primitives(self) -> str:
         """Returns the names of the operations of a draft."""
-        arrays = self.loop.params, self.starts, np.zeros(ROWS, int), np.zeros((ROWS, 16))
-        return str(jax.make_jaxpr(self._propose)(*arrays))
+        return str(self._jitted.trace(*self.traced).jaxpr)
 
     def __call__(self, rows, numbers):
         """Returns the proposals in NumPy: [R] rows of prefixes, [R, N] numbers of the tokens."""
@@ -77,7 +76,8 @@ class Drafts:
         for first in range(0, len(rows), ROWS):
             some = slice(first, first + ROWS)
             padded = np.resize(rows[some], ROWS), np.resize(numbers[some], (ROWS, numbers.shape[1]))
-            one = self._jitted(self.loop.params, self.starts, padded[0], _spread(padded[1]))
+            self.traced = self.loop.params, self.starts, padded[0], _spread(padded[1])
+            one = self._jitted(*self.traced)
             count = len(rows[some])
             parts.append(jax.tree.map(lambda leaf, n=count: np.asarray(leaf)[:n], one))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -117,7 +117,7 @@ def metrics_of(drafter, objectives, params, tokens):
     ]
 
 
-@pairs
+@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_metrics_are_those_of_the_distributions(target, name):
     """Acceptance and agreement of both steps, computed from whole logits, text by text."""
     drafter, params = both(name, target)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import drafting
 from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
-from helpers.models import spread_model
+from helpers.numpy_models import numpy_spread_model
 from helpers.tiny_training import config, records
 
 import spsjax
@@ -42,7 +42,7 @@ FAMILIES = {
     "gemma": {"post_norms": True, "qk_norm": True, "windows": (4, 0), "tie_embeddings": True},
 }
 EXIT, ATTENTION = Skipped.after(1, 2), Skipped((1,), ())  # of two layers
-RULE = stopping.Confidence(0.3)
+RULE = stopping.Confidence(0.9)
 CASES = (
     ("relative", ATTENTION, None),
     ("gemma", EXIT, RULE),
@@ -53,7 +53,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def target():
-    return spread_model(48, num_layers=3)
+    return numpy_spread_model(48, num_layers=3)
 
 
 def program_of(target, skipped, rule=None):
@@ -82,7 +82,7 @@ def test_scoring_what_was_begun_equals_a_fresh_pass(family, skipped, rule):
 
     With a rule, rows end at different depths.
     """
-    target = spread_model(48, num_layers=2, **FAMILIES[family])
+    target = numpy_spread_model(48, seed=1, num_layers=2, **FAMILIES[family])
     program = program_of(target, skipped, rule)
 
     @jax.jit
@@ -258,7 +258,7 @@ def test_bad_sub_layers_are_refused(target, tmp_path, text, message):
 
 
 def test_drafter_of_another_shape_of_target_is_refused(target):
-    other = spread_model(48, num_layers=2)
+    other = numpy_spread_model(48, num_layers=2)
     with pytest.raises(InputError, match="another shape of target"):
         spsjax.generate(other, PROMPTS, early_exit.Drafter(target.config, Skipped()), 2)
     with pytest.raises(InputError, match=r"^tree: expected none for early_exit"):
@@ -332,7 +332,7 @@ def test_plan_is_the_best_single_step(target):
 
 @pytest.mark.slow
 def test_plan_on_a_mesh_has_the_costs_of_one_device(target):
-    split = spread_model(48, num_layers=3, mesh=sharding.mesh(2, 2))
+    split = numpy_spread_model(48, num_layers=3, mesh=sharding.mesh(2, 2))
     plans, again = (
         skip_planning.plans(model, [(TEXT[:10], TEXT[10:])], COLD, 4) for model in (target, split)
     )

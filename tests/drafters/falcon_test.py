@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import spread_model
+from helpers.numpy_models import numpy_spread_model
 
 import spsjax
 from spsjax import DynamicTree, Tree, loading
@@ -27,7 +27,7 @@ VOCAB = 48
 
 @pytest.fixture(scope="module")
 def target():
-    return spread_model(VOCAB)
+    return numpy_spread_model(VOCAB)
 
 
 def made(target, k):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import nearby_model, spread_model
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams, Tree, decode, sampling
@@ -26,12 +26,12 @@ CALLS = []  # one entry per draft of a `Watched`
 
 @pytest.fixture(scope="module")
 def target():
-    return spread_model(48)
+    return numpy_spread_model(48)
 
 
 @pytest.fixture(scope="module")
 def draft(target):
-    return nearby_model(target)
+    return numpy_nearby_model(target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,13 +147,6 @@ def test_score_counts_no_more_tokens_than_are_drafted():
     assert found == [True, True, False]
 
 
-@drafting.small
-def future(program, params, state):
-    """Returns the proposal of a round, and the state after it."""
-    proposal, _ = decode.propose(program, params, state, decode.round_keys(state))
-    return proposal, decode.step(program, params, state)
-
-
 def looked_up(program, tokens, lengths) -> Proposal:
     """Returns what the look-up proposes alone."""
     now = drafting.round_of(tokens, lengths)
@@ -164,7 +157,7 @@ def looked_up(program, tokens, lengths) -> Proposal:
 def rounds(target, draft):
     """Some rounds: parameters, and of each the state, both proposals and the state after it."""
     program, params, state = beginning(target, both_of(draft), draft.params)
-    run, rounds = compiled(future, program), []
+    run, rounds = compiled(drafting.small_step, program), []
     for _ in range(14):
         found, _ = compiled(looked_up, program)(state.tokens, state.lengths)
         (proposal, after), _ = run(params, state)

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import build_model, nearby_model, spread_model
+from helpers.models import build_model
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams, Tree, caches, decode, loading
@@ -34,7 +35,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def target():
-    return spread_model(48, num_layers=2, num_kv_heads=2, max_positions=256)
+    return numpy_spread_model(48, num_layers=2, num_kv_heads=2, max_positions=256)
 
 
 def drafter_of(target, **fields):
@@ -106,7 +107,7 @@ def check_distributions(target, drafter, prompts, draft=None):
 )
 def test_cache_of_the_whole_text_has_the_targets_distributions(family, fields):
     """Also of texts with fewer tokens than are chosen; not of texts with more than it holds."""
-    target = spread_model(48, num_layers=2, max_positions=256, **FAMILIES[family])
+    target = numpy_spread_model(48, num_layers=2, max_positions=256, **FAMILIES[family])
     drafter = sparse_self.Drafter(target.config, None if "tree" in fields else K, **fields)
     check_distributions(target, drafter, (PROMPTS[0][:41], PROMPTS[0][:3]))
     with pytest.raises(AssertionError):
@@ -119,7 +120,7 @@ def test_cache_of_the_whole_text_has_the_targets_distributions(family, fields):
 def test_cache_of_the_whole_text_accepts_everything(family, chosen):
     if chosen and family != "rotary":
         pytest.skip("chooses nothing in targets with windows or relative positions")
-    target = spread_model(48, num_layers=2, max_positions=256, **FAMILIES[family])
+    target = numpy_spread_model(48, num_layers=2, max_positions=256, **FAMILIES[family])
     recent = 7 + NEW + K + 1 if chosen else 120
     drafter = drafter_of(target, recent=recent, chosen=chosen, observed=7)
     stats = texts(target, drafter, sampling=SamplingParams([0.0, 1.0, 0.8])).stats
@@ -165,7 +166,7 @@ def test_choice_of_more_tokens_than_a_short_text_has_is_all_of_them(target):
 @pytest.mark.slow
 def test_engine_gives_the_text_of_a_call_whatever_its_chunks(target, tmp_path):
     """Chunks that do not add up to the buffers must not set a window back too far."""
-    loading.save(tmp_path, nearby_model(target, distance=0.1), dtype="float32")
+    loading.save(tmp_path, numpy_nearby_model(target, distance=0.1), dtype="float32")
     prompt = np.random.default_rng(9).integers(0, 48, 165).tolist()
     for name in (f"window:64:{tmp_path}", "sparse_self:64:chosen"):
         drafter = spsjax.load_drafter(name, target)
@@ -188,7 +189,7 @@ def test_engine_gives_the_text_of_a_call_whatever_its_chunks(target, tmp_path):
 @pytest.mark.parametrize("heads", (2, 1), ids=("split", "copied"))
 def test_mesh_gives_the_text_of_one_device(heads):
     """A model axis of 2 splits two key-value heads, and copies one."""
-    single = spread_model(48, num_layers=2, num_kv_heads=heads, max_positions=256)
+    single = numpy_spread_model(48, num_layers=2, num_kv_heads=heads, max_positions=256)
     split = build_model(single.config, single.params, sharding.mesh(1, 2))
     for fields in ({}, {"chosen": 8, "observed": 6}):
         for temperature in (0.0, 1.0):
@@ -217,7 +218,7 @@ def test_state_is_as_small_as_its_slots(target):
 
 def test_draft_model_with_a_wide_window_has_its_distributions(target, tmp_path):
     """Of texts that the window holds, and not of longer ones."""
-    draft = nearby_model(target, distance=0.02)
+    draft = numpy_nearby_model(target, distance=0.02)
     loading.save(tmp_path, draft, dtype="float32")
     drafter = spsjax.load_drafter(f"window:47:{tmp_path}", target).drafter
     assert isinstance(drafter, draft_model.Drafter)
@@ -229,7 +230,7 @@ def test_draft_model_with_a_wide_window_has_its_distributions(target, tmp_path):
 
 @pytest.mark.slow
 def test_draft_model_with_a_wide_window_drafts_as_without(target, tmp_path):
-    draft = nearby_model(target, distance=0.02)
+    draft = numpy_nearby_model(target, distance=0.02)
     loading.save(tmp_path, draft, dtype="float32")
     sampling = SamplingParams([0.0, 1.0, 0.8])
     wide, narrow = (
@@ -243,7 +244,7 @@ def test_draft_model_with_a_wide_window_drafts_as_without(target, tmp_path):
 
 def test_window_of_a_draft_has_no_context(target, tmp_path):
     """Texts may be longer than the draft's own context."""
-    draft = nearby_model(target)
+    draft = numpy_nearby_model(target)
     draft = build_model(dataclasses.replace(draft.config, max_positions=32), draft.params, None)
     loading.save(tmp_path, draft, dtype="float32")
     with pytest.raises(InputError, match="context of 32"):
@@ -253,7 +254,7 @@ def test_window_of_a_draft_has_no_context(target, tmp_path):
 
 @pytest.mark.slow
 def test_window_of_a_draft_lets_texts_be_longer_than_its_context(target, tmp_path):
-    draft = nearby_model(target)
+    draft = numpy_nearby_model(target)
     draft = build_model(dataclasses.replace(draft.config, max_positions=32), draft.params, None)
     loading.save(tmp_path, draft, dtype="float32")
     out = texts(target, spsjax.load_drafter(f"window:24:{tmp_path}", target))
@@ -299,12 +300,12 @@ def test_bad_fields_are_refused(target, fields, message):
 
 @pytest.mark.parametrize("family", ("relative", "gemma"))
 def test_choice_is_refused_where_heads_would_need_positions(family):
-    target = spread_model(48, **FAMILIES[family])
+    target = numpy_spread_model(48, **FAMILIES[family])
     with pytest.raises(InputError, match=r"^chosen: expected 0"):
         drafter_of(target, chosen=4, observed=4)
 
 
 def test_drafter_of_another_target_is_refused(target):
-    other = spread_model(48, num_layers=1)
+    other = numpy_spread_model(48, num_layers=1)
     with pytest.raises(InputError, match="another shape of target"):
         texts(target, drafter_of(other))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import drafting
 from helpers.models import build_model, spread_model
+from helpers.numpy_models import numpy_spread_model
 
 import spsjax
 from spsjax import DynamicTree, InputError, SamplingParams, Tree, decode, loading
@@ -28,7 +29,7 @@ FAMILIES = {
 
 @functools.cache
 def target_of(family="rotary", num_layers=3):
-    return spread_model(VOCAB, num_layers=num_layers, max_positions=128, **FAMILIES[family])
+    return numpy_spread_model(VOCAB, num_layers=num_layers, max_positions=128, **FAMILIES[family])
 
 
 @pytest.fixture(scope="module")

@@ -8,43 +8,42 @@ import numpy as np
 import pytest
 from helpers import drafting
 from helpers.models import build_model
-from helpers.numpy_models import numpy_spread_model
 
 import spsjax
 from spsjax import InputError, NonFiniteError, SamplingParams, decode, execution, pacing
 from spsjax.engine import engine as engine_module
 from spsjax.parallel import sharding
+from spsjax.tokenization.base import incremental_text
 from spsjax.utils import compilation
 
 GREEDY = SamplingParams(temperature=0.0)
-SLOTS = 96  # of the shared engine, and of the calls it is compared with, which so share programs
-
-
 K = 2
-
-
-def new_engine(target, draft):
-    """Returns an engine of two rows; its programs are the same in all tests."""
-    return spsjax.Engine(target, draft, K, rows=2, slots=SLOTS, chunk=16, rounds=2)
+SLOTS = 96  # of the shared engine, and of the calls it is compared with, which so share programs
 
 
 @pytest.fixture(scope="module")
 def engine(target, draft):
-    """An engine that tests share, in the state in which the last one left it."""
-    return new_engine(target, draft)
+    """An engine that tests share, in the state in which the last one left it.
+
+    Its loop always has two rows, as many as the call that it is compared with.
+    """
+    with mock.patch.object(engine_module, "row_sizes", lambda most, least: [most]):
+        return spsjax.Engine(target, draft, K, rows=2, slots=SLOTS, chunk=16, rounds=2)
 
 
-def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0, slots=SLOTS):
-    with mock.patch.object(decode, "num_slots", lambda length: slots):
-        out = spsjax.generate(target, [prompt], draft, K, sampling, count, seed)
+def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0):
+    """Returns the tokens of `generate`: with a draft beside an empty row, else in a single row."""
+    prompts, counts = ([prompt], [count]) if draft is None else ([prompt, [0]], [count, 0])
+    with mock.patch.object(decode, "num_slots", lambda length: SLOTS):
+        out = spsjax.generate(target, prompts, draft, K, sampling, counts, seed)
     return out.tokens[0].tolist()
 
 
 @pytest.fixture(scope="module")
-def lasting(target, draft) -> list[int]:
+def lasting(target) -> list[int]:
     """A prompt of which the greedy text has no end for 70 tokens."""
     prompts = ([token] for token in range(1, 48))
-    return next(one for one in prompts if len(alone(target, draft, one, GREEDY, 70)) == 70)
+    return next(one for one in prompts if len(alone(target, None, one, GREEDY, 70)) == 70)
 
 
 @pytest.mark.smoke
@@ -110,9 +109,9 @@ def _rest(call) -> float:
     return 0.0
 
 
-def test_loop_has_as_many_rows_as_requests_need(target, draft, lasting):
+def test_loop_has_as_many_rows_as_requests_need(target, lasting):
     """It grows at once, and shrinks after some steps. Each row keeps its text, wherever it is."""
-    engine = new_engine(target, draft)
+    engine = plain_engine(target, 2)
     rows, requests = [], [engine.submit(lasting, GREEDY, 70)]
     engine.step()
     rows.append(len(engine._state.done))
@@ -120,7 +119,7 @@ def test_loop_has_as_many_rows_as_requests_need(target, draft, lasting):
     while engine.step():
         rows.append(len(engine._state.done))
     for request, count in zip(requests, (70, 12, 12), strict=True):
-        assert request.tokens == alone(target, draft, request.prompt, GREEDY, count)
+        assert request.tokens == alone(target, None, request.prompt, GREEDY, count)
     assert rows[:2] == [1, 2] and rows[-1] == 1 and set(rows) == {1, 2}
 
 
@@ -184,12 +183,12 @@ def test_cancelled_requests_free_their_rows(engine, target, draft):
 
 def plain_engine(target, rows):
     """Returns an engine without a drafter; its programs are those of others of as many rows."""
-    return spsjax.Engine(target, rows=rows, slots=64)
+    return spsjax.Engine(target, rows=rows, slots=SLOTS, chunk=16, rounds=2)
 
 
 def test_error_in_a_row_leaves_the_others_alone(target):
     """The model cannot read one token, which only one prompt has. Its row is used again."""
-    expected = alone(target, None, [5, 6], GREEDY, slots=64)
+    expected = alone(target, None, [5, 6], GREEDY)
     other = next(token for token in range(1, 48) if token not in {4, 5, 6, *expected})
     embedding = np.array(target.params["embed"]["embedding"])
     embedding[other] = np.nan
@@ -257,13 +256,11 @@ def test_requests_on_a_mesh(target, draft):
         assert request.result() == alone(target, draft, request.prompt, GREEDY, 10)
 
 
-def test_text_comes_in_pieces(tiny_tokenizer):
-    model = dataclasses.replace(numpy_spread_model(300, seed=5), tokenizer=tiny_tokenizer)
-    engine = spsjax.Engine(model, rows=1, slots=64)
-    pieces = list(engine.submit("def f(x):", SamplingParams(), 30, 4))
-    with mock.patch.object(decode, "num_slots", lambda length: 64):
-        expected = spsjax.generate(model, ["def f(x):"], max_new_tokens=30, seed=4)
-    assert len(pieces) > 1 and "".join(pieces) == expected.texts[0]
+def test_text_comes_in_pieces(target, lasting, tiny_tokenizer):
+    engine = plain_engine(dataclasses.replace(target, tokenizer=tiny_tokenizer), 1)
+    pieces = list(engine.submit(lasting, GREEDY, 30))
+    expected = incremental_text(tiny_tokenizer, lasting, alone(target, None, lasting, GREEDY, 30))
+    assert len(pieces) > 1 and "".join(pieces) == expected
 
 
 @pytest.mark.parametrize(
@@ -318,7 +315,7 @@ def test_error_of_the_loop_ends_what_runs_and_not_what_waits(target, lasting, mo
         assert engine.step()
     with pytest.raises(ZeroDivisionError):
         first.result()
-    assert second.result() == alone(target, None, [2], GREEDY, 5, slots=64)
+    assert second.result() == alone(target, None, [2], GREEDY, 5)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers.models import logits_of, nearby_model, spread_model
+from helpers.models import build_model
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
+from helpers.toy_language import forward
 
 from spsjax import SamplingParams, generation, tokenization
 from spsjax.evaluation import acceptance_analysis
@@ -21,20 +23,28 @@ def tokenizer(tmp_path_factory):
     return tokenization.train([CODE * 9, "import os\n" * 9, "yield self\n" * 9], path, 310)
 
 
+def logits_after(model, tokens):
+    """Returns the float64 logits [V] after some tokens, without a cache."""
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits, _ = forward(model.config, model.params, padded)
+    return np.asarray(logits, np.float64)[0, len(tokens) - 1]
+
+
 @pytest.mark.parametrize("data, model", [(1, 1), (2, 4)])
 def test_positions_match_the_oracle(data, model):
     """Acceptance, entropy and margin are those of the oracle, on one device and on eight."""
     mesh = None if data == 1 else sharding.mesh(data, model)
-    target = spread_model(48, mesh=mesh)
-    draft = nearby_model(target, mesh=mesh)
+    target = numpy_spread_model(48)
+    draft = numpy_nearby_model(target)
     prompt, tokens = [3, 9, 4, 4, 20], [7, 1, 30, 2]
+    on_mesh = (build_model(model.config, model.params, mesh) for model in (target, draft))
     figures = acceptance_analysis.positions(
-        target, draft, prompt, tokens, SamplingParams(temperature=0.7)
+        *on_mesh, prompt, tokens, SamplingParams(temperature=0.7)
     )
-    target_logits, draft_logits = logits_of(target), logits_of(draft)
     for index in range(len(tokens)):
         before = prompt + tokens[:index]
-        p, q = target_logits(before), draft_logits(before)
+        p, q = logits_after(target, before), logits_after(draft, before)
         acceptance = np.minimum(softmax(p / 0.7), softmax(q / 0.7)).sum()
         assert figures.acceptance[index] == pytest.approx(acceptance, abs=1e-5)
         probs = softmax(p)
@@ -50,9 +60,9 @@ def softmax(logits):
 
 def test_positions_of_smaller_draft_vocabulary_pads_it():
     """Ids that the draft lacks have probability 0."""
-    target, draft = spread_model(48), spread_model(32, seed=1)
+    target, draft = numpy_spread_model(48), numpy_spread_model(32, seed=1)
     figures = acceptance_analysis.positions(target, draft, [3], [4, 5], SamplingParams())
-    p, q = softmax(logits_of(target)([3])), softmax(logits_of(draft)([3]))
+    p, q = softmax(logits_after(target, [3])), softmax(logits_after(draft, [3]))
     assert figures.acceptance[0] == pytest.approx(np.minimum(p[:32], q).sum(), abs=1e-5)
 
 
@@ -94,7 +104,7 @@ def test_shares_add_up():
 
 def test_divergence_is_the_first_difference():
     """Equal texts do not diverge; others do at their first difference, or where one ends."""
-    target = spread_model(48)
+    target = numpy_spread_model(48)
     greedy = SamplingParams(temperature=0.0)
     prompt = [3, 9, 4]
     text = generation.generate(target, [prompt], None, None, greedy, 8, stop_at_eos=False)
@@ -102,7 +112,7 @@ def test_divergence_is_the_first_difference():
     assert acceptance_analysis.divergence(target, prompt, text, text) is None
     other = [*text[:5], (text[5] + 1) % 48, 1, 2]
     divergence = acceptance_analysis.divergence(target, prompt, text, other)
-    logits = np.sort(logits_of(target)(prompt + text[:5]))
+    logits = np.sort(logits_after(target, prompt + text[:5]))
     assert divergence.position == 5
     assert divergence.margin == pytest.approx(logits[-1] - logits[-2], abs=1e-4)
     shorter = acceptance_analysis.divergence(target, prompt, text[:3], text)

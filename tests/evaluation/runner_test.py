@@ -8,14 +8,15 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from helpers.bad_input import one_line
-from helpers.models import nearby_model, spread_model
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
-from spsjax import SamplingParams, tokenization
+from spsjax import SamplingParams, decode, tokenization
 from spsjax.evaluation import runner, samplers, speed, summary
 from spsjax.evaluation.journal import Journal, Records
 from spsjax.evaluation.runner import RECORD_KEY, Plan
 from spsjax.evaluation.samplers import Role, System, spsjax_system
 from spsjax.evaluation.tasks import base
+from spsjax.performance import microbenchmarks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +36,22 @@ class Toy(base.Task):
         return {"length": float(np.mean([len(answer) for answer in answers]))}
 
 
+@pytest.fixture(autouse=True)
+def buffers(monkeypatch):
+    """Buffers of 64 slots, so that prompts of all lengths share programs."""
+    monkeypatch.setattr(decode, "num_slots", lambda length: 64)
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(tiny_tokenizer):
     """A target and three systems: plain sampling, with a draft, and with itself as its draft."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    texts = ["def f(x):\n    return x\n" * 9, "import os\n" * 9]
-    tokenizer = tokenization.train(texts, path, 300)
-    target = dataclasses.replace(spread_model(300), tokenizer=tokenizer)
-    draft = dataclasses.replace(nearby_model(target), tokenizer=tokenizer)
+    target = dataclasses.replace(numpy_spread_model(300), tokenizer=tiny_tokenizer)
+    draft = dataclasses.replace(numpy_nearby_model(target), tokenizer=tiny_tokenizer)
     names = {"ArS": (None, 0), "SpS": (draft, 2), "itself": (target, 2)}
     return target, [spsjax_system(name, target, *drafter) for name, drafter in names.items()]
 
 
-def filled(path, pair, plan=Plan(samples=2), stop=None):
+def filled(path, pair, plan=Plan(samples=2, timed=0), stop=None):
     """Runs the first `stop` jobs of a plan on the toy task."""
     target, systems = pair
     task = Toy()
@@ -82,15 +86,32 @@ def test_run_all_resumes_to_the_same_records(pair, tmp_path):
     assert list(map(without_times, resumed.records)) == list(map(without_times, whole.records))
 
 
-@pytest.mark.slow
-def test_run_all_times_rounds_at_some_examples(pair, tmp_path):
+@pytest.mark.parametrize(
+    ("timed", "expected"),
+    [(0, []), (1, ["one"]), (2, ["one", "two"]), (9, ["one", "two", "three"])],
+)
+def test_run_all_times_rounds_at_some_examples(pair, tmp_path, timed, expected):
     """The parts of a round are timed at evenly spaced examples, as many as the plan says."""
-    names = {0: set(), 1: {"one"}, 2: {"one", "two"}, 9: {"one", "two", "three"}}
-    for timed, expected in names.items():
-        path, plan = tmp_path / f"{timed}.jsonl", Plan(settings=("warm",), timed=timed)
-        _, journal = filled(path, pair, plan)
-        costs = {record["example"] for record in journal.records if "round_cost" in record}
-        assert costs == expected
+    target, (ars, *_) = pair
+    seen = []
+
+    def time_round(prompt, *options):
+        assert options == (SamplingParams(), 6)
+        seen.append(target.tokenizer.decode(prompt))
+        return microbenchmarks.RoundCost(0.0, 1.0)
+
+    ars = dataclasses.replace(ars, call=lambda *_: samplers.Sample(1.0, [5]), time_round=time_round)
+    plan = Plan(settings=("warm",), timed=timed)
+    _, journal = filled(tmp_path / "journal.jsonl", (target, [ars]), plan)
+    costs = {record["example"] for record in journal.records if "round_cost" in record}
+    assert costs == {*expected}
+    turns = {example.name: example.turns[0] for example in Toy().examples()}
+    assert [text for text in seen if "\n" not in text] == [turns[name] for name in expected]
+
+
+@pytest.mark.slow
+def test_rounds_of_real_systems_have_costs(pair, tmp_path):
+    _, journal = filled(tmp_path / "journal.jsonl", pair, Plan(settings=("warm",)))
     for record in journal.records:
         assert record["round_cost"]["scoring"] > 0
         assert (record["round_cost"]["draft_step"] > 0) == (record["role"] != Role.BASELINE)
@@ -252,5 +273,5 @@ def test_select_examples_refuses_what_cannot_run(pair):
     with one_line("samples"):
         Plan(samples=0)
     with one_line("tokenizer"):
-        model = spread_model(48)
+        model = numpy_spread_model(48)
         runner.select_examples(Toy(), model, [spsjax_system("ArS", model)], Plan())

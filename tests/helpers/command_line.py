@@ -1,8 +1,11 @@
 """Helpers that run the scripts on a tiny pair of models, in this process or in one of their own."""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import io
+import json
 import multiprocessing
 import os
 import pathlib
@@ -12,14 +15,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from unittest import mock
 
 import absl.app
-import jax
 from absl.testing import flagsaver
 from helpers import script_server
 from helpers.environment import CHILD_FLAGS, ROOT
+from helpers.numpy_models import numpy_params
 
 from spsjax import tokenization
 from spsjax.data import documents
@@ -42,14 +46,14 @@ def _tiny_pair() -> tempfile.TemporaryDirectory:
     """Makes the folders of a target and of a draft with a tokenizer."""
     holder = tempfile.TemporaryDirectory()
     folder = pathlib.Path(holder.name)
-    texts = [text for name, text in documents.stdlib().items() if documents.is_held_out(name)]
-    tokenizer = tokenization.train(texts[:3], folder / "tokenizer.model", 400)
+    texts = [inspect.getsource(module) for module in (dataclasses, json.decoder, textwrap)]
+    tokenizer = tokenization.train(texts, folder / "tokenizer.model", 400)
     for seed, name in enumerate(("target", "draft")):
         config = transformer.Config(
             vocab_size=400, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1,
             head_dim=8, max_positions=256, bos_id=tokenizer.bos_id, eos_ids=(tokenizer.eos_id,),
         )  # fmt: skip
-        hf_weights.save(folder / name, config, transformer.init(config, jax.random.key(seed)))
+        hf_weights.save(folder / name, config, numpy_params(config, seed))
         (folder / name / "tokenizer.model").write_bytes(tokenizer.path.read_bytes())
     return holder
 

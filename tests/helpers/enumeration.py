@@ -179,35 +179,38 @@ class Loop:
         # Row (path, a, z) computes the probability of "a draft tokens accepted, then z".
         shape = len(start), K + 1, V
         owner, a, z = (axis.reshape(-1) for axis in np.indices(shape))
-        column, draft = np.arange(K), doubled(middles[owner])
+        only_a = np.where(np.arange(K) < a[:, None], 0.0, 1.0)  # its tokens are accepted, no other
 
-        def run(accept, following):
-            draws = doubled(following[:, None])
-            return self._step(starts, fault, start[owner], draft, accept, draws)
+        def run(some, accept, following):
+            numbers = doubled(middles[owner[some]]), accept, doubled(following[:, None])
+            return self._step(starts, fault, start[owner[some]], *numbers)
 
-        def bisect(below):
-            """Returns thresholds under which `below` holds."""
-            low, high = np.zeros(len(owner)), np.ones(len(owner))
-            for _ in range(BISECTIONS):
+        def bisect(some, below):
+            """Returns the numbers of some rows under which `below` holds, and 0 of the others."""
+            low, high = np.zeros(some.sum()), np.ones(some.sum())
+            for _ in range(BISECTIONS if some.any() else 0):
                 middle = (low + high) / 2
-                holds = below(middle)
+                holds = below(some, middle)
                 low, high = np.where(holds, middle, low), np.where(holds, high, middle)
-            return (low + high) / 2
+            found = np.zeros(len(some))
+            found[some] = (low + high) / 2
+            return found.reshape(shape)
 
-        def accepted_more(uniform):
-            accept = np.where(column < a[:, None], 0.0, 1.0)
-            accept = np.where(column == a[:, None], uniform[:, None], accept)
-            return whole(0, run(accept, np.zeros(len(owner)))) > a
+        def accepts_more(some, uniform):
+            accept = np.where(np.arange(K) == a[some, None], uniform[:, None], only_a[some])
+            return whole(0, run(some, accept, 0 * uniform)) > a[some]
 
-        only_a = np.where(column < a[:, None], 0.0, 1.0)
-        threshold = bisect(accepted_more).reshape(shape)[:, :, 0]
-        threshold[:, K] = 0  # after K accepted tokens always comes the bonus token
+        def draws_less(some, uniform):
+            return whole(1, run(some, only_a[some], uniform)) < z[some]
+
+        # After K accepted tokens always comes the bonus token.
+        threshold = bisect((z == 0) & (a < K), accepts_more)[:, :, 0]
         reach = np.cumprod(np.concatenate([np.ones((len(start), 1)), threshold], 1), 1)[:, :-1]
-        begin = bisect(lambda uniform: whole(1, run(only_a, uniform)) < z).reshape(shape)
-        begin[:, :, 0] = 0
+        begin = bisect(z > 0, draws_less)
         end = np.concatenate([begin[:, :, 1:], np.ones((len(start), K + 1, 1))], axis=2)
         mass = (path_mass[:, None] * reach * (1 - threshold))[:, :, None] * (end - begin)
-        mass, last = mass.reshape(-1), run(only_a, ((begin + end) / 2).reshape(-1))
+        everything = np.ones(len(owner), bool)
+        mass, last = mass.reshape(-1), run(everything, only_a, ((begin + end) / 2).reshape(-1))
         real = mass > 1e-13
         np.testing.assert_array_equal(whole(0, last)[real], a[real])
         np.testing.assert_array_equal(whole(1, last)[real], z[real])

@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.environment import FAST
+from helpers.environment import OFTEN
 
 from spsjax import sampling
 from spsjax.types import Proposal
@@ -98,10 +98,7 @@ def proposal_of(parents, distinct, deterministic, tokens, draft, eligible):
 
 @functools.lru_cache
 def verify_function(verifier, parents, distinct, deterministic):
-    """Returns a jitted function of tokens, distributions and numbers.
-
-    It returns verdicts, and the mean number of accepted tokens that the rule's own formula gives.
-    """
+    """Returns a jitted function of tokens, distributions and numbers, which returns verdicts."""
 
     def verify(tokens, draft, target, eligible, accept, following):
         proposal = proposal_of(parents, distinct, deterministic, tokens, draft, eligible)
@@ -109,10 +106,20 @@ def verify_function(verifier, parents, distinct, deterministic):
         numbers = {sampling.ACCEPT: accept, sampling.NEXT: following}
         chosen = mock.Mock(side_effect=lambda keys, role, count: numbers[role][:, :count])
         with mock.patch.object(sampling, "uniforms", chosen):
-            verdict = verifier.verify(None, proposal, target)
-        return verdict, jnp.sum(verifier.accept_probs(proposal, target), axis=1)
+            return verifier.verify(None, proposal, target)
 
-    return jax.jit(verify, compiler_options=FAST)  # it is called hundreds of times
+    return jax.jit(verify, compiler_options=OFTEN)
+
+
+@functools.lru_cache
+def accepted_function(verifier, parents, distinct, deterministic):
+    """Returns a jitted function: the mean number of accepted tokens by the rule's own formula."""
+
+    def accepted(tokens, draft, target, eligible):
+        proposal = proposal_of(parents, distinct, deterministic, tokens, draft, eligible)
+        return jnp.sum(verifier.accept_probs(proposal, target), axis=1)
+
+    return jax.jit(accepted)
 
 
 class Verification:
@@ -138,21 +145,28 @@ class Verification:
                     self._target[row, node] = target(context)
         self._eligible = np.ones(self._tokens.shape, bool) if eligible is None else eligible
         self._eligible = np.broadcast_to(self._eligible, self._tokens.shape)
-        self._verify = verify_function(verifier, tree.parents, distinct, tokens is not None)
+        self._program = verifier, tree.parents, distinct, tokens is not None
+        self._rows, self._parts = None, []
+
+    def _trees(self, rows):
+        """Returns tokens, distributions and eligibility of some trees, in parts of one size."""
+        arrays = self._tokens, self._draft, self._target, self._eligible
+        return in_parts([array[rows] for array in arrays])
 
     def __call__(self, rows, accept, draws):
         """Returns the verdicts on some trees: [R] rows, [R, N] and [R, M] numbers."""
-        arrays = self._tokens, self._draft, self._target, self._eligible
-        arrays = [array[rows] for array in arrays] + [accept, doubled(draws)]
-        return in_one_size(self._verify, arrays)[0]
+        if rows is not self._rows:
+            self._rows, self._parts = rows, jax.device_put(self._trees(rows))
+        numbers, verify = in_parts([accept, doubled(draws)]), verify_function(*self._program)
+        verdicts = [verify(*trees, *own) for trees, own in zip(self._parts, numbers)]
+        return joined(verdicts, len(rows))
 
     def mean_length(self):
         """Returns the mean number of emitted tokens that the rule's own formula gives."""
-        rows, N = np.arange(len(self.masses)), len(self.tree.parents)
-        arrays = self._tokens, self._draft, self._target, self._eligible
-        numbers = np.full((len(rows), N), NEVER), doubled(np.zeros((len(rows), N + 1)))
-        _, means = in_one_size(self._verify, (*arrays, *numbers))
-        return float(self.masses @ (1 + means))
+        accepted, trees = accepted_function(*self._program), self._trees(slice(None))
+        return float(
+            self.masses @ (1 + joined([accepted(*part) for part in trees], len(self.masses)))
+        )
 
 
 def doubled(numbers):
@@ -160,17 +174,17 @@ def doubled(numbers):
     return np.stack([np.full_like(numbers, 0.5), numbers], axis=-1).reshape(len(numbers), -1)
 
 
-def in_one_size(function, arrays):
-    """Calls a function on arrays [R, ...] in parts of one size, so that one program is compiled."""
-    parts = []
-    for start in range(0, max(len(arrays[0]), 1), ROWS):
-        part = [array[start : start + ROWS] for array in arrays]
-        padded = [np.resize(array, (ROWS, *array.shape[1:])) for array in part]
-        rows = slice(len(part[0]))
-        parts.append(
-            jax.tree.map(lambda leaf, rows=rows: np.asarray(leaf)[rows], function(*padded))
-        )
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+def in_parts(arrays):
+    """Returns arrays [R, ...] in parts of ROWS rows, so that one program is compiled."""
+    starts = range(0, max(len(arrays[0]), 1), ROWS)
+    parts = [[array[start : start + ROWS] for array in arrays] for start in starts]
+    parts[-1] = [np.resize(array, (ROWS, *array.shape[1:])) for array in parts[-1]]
+    return parts
+
+
+def joined(parts, rows):
+    """Returns the first rows of what was computed in parts, in NumPy."""
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)
 
 
 def bisect(below, count):
@@ -217,16 +231,16 @@ class Cases:
 
     def accepting(self, child, number):
         """Returns the cases with another number for a child."""
-        cases = self.times(1)
-        cases.accept[:, child - 1] = number
-        return cases
+        accept = self.accept.copy()
+        accept[:, child - 1] = number
+        return dataclasses.replace(self, accept=accept)
 
     def split(self, child, threshold):
         """Returns the cases that accept a child, and those that do not."""
         sides = []
         for share, number in ((threshold, threshold / 2), (1 - threshold, (1 + threshold) / 2)):
             side = self.accepting(child, number)
-            side.mass *= share
+            side = dataclasses.replace(side, mass=share * side.mass)
             sides.append(side.take(side.mass > IMPOSSIBLE))
         return sides
 
@@ -282,6 +296,7 @@ def _reaches(verification, cases, node, child, number):
     reached = True
     for drawn in (0.0, NEVER):
         tried = cases.accepting(child, number)
+        tried.draws = tried.draws.copy()
         tried.draws[:, node] = drawn
         reached &= np.any(tried.verdict(verification).path == child, axis=1)
     return reached

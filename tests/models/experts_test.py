@@ -1,3 +1,6 @@
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,15 @@ from spsjax.models.config import Config
 from spsjax.parallel import sharding
 
 mixture = jax.jit(experts.mixture, static_argnums=0)
+rounded = jax.jit(quantization.rounded, static_argnums=1)
+
+
+def few_in_gate(names, in_gate, *choices):
+    """Returns a parametrization with all combinations, of which a few are in the gate."""
+    cases = [(*one, *other) for one, other in itertools.product(*choices)]
+    assert {*in_gate} <= {*cases}
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in in_gate]
+    return pytest.mark.parametrize(names, [*in_gate, *slow])
 
 
 def config(num_experts, per_token, ffn="swiglu", d_ff=24):
@@ -53,9 +65,14 @@ def oracle(x, chosen, weights, kernels):
     return out
 
 
+# Few tokens and many, fewer and more than experts; all of the experts, one, and many.
 @pytest.mark.parametrize("skew", (0.0, 5.0))
-@pytest.mark.parametrize("batch, tokens", ((1, 1), (1, 2), (3, 5), (2, 70)))
-@pytest.mark.parametrize("num_experts, per_token", ((8, 2), (4, 4), (1, 1), (32, 3)))
+@few_in_gate(
+    "num_experts, per_token, batch, tokens",
+    [(8, 2, 1, 1), (8, 2, 2, 70), (4, 4, 3, 5), (1, 1, 1, 2), (32, 3, 3, 5)],
+    ((8, 2), (4, 4), (1, 1), (32, 3)),
+    ((1, 1), (1, 2), (3, 5), (2, 70)),
+)
 def test_each_token_gets_the_sum_of_its_own_experts(num_experts, per_token, batch, tokens, skew):
     shape = config(num_experts, per_token)
     arguments = inputs(shape, batch, tokens, skew)
@@ -74,28 +91,42 @@ def test_a_token_that_is_not_finite_spoils_no_other():
     np.testing.assert_array_equal(found, clean)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients(mix, config, direction, x, chosen, weights, kernels):
+    def loss(x, weights, kernels):
+        return jnp.sum(direction * mix(config, x, chosen, weights, kernels))
+
+    return jax.grad(loss, (0, 1, 2))(x, weights, kernels)
+
+
 @pytest.mark.parametrize("ffn", ("swiglu", "geglu"))
 def test_gradients_are_those_of_all_experts(ffn):
     shape = config(8, 2, ffn)
-    x, chosen, weights, kernels = inputs(shape, 2, 7)
-    direction = np.random.default_rng(1).normal(size=x.shape)
-
-    def loss(mix):
-        def of(x, weights, kernels):
-            return jnp.sum(direction * mix(shape, x, chosen, weights, kernels))
-
-        return jax.grad(of, (0, 1, 2))(x, weights, kernels)
-
-    found, expected = loss(mixture), loss(experts.all_experts)
+    arguments = inputs(shape, 2, 7)
+    direction = np.random.default_rng(1).normal(size=arguments[0].shape)
+    found, expected = (
+        gradients(mix, shape, direction, *arguments) for mix in (mixture, experts.all_experts)
+    )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected
     )
 
 
-@pytest.mark.parametrize("kind", (None, *quantization.KINDS))
-@pytest.mark.parametrize("batch", (1, 2))
-@pytest.mark.parametrize(
-    ("num_experts", "d_ff"), [(8, 24), (6, 24), (6, 10)], ids=["whole", "split", "copied"]
+# How the weights are placed: whole experts, a part of each, or copies.
+WHOLE, SPLIT, COPIED = (8, 24), (6, 24), (6, 10)
+
+
+@few_in_gate(
+    "num_experts, d_ff, batch, kind",
+    [
+        (*WHOLE, 2, None),
+        (*WHOLE, 1, "int8"),
+        (*SPLIT, 1, None),
+        (*SPLIT, 2, "int8_dynamic"),
+        (*COPIED, 2, "int8"),
+    ],
+    (WHOLE, SPLIT, COPIED),
+    [*itertools.product((1, 2), (None, *quantization.KINDS))],
 )
 def test_a_mesh_gives_the_values_of_one_device(num_experts, d_ff, batch, kind):
     shape = config(num_experts, 2, d_ff=d_ff)
@@ -103,16 +134,14 @@ def test_a_mesh_gives_the_values_of_one_device(num_experts, d_ff, batch, kind):
     if kind is not None:
         dynamic = kind == "int8_dynamic"
         kernels = tuple(
-            quantization.Quantized(*quantization.rounded(kernel, -2), -2, dynamic)
-            for kernel in map(jnp.asarray, kernels)
+            quantization.Quantized(*rounded(kernel, -2), -2, dynamic) for kernel in kernels
         )
-    alone = mixture(shape, x, chosen, weights, kernels)
+    alone = np.asarray(mixture(shape, x, chosen, weights, kernels))
     with sharding.use_mesh(sharding.mesh(2, 4)):
-        found = jax.jit(lambda *given: experts.mixture(shape, *given))(x, chosen, weights, kernels)
+        found = mixture(shape, x, chosen, weights, kernels)
     # A copied mixture does not round what its experts give.
     rounding = 0.03 if (kind, d_ff) == ("int8_dynamic", 10) else 1e-5
-    scale = float(jnp.abs(alone).max())
-    np.testing.assert_allclose(found, alone, rtol=1e-4, atol=rounding * scale)
+    np.testing.assert_allclose(found, alone, rtol=1e-4, atol=rounding * np.abs(alone).max())
 
 
 def test_experts_that_nobody_chose_are_not_read():

@@ -29,14 +29,22 @@ GOLDEN = ROOT / "tests" / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 ALIKE = "llama2", "multi_query", "qwen2"  # other families have all their features
 TOLERANCE = 1e-4
-
-every_family = pytest.mark.parametrize("name", NAMES)
-# In the gate, a family with windows, two kinds of scaling, caps and further norms.
+# A family with windows, two kinds of scaling, caps and further norms.
 WHOLE = "gemma2"
-other_families_are_slow = pytest.mark.parametrize(
-    "name",
-    [name if name == WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
-)
+# Families that a mesh splits in other ways: heads alone; one head of keys; learned positions and
+# biases; experts.
+SPLIT = WHOLE, "multi_query", "gpt2", "mixtral"
+
+
+def families(in_gate):
+    """Returns a parametrization by all families, of which some are in the gate."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [name if name in in_gate else pytest.param(name, marks=slow) for name in NAMES]
+    )
+
+
+every_family = families(NAMES)
 forward = jax.jit(train_step.forward, static_argnums=0)
 
 
@@ -50,38 +58,33 @@ def expected(name: str) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-@every_family
+@families([name for name in NAMES if name not in ALIKE])
 def test_forward_gives_recorded_logits(name):
     model, recorded = loaded(name), expected(name)
     logits = forward(model.config, model.params, recorded["tokens"]).logits
     assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
 
 
-@other_families_are_slow
+@functools.partial(jax.jit, static_argnums=0)
+def step(config, params, cache, start, block):
+    output = transformer.apply(config, params, block, cache.at(start))
+    return output.logits, cache.at(start).extend(output)
+
+
+@families([WHOLE])
 def test_cached_passes_give_recorded_logits(name):
     """A prompt, single tokens, and a block that starts before the last tokens give the logits."""
     model, recorded = loaded(name), expected(name)
     tokens, slots = recorded["tokens"], 32
-
-    @jax.jit
-    def step(cache, start, block):
-        output = transformer.apply(model.config, model.params, block, cache.at(start))
-        return output.logits, cache.at(start).extend(output)
-
     cache = transformer.empty_cache(model.config, model.params, 2, slots)
     for start, stop in ((0, 5), (5, 10), (10, 11), (11, 16), (13, 18), (18, 19)):
-        logits, cache = step(cache, np.full(2, start, np.int32), tokens[:, start:stop])
+        block = tokens[:, start:stop]
+        logits, cache = step(model.config, model.params, cache, np.full(2, start, np.int32), block)
         assert np.abs(logits - recorded["logits"][:, start:stop]).max() < TOLERANCE, start
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == WHOLE else pytest.param(name, marks=pytest.mark.slow)
-        for name in NAMES
-        if name not in ALIKE
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ALIKE])
 def test_speculation_gives_recorded_greedy_tokens(name):
     """Speculation with a perturbed copy of one layer as the draft gives the greedy tokens."""
     model, recorded = loaded(name), expected(name)
@@ -112,7 +115,7 @@ def test_save_writes_the_tensors_that_were_read(name, tmp_path):
     assert config_json.family_of(model.config) in (family, "llama") and family in FAMILIES
 
 
-@every_family
+@families(SPLIT)
 def test_forward_on_a_mesh_gives_recorded_logits(name):
     recorded, mesh = expected(name), sharding.mesh(2, 4)
     model = loading.load(GOLDEN / name, mesh, "float32")

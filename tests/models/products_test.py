@@ -1,5 +1,6 @@
 """Tests of the product with a weight matrix and of its gradient."""
 
+import functools
 import re
 
 import jax
@@ -19,24 +20,34 @@ BOTH = pytest.mark.parametrize("multiply", [product, row_product])
 
 def of(multiply, kernel, dtype=jnp.float32):
     """The matrix as the function takes it: a kernel, or its columns as rows."""
-    return jnp.asarray(kernel.T if multiply is row_product else kernel, dtype)
+    return np.asarray(kernel.T if multiply is row_product else kernel, dtype)
 
 
-def gradients(multiply, x, matrix, dtype=None):
-    """Gradients of a weighted sum of the results, with respect to rows and kernel [D, F]."""
+# A rounding that a fault adds must stay in the program.
+STRICT = {"xla_allow_excess_precision": False}
 
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=STRICT)
+def _with_gradients(multiply, dtype, x, matrix, weights):
     def weighted(x, matrix):
-        return jnp.sum(WEIGHTS * multiply(x, matrix, dtype))
+        result = multiply(x, matrix, dtype)
+        return jnp.sum(weights * result), result
 
-    of_x, of_matrix = jax.jit(jax.grad(weighted, argnums=(0, 1)))(x, matrix)
-    return of_x, np.asarray(of_matrix).T if multiply is row_product else of_matrix
+    (_, result), gradients = jax.value_and_grad(weighted, (0, 1), has_aux=True)(x, matrix)
+    return result, *gradients
+
+
+def with_gradients(multiply, x, matrix, dtype=None, weights=WEIGHTS):
+    """Returns a product, and the gradients of its weighted sum by rows and by kernel [D, F]."""
+    arrays = x, matrix, np.asarray(weights, np.float32)
+    result, of_x, of_matrix = map(np.asarray, _with_gradients(multiply, dtype, *arrays))
+    return result, of_x, of_matrix.T if multiply is row_product else of_matrix
 
 
 @BOTH
 def test_gradient_in_float32_is_that_of_a_plain_product(multiply):
-    x, kernel = jnp.asarray(X, jnp.float32), of(multiply, KERNEL)
-    np.testing.assert_allclose(multiply(x, kernel), X @ KERNEL, rtol=1e-5, atol=1e-6)
-    of_x, of_kernel = gradients(multiply, x, kernel)
+    result, of_x, of_kernel = with_gradients(multiply, np.float32(X), of(multiply, KERNEL))
+    np.testing.assert_allclose(result, X @ KERNEL, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(of_x, WEIGHTS @ KERNEL.T, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
         of_kernel, np.einsum("btd,btf->df", X, WEIGHTS), rtol=1e-5, atol=1e-6
@@ -47,23 +58,21 @@ def test_gradient_in_float32_is_that_of_a_plain_product(multiply):
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_gradient_of_float32_weights_is_not_rounded(multiply, dtype):
     """Its inputs are rounded to bfloat16, the sum over the rows is not."""
-    x, kernel = jnp.asarray(X, jnp.bfloat16), of(multiply, KERNEL)
-    assert multiply(x, kernel, dtype).dtype == (dtype or jnp.bfloat16)
-    of_x, of_kernel = gradients(multiply, x, kernel, dtype)
+    x, kernel = X.astype(jnp.bfloat16), of(multiply, KERNEL)
+    result, of_x, of_kernel = with_gradients(multiply, x, kernel, dtype)
+    assert result.dtype == (dtype or jnp.bfloat16)
     assert of_x.dtype == jnp.bfloat16 and of_kernel.dtype == jnp.float32
-    rounded_x, rounded = (
-        np.asarray(jnp.asarray(array, jnp.bfloat16).astype(jnp.float32)) for array in (X, WEIGHTS)
-    )
+    rounded_x, rounded = (array.astype(jnp.bfloat16).astype(np.float32) for array in (X, WEIGHTS))
     np.testing.assert_allclose(of_kernel, np.einsum("btd,btf->df", rounded_x, rounded), rtol=1e-5)
-    np.testing.assert_allclose(of_x.astype(jnp.float32), WEIGHTS @ KERNEL.T, atol=0.05)
+    np.testing.assert_allclose(of_x.astype(np.float32), WEIGHTS @ KERNEL.T, atol=0.05)
 
 
 @BOTH
 @pytest.mark.parametrize("shape", [(1, 1, 4), (1, 3, 4)])
 def test_one_row_or_an_odd_number_of_rows_has_a_gradient(multiply, shape):
-    x, kernel = jnp.ones(shape, jnp.bfloat16), of(multiply, np.ones((4, 2)), jnp.bfloat16)
-    grad = jax.grad(lambda kernel: jnp.sum(multiply(x, kernel)).astype(jnp.float32))(kernel)
-    np.testing.assert_array_equal(grad.astype(jnp.float32), np.full(kernel.shape, shape[1]))
+    x, kernel = np.ones(shape, jnp.bfloat16), of(multiply, np.ones((4, 2)), jnp.bfloat16)
+    _, _, of_kernel = with_gradients(multiply, x, kernel, weights=np.ones((*shape[:2], 2)))
+    np.testing.assert_array_equal(of_kernel.astype(np.float32), np.full((4, 2), shape[1]))
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import build_model, nearby_model
+from helpers.models import build_model
+from helpers.numpy_models import numpy_nearby_model
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, execution, pacing, request
@@ -56,29 +57,12 @@ def test_auto_drafts_chains_of_at_most_seven_tokens(target, draft):
 @pytest.mark.parametrize("useful", (True, False))
 def test_acceptance_is_met_where_costs_are_measured(target, chain, useful):
     """A draft that is the target begins with rates of 1, and one that is far from it with less."""
-    model = target if useful else nearby_model(target, distance=3.0)
+    model = target if useful else numpy_nearby_model(target, distance=3.0)
     measured = call_of(target, chain(model))
     execution.prepare(measured)
     rates = np.asarray(measured.params["costs"].rates)
     assert rates.shape == (2,)
     assert (rates > 0.98).all() if useful else 0 <= rates[0] < 0.6
-
-
-def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft, chain):
-    """With a useful draft, and with one that is not: its costs are measured once."""
-    options = {"sampling": GREEDY, "max_new_tokens": 40}
-    expected = spsjax.generate(target, PROMPTS, **options)
-    for model in (draft, nearby_model(draft, seed=9, distance=30.0)):
-        execution._COSTS.clear()
-        drafter = chain(model)
-        out = spsjax.generate(target, PROMPTS, drafter, "auto", **options)
-        assert_greedy(out, expected)
-        assert len(out.stats.accepted_histogram) == 3
-        (measured,) = execution._COSTS.values()
-        again = spsjax.generate(target, PROMPTS, drafter, "auto", **options)
-        assert out.stats.compile_seconds > 0 and again.stats.compile_seconds < 0.01
-        assert (measured.propose[0], measured.least) == (0, 0)
-        assert measured.score[0] > 0
 
 
 @pytest.mark.slow
@@ -134,6 +118,29 @@ def test_costs_never_fall_with_the_depth(depths):
     assert (np.diff(propose[1:]) >= 0).all() and (np.diff(score) >= 0).all()
 
 
+def test_costs_are_measured_on_half_of_the_prompts_with_keys_of_their_own(target, draft, chain):
+    """So that there is room, and the depths of a call's rounds do not depend on its own draws."""
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 8], [9]]
+    call = call_of(target, chain(draft), prompts, max_new_tokens=4)
+    clock = execution._Clock(call)
+    clock._begin_if_ended()
+    np.testing.assert_array_equal(clock.state.lengths, [3, 1, 1, 1])
+    np.testing.assert_array_equal(clock.state.limits, [call.slots - 3] * 4)
+    used = {tuple(key) for key in jax.random.key_data(clock.state.keys).tolist()}
+
+    @jax.jit
+    def of_rounds(keys):
+        rounds = jax.vmap(jax.random.fold_in, (None, 0))
+        own = jax.vmap(rounds, (0, None))(keys, jnp.arange(call.slots))
+        return jax.random.key_data(keys), jax.random.key_data(own)
+
+    for own in of_rounds(call.inputs[-1]):
+        assert used.isdisjoint(map(tuple, np.asarray(own).reshape(-1, own.shape[-1]).tolist()))
+    state = clock.state
+    clock._begin_if_ended()
+    assert clock.state is state
+
+
 def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft, chain, monkeypatch):
     """A call without new tokens measures what a later call of the same buffers needs."""
     execution._COSTS.clear()
@@ -154,6 +161,23 @@ def test_costs_are_measured_on_whole_rounds_whatever_the_budget(target, draft, c
     execution.prepare(call_of(target, drafter))
     assert len(execution._COSTS) == 1
     execution._COSTS.clear()
+
+
+@pytest.mark.parametrize("useful", (True, False))
+def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft, chain, useful):
+    """With a useful draft, and with one that is not: its costs are measured once."""
+    options = {"sampling": GREEDY, "max_new_tokens": 40}
+    expected = spsjax.generate(target, PROMPTS, **options)
+    execution._COSTS.clear()
+    drafter = chain(draft if useful else numpy_nearby_model(draft, seed=9, distance=30.0))
+    out = spsjax.generate(target, PROMPTS, drafter, "auto", **options)
+    assert_greedy(out, expected)
+    assert len(out.stats.accepted_histogram) == 3
+    (measured,) = execution._COSTS.values()
+    again = spsjax.generate(target, PROMPTS, drafter, "auto", **options)
+    assert out.stats.compile_seconds > 0 and again.stats.compile_seconds < 0.01
+    assert (measured.propose[0], measured.least) == (0, 0)
+    assert measured.score[0] > 0
 
 
 def test_few_costs_are_kept(target, draft, monkeypatch):
@@ -182,29 +206,6 @@ def test_costs_are_measured_anew_for_other_sampling_where_drafts_vary(
         assert call.params["costs"] is not None
     execution._COSTS.clear()
     assert len(measured) == times
-
-
-def test_costs_are_measured_on_half_of_the_prompts_with_keys_of_their_own(target, draft, chain):
-    """So that there is room, and the depths of a call's rounds do not depend on its own draws."""
-    prompts = [[1, 2, 3, 4, 5], [6], [7, 8], [9]]
-    call = call_of(target, chain(draft), prompts, max_new_tokens=4)
-    clock = execution._Clock(call)
-    clock._begin_if_ended()
-    np.testing.assert_array_equal(clock.state.lengths, [3, 1, 1, 1])
-    np.testing.assert_array_equal(clock.state.limits, [call.slots - 3] * 4)
-    used = {tuple(key) for key in jax.random.key_data(clock.state.keys).tolist()}
-
-    @jax.jit
-    def of_rounds(keys):
-        rounds = jax.vmap(jax.random.fold_in, (None, 0))
-        own = jax.vmap(rounds, (0, None))(keys, jnp.arange(call.slots))
-        return jax.random.key_data(keys), jax.random.key_data(own)
-
-    for own in of_rounds(call.inputs[-1]):
-        assert used.isdisjoint(map(tuple, np.asarray(own).reshape(-1, own.shape[-1]).tolist()))
-    state = clock.state
-    clock._begin_if_ended()
-    assert clock.state is state
 
 
 @pytest.mark.slow

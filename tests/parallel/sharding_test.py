@@ -4,6 +4,7 @@ The collectives are those of Megatron's rules (arXiv 1909.08053).
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from helpers.models import tiny_config
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
-from spsjax import decode
+from spsjax import decode, execution
 from spsjax.caches import dense
 from spsjax.draft_shapes import Tree
 from spsjax.models import transformer
@@ -21,7 +22,7 @@ from spsjax.parallel import sharding
 from spsjax.performance import hlo
 from spsjax.request import Request
 from spsjax.types import Proposal
-from spsjax.utils.compilation import compiled
+from spsjax.utils.compilation import compiled, jitted
 
 MESHES = [(1, 8), (2, 4)]
 # Rows have different lengths, and their number does not divide the mesh's data axis.
@@ -40,21 +41,46 @@ def on(mesh, model, replicate=False):
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
-def assert_same_texts(mesh, target, draft, replicate=False, **changes):
-    """Asserts that `generate` gives the tokens of one device."""
-    options = {"sampling": MIXED, "max_new_tokens": [20, 12, 16], "seed": 3} | changes
-    expected = spsjax.generate(target, PROMPTS, draft, 2, **options)
-    many = draft and on(mesh, draft, replicate)
-    out = spsjax.generate(on(mesh, target), PROMPTS, many, 2, **options)
+BUDGETS, SEED = [20, 12, 16], 3
+
+
+def texts(target, draft):
+    return spsjax.generate(target, PROMPTS, draft, 2, MIXED, BUDGETS, SEED)
+
+
+def assert_same_texts(out, expected):
     assert all(map(np.array_equal, out.tokens, expected.tokens))
     assert out.stats.accepted_histogram == expected.stats.accepted_histogram
 
 
+@pytest.fixture(scope="module")
+def split():
+    """A target that is split over eight devices, and a draft that lies whole on each of them."""
+    mesh, target = sharding.mesh(2, 4), numpy_spread_model(48, num_kv_heads=8)
+    return on(mesh, target), on(mesh, numpy_nearby_model(target), replicate=True)
+
+
+@pytest.fixture(scope="module")
+def texts_of_eight(split):
+    return texts(*split)
+
+
+@pytest.mark.usefixtures("texts_of_eight")
+def test_loop_of_eight_devices_verifies_without_collectives(split):
+    """Once the logits are gathered, sampling and verification communicate flags alone."""
+    call = Request("generate", split[0], PROMPTS, split[1], 2, MIXED, BUDGETS, SEED, None, True)
+    state, _ = execution.prefill(call)
+    loop, numbers = jitted(decode.run, call.program, donate=1)
+    with call.model.in_mesh():
+        text = loop.lower(numbers, call.params, state, np.int32(1)).compile().as_text()
+    assert_flags_alone(text)
+    assert collectives(text, "/verify/")
+
+
 @pytest.mark.smoke
-def test_eight_devices_give_the_tokens_of_one():
-    """The target is split, and the draft lies whole on every device."""
+def test_eight_devices_give_the_tokens_of_one(texts_of_eight):
     target = numpy_spread_model(48, num_kv_heads=8)
-    assert_same_texts(sharding.mesh(2, 4), target, numpy_nearby_model(target), replicate=True)
+    assert_same_texts(texts_of_eight, texts(target, numpy_nearby_model(target)))
 
 
 @pytest.mark.slow
@@ -63,7 +89,8 @@ def test_eight_parts_of_a_layer_give_the_tokens_of_one_device():
 
     Sharded drafts are in contract_test.
     """
-    assert_same_texts(sharding.mesh(1, 8), numpy_spread_model(49, num_kv_heads=2), None)
+    target = numpy_spread_model(49, num_kv_heads=2)
+    assert_same_texts(texts(on(sharding.mesh(1, 8), target), None), texts(target, None))
 
 
 SPLIT = {
@@ -78,7 +105,8 @@ SPLIT = {
 def test_generate_with_split_slots_equals_one_device(kind):
     """Four devices hold different slots of each cache, and two different heads."""
     target = numpy_spread_model(48, num_layers=2, **SPLIT[kind])
-    assert_same_texts(sharding.mesh(1, 2, slots=4), target, numpy_nearby_model(target))
+    draft, mesh = numpy_nearby_model(target), sharding.mesh(1, 2, slots=4)
+    assert_same_texts(texts(on(mesh, target), on(mesh, draft)), texts(target, draft))
 
 
 @pytest.mark.slow
@@ -102,15 +130,16 @@ def test_drafters_of_other_caches_run_beside_split_slots(drafter):
 @pytest.mark.slow
 def test_split_slots_take_one_collective_per_layer():
     """A scoring pass gathers sums of attention once per layer, and no part of a cache."""
-    model, scoring, loop = programs((1, 2), 2, True, "sharded draft", slots=4)
+    programs = Programs((1, 2), 2, True, "sharded draft", slots=4)
+    model = programs.model
     layers, width = model.config.num_layers, model.config.head_dim + 2
-    operations = collectives(scoring)
+    operations = collectives(programs.scoring)
     block = (4, K + 1, model.config.d_model)
     assert operations.pop("all-reduce") == [block] * (2 * layers + 1)
     sums = [shape for shape in operations.pop("all-gather") if shape[-1] == width]
     assert len(sums) == layers and {shape[0] for shape in sums} == {4}
     assert not operations
-    gathers = {shape[-1] for shape in collectives(loop)["all-gather"]}
+    gathers = {shape[-1] for shape in collectives(programs.loop)["all-gather"]}
     assert gathers == {width, model.config.vocab_size}
 
 
@@ -184,34 +213,55 @@ def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
     return hlo.shapes([op for op in hlo.collectives(text) if scope in op.scope])
 
 
-def programs(shape, num_kv_heads, tie, kind, slots=1):
-    """Compiles a scoring pass and the loop with the inputs of `generate`.
+def assert_flags_alone(loop):
+    """Asserts that a compiled loop communicates nothing but flags to sample and to verify."""
+    operations = collectives(loop, "/verify/")
+    assert set(operations) <= {"all-reduce"} and set(operations.get("all-reduce", ())) <= {()}
 
-    Returns (model, HLO of the scoring pass, HLO of the loop).
+
+class Programs:
+    """A scoring pass and the loop with the inputs of `generate`, compiled when they are asked for.
+
+    Attributes:
+        model: the target.
     """
-    mesh = sharding.mesh(*shape, slots=slots)
-    target = numpy_spread_model(96, num_layers=2, num_kv_heads=num_kv_heads, tie_embeddings=tie)
-    draft = numpy_spread_model(96, num_kv_heads=num_kv_heads, tie_embeddings=tie)
-    target, draft = on(mesh, target), on(mesh, draft, replicate=kind == "replicated draft")
-    drafter = None if kind == "none" else draft
-    request = Request(
-        "run", target, [[1, 2, 3]] * 4, drafter, None, spsjax.SamplingParams(), 8, 0, None, True
-    )
-    with jax.set_mesh(mesh):
-        prefill = compiled(decode.prefill, request.program, request.slots)
-        state, _ = prefill(request.params, *request.inputs)
-        drafts = jax.device_put(np.zeros((4, K), np.int32), sharding.batch_sharding(mesh))
+
+    def __init__(self, shape, num_kv_heads, tie, kind, slots=1):
+        self.mesh = sharding.mesh(*shape, slots=slots)
+        sizes = {"num_kv_heads": num_kv_heads, "tie_embeddings": tie}
+        self.model = on(self.mesh, numpy_spread_model(96, num_layers=2, **sizes))
+        draft = on(self.mesh, numpy_spread_model(96, **sizes), kind == "replicated draft")
+        drafter = None if kind == "none" else draft
+        options = drafter, None, spsjax.SamplingParams(), 8, 0, None, True
+        self.request = Request("run", self.model, [[1, 2, 3]] * 4, *options)
+        with jax.set_mesh(self.mesh):
+            prefill = compiled(decode.prefill, self.request.program, self.request.slots)
+            self.state, _ = prefill(self.request.params, *self.request.inputs)
+
+    @functools.cached_property
+    def scoring(self) -> str:
+        """The HLO of the scoring pass."""
 
         def score(params, state, drafts):
-            output = decode.score(request.program, params, state, Proposal(drafts, None))
+            output = decode.score(self.request.program, params, state, Proposal(drafts, None))
             return output.logits, output.block
 
-        def run(params, state):
-            return decode.run(request.program, params, state)
+        drafts = jax.device_put(np.zeros((4, K), np.int32), sharding.batch_sharding(self.mesh))
+        return self._compile(jax.jit(score), drafts)
 
-        scoring = jax.jit(score).lower(request.params, state, drafts).compile()
-        loop = jax.jit(run, donate_argnums=1).lower(request.params, state).compile()
-    return target, scoring.as_text(), loop.as_text()
+    @functools.cached_property
+    def loop(self) -> str:
+        """The HLO of the loop."""
+
+        def run(params, state):
+            return decode.run(self.request.program, params, state)
+
+        return self._compile(jax.jit(run, donate_argnums=1))
+
+    def _compile(self, function, *more) -> str:
+        with jax.set_mesh(self.mesh):
+            lowered = function.lower(self.request.params, self.state, *more)
+            return lowered.compile().as_text()
 
 
 CASES = [
@@ -220,24 +270,19 @@ CASES = [
     ((1, 8), 2, True, "sharded draft"),
     ((2, 4), 2, False, "replicated draft"),
 ]
-IN_GATE, *OTHERS = CASES
 
 
-@pytest.fixture(
-    scope="module",
-    params=[IN_GATE, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)],
-    ids=lambda case: "-".join(map(str, case)),
-)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def case(request):
-    """A case of CASES, its model, and its two compiled programs."""
-    return request.param, *programs(*request.param)
+    """A case of CASES, and its programs."""
+    return request.param, Programs(*request.param)
 
 
 @pytest.mark.slow
 def test_score_reduces_twice_per_layer_and_once_to_embed(case):
     """A scoring pass reduces twice per layer and once for the embedding, and gathers the logits."""
-    (shape, *_), model, scoring, _ = case
-    operations = collectives(scoring)
+    (shape, *_), programs = case
+    model, operations = programs.model, collectives(programs.scoring)
     block = (4 // shape[0], K + 1, model.config.d_model)
     assert operations.pop("all-reduce") == [block] * (2 * model.config.num_layers + 1)
     assert operations.pop("all-gather") == [(*block[:2], model.config.vocab_size)]  # the logits
@@ -266,9 +311,9 @@ def test_experts_reduce_no_more_often_than_a_dense_ffn(num_experts):
 
 @pytest.mark.slow
 def test_run_gathers_only_logits(case):
-    (shape, _, _, kind), model, _, loop = case
+    (shape, _, _, kind), programs = case
+    model, operations = programs.model, collectives(programs.loop)
     rows, vocab = 4 // shape[0], model.config.vocab_size
-    operations = collectives(loop)
     gathered = {(rows, K + 1, vocab) if kind != "none" else (rows, vocab)}
     if kind == "sharded draft":
         gathered.add((rows, vocab))  # one draft token per pass
@@ -280,12 +325,12 @@ def test_run_gathers_only_logits(case):
     assert not operations
 
 
+@pytest.mark.slow
 def test_verify_needs_no_collective_but_flags(case):
-    """Once the logits are gathered, sampling and verification communicate flags alone."""
-    (shape, *_), _, _, loop = case
-    operations = collectives(loop, "/verify/")
-    assert set(operations) <= {"all-reduce"} and set(operations["all-reduce"]) <= {()}
-    assert shape[0] > 1 or not operations["all-reduce"]
+    """Flags alone, and not even these where every device has all rows."""
+    (shape, *_), programs = case
+    assert_flags_alone(programs.loop)
+    assert shape[0] > 1 or not collectives(programs.loop, "/verify/")
 
 
 def test_mesh_of_too_many_devices_says_how_to_get_them():

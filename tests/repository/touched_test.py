@@ -4,12 +4,17 @@ from helpers import touched
 from helpers.environment import ROOT
 
 TESTS = ROOT / "tests"
+FILES = (
+    *("verifiers/match_test.py", "decode/contract_test.py", "decode/loop_test.py"),
+    *("tree_test.py", "sampling_test.py", "scripts/setup_venv_test.py"),
+    *("cli/shipped_configs_test.py", "repository/layering_test.py"),
+)
 
 
 def distances(monkeypatch, *changed):
-    """Returns path below `tests` -> distance, if these files of the repository changed."""
+    """Returns the distances of FILES from these files of the repository, if they changed."""
     monkeypatch.setattr(touched, "changed_files", lambda commit: {ROOT / name for name in changed})
-    found = touched.distances("", set(TESTS.rglob("*_test.py")))
+    found = touched.distances("", {TESTS / name for name in FILES})
     return {path.relative_to(TESTS).as_posix(): distance for path, distance in found.items()}
 
 
@@ -26,5 +31,5 @@ def test_changed_test_helper_script_and_config_reach_tests(monkeypatch):
     assert distances(monkeypatch, "tests/tree_test.py") == {"tree_test.py": 0}
     assert distances(monkeypatch, "tests/helpers/reference.py")["sampling_test.py"] == 1
     assert distances(monkeypatch, "scripts/setup_venv.sh")["scripts/setup_venv_test.py"] == 1
-    assert distances(monkeypatch, "configs/models/llama.py")
+    assert "cli/shipped_configs_test.py" in distances(monkeypatch, "configs/models/llama.py")
     assert not distances(monkeypatch, "docs/pods.md")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from helpers.command_line import fails_with_one_line, launch, run, succeeds
 from helpers.models import tiny_config
+from helpers.numpy_models import numpy_params
 
-from spsjax.models import transformer
 from spsjax.performance import decode_times
 from spsjax.performance.decode_times import Cell
 
@@ -93,7 +93,7 @@ def test_small_cache_is_timed_full(tmp_path):
     )
     cell = Cell("rounds", 2, 100, 3, slots=16)
     compiled = decode_times.compile_all(pair, [cell], threads=1, seconds=1e9)[cell]
-    params = {"target": transformer.init(pair.target, jax.random.key(0)), "drafter": {}}
+    params = {"target": jax.device_put(numpy_params(pair.target, 0)), "drafter": {}}
     limit = np.int32(decode_times.slots_of(pair, cell) - 4)
     state = compiled.begin(params, np.int32(100), limit, decode_times._keys(2))
     held = set(state.drafter.held[0].tolist())

@@ -7,7 +7,6 @@ import pathlib
 import resource
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.toy_language import CONFIG
@@ -22,11 +21,8 @@ from spsjax.utils.hashing import array_checksums
 OPTIMIZER = OptimizerConfig(1e-2, steps=20, warmup=2)
 
 
-@functools.cache
-def state(seed=0, mesh=None):
-    """Returns a training state of random numbers, which nothing has to compile."""
-    param_shapes = train_step.model_shapes(CONFIG, mesh)
-    shapes = train_step.state_shapes(param_shapes, OPTIMIZER)
+def drawn(shapes, seed):
+    """Returns arrays of random numbers, which nothing has to compile."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: jax.device_put(
@@ -36,20 +32,35 @@ def state(seed=0, mesh=None):
     )
 
 
-def write(folder, scores, **options):
+@functools.cache
+def training_state(seed=0, mesh=None):
+    """Returns a state of a training, with an optimizer's moments."""
+    param_shapes = train_step.model_shapes(CONFIG, mesh)
+    return drawn(train_step.state_shapes(param_shapes, OPTIMIZER), seed)
+
+
+@functools.cache
+def state(seed=0):
+    """Returns a state of one array: what a checkpoint costs grows with their number."""
+    kernel = jax.ShapeDtypeStruct((64, 32), np.float32, sharding=sharding.batch_sharding(None))
+    return drawn({"kernel": kernel}, seed)
+
+
+def write(folder, scores, state=state, **options):
     with Checkpoints(folder, **options) as checkpoints:
         for step, score in enumerate(scores, 1):
             checkpoints.save(step, state(step), {"next_index": step}, score)
     return folder
 
 
-def read(folder, mesh=None):
+def read(folder):
     with Checkpoints(folder) as checkpoints:
-        return checkpoints.restore(state(99, mesh))
+        return checkpoints.restore(state(99))
 
 
-def assert_restored(restored, step):
+def assert_restored(restored, step, state=state):
     assert restored[0] == step and restored[2] == {"next_index": step}
+    assert jax.tree.structure(restored[1]) == jax.tree.structure(state(step))
     assert all(map(np.array_equal, jax.tree.leaves(restored[1]), jax.tree.leaves(state(step))))
 
 
@@ -72,12 +83,15 @@ def copy(written, tmp_path):
     return folder
 
 
-def test_newest_checkpoint_is_restored_on_any_mesh(written):
-    for mesh in (None, sharding.mesh(2, 4), sharding.mesh(1, 8)):
-        restored = read(written, mesh)
-        assert_restored(restored, 3)
-        for left, right in zip(jax.tree.leaves(restored[1]), jax.tree.leaves(state(0, mesh))):
-            assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+def test_newest_checkpoint_is_restored_on_any_mesh(tmp_path):
+    folder = write(tmp_path / "checkpoints", [0.1, 0.2], training_state)
+    with Checkpoints(folder) as checkpoints:
+        for mesh in (None, sharding.mesh(2, 4)):
+            wanted = training_state(99, mesh)
+            restored = checkpoints.restore(wanted)
+            assert_restored(restored, 2, training_state)
+            for left, right in zip(jax.tree.leaves(restored[1]), jax.tree.leaves(wanted)):
+                assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
 
 
 def test_empty_folder_restores_nothing(tmp_path):
@@ -146,30 +160,19 @@ DAMAGES = [
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_newest_checkpoint_is_moved_away(copy, damage, capfd):
-    """It is named in a warning, the one before is restored, and its step can be saved again."""
+    """It is named in a warning, the one before is restored, and its step is saved again."""
     damage(copy / "step_3")
-    with pytest.warns(UserWarning, match=rf"^{copy}/step_3: expected a checkpoint, found it dam"):
-        assert_restored(read(copy), 2)
-    with Checkpoints(copy) as checkpoints:
-        assert (copy.parent / "damaged" / "step_3").is_dir()
-        assert checkpoints.steps() == [1, 2]
-        checkpoints.save(3, state(3), {"next_index": 3})
-        checkpoints.wait()
-        assert_restored(checkpoints.restore(state(99)), 3)
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_restored_run_saves_the_damaged_step_again(copy):
-    """The manager that restored an older checkpoint saves the steps after it."""
-    flip_a_bit(copy / "step_3")
+    warning = rf"^{copy}/step_3: expected a checkpoint, found it dam"
     with Checkpoints(copy, keep=3) as checkpoints:
-        with pytest.warns(UserWarning, match="found it damaged"):
+        with pytest.warns(UserWarning, match=warning):
             assert_restored(checkpoints.restore(state(99)), 2)
+        assert (copy.parent / "damaged" / "step_3").is_dir()
         assert checkpoints.steps() == [1, 2]
         checkpoints.save(3, state(3), {"next_index": 3})
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2, 3]
         assert_restored(checkpoints.restore(state(99)), 3)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_checkpoint_that_another_process_cannot_read_is_damaged(copy, monkeypatch):
@@ -256,17 +259,19 @@ def test_full_disk_is_one_line_and_keeps_older_checkpoints(copy):
 
 
 def test_checksums_see_bits_and_order_but_no_sharding():
-    leaves = {"a": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8, dtype=jnp.int32)}
+    table, numbers = np.arange(64, dtype=np.float32).reshape(8, 8), np.arange(8, dtype=np.int32)
+    leaves = jax.device_put({"a": table, "b": numbers})
     expected = array_checksums(leaves)
     mesh = sharding.mesh(2, 4)
     for spec in (("data", "model"), ("model", None), (None, "data")):
         sharded = jax.device_put(
-            leaves["a"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+            table, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         )
         assert array_checksums({**leaves, "a": sharded}) == expected
-    changed = leaves["a"].at[3, 4].set(jnp.nextafter(leaves["a"][3, 4], jnp.inf))
-    for other in (changed, leaves["a"][::-1], leaves["a"].T, -leaves["a"]):
-        assert array_checksums({**leaves, "a": other}) != expected
+    changed = table.copy()
+    changed[3, 4] = np.nextafter(changed[3, 4], np.float32(np.inf))
+    for other in (changed, table[::-1], table.T, -table):
+        assert array_checksums({**leaves, "a": jax.device_put(other)}) != expected
 
 
 @pytest.mark.parametrize(("keep", "keep_best"), [(0, 1), (-1, 1), (1.5, 1), (1, -1)])

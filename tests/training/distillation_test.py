@@ -33,12 +33,17 @@ def metrics_for(name="forward_kl", temperatures=(1.0,)) -> train_step.PerTokenMe
 held_out_metrics = jax.jit(metrics_for())
 
 
+def placed(params):
+    """Returns parameters on the device on which a step leaves them, so that programs are shared."""
+    return jax.device_put(params, ONE_DEVICE)
+
+
 def train(config, metrics_of, params, frozen, table, steps=60, replace_batch=None):
     """Parameters after some steps."""
     optimizer = OptimizerConfig(1e-2, steps=steps, warmup=4)
     shapes = train_step.state_shapes(train_step.model_shapes(config, None), optimizer)
     # A step consumes its state, and so `params` stay in NumPy.
-    state = train_step.init_state(jax.device_put(params), shapes, optimizer)
+    state = train_step.init_state(placed(params), shapes, optimizer)
     step = train_step.make_step(metrics_of, optimizer)
     batches = pipeline.BatchIterator([table], [1.0], 16, 0, ONE_DEVICE)
     for number in range(steps):
@@ -84,16 +89,16 @@ def distill(target, folder, name="forward_kl", temperatures=(1.0,), store="nothi
         replace_batch = distillation.on_policy(mixture, as_model, ONE_DEVICE, 0)
     metrics_of, table = metrics_for(name, temperatures), pipeline.Table(**columns)
     params = train(DRAFT, metrics_of, start, target.params, table, replace_batch=replace_batch)
-    return evaluate(target, start), evaluate(target, params)
+    return evaluate(target, placed(start)), evaluate(target, params)
 
 
 # What the other objectives give is compared with NumPy, and a step on it lowers it (losses_test).
-IN_GATE = "forward_kl", "lk_hybrid"
+IN_GATE = "forward_kl"
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in IN_GATE else pytest.mark.slow) for name in OBJECTIVES],
+    [pytest.param(name, marks=[] if name == IN_GATE else pytest.mark.slow) for name in OBJECTIVES],
 )
 def test_every_objective_improves_the_draft(target, tmp_path, name):
     """Acceptance and greedy agreement rise by 0.3, and the target stays as it is."""
@@ -146,10 +151,9 @@ def test_cache_of_more_tokens_than_there_are_leaves_a_rest(target, tmp_path):
     assert np.isfinite(columns["log_probs"]).all() and rest.min() > 0
 
 
-@pytest.mark.parametrize("temperatures", [(0.5,), (2.0, 0.5)])
-def test_objective_of_logits_divided_by_temperatures_is_averaged(target, temperatures):
+def test_objective_of_logits_divided_by_temperatures_is_averaged(target):
     """Of every objective but the cross entropy; the acceptance is that at temperature 1."""
-    params, tokens = numpy_params(DRAFT, 3, 0.3), HELD_OUT
+    params, tokens, temperatures = numpy_params(DRAFT, 3, 0.3), HELD_OUT, (2.0, 0.5)
 
     @jax.jit
     def found_and_expected(params, frozen):
@@ -184,12 +188,15 @@ def test_every_kind_of_text_improves_the_draft(target, tmp_path, shares):
     assert after["acceptance"] > before["acceptance"] + 0.3
 
 
+ROWS = 40  # of samples that are drawn at once, by programs that tests share
+
+
 def test_on_policy_batches_depend_on_step_and_prompts_alone(target):
     mixture = distillation.Mixture(0.5, 0.0, 0.5, prompt_length=5)
     as_model = functools.partial(Model, "draft", CONFIG)
     replace_batch = distillation.on_policy(mixture, as_model, ONE_DEVICE, seed=3)
-    columns = {"tokens": EXAMPLES[:4], "start": np.zeros(4, np.int32)}
-    batch = pipeline.global_batch(columns, 4, ONE_DEVICE)
+    columns = {"tokens": EXAMPLES[:ROWS], "start": np.zeros(ROWS, np.int32)}
+    batch = pipeline.global_batch(columns, ROWS, ONE_DEVICE)
     replaced = {}
     for step in range(24):
         result = replace_batch(step, target.params, batch)
@@ -197,21 +204,22 @@ def test_on_policy_batches_depend_on_step_and_prompts_alone(target):
         assert all(map(np.array_equal, jax.tree.leaves(result), jax.tree.leaves(again)))
         if result is not batch:
             replaced[step] = np.asarray(result["tokens"])
-            assert np.array_equal(replaced[step][:, :5], EXAMPLES[:4, :5])
-            assert np.asarray(result["start"]).tolist() == [5] * 4
+            assert np.array_equal(replaced[step][:, :5], EXAMPLES[:ROWS, :5])
+            assert np.asarray(result["start"]).tolist() == [5] * ROWS
             assert result["tokens"].dtype == batch["tokens"].dtype
     assert 6 <= len(replaced) <= 18  # about half of the steps
     assert len({text.tobytes() for text in replaced.values()}) == len(replaced)
 
 
 def test_continuations_follow_the_model_s_distribution(target):
-    prompts = np.tile(EXAMPLES[:1, :4], (512, 1))
-    texts = distillation.sample_continuations(target, prompts, 6, 1.0, seed=0)["tokens"]
+    prompts = np.tile(EXAMPLES[:1, :4], (ROWS, 1))
+    draws = (distillation.sample_continuations(target, prompts, 6, 1.0, seed) for seed in range(13))
+    texts = np.concatenate([columns["tokens"] for columns in draws])
     logits, _ = forward(CONFIG, target.params, EXAMPLES[:1, :4])
     probs = special.softmax(np.asarray(logits)[0, -1])
-    counts = np.bincount(texts[:, 4], minlength=VOCAB) / 512
+    counts = np.bincount(texts[:, 4], minlength=VOCAB) / len(texts)
     assert 0.5 * np.abs(counts - probs).sum() < 0.08
-    assert texts.shape == (512, 6) and np.array_equal(texts[:, :4], prompts)
+    assert texts.shape == (13 * ROWS, 6) and (texts[:, :4] == prompts[0]).all()
 
 
 def test_continuations_beyond_the_context_are_masked_padding(target):
@@ -225,7 +233,7 @@ def test_continuations_beyond_the_context_are_masked_padding(target):
 
 def test_target_samples_are_drawn_once(target, tmp_path, monkeypatch):
     # More samples than the corpus has examples.
-    mixture = distillation.Mixture(0.0, 1.0, 0.0, samples=80, prompt_length=3)
+    mixture = distillation.Mixture(0.0, 1.0, 0.0, 2 * ROWS, ROWS, prompt_length=3)
     first = target_cache.target_samples(target, EXAMPLES, mixture, tmp_path, 0)["tokens"]
     assert first.shape == (80, 17) and first.dtype == np.int32
     starts = {row.tobytes() for row in EXAMPLES[:, :3].copy()}

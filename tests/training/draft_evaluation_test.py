@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from helpers.models import nearby_model, spread_model
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 from spsjax import InputError
 from spsjax.data import pipeline
@@ -24,8 +24,8 @@ PROMPTS = np.random.default_rng(0).integers(0, 32, (64, 4)).tolist()
 @pytest.fixture(scope="module")
 def pair():
     """A target and a draft near it."""
-    target = spread_model(32)
-    return target, nearby_model(target, distance=0.1)
+    target = numpy_spread_model(32)
+    return target, numpy_nearby_model(target, distance=0.1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -58,7 +58,7 @@ def test_greedy_samples_do_not_depend_on_the_draft(pair):
     target, draft = pair
     one, other = (
         draft_evaluation.sample_with_draft(target, each, PROMPTS, OPTIONS, 0.0, 0)
-        for each in (draft, nearby_model(target, seed=2))
+        for each in (draft, numpy_nearby_model(target, seed=2))
     )
     assert np.array_equal(one.samples, other.samples)
     assert one.samples[:, :4].tolist() == PROMPTS

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import drafting
 
 import spsjax
 from spsjax import decode, growth, loading, pacing, types, verifiers
@@ -123,15 +124,16 @@ def test_generate_with_another_number_compiles_nothing(target, draft, numbers, l
     """The number arrives: more or fewer tokens are proposed or accepted than with the first one."""
 
     def outcome(numbers, lenience):
-        stats = spsjax.generate(
-            target,
-            PROMPTS,
-            hybrid_of(draft, **numbers),
-            sampling=spsjax.SamplingParams(temperature=0.5),
-            max_new_tokens=24,
-            verifier=rejection.Verifier(lenience),
-            stop_at_eos=False,
-        ).stats
+        with drafting.small_programs():
+            stats = spsjax.generate(
+                target,
+                PROMPTS,
+                hybrid_of(draft, **numbers),
+                sampling=spsjax.SamplingParams(temperature=0.5),
+                max_new_tokens=24,
+                verifier=rejection.Verifier(lenience),
+                stop_at_eos=False,
+            ).stats
         return stats, (stats.proposed_tokens, stats.accepted_histogram)
 
     _, first = outcome({}, 0.5)

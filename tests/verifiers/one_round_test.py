@@ -6,6 +6,7 @@ at the distributions that decided on it. `bad_values_test` has the bugs of bad v
 
 import collections
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from helpers import drafting, reference
 from helpers.g_test import SUSPICIOUS, g_test
 from helpers.models import logits_of
+from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
 from spsjax import SamplingParams, decode, sampling
@@ -24,6 +26,26 @@ from spsjax.verifiers import rejection
 K, ROWS, PROMPT = 2, 8192, [1, 2, 1]
 MIX = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3, "top_p": 0.9003}, {"top_p": 0.7})
 UNIFORM_MAX = 1 - 2.0**-23
+PROMPTS = [[1, 2, 1, 2], [3, 4], [1, 2, 1, 2], [30, 31]]
+to_probs = jax.jit(sampling.to_probs)
+same_loop = pytest.mark.xdist_group("loop_test")  # four rows, K = 3, 20 tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _verified(uniform, proposal, target_probs):
+    def chosen(keys, role, count):
+        return jnp.full((len(target_probs), count), uniform, jnp.float32)
+
+    with mock.patch.object(sampling, "uniforms", chosen):
+        return rejection.rejection(None, proposal, target_probs)
+
+
+def verified(uniform, tokens, draft_probs, target_probs):
+    """Returns the verdict of rejection sampling where every random number is `uniform`."""
+    arrays = (np.asarray(array, np.float32) for array in (draft_probs, target_probs))
+    draft_probs, target_probs = arrays
+    proposal = Proposal(np.asarray(tokens, np.int32), draft_probs)
+    return jax.device_get(_verified(uniform, proposal, target_probs))
 
 
 @dataclasses.dataclass
@@ -51,11 +73,19 @@ class OneRound:
 
 
 @pytest.fixture(scope="module")
-def one_round(small_target, small_draft) -> OneRound:
+def pair():
+    """A target of four tokens, and a draft that is often wrong."""
+    target = numpy_spread_model(4, sharpness=1.0)
+    return target, numpy_nearby_model(target, distance=0.4)
+
+
+@pytest.fixture(scope="module")
+def one_round(pair) -> OneRound:
     """The first round of ROWS rows of one prompt."""
-    loaded = drafting.build("draft_model", small_draft, K)
-    program = decode.Program(small_target.config, loaded.drafter, rejection.Verifier())
-    params = {"target": small_target.params, "drafter": loaded.params}
+    target, draft = pair
+    loaded = drafting.build("draft_model", draft, K)
+    program = decode.Program(target.config, loaded.drafter, rejection.Verifier())
+    params = {"target": target.params, "drafter": loaded.params}
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     full = [SamplingParams(**MIX[row % len(MIX)]) for row in range(ROWS)]
     rows = SamplingParams(**{name: [getattr(p, name) for p in full] for name in names}).rows(ROWS)
@@ -106,12 +136,12 @@ def test_draft_probs_are_the_distribution_drawn_from(one_round):
     assert g_test(first, wrong) < SUSPICIOUS
 
 
-def test_target_and_draft_logits_pass_the_same_filters(one_round, small_target, small_draft):
+def test_target_and_draft_logits_pass_the_same_filters(one_round, pair):
     """Target and draft distributions are the oracle's, with the same filters in the same order.
 
     vllm#9834, sglang PR#36173, sglang-jax, tpu-inference: filters on one side, or reordered.
     """
-    target, draft = logits_of(small_target), logits_of(small_draft)
+    target, draft = map(logits_of, pair)
     for kind, params in enumerate(MIX):
         rows = one_round.of(kind)
         for row in range(8):
@@ -130,13 +160,13 @@ def test_to_probs_applies_temperature_before_top_p():
     tpu-inference: filters by top-p first, so that a high temperature keeps another set.
     """
     logits = np.asarray([[3.0, 2.0, 1.0, 0.0]], np.float32)
-    probs = sampling.to_probs(logits, SamplingParams(temperature=4.0, top_p=0.8).rows(1))
-    assert np.count_nonzero(probs) == 3
-    assert np.count_nonzero(sampling.to_probs(logits, SamplingParams(top_p=0.8).rows(1))) == 2
+    for temperature, kept in ((4.0, 3), (1.0, 2)):
+        probs = to_probs(logits, SamplingParams(temperature, top_p=0.8).rows(1))
+        assert np.count_nonzero(probs) == kept
 
 
-def test_greedy_row_of_a_mixed_batch_is_greedy(one_round, target, draft):
-    """A greedy row in a batch of sampled rows gets the greedy tokens.
+def test_greedy_rows_have_one_token_left(one_round):
+    """In a batch of sampled rows, target and draft give a greedy row's best token probability 1.
 
     tpu-inference: a temperature of -1 inverts the logits. vllm PR#27077: the mirror image.
     """
@@ -144,10 +174,14 @@ def test_greedy_row_of_a_mixed_batch_is_greedy(one_round, target, draft):
     for probs in (rows.target_probs, rows.draft_probs):
         assert (np.sort(probs, axis=-1) == [0, 0, 0, 1]).all()
     assert len(np.unique(rows.emitted, axis=0)) == 1
-    prompts = [[3, 4], [9], [1, 2, 1, 2], [30, 31]]
+
+
+@same_loop
+def test_greedy_row_of_a_mixed_batch_is_greedy(target, draft):
+    """A greedy row in a batch of sampled rows gets the greedy tokens, as above."""
     mixed = SamplingParams(temperature=[1.0, 0.0, 0.7, 0.0])
     out, greedy = (
-        spsjax.generate(target, prompts, draft, 3, params, 20)
+        spsjax.generate(target, PROMPTS, draft, 3, params, 20)
         for params in (mixed, SamplingParams(temperature=0.0))
     )
     for row in (1, 3):
@@ -177,10 +211,8 @@ def test_rejection_with_zero_uniform_emits_possible_tokens():
     pair += 1e-3 * (np.arange(V) == 3)
     draft_probs, target_probs = (pair / pair.sum(axis=-1, keepdims=True)).astype(np.float32)
     tokens = rng.integers(0, V, (rows, K)).astype(np.int32)
-    with mock.patch.object(sampling, "uniforms", lambda keys, role, n: jnp.zeros((rows, n))):
-        proposal = Proposal(jnp.asarray(tokens), jnp.asarray(draft_probs[:, :K]))
-        verdict = rejection.rejection(None, proposal, jnp.asarray(target_probs))
-    emitted, number = np.asarray(verdict.tokens), np.asarray(verdict.num_tokens)
+    verdict = verified(0.0, tokens, draft_probs[:, :K], target_probs)
+    emitted, number = verdict.tokens, verdict.num_tokens
     at_emitted = np.take_along_axis(target_probs, np.maximum(emitted, 0)[..., None], 2)[..., 0]
     assert (at_emitted[emitted >= 0] > 0).all()
     # u = 0 accepts all other tokens.
@@ -193,18 +225,13 @@ def test_ratio_has_no_epsilon():
 
     tpu-inference (`q + 1e-9`): rare tokens biased, and p == q sometimes rejected.
     """
-    probs = jnp.asarray([[[0.75, 0.25 - 1e-7, 1e-7, 1e-12]]])
-    for token in range(4):
-        above, below = rejection.ratio(jnp.asarray([[token]]), probs, probs)
-        assert float(above[0, 0]) == float(below[0, 0]) == float(probs[0, 0, token])
-    uniforms = mock.patch.object(
-        sampling, "uniforms", lambda keys, role, n: jnp.full((1, n), UNIFORM_MAX)
-    )
-    with uniforms:
-        for token in range(4):
-            proposal = Proposal(jnp.asarray([[token]]), probs)
-            verdict = rejection.rejection(None, proposal, jnp.tile(probs, (1, 2, 1)))
-            assert int(verdict.num_tokens[0]) == 2
+    probs = np.tile(np.float32([0.75, 0.25 - 1e-7, 1e-7, 1e-12]), (4, 2, 1))
+    tokens = np.arange(4)[:, None]
+    above, below = jax.device_get(jax.jit(rejection.ratio)(tokens, probs[:, :1], probs[:, :1]))
+    np.testing.assert_array_equal(above[:, 0], probs[0, 0])
+    np.testing.assert_array_equal(below[:, 0], probs[0, 0])
+    verdict = verified(UNIFORM_MAX, tokens, probs[:, :1], probs)
+    assert verdict.num_tokens.tolist() == [2] * 4
 
 
 def test_residual_of_equal_distributions_is_the_target():
@@ -212,14 +239,12 @@ def test_residual_of_equal_distributions_is_the_target():
 
     HF, gpt-fast, toyllm, jaymody, feifeibear: 0 / 0 where the two distributions agree.
     """
-    target = jnp.asarray([0.5, 0.25, 0.25, 0.0])
-    np.testing.assert_array_equal(rejection.residual(target, target), target)
+    target = np.float32([0.5, 0.25, 0.25, 0.0])
+    np.testing.assert_array_equal(jax.jit(rejection.residual)(target, target), target)
     # After a rejection by rounding alone, the token comes from the target, with mass above zero.
-    more = jnp.asarray([[[0.5, 0.25, 0.25, 1e-9]]])
-    with mock.patch.object(sampling, "uniforms", lambda keys, role, n: jnp.full((1, n), 0.999)):
-        proposal = Proposal(jnp.asarray([[3]]), more)
-        verdict = rejection.rejection(None, proposal, jnp.tile(target, (1, 2, 1)))
-    assert verdict.tokens.tolist() == [[2, -1]] and bool(verdict.valid[0])
+    more = np.tile([0.5, 0.25, 0.25, 1e-9], (4, 1, 1))
+    verdict = verified(0.999, np.full((4, 1), 3), more, np.tile(target, (4, 2, 1)))
+    assert verdict.tokens.tolist() == [[2, -1]] * 4 and verdict.valid.all()
 
 
 def test_residual_is_normalised_without_softmax():
@@ -228,22 +253,29 @@ def test_residual_is_normalised_without_softmax():
     transformers PR#28508: softmax gives tokens of zero residual a chance.
     """
     rows = 512
-    draft_probs = jnp.tile(jnp.asarray([0.5, 0.5, 0.0, 0.0]), (rows, 1, 1))
-    target_probs = jnp.tile(jnp.asarray([0.5, 0.0, 0.4, 0.1]), (rows, 2, 1))
-    tokens, number = spsjax.rejection_sample(
-        jax.random.key(0), jnp.ones((rows, 1), jnp.int32), draft_probs, target_probs
+    draft_probs = np.tile([0.5, 0.5, 0.0, 0.0], (rows, 1, 1))
+    target_probs = np.tile([0.5, 0.0, 0.4, 0.1], (rows, 2, 1))
+    tokens, number = jax.device_get(
+        spsjax.rejection_sample(
+            jax.random.key(0), np.ones((rows, 1), int), draft_probs, target_probs
+        )
     )
-    assert (number == 1).all() and set(np.asarray(tokens[:, 0]).tolist()) == {2, 3}
-    assert abs(np.mean(np.asarray(tokens[:, 0]) == 3) - 0.2) < 0.07
+    assert (number == 1).all() and set(tokens[:, 0].tolist()) == {2, 3}
+    assert abs(np.mean(tokens[:, 0] == 3) - 0.2) < 0.07
 
 
-def test_equal_seeds_repeat_and_other_seeds_differ(target):
+@same_loop
+def test_equal_seeds_repeat_and_other_seeds_differ(target, draft):
     """Equal seeds give equal tokens, and other seeds or rows give other tokens.
 
     vllm#13196: the seed changes nothing.
     """
+    prompts, params = [PROMPTS[0]] * 4, SamplingParams(temperature=[1.0] * 4)
     runs = [
-        [tokens.tolist() for tokens in spsjax.generate(target, [[1], [1]], seed=seed).tokens]
+        [
+            row.tolist()
+            for row in spsjax.generate(target, prompts, draft, 3, params, 20, seed).tokens
+        ]
         for seed in (0, 1, 0)
     ]
     assert runs[0] == runs[2] != runs[1]
@@ -255,8 +287,8 @@ def test_lenience_without_a_draft_token_changes_nothing():
 
     This bug was spsjax's own.
     """
-    logits = jnp.log(jnp.asarray([[[0.45, 0.55], [0.5, 0.5]]]))
-    greedy = sampling.to_probs(logits, SamplingParams(temperature=0.0).rows(1))
-    nothing = jnp.asarray([[-1]])
-    relaxed = rejection.relax_greedy(greedy, logits, nothing, jnp.asarray([True]), 0.5)
+    logits = np.log(np.float32([[[0.45, 0.55], [0.5, 0.5]]]))
+    greedy = np.asarray(to_probs(logits, SamplingParams(temperature=0.0).rows(1)))
+    relax = jax.jit(rejection.relax_greedy)
+    relaxed = relax(greedy, logits, np.asarray([[-1]]), np.asarray([True]), 0.5)
     np.testing.assert_array_equal(relaxed, greedy)

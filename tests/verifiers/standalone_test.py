@@ -11,13 +11,17 @@ import spsjax
 METHODS = "match", "recursive", "traversal", "kseq"
 KEY = jax.random.key(0)
 PARENTS = [0, 0, 1, 1]
+ROWS, VOCAB = 2000, 5
 
 
-def arrays(seed=0, rows=2, vocab=5):
-    """Returns tokens, parents and distributions of trees of four tokens."""
+def arrays(seed=0):
+    """Returns tokens, parents and distributions of trees of four tokens.
+
+    The last node has no distribution of a draft, as it has no children.
+    """
     rng = np.random.default_rng(seed)
-    tokens = np.stack([rng.permutation(vocab)[:4] for _ in range(rows)])
-    draft, target = (rng.dirichlet(np.ones(vocab), (rows, nodes)) for nodes in (2, 5))
+    tokens = rng.permuted(np.tile(np.arange(VOCAB), (ROWS, 1)), axis=1)[:, :4]
+    draft, target = (rng.dirichlet(np.ones(VOCAB), (ROWS, nodes)) for nodes in (4, 5))
     return tokens, np.broadcast_to(PARENTS, tokens.shape), draft, target
 
 
@@ -29,9 +33,9 @@ def verify(method, *trees):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_result_is_a_path_of_the_tree(method):
-    tokens, parents, draft, target = arrays(rows=50)
+    tokens, parents, draft, target = arrays()
     emitted, number, path = verify(method, tokens, parents, draft, target)
-    assert emitted.shape == path.shape == (50, 3) and {1, 2, 3} == set(number.tolist())
+    assert emitted.shape == path.shape == (ROWS, 3) and {1, 2, 3} == set(number.tolist())
     for row in range(50):
         nodes = path[row, : number[row]].tolist()
         assert nodes[0] == 0 and (path[row, number[row] :] == -1).all()
@@ -40,7 +44,13 @@ def test_result_is_a_path_of_the_tree(method):
         assert emitted[row, number[row] - 1] >= 0 and (emitted[row, number[row] :] == -1).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name == "recursive" else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHODS
+    ],
+)
 def test_result_is_the_same_under_jit(method):
     """There the depth of the tree is not known, and the columns are those of a chain."""
     trees = arrays(1)
@@ -65,10 +75,10 @@ def test_distributions_of_absent_tokens_may_be_anything(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_with_nan_emit_nothing(method):
-    tokens, parents, draft, target = arrays(3, rows=3)
+    tokens, parents, draft, target = arrays(3)
     target[0, 4, 2] = draft[1, 1, 0] = np.nan  # matching does not look at the draft
     emitted, number, path = verify(method, tokens, parents, draft, target)
-    bad = [True, method != "match", False]
+    bad = [True, method != "match"] + [False] * (ROWS - 2)
     assert (number == 0).tolist() == bad
     assert (emitted[bad] == -1).all() and (path[bad] == -1).all()
 
@@ -87,21 +97,27 @@ def test_tokens_below_an_absent_one_are_absent(method):
 
 def test_rounded_distributions_emit_a_token():
     """Where draft and target agree to rounding, nothing may be left of the target."""
-    thirds = np.full((3000, 3), 1 / 3)
-    tokens = np.arange(9000).reshape(3000, 3) % 3
-    draft = jnp.asarray(np.stack([thirds] * 3, axis=1), jnp.bfloat16)  # sums to 1.002
-    target = np.stack([thirds] * 4, axis=1)
-    assert spsjax.block_verify(KEY, tokens, draft, target)[1].min() >= 1
-    chain = np.broadcast_to([0, 1, 2], tokens.shape)
+    target = np.full((ROWS, 5, VOCAB), 1 / VOCAB)
+    tokens = np.random.default_rng(7).integers(0, VOCAB, (ROWS, 4))
+    draft = target[:, :4].astype(jnp.bfloat16)  # sums to 1.001
+    assert np.asarray(spsjax.block_verify(KEY, tokens, draft, target)[1]).min() >= 1
+    chain = np.broadcast_to([0, 1, 2, 3], tokens.shape)
     for method in METHODS:
         assert verify(method, tokens, chain, draft, target)[1].min() >= 1
 
 
 def test_tree_without_tokens_emits_a_token_of_the_target():
     target = np.asarray([[[0.0, 1.0]]])
-    for method in METHODS:
-        trees = np.zeros((1, 0), int), np.zeros((1, 0), int), np.zeros((1, 0, 2)), target
-        emitted, number, path = verify(method, *trees)
+    trees = np.zeros((1, 0), int), np.zeros((1, 0), int), np.zeros((1, 0, 2)), target
+
+    @jax.jit
+    def verified(trees):
+        return [
+            spsjax.tree_verify(KEY, *trees, method, replacement=method == "kseq")
+            for method in METHODS
+        ]
+
+    for emitted, number, path in verified(trees):
         assert (emitted.tolist(), number.tolist(), path.tolist()) == ([[1]], [1], [[0]])
 
 
@@ -117,18 +133,22 @@ def test_chosen_tokens_need_no_distributions():
 def test_block_verify_takes_and_returns_what_rejection_sample_does():
     """Both emit the same for one token; for several, a block can end later."""
     rng = np.random.default_rng(5)
-    draft, target = rng.dirichlet(np.ones(4), (300, 3)), rng.dirichlet(np.ones(4), (300, 4))
-    drafts = np.stack([[rng.choice(4, p=probs) for probs in row] for row in draft])
-    for count in (1, 3):
-        chain = drafts[:, :count], draft[:, :count], target[:, : count + 1]
-        one, other = spsjax.rejection_sample(KEY, *chain), spsjax.block_verify(KEY, *chain)
-        assert one[0].shape == other[0].shape == (300, count + 1)
+    draft, target = (rng.dirichlet(np.ones(VOCAB), (ROWS, nodes)) for nodes in (4, 5))
+    drafts = (draft.cumsum(axis=-1) < rng.random((ROWS, 4, 1))).sum(axis=-1)
+    drafts = np.minimum(drafts, VOCAB - 1)
+    for count in (1, 4):
+        chain = np.where(np.arange(4) < count, drafts, -1), draft, target
+        one, other = (
+            jax.device_get(function(KEY, *chain))
+            for function in (spsjax.rejection_sample, spsjax.block_verify)
+        )
+        assert one[0].shape == other[0].shape == (ROWS, 5)
         assert np.array_equal(one[0], other[0]) == (count == 1)
     assert np.mean(other[1]) > np.mean(one[1])
     target[7, 2] = np.nan
-    tokens, number = spsjax.block_verify(KEY, drafts, draft, target)
+    tokens, number = jax.device_get(spsjax.block_verify(KEY, drafts, draft, target))
     assert number[7] == 0 and (tokens[7] == -1).all() and (np.delete(number, 7) > 0).all()
-    with one_line("draft_probs", "[300, 3, 4]"):
+    with one_line("draft_probs", f"[{ROWS}, 4, {VOCAB}]"):
         spsjax.block_verify(KEY, drafts, draft[:, :2], target)
 
 
@@ -137,14 +157,14 @@ def test_arguments_that_do_not_fit_are_refused():
     twins = np.where(np.arange(4) == 1, tokens[:, :1], tokens)
     for fragments, trees in (
         (("parents", "before its child", "found 1"), (tokens, parents + 1, draft, target)),
-        (("parents", "below 2", "found 2"), (tokens, [[0, 0, 2, 2]] * 2, draft, target)),
+        (("parents", "below 2", "found 2"), (tokens, parents * 2, draft[:, :2], target)),
         (("parents", "before its child", "-1"), (tokens, parents - 1, draft, target)),
-        (("parents", "integers [2, 4]", "float"), (tokens, parents * 1.0, draft, target)),
-        (("parents", "integers [2, 4]"), (tokens, parents[:, :3], draft, target)),
+        (("parents", f"integers [{ROWS}, 4]", "float"), (tokens, parents * 1.0, draft, target)),
+        (("parents", f"integers [{ROWS}, 4]"), (tokens, parents[:, :3], draft, target)),
         (("tokens", "[-1, 5)", "found 5"), (tokens + 5 - tokens.max(), parents, draft, target)),
         (("tokens", "integers [B, N]"), (tokens[0], parents, draft, target)),
         (("tokens", "replacement=True"), (twins, parents, draft, target)),
-        (("target_probs", "[2, 5, 5]"), (tokens, parents, draft, target[:, :4])),
+        (("target_probs", f"[{ROWS}, 5, 5]"), (tokens, parents, draft, target[:, :4])),
         (("target_probs",), (tokens, parents, draft, None)),
         (("draft_probs", "[B, P, V]"), (tokens, parents * 0, draft[0], target)),
         (("draft_probs",), (tokens, parents, [[[1.0], [0.5, 0.5]]], target)),
