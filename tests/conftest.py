@@ -27,7 +27,7 @@ from spsjax.performance import aot
 from spsjax.utils import compilation
 
 TIERS = {
-    "slow": "repeats in the large what a gate test proves in the small, or takes over ten seconds",
+    "slow": "repeats a gate test with larger or with more cases, or takes over ten seconds",
     "process": "starts processes: scripts, servers, several hosts",
     "training": "trains a model from a config to its export",
     "aot": "compiles for a TPU ahead of time",
@@ -156,14 +156,17 @@ class _Report:
             more = node.workeroutput["compiled"]
             self.compiled = [own + other for own, other in zip(self.compiled, more)]
 
-    def pytest_sessionfinish(self):
+    def pytest_sessionfinish(self, session, exitstatus):
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.touched_since:
+            session.exitstatus = pytest.ExitCode.OK  # a change may touch no test
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["compiled"] = self.compiled
 
     def pytest_terminal_summary(self, terminalreporter):
         programs, cached, seconds = self.compiled
         terminalreporter.write_line(
-            f"XLA programs: {programs}, of which {cached} came from the cache ({seconds:.0f} s)"
+            f"XLA programs: {programs}, of which {cached} came from the cache ({seconds:.0f} s); "
+            "without those of scripts that are launched"
         )
         if self.config.getoption("tier") == "gate":
             for test, seconds in sorted(self.seconds.items(), key=lambda entry: -entry[1]):

@@ -66,9 +66,10 @@ class Drafts:
         ):
             return decode.propose(self.loop.program, params, state, state.keys)[0]
 
-    def primitives(self) -> str:
-        """Returns the names of the operations of a draft."""
-        return str(self._jitted.trace(*self.traced).jaxpr)
+    def uses_no_other_numbers(self) -> bool:
+        """Returns whether no random numbers but the chosen ones are computed."""
+        operations = str(self._jitted.trace(*self.traced).jaxpr)
+        return "random" not in operations and "threefry" not in operations
 
     def __call__(self, rows, numbers):
         """Returns the proposals in NumPy: [R] rows of prefixes, [R, N] numbers of the tokens."""
@@ -125,8 +126,7 @@ def check_draws(loaded: LoadedDrafter, params=PARAMS):
         np.testing.assert_array_equal(proposal.tokens[drawn, n], paths[drawn, n])
     assert (mass > 1e-9).sum() > len(rows) / 20
     assert drafts.roles == {sampling.DRAFT}
-    operations = drafts.primitives()
-    assert "random" not in operations and "threefry" not in operations
+    assert drafts.uses_no_other_numbers()
 
 
 def weights(proposal, n, paths):
@@ -174,18 +174,18 @@ def test_drafter_that_chooses_asks_for_draft_numbers_only(name):
 
 
 @pytest.mark.parametrize("tree", (Tree((0, 0, 1), chosen=True), DynamicTree(3, 2, 2)), ids=str)
-def test_chosen_tree_asks_for_no_random_number(tree):
+def test_chosen_tree_asks_for_draft_numbers_only(tree):
     assert_chooses(drafted("eagle3", tree=tree))
 
 
 def assert_chooses(loaded: LoadedDrafter):
     """Asserts that a drafter reports no distribution, and asks for draft numbers at most."""
     drafts = Drafts(loaded, PARAMS)
-    proposal = jax.eval_shape(
-        drafts._propose, drafts.loop.params, drafts.starts, np.zeros(4, int), np.zeros((4, 64))
-    )
+    drafts.traced = drafts.loop.params, drafts.starts, np.zeros(4, int), np.zeros((4, 64))
+    proposal = jax.eval_shape(drafts._jitted, *drafts.traced)
     assert proposal.probs is None or proposal.tokens.shape[1] == 0
     assert drafts.roles <= {sampling.DRAFT}
+    assert drafts.uses_no_other_numbers()
 
 
 def _reports_another(proposal):

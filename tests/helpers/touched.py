@@ -6,21 +6,28 @@ import pathlib
 import re
 import subprocess
 
+import pytest
 from helpers import import_graph
 from helpers.environment import ROOT
+
+# A change of these may change the result of any test.
+COMMON = "setup.py", "pyproject.toml", "tests/conftest.py", "tests/helpers/environment.py"
+FAR = 100
 
 
 def distances(commit: str, tests: set[pathlib.Path]) -> dict[pathlib.Path, int]:
     """Returns how many imports lie between each test file and a file that changed.
 
-    0 is a test file that changed itself. Files that reach no change are left out.
+    0 is a test file that changed itself. Files that reach no change are left out; after a change
+    of a file of COMMON they are FAR away.
 
     Args:
-        commit: commit since which files changed; those that are not committed count, too.
+        commit: commit since which files changed; those that are not committed count, too, and new
+            ones.
         tests: test files.
     """
     changed = changed_files(commit)
-    result = {}
+    result = dict.fromkeys(tests, FAR) if changed & {ROOT / name for name in COMMON} else {}
     for test in tests:
         seen, queue = {test}, collections.deque([(test, 0)])
         while queue:
@@ -35,10 +42,19 @@ def distances(commit: str, tests: set[pathlib.Path]) -> dict[pathlib.Path, int]:
 
 
 def changed_files(commit: str) -> set[pathlib.Path]:
-    names = subprocess.run(
-        ["git", "diff", "--name-only", "--no-renames", commit],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+    """Returns the files that changed since a commit; raises UsageError if git does not know it."""
+    names = []
+    for command in (
+        ("diff", "--name-only", "--no-renames", commit, "--"),
+        ("ls-files", "--others", "--exclude-standard"),
+    ):
+        result = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        if result.returncode:
+            found = (result.stderr.strip() or "no answer of git").splitlines()[0]
+            raise pytest.UsageError(
+                f"--touched-since: expected a commit, found {commit!r} ({found})"
+            )
+        names += result.stdout.splitlines()
     return {ROOT / name for name in names}
 
 

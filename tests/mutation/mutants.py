@@ -34,6 +34,8 @@ def of(file: str, *faults: tuple[str, ...]) -> list[Mutant]:
 
 
 ONCE = "decode/keys_test.py::test_"
+CONTRACT = "decode/contract_test.py::test_"
+ORACLE = "decode/loop_test.py::test_"
 TEXTS = "decode/whole_texts_test.py::test_"
 COMMIT = "decode/commit_test.py::test_"
 PROPOSE = "decode/propose_test.py::test_propose_"
@@ -60,6 +62,12 @@ KEYS = [
             "jax.random.fold_in(key, 0 * row))(",
             f"{ONCE}generate_uses_each_number_once[rejection-]",
         ),
+        (
+            "the roles' numbers are overlapping parts of one sequence",
+            "jax.random.uniform(jax.random.fold_in(key, role), (count,), jnp.float32)",
+            "jax.random.uniform(key, (count + 5 * role,), jnp.float32)[5 * role :]",
+            f"{ONCE}generate_uses_each_number_once[rejection-]",
+        ),
     ),
     *of(
         "decode.py",
@@ -77,6 +85,13 @@ KEYS = [
             "now.keys, sampling.DRAFT, 2 * N)",
             "now.keys, sampling.ACCEPT, 2 * N)",
             f"{DRAWS}drafter_draws_from_what_it_reports[draft_model]",
+        ),
+        (
+            "one number chooses the blocks of all tokens of a draft",
+            "sampling.DRAFT, 2 * N).reshape(-1, N, 2)",
+            "sampling.DRAFT, 2 * N).reshape(-1, N, 2)\n"
+            "    uniforms = uniforms.at[:, :, 0].set(uniforms[:, :1, 0])",
+            f"{ORACLE}generate_with_same_random_numbers_equals_oracle[draft_model-300]",
         ),
     ),
     *of(
@@ -168,6 +183,12 @@ DRAWING = [
     ),
     *of(
         "drafters/draft_model.py",
+        (
+            "the draft model's cache gets one position of the draft again and again",
+            "state.write(drafted.block, path, lengths",
+            "state.write(drafted.block, 0 * path, lengths",
+            f"{CONTRACT}state_after_commit_equals_a_fresh_prefill[False-draft_model]",
+        ),
         (
             "after a prompt of one token, drafts see a token that is not there",
             "seen &= row >= first[:, None, None]",

@@ -44,6 +44,12 @@ MUTANTS = (
     *of(
         "verifiers/siblings.py",
         (
+            "all rows have the tree of the first",
+            "parents, alive = verdicts.parents_of(proposal),",
+            "parents, alive = verdicts.parents_of(proposal)[:1] + 0 * proposal.tokens,",
+            f"{ALONE}rows_may_have_trees_of_other_shapes[recursive]",
+        ),
+        (
             "a token that may not be accepted leaves less to its siblings",
             "set(jnp.where(alive, left, target))",
             "set(left)",

@@ -1,5 +1,6 @@
 """Tests of the choice of test files by what changed."""
 
+import pytest
 from helpers import touched
 from helpers.environment import ROOT
 
@@ -33,3 +34,15 @@ def test_changed_test_helper_script_and_config_reach_tests(monkeypatch):
     assert distances(monkeypatch, "scripts/setup_venv.sh")["scripts/setup_venv_test.py"] == 1
     assert "cli/shipped_configs_test.py" in distances(monkeypatch, "configs/models/llama.py")
     assert not distances(monkeypatch, "docs/pods.md")
+
+
+def test_change_of_what_all_tests_share_reaches_all(monkeypatch):
+    """They come after those that another change reaches."""
+    found = distances(monkeypatch, "tests/conftest.py", "spsjax/verifiers/match.py")
+    assert found.keys() == set(FILES)
+    assert found["repository/layering_test.py"] == touched.FAR > found["decode/loop_test.py"]
+
+
+def test_what_is_no_commit_is_refused():
+    with pytest.raises(pytest.UsageError, match="--touched-since: expected a commit, found 'x y'"):
+        touched.changed_files("x y")

@@ -1,4 +1,4 @@
-"""Matching on trees, by hand. That it is lossless is proven in `whole_texts_test`."""
+"""Matching on trees, by hand. That it is lossless is proven in `exactness_test`."""
 
 import dataclasses
 

@@ -74,6 +74,18 @@ def test_distributions_of_absent_tokens_may_be_anything(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_rows_may_have_trees_of_other_shapes(method):
+    tokens, parents, draft, target = arrays(4)
+    other = np.broadcast_to([0, 0, 2, 2], parents.shape)
+    odd = np.arange(ROWS) % 2 == 1
+    mixed = np.where(odd[:, None], other, parents)
+    results = [verify(method, tokens, shape, draft, target) for shape in (mixed, parents, other)]
+    for both, one, another in zip(*results):
+        np.testing.assert_array_equal(both[odd], another[odd])
+        np.testing.assert_array_equal(both[~odd], one[~odd])
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_rows_with_nan_emit_nothing(method):
     tokens, parents, draft, target = arrays(3)
     target[0, 4, 2] = draft[1, 1, 0] = np.nan  # matching does not look at the draft
