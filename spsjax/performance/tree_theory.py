@@ -1,4 +1,4 @@
-"""What trees of draft tokens are worth: tokens per call, the best shape, and when a tree pays.
+"""Theory of draft trees: expected tokens per call, the best shape, and when trees are faster.
 
 Costs are in passes of the target over one token, as in `theory`.
 """

@@ -19,7 +19,7 @@ _FLAGS = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 FAST = {"xla_backend_optimization_level": 3}  # compiler options of `jax.jit`
-OFTEN = {"xla_backend_optimization_level": 1}  # those of small programs that run some hundred times
+OFTEN = {"xla_backend_optimization_level": 1}  # of small programs that run often
 if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag
     _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
     FAST["xla_cpu_use_fusion_emitters"] = True
