@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import spsjax
-from spsjax import SamplingParams, Tree, decode, execution, pacing, sampling
+from spsjax import SamplingParams, Tree, decode, execution, pacing, sampling, verifiers
 from spsjax.drafters import draft_model
 from spsjax.loading import LoadedDrafter
 from spsjax.request import Request
+from spsjax.types import Proposal
 from spsjax.utils import compilation
 
 K = 3
@@ -82,11 +83,6 @@ def recorder(monkeypatch):
     [
         ("rejection", None),
         ("traversal", Tree((0, 0, 1))),
-        pytest.param("match", Tree((0, 0, 1)), marks=pytest.mark.slow),
-        pytest.param("block", None, marks=pytest.mark.slow),
-        pytest.param("recursive", Tree((0, 0, 1)), marks=pytest.mark.slow),
-        pytest.param("kseq", Tree((0, 0, 1), replacement=True), marks=pytest.mark.slow),
-        pytest.param("multipath", Tree((0, 0, 1, 2), replacement=True), marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -97,8 +93,33 @@ def test_generate_uses_each_number_once(recorder, target, draft, rule, tree):
     loaded = LoadedDrafter("", drafter, draft.params)
     prompts = [3, 4, 5], [3, 4, 5], [9], [1, 2]
     spsjax.generate(target, prompts, loaded, verifier=rule, max_new_tokens=16)
-    roles = CHAIN - {sampling.ACCEPT} if rule == "match" else CHAIN
-    recorder.check(roles, least=3 * 16 // (K + 1))
+    recorder.check(CHAIN, least=3 * 16 // (K + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", verifiers.NAMES)
+def test_rule_asks_once_for_numbers_of_a_role(monkeypatch, rule):
+    """It takes the keys of the round as they are. That is traced, and nothing is compiled."""
+    asked, uniforms = [], sampling.uniforms
+
+    def watched(keys, role, count):
+        asked.append((keys, role))
+        return uniforms(keys, role, count)
+
+    monkeypatch.setattr(sampling, "uniforms", watched)
+    rule, probs = verifiers.by_name(rule), np.full((2, 4, 5), 0.2, np.float32)
+    tokens, parents = np.asarray([[[1, 2, 3]] * 2, [[0, 0, 1]] * 2], np.int32)
+    proposal = Proposal(tokens, probs[:, :3], parents if rule.trees else None)
+
+    def verify(keys, proposal, probs):
+        verdict = rule.verify(keys, proposal, probs)
+        assert all(own is keys for own, _ in asked)
+        return verdict
+
+    keys = jax.eval_shape(lambda: sampling.row_keys(jax.random.key(0), 2))
+    jax.eval_shape(verify, keys, proposal, probs)
+    roles = [role for _, role in asked]
+    assert sampling.NEXT in roles and sorted({*roles} - {sampling.DRAFT}) == sorted(roles)
 
 
 def test_rounds_without_a_draft_use_numbers_of_their_own(recorder, target, draft):

@@ -72,7 +72,6 @@ def pair_of(vocab):
     [
         *(("none", 48), ("draft_model", 48), ("ngram", 48)),
         ("draft_model", 300),  # three blocks of tokens, each drawn with a number of its own
-        *(pytest.param(name, 300, marks=pytest.mark.slow) for name in ("none", "ngram")),
     ],
 )
 def test_generate_with_same_random_numbers_equals_oracle(vocab, name):
@@ -143,34 +142,9 @@ def test_step_keeps_the_invariants_of_its_state(target, draft):
 
 
 @pytest.mark.slow
-def test_eos_inside_a_round_cuts_the_text(target):
-    """With draft == target a round commits four tokens, any of which may end the sequence."""
-    free = spsjax.generate(
-        target, PROMPTS, target, K, GREEDY, max_new_tokens=NEW, stop_at_eos=False
-    ).tokens
-    # Token b of row b is an end-of-sequence id, so that every row ends there or earlier.
-    ends = {int(tokens[row]) for row, tokens in enumerate(free)}
-    config = dataclasses.replace(target.config, eos_ids=tuple(sorted(ends)))
-    model = dataclasses.replace(target, config=config)
-    out = spsjax.generate(model, PROMPTS, target, K, GREEDY, max_new_tokens=NEW)
-    last = [int(np.argmax(np.isin(whole, config.eos_ids))) for whole in free]
-    for tokens, whole, index in zip(out.tokens, free, last):
-        np.testing.assert_array_equal(tokens, whole[: index + 1])
-    assert len(set(last)) > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("draft_model", 5),
-        ("ngram", 4),
-        *(pytest.param("draft_model", count, marks=pytest.mark.slow) for count in (1, 2, 8)),
-        *(pytest.param("ngram", count, marks=pytest.mark.slow) for count in (3, 6, 7)),
-    ],
-)
+@pytest.mark.parametrize(("name", "count"), [("draft_model", 8), ("ngram", 7)])
 def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
-    """Greedy speculative sampling emits the tokens of greedy autoregressive sampling for any K."""
+    """Greedy speculative sampling emits the tokens of greedy decoding, for a large K, too."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 48, size).tolist() for size in range(1, 9) for _ in range(3)]
     prompts += [[token] for token in range(8)]
@@ -271,10 +245,10 @@ def test_run_donates_caches_but_no_parameters(target, draft):
     program, params, state = beginning(target, draft)
     caches = jax.tree.leaves((state.cache.keys, state.cache.values, state.drafter.keys))
     size = sum(leaf.nbytes for leaf in caches)
-    loop = jax.jit(functools.partial(decode.run, program), donate_argnums=1)
-    memory = loop.lower(params, state).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= size
-    compiled(decode.run, program, donate=1)(params, state)
+    loop, _ = jitted(decode.run, program, donate=1)
+    loop = loop.lower((), params, state).compile()
+    assert loop.memory_analysis().alias_size_in_bytes >= size
+    loop((), params, state)
     assert all(leaf.is_deleted() for leaf in caches)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 

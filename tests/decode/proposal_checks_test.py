@@ -79,9 +79,10 @@ def test_tree_deeper_than_k_is_cut_at_k(target, draft):
             return deeper.propose(*args)
 
     deep = dataclasses.replace(loaded, drafter=Deep(draft.config, 1, 6))
-    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 60}
-    out = spsjax.generate(target, PROMPTS, deep, verifier=match.Verifier(), **options)
-    expected = spsjax.generate(target, PROMPTS, **options)
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
+    with drafting.small_programs():
+        out = spsjax.generate(target, PROMPTS, deep, verifier=match.Verifier(), **options)
+        expected = spsjax.generate(target, PROMPTS, **options)
     for tokens, others in zip(out.tokens, expected.tokens):
         np.testing.assert_array_equal(tokens, others)
 
@@ -100,10 +101,14 @@ def test_chain_token_that_is_not_eligible_ends_the_proposal(target, draft):
 
     fields = {f.name: getattr(loaded.drafter, f.name) for f in dataclasses.fields(loaded.drafter)}
     partly = dataclasses.replace(loaded, drafter=Partly(**fields))
-    expected = spsjax.generate(target, PROMPTS, sampling=SamplingParams(0.0), max_new_tokens=12)
-    for verifier in (None, match.Verifier()):
-        options = {"sampling": SamplingParams(0.0), "max_new_tokens": 12, "verifier": verifier}
-        out = spsjax.generate(target, PROMPTS, partly, **options)
+    options = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": 20}
+    with drafting.small_programs():
+        expected = spsjax.generate(target, PROMPTS, **options)
+        outputs = [
+            spsjax.generate(target, PROMPTS, partly, verifier=verifier, **options)
+            for verifier in (None, match.Verifier())
+        ]
+    for out in outputs:
         for tokens, others in zip(out.tokens, expected.tokens):
             np.testing.assert_array_equal(tokens, others)
         assert 0 < out.stats.acceptance_rate <= 1

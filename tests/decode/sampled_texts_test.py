@@ -1,8 +1,8 @@
 """The compiled sampler against the exact joint distribution, by G-tests with fixed seeds.
 
 `whole_texts_test` proves the distribution of a round for ideal random numbers, in float64. These
-tests use the real random numbers, float32, the cache, and many rounds. They fail if a key is used
-twice.
+tests use the real random numbers, float32, the cache, and many rounds, with a chain, a tree and a
+drafter of features. They fail if a key is used twice.
 """
 
 import collections
@@ -41,13 +41,13 @@ def params_of_rows(rows: int) -> SamplingParams:
     return SamplingParams(**{name: [getattr(p, name) for p in full] for name in names})
 
 
-def counts_of(model, drafter, K=None, seeds=SEEDS, verifier=None):
+def counts_of(model, drafter, verifier):
     """Samples a mixed batch per seed, and returns index into MIX -> counts of sequences."""
     params = params_of_rows(ROWS)
     counts = collections.defaultdict(collections.Counter)
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         out = spsjax.generate(
-            model, [PROMPT] * ROWS, drafter, K, params, NEW, seed, verifier=verifier
+            model, [PROMPT] * ROWS, drafter, None, params, NEW, seed, verifier=verifier
         )
         for row, tokens in enumerate(out.tokens):
             kind = row % len(MIX)
@@ -69,22 +69,26 @@ def exact(small_target):
     return distributions_of(small_target)
 
 
+def unfiltered_counts(model, drafter, K=2):
+    """Returns counts of sequences of rows that are sampled without filters."""
+    with drafting.small_programs():
+        out = spsjax.generate(model, [PROMPT] * (3 * ROWS // 2), drafter, K, max_new_tokens=NEW)
+    return collections.Counter(tuple(tokens.tolist()) for tokens in out.tokens)
+
+
 def test_unfiltered_texts_have_the_target_joint_distribution(small_target, small_draft, exact):
     """Samples with a draft model pass a G-test, which an error of one hundredth of mass fails."""
-    with drafting.small_programs():
-        prompts = [PROMPT] * (3 * ROWS // 2)
-        out = spsjax.generate(small_target, prompts, small_draft, 2, max_new_tokens=NEW)
-    counts = collections.Counter(tuple(tokens.tolist()) for tokens in out.tokens)
+    counts = unfiltered_counts(small_target, small_draft)
     assert g_test(counts, exact[0]) > SUSPICIOUS
     assert g_test(counts, perturbed(exact[0])) < SUSPICIOUS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", drafting.NAMES)
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "random_tree"])
 def test_generate_samples_the_target_joint_distribution(small_target, small_draft, exact, name):
-    """Samples of every drafter pass a G-test, which an error of one hundredth of mass fails."""
+    """Mixed samples pass a G-test, which an error of one hundredth of mass fails."""
     drafter = drafting.build(name, small_draft, 2)
-    counts = counts_of(small_target, drafter, verifier=drafting.verifier(name))
+    counts = counts_of(small_target, drafter, drafting.verifier(name))
     for kind, distribution in exact.items():
         assert g_test(counts[kind], distribution) > SUSPICIOUS, MIX[kind]
     # The greedy rows have one sequence.
@@ -95,13 +99,13 @@ def test_generate_samples_the_target_joint_distribution(small_target, small_draf
 
 @pytest.mark.slow
 def test_int8_drafts_and_targets_are_sampled_exactly(small_target, small_draft, exact):
-    """A target in int8 drafts for the whole one; as a target it has a distribution of its own."""
-    small = loading.quantized(small_target, "int8_dynamic")
-    counts = counts_of(small_target, loading.load_drafter("int8_dynamic", small_target), 2, 1)
-    assert g_test(counts[0], exact[0]) > SUSPICIOUS
-    counts, own = counts_of(small, small_draft, 2, 1), distributions_of(small)
-    assert g_test(counts[0], own[0]) > SUSPICIOUS
-    assert max(abs(own[0][text] - exact[0][text]) for text in own[0]) > 1e-4
+    """A target in int8 has a distribution of its own, and texts have it with drafts in int8."""
+    target, draft = (
+        loading.quantized(model, "int8_dynamic") for model in (small_target, small_draft)
+    )
+    own = reference.joint_distribution(logits_of(target), PROMPT, len(PROMPT) + NEW)
+    assert g_test(unfiltered_counts(target, draft), own) > SUSPICIOUS
+    assert max(abs(own[text] - exact[0][text]) for text in own) > 1e-4
 
 
 @pytest.mark.slow
@@ -119,8 +123,7 @@ def test_reused_randomness_is_rejected(monkeypatch, small_target, small_draft, e
     # Another context, which changes no token, has the broken program compiled separately.
     config = dataclasses.replace(small_target.config, max_positions=300 + len(fault))
     model = dataclasses.replace(small_target, config=config)
-    counts = counts_of(model, small_draft, 1, seeds=1)
-    assert g_test(counts[0], exact[0]) < SUSPICIOUS
+    assert g_test(unfiltered_counts(model, small_draft, 1), exact[0]) < SUSPICIOUS
 
 
 def test_draw_from_several_blocks_follows_the_weights():
@@ -140,12 +143,7 @@ def test_draw_from_several_blocks_follows_the_weights():
 
 @pytest.mark.parametrize(
     ("lenience", "dtype"),
-    [
-        (1.0, jnp.float32),
-        (0.6, jnp.bfloat16),
-        pytest.param(1.0, jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param(0.6, jnp.float32, marks=pytest.mark.slow),
-    ],
+    [(1.0, jnp.float32), (0.6, jnp.bfloat16)],
 )
 def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
     """Tokens of `rejection_sample` follow the lenient joint distribution in both types."""
@@ -187,11 +185,11 @@ def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ("match", "recursive", "traversal", "kseq"))
+@pytest.mark.parametrize("method", ("traversal", "kseq"))
 def test_tree_verify_has_the_exact_distribution(method):
     """Trees are drawn by NumPy; emitted tokens follow the target's joint distribution."""
     rng = np.random.default_rng(4)
-    rows, V, replacement = 200_000, 3, method == "kseq"
+    rows, V, replacement = 100_000, 3, method == "kseq"
     # What follows a node depends on its token; two children of the root, one below each.
     draft, target = (rng.dirichlet(np.ones(V), V + 1).astype(np.float32) for _ in range(2))
 

@@ -42,8 +42,21 @@ GATE = {
     "medusa": ("chain", "chosen"),
     "mlp_speculator": ("chain",),
 }
+# Shapes in the full suite. What all drafters share with a shape is tested with one.
+MORE = {
+    "eagle": ("replacement",),
+    "eagle3": ("dynamic",),
+    "falcon": ("drawn",),
+    "spire": ("drawn",),
+    "mlp_speculator": ("drawn", "dynamic"),
+    "blockwise": ("chain",),
+    "narrow": ("drawn",),
+    "triple": ("chain", "drawn"),
+    "untied": ("chain",),
+    "shared": ("chain",),
+}
 FILTERED = "medusa"  # drafts with filters, for all others: they take long to compile
-COMMITS = "eagle3", "falcon", "medusa", "sparse_self", "spire"  # all others inherit theirs
+COMMITS = "eagle3", "falcon", "medusa", "sparse_self", "spire", "triple"  # of drafters that differ
 OPTIONS = {
     "narrow": ("eagle3", {"norm_output": True, "norm_before_residual": True, "fc_norm": True}),
     "triple": ("falcon", {"tokens_per_step": 3}),
@@ -207,9 +220,10 @@ def check_search(studied, proposal, shape):
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        marked(name, shape, slow=shape not in GATE.get(name, ()))
-        for name in (*drafting.HEADS, *OPTIONS)
-        for shape in SHAPES
+        marked(name, shape, slow=shapes is MORE)
+        for shapes in (GATE, MORE)
+        for name in shapes
+        for shape in shapes[name]
     ],
 )
 def test_every_node_has_the_distribution_of_training(target, name, shape):
@@ -227,10 +241,7 @@ def test_every_node_has_the_distribution_of_training(target, name, shape):
         check_distributions(studied, proposal)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [marked(name, slow=name not in COMMITS) for name in (*drafting.HEADS, "sparse_self", "triple")],
-)
+@pytest.mark.parametrize("name", [marked(name, slow=name == "triple") for name in COMMITS])
 def test_state_after_a_path_of_a_tree_equals_a_fresh_prefill(target, name):
     """After paths of every length, twice. The tree and the verdict are given."""
     studied, parents = Drafting(target, name), SHAPES["drawn"].parents
@@ -271,9 +282,7 @@ def committed(program, params, state, tokens_BN, verdict) -> decode.DecodeState:
     return decode.commit(program, params, state, (), proposal, output, verdict)
 
 
-@pytest.mark.parametrize(
-    "name", [marked("eagle3"), marked("falcon", slow=True), marked("medusa", slow=True)]
-)
+@pytest.mark.parametrize("name", [marked("eagle3"), marked("falcon", slow=True)])
 def test_a_single_token_is_drafted(target, name):
     """With K = 1 a drafter takes no second step."""
     studied = Drafting(target, name)
@@ -283,14 +292,7 @@ def test_a_single_token_is_drafted(target, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        marked(name, shape)
-        for name in drafting.HEADS
-        for shape in sorted({"chosen", "drawn", *GATE.get(name, ())} - {"chain"})
-    ],
-)
+@pytest.mark.parametrize(("name", "shape"), [marked("falcon", "dynamic"), marked("spire", "drawn")])
 def test_greedy_texts_of_trees_are_those_of_plain_decoding(target, name, shape):
     drafter, weights = drafter_of(name)
     drafter = dataclasses.replace(drafter, tree=SHAPES[shape], num_speculative_tokens=K)

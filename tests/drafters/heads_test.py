@@ -265,25 +265,6 @@ def test_one_head_per_batch_counts_for_all(target):
     assert turns == {(0, 0), *((turn, offset) for turn in (1, 2) for offset in range(3))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [None, Tree((0, 0, 0, 1, 2), chosen=True)], ids=("chain", "tree"))
-def test_token_0_is_a_token_like_others(target, tree):
-    """Greedy texts of a target that often says 0 are those of plain decoding."""
-    kernel = target.params["head"]["kernel"]
-    often = {"kernel": kernel.at[:, 0].set(kernel[:, (9, 31, 45, 46)].sum(axis=1))}
-    model = dataclasses.replace(target, params=target.params | {"head": often})
-    drafter = drafting.head("medusa", target.config)
-    weights, K = drafting.begun(drafter, model.params), tree.depth if tree else 3
-    drafter = dataclasses.replace(drafter, tree=tree, num_speculative_tokens=K)
-    head = loading.LoadedDrafter("", drafter, weights)
-    texts = [
-        spsjax.generate(model, [[5, 0, 7], [0], [9, 9, 0, 0]], each, None, SamplingParams(0.0), 24)
-        for each in (None, head)
-    ]
-    assert all(map(np.array_equal, texts[0].tokens, texts[1].tokens))
-    assert np.mean(np.concatenate(texts[0].tokens) == 0) > 0.2, texts[0].tokens
-
-
 def test_rates_by_rank_are_the_targets_probabilities_of_the_best_tokens(target):
     """Medusa's heads do not see the tokens between, so that the heads anywhere are an oracle."""
     drafter, weights = drafting.random_head("medusa", target.config)

@@ -222,11 +222,12 @@ def test_rule_of_the_model_hears_of_its_own_rounds_alone(rounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit", "medusa", "mlp_speculator"])
-@pytest.mark.parametrize("count", (None, "auto"))
-def test_greedy_text_is_the_targets(target, draft, name, count):
+@pytest.mark.parametrize(("name", "count"), [("eagle", None), ("early_exit", "auto")])
+def test_greedy_text_is_the_targets(target, draft, name, count, monkeypatch):
+    """Also if its model reads features late, or begins the target's pass: not of all tokens."""
+    monkeypatch.setattr(base, "PACED_TOKENS", K)  # of which few depths are compiled
     loaded = drafting.build(name, draft, 2)
-    drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter(6))
+    drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter(K))
     together = LoadedDrafter("together", drafter, loaded.params)
     out = spsjax.generate(target, PROMPTS, together, count, sampling=GREEDY, max_new_tokens=40)
     expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=40)

@@ -186,13 +186,6 @@ def test_ngram_that_comes_again_is_the_newest():
     assert row.values[1:, 0].tolist() == [8, 5, 7]
 
 
-@pytest.mark.slow
-def test_smallest_window_fills_the_pool(target):
-    options = {"sampling": GREEDY, "max_new_tokens": 30, "stop_at_eos": False}
-    out = spsjax.generate(target, [[7, 7, 7, 7]], lookahead.Drafter(1, 1, 1, 8), **options)
-    assert out.stats.proposed_tokens > 0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

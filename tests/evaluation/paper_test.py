@@ -13,7 +13,6 @@ from helpers.command_line import (
     ROOT,
     Script,
     fails_with_one_line,
-    launch,
     run,
     succeeds,
     tiny_pair,
@@ -155,7 +154,7 @@ def test_reproduce_after_a_kill_resumes(pair, tmp_path):
     systems = report["tasks"]["stdlib"]["systems"]
     assert [system["num_speculative_tokens"] for system in systems] == [0, 2]
     flag = f"--report={tmp_path / 'report.json'}"
-    predicted = succeeds("predict.py", flag, by=launch).stdout
+    predicted = succeeds("predict.py", flag).stdout
     assert predicted.count("best:") == 2 and "stdlib, nucleus" in predicted
     config = json.loads((tmp_path / "experiment.json").read_text("utf-8"))
     assert config["figure1"]["num_speculative_tokens"] == [2] and "seed:" not in result.stdout

@@ -158,8 +158,9 @@ def test_sandbox_keeps_a_program_within_its_limits(walls, program, reason):
         "os.open(D + '/y', os.O_RDONLY | os.O_CREAT)",
     ],
 )
-def test_sandbox_refuses_a_change_outside(walls, outside, call):
+def test_sandbox_refuses_a_change_outside(monkeypatch, outside, call):
     """The hook refuses each call that would change a file or folder outside."""
+    use(sandbox.no_boundary, monkeypatch)
     program = f"import os\nD = {str(outside)!r}; F = D + '/file'; open('x', 'w').close()\n{call}"
     outcome = sandbox.run(program)
     assert not outcome.passed and "not allowed" in outcome.reason, outcome.reason

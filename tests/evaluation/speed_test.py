@@ -2,8 +2,8 @@
 
 import dataclasses
 
-import jax
 import pytest
+from helpers.numpy_models import numpy_params
 
 from spsjax import tokenization
 from spsjax.data import documents
@@ -21,9 +21,9 @@ def test_probe_of_small_draft_is_faster_than_scoring():
         vocab_size=64, d_model=256, d_ff=1024, num_layers=2, num_heads=4, num_kv_heads=4,
         head_dim=64, max_positions=256,
     )  # fmt: skip
-    target = Model("target", config, transformer.init(config, jax.random.key(0)))
+    target = Model("target", config, numpy_params(config, 0))
     small = dataclasses.replace(config, d_model=16, d_ff=16, num_layers=1)
-    draft = Model("draft", small, transformer.init(small, jax.random.key(0)))
+    draft = Model("draft", small, numpy_params(small, 0))
     measure = microbenchmarks.round_cost_timer(target, draft, 4, SamplingParams(), 20, 40)
     cost = microbenchmarks.median([measure() for _ in range(5)])
     assert cost.draft_step < cost.scoring

@@ -21,6 +21,7 @@ SMALLER = {
         "num_heads=32": "num_heads=8",
     },
     "train_eagle3": {
+        "jax.device_count() > 1": "jax.device_count() > 8",  # distill_a_draft has the mesh
         '"steps": 150, "eval_every": 50, "length": 128, "batch": 8, "eval_examples": 32': (
             '"steps": 4, "eval_every": 4, "length": 32, "batch": 8, "eval_examples": 8, '
             '"data": {"train": runpy.run_path(str(CONFIGS.parent / "experiments/tiny_target.py"))'
@@ -29,7 +30,7 @@ SMALLER = {
         ),
         "DEPTH = 5": "DEPTH = 2",
         "num_nodes=16, depth=DEPTH, width=4": "4, 2, 2",
-        '"prompts": 8': '"prompts": 1, "prompt_length": 8, "new_tokens": 8',
+        '"prompts": 8': '"prompts": 8, "temperatures": ()',
         "None, params, 64": "None, params, 8",
     },
     "quickstart": {

@@ -13,6 +13,7 @@ from helpers.environment import ROOT
 # A change of these may change the result of any test.
 COMMON = "setup.py", "pyproject.toml", "tests/conftest.py", "tests/helpers/environment.py"
 FAR = 100
+DATA = "golden", "notebooks", "pretrained"  # folders of files that a module reads
 
 
 def distances(commit: str, tests: set[pathlib.Path]) -> dict[pathlib.Path, int]:
@@ -60,7 +61,7 @@ def changed_files(commit: str) -> set[pathlib.Path]:
 
 @functools.cache
 def files_of(path: pathlib.Path) -> frozenset[pathlib.Path]:
-    """Returns the files of the repository that a Python file imports or names as a script."""
+    """Returns the files of the repository that a Python file imports, runs or reads by name."""
     if path.suffix != ".py" or not path.exists():
         return frozenset()
     source = path.read_text(encoding="utf-8")
@@ -68,10 +69,15 @@ def files_of(path: pathlib.Path) -> frozenset[pathlib.Path]:
     for helper in re.findall(r"^from helpers(?:\.(\w+))? import (.*)$", source, re.MULTILINE):
         names = [helper[0]] if helper[0] else re.findall(r"\w+", helper[1])
         files |= {ROOT / "tests" / "helpers" / f"{name}.py" for name in names}
-    # Tests of mutants depend on the files that they change.
+    # Tests of mutants depend on the files that they change, and on the tests that they run.
     named = {*re.findall(r'"([\w/]+\.py)"', source)} - {"__init__.py"}
     files |= {ROOT / "spsjax" / name for name in named}
+    files |= {ROOT / "tests" / name for name in re.findall(r'"([\w/]+_test\.py)::', source)}
     files |= {path.with_name(f"{name}.py") for name in re.findall(r"^import (\w+)$", source, re.M)}
     files |= {ROOT / "scripts" / name for name in re.findall(r'"(\w+\.(?:py|sh))"', source)}
     files |= set(ROOT.glob("configs/**/*.py")) if "get_config" in source else set()
+    files |= {path.with_name(name) for name in re.findall(r'"(\w+\.html)"', source)}
+    for folder in [name for name in DATA if f'"{name}"' in source]:
+        places = ROOT, ROOT / "tests", path.parent.parent
+        files |= {file for place in places for file in (place / folder).rglob("*")}
     return frozenset(file for file in files if file.exists())

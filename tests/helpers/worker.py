@@ -6,6 +6,7 @@ python tests/helpers/worker.py --target=FOLDER --draft=FOLDER --data=2 --model=4
     [--coordinator=host:port --num_processes=2 --process_id=0]
 """
 
+import dataclasses
 import json
 
 import jax
@@ -13,8 +14,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import spsjax
-from spsjax import execution
+from spsjax import execution, loading
 from spsjax.cli import configs, main
+from spsjax.drafters import base
 from spsjax.parallel import multihost
 
 _TARGET = flags.DEFINE_string("target", None, "Folder of the target.")
@@ -23,8 +25,7 @@ _DATA = flags.DEFINE_integer("data", 1, "Size of the mesh's data axis.")
 _MODEL = flags.DEFINE_integer("model", 1, "Size of the mesh's model axis.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the samples.")
 _STREAM = flags.DEFINE_bool("stream", False, "Stream one text instead.")
-_AUTO = flags.DEFINE_bool("auto", False, "Also sample greedily, with K chosen in every round.")
-_ENGINE = flags.DEFINE_bool("engine", False, "Serve the prompts as requests of an engine instead.")
+_MORE = flags.DEFINE_bool("more", False, "Choose K in every round, and serve by an engine, too.")
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "Number of batches.")
 
 PROMPTS = ["import os\n", "def read(path):\n", "class Stack:\n", "for"]
@@ -47,18 +48,21 @@ def run():
     if _STREAM.value:
         print("".join(spsjax.stream(target, PROMPTS[0], draft, seed=_SEED.value)))
         return
-    if _ENGINE.value:
-        serve(spsjax.Engine(target, draft, 3, rows=2, slots=64, chunk=8))
-        return
     for _ in range(_ROUNDS.value):
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
-        if _AUTO.value:
-            # Costs need not be exact here.
+        if _MORE.value:
+            # Costs need not be exact here, and nothing or one token is drafted.
             execution._MOST_ROUNDS, execution._SECONDS, execution._LEAST_SWEEPS = 4, 0.0, 1
-            outs.append(spsjax.generate(target, PROMPTS, draft, "auto", **options | greedy))
+            base.PACED_TOKENS = 1
+            loaded = loading.as_drafter(draft, target)
+            one = dataclasses.replace(loaded.drafter, num_speculative_tokens=1)
+            paced = dataclasses.replace(loaded, drafter=one)
+            outs.append(spsjax.generate(target, PROMPTS, paced, "auto", **options | greedy))
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():
             print(json.dumps({"tokens": tokens, "held": held}), flush=True)
+    if _MORE.value:
+        serve(spsjax.Engine(target, draft, 3, rows=2, slots=64, chunk=8))
 
 
 def serve(engine: spsjax.Engine) -> None:

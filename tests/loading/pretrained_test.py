@@ -7,6 +7,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from helpers import drafting
 
 import spsjax
 from spsjax.data import documents
@@ -52,6 +53,7 @@ def test_drafts_from_features_are_often_accepted(target, texts):
     """Of the first draft tokens after beginnings of files, 0.49 to 0.57, by version of Python."""
     drafter = spsjax.load_drafter("pycode/eagle3", target)
     prompts = [row[:64] for row in texts]
-    out = spsjax.generate(target, prompts, drafter, 1, max_new_tokens=32, stop_at_eos=False)
+    with drafting.small_programs():
+        out = spsjax.generate(target, prompts, drafter, 1, max_new_tokens=32, stop_at_eos=False)
     assert 0.4 < out.stats.acceptance_rate < 0.85
     assert sum(np.size(row) for row in out.tokens) == 32 * len(prompts)

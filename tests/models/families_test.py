@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from helpers import drafting
 from helpers.environment import ROOT
 from helpers.models import build_model
 from helpers.numpy_models import numpy_spread_params
@@ -36,15 +37,12 @@ WHOLE = "gemma2"
 SPLIT = WHOLE, "multi_query", "gpt2", "mixtral"
 
 
-def families(in_gate):
-    """Returns a parametrization by all families, of which some are in the gate."""
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize(
-        "name", [name if name in in_gate else pytest.param(name, marks=slow) for name in NAMES]
-    )
+def family(name, in_gate):
+    """Returns a case that is in the gate, or in the full suite alone."""
+    return name if in_gate else pytest.param(name, marks=pytest.mark.slow)
 
 
-every_family = families(NAMES)
+every_family = pytest.mark.parametrize("name", NAMES)
 forward = jax.jit(train_step.forward, static_argnums=0)
 
 
@@ -58,7 +56,7 @@ def expected(name: str) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-@families([name for name in NAMES if name not in ALIKE])
+@pytest.mark.parametrize("name", [family(name, name not in ALIKE) for name in NAMES])
 def test_forward_gives_recorded_logits(name):
     model, recorded = loaded(name), expected(name)
     logits = forward(model.config, model.params, recorded["tokens"]).logits
@@ -71,7 +69,9 @@ def step(config, params, cache, start, block):
     return output.logits, cache.at(start).extend(output)
 
 
-@families([WHOLE])
+@pytest.mark.parametrize(
+    "name", [family(name, name == WHOLE) for name in NAMES if name not in ALIKE]
+)
 def test_cached_passes_give_recorded_logits(name):
     """A prompt, single tokens, and a block that starts before the last tokens give the logits."""
     model, recorded = loaded(name), expected(name)
@@ -84,19 +84,18 @@ def test_cached_passes_give_recorded_logits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ALIKE])
-def test_speculation_gives_recorded_greedy_tokens(name):
+def test_speculation_gives_recorded_greedy_tokens():
     """Speculation with a perturbed copy of one layer as the draft gives the greedy tokens."""
-    model, recorded = loaded(name), expected(name)
+    model, recorded = loaded(WHOLE), expected(WHOLE)
     config = dataclasses.replace(model.config, num_layers=1)
     params = {**model.params, "layers": {0: model.params["layers"][0]}}
     noise = numpy_spread_params(config, 1)
     params = jax.tree.map(lambda leaf, other: np.asarray(leaf) + 0.02 * other, params, noise)
     draft = build_model(config, params, None)
-    out = spsjax.generate(
-        model, recorded["tokens"].tolist(), draft, 3, SamplingParams(temperature=0.0),
-        len(recorded["greedy"]), stop_at_eos=False,
-    )  # fmt: skip
+    options = {"max_new_tokens": len(recorded["greedy"]), "stop_at_eos": False}
+    greedy = SamplingParams(temperature=0.0)
+    with drafting.small_programs():
+        out = spsjax.generate(model, recorded["tokens"].tolist(), draft, 3, greedy, **options)
     assert out.tokens[0].tolist() == recorded["greedy"].tolist()
 
 
@@ -115,7 +114,7 @@ def test_save_writes_the_tensors_that_were_read(name, tmp_path):
     assert config_json.family_of(model.config) in (family, "llama") and family in FAMILIES
 
 
-@families(SPLIT)
+@pytest.mark.parametrize("name", SPLIT)
 def test_forward_on_a_mesh_gives_recorded_logits(name):
     recorded, mesh = expected(name), sharding.mesh(2, 4)
     model = loading.load(GOLDEN / name, mesh, "float32")

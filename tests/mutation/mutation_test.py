@@ -15,7 +15,7 @@ import pytest
 import verifier_mutants
 from helpers.environment import ROOT
 
-SECONDS = 120  # after which a mutant that loops forever is ended
+SECONDS = 120  # after which a test is ended
 MUTANTS = (*mutants.MUTANTS, *verifier_mutants.MUTANTS)
 TESTS = sorted({test for mutant in MUTANTS for test in mutant.tests})
 
@@ -84,9 +84,7 @@ def test_mutant_is_killed(server, mutant):
     text = text_of(mutant.file).replace(mutant.old, mutant.new)
     for test in mutant.tests:
         result = server(test, texts={mutant.file: text})
-        if result["ended"]:
-            print(f"{test}: looped for {SECONDS} s, and was ended")
-            continue
+        assert not result["ended"], f"{test}: not over after {SECONDS} s"
         assert result["status"] in (0, 1) and result["unused"] == [], result["output"]
         assert result["status"] == 1, f"{test}: passes, although {mutant.fault}"
         assert result["failed"][0]["is_assertion"], result["output"]

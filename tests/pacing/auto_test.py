@@ -47,10 +47,13 @@ def assert_greedy(out, expected):
 
 
 def test_auto_drafts_chains_of_at_most_seven_tokens(target, draft):
-    """Or as long as the drafter's own."""
+    """Or as long as the drafter's own, or as it has heads."""
     for own, most in ((4, 7), (9, 9)):
         drafter = drafting.build("draft_model", draft, own)
         assert call_of(target, drafter).program.drafter.num_speculative_tokens == most
+    four = drafting.head("medusa", target.config, num_speculative_tokens=2)
+    loaded = spsjax.loading.LoadedDrafter("medusa", four, drafting.random_weights(four))
+    assert call_of(target, loaded).program.drafter.num_speculative_tokens == 4
 
 
 @pytest.mark.slow
@@ -66,10 +69,11 @@ def test_acceptance_is_met_where_costs_are_measured(target, chain, useful):
 
 
 @pytest.mark.slow
-def test_look_up_with_auto_gives_the_targets_greedy_tokens(target):
+def test_look_up_with_auto_gives_the_targets_greedy_tokens(target, monkeypatch):
+    monkeypatch.setattr(base, "PACED_TOKENS", 2)
     options = {"sampling": GREEDY, "max_new_tokens": 40}
     expected = spsjax.generate(target, PROMPTS, **options)
-    assert_greedy(spsjax.generate(target, PROMPTS, ngram.Drafter(), "auto", **options), expected)
+    assert_greedy(spsjax.generate(target, PROMPTS, ngram.Drafter(2), "auto", **options), expected)
 
 
 def test_costs_are_those_of_the_median_sweep(target, draft, monkeypatch):
@@ -209,20 +213,17 @@ def test_costs_are_measured_anew_for_other_sampling_where_drafts_vary(
 
 
 @pytest.mark.slow
-def test_stream_and_trees_and_heads_take_auto(target, draft):
-    tree = spsjax.Tree.branching(2, 1)
-    trees = spsjax.loading.as_drafter(draft, target, tree)
-    expected = spsjax.generate(target, PROMPTS[:1], sampling=GREEDY, max_new_tokens=12)
-    for drafter in (trees, drafting.build("medusa", draft, 2), draft):
-        _, rounds = spsjax.generation.rounds(
-            target, PROMPTS[0], drafter, "auto", sampling=GREEDY, max_new_tokens=12
-        )
-        tokens = np.concatenate([round_.tokens for round_ in rounds])
-        np.testing.assert_array_equal(tokens, expected.tokens[0])
+def test_rounds_of_trees_take_auto(target, draft):
+    trees = spsjax.loading.as_drafter(draft, target, spsjax.Tree.branching(2, 1))
+    options = {"sampling": GREEDY, "max_new_tokens": 12}
+    expected = spsjax.generate(target, PROMPTS[:1], **options)
+    _, rounds = spsjax.generation.rounds(target, PROMPTS[0], trees, "auto", **options)
+    tokens = np.concatenate([round_.tokens for round_ in rounds])
+    np.testing.assert_array_equal(tokens, expected.tokens[0])
 
 
 @pytest.mark.slow
-def test_auto_on_eight_devices(target, draft, monkeypatch):
+def test_auto_on_eight_devices(target, draft, chain, monkeypatch):
     """Of the rows, one only fills the mesh: it is done, and must not make the clock begin anew."""
     clocks, begin = [], execution._Clock._begin_if_ended
 
@@ -235,8 +236,8 @@ def test_auto_on_eight_devices(target, draft, monkeypatch):
     mesh = sharding.mesh(2, 4)
     on_mesh = functools.partial(build_model, mesh=mesh)
     many = [on_mesh(model.config, model.params) for model in (target, draft)]
-    options = {"sampling": GREEDY, "max_new_tokens": 300, "stop_at_eos": False}
-    out = spsjax.generate(many[0], PROMPTS[:3], many[1], "auto", **options)
+    options = {"sampling": GREEDY, "max_new_tokens": 120, "stop_at_eos": False}
+    out = spsjax.generate(many[0], PROMPTS[:3], chain(many[1]), "auto", **options)
     expected = spsjax.generate(target, PROMPTS[:3], **options)
     assert_greedy(out, expected)
     assert 1 <= sum(clocks) < len(clocks) / 2

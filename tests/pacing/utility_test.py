@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.models import build_model, tiny_config
 from helpers.numpy_models import numpy_nearby_model, numpy_params, numpy_spread_model
 
 import spsjax
 from spsjax import execution, pacing, request
+from spsjax.drafters import base
 from spsjax.models import experts, transformer
 from spsjax.performance import mixtures
 from spsjax.utils.compilation import compiled
@@ -136,13 +138,21 @@ def test_a_round_without_a_proposal_costs_what_it_scored():
     assert float(state.utility[0]) == pytest.approx(1)
 
 
+@pytest.fixture
+def chain(draft, monkeypatch):
+    """A drafter of chains of at most two tokens, of which few depths are compiled."""
+    monkeypatch.setattr(base, "PACED_TOKENS", 2)
+    return drafting.build("draft_model", draft, 2)
+
+
 @pytest.mark.slow
-def test_rows_that_are_done_learn_nothing(target, draft):
+def test_rows_that_are_done_learn_nothing(target, chain):
     """A row goes on with what it knew, however long it was empty before the next text."""
     greedy = spsjax.SamplingParams(temperature=0.0)
-    arguments = [[3, 4], [5, 6]], draft, "utility", greedy, [4, 60], 0, None, False
+    arguments = [[3, 4], [5, 6]], chain, "utility", greedy, [4, 60], 0, None, False
     call = request.Request("test", target, *arguments)
-    call.params["costs"] = execution.placed(call, mixture_costs(16, 2, 0.0))
+    score = np.asarray([1, 1.2, 1.4], np.float32)
+    call.params["costs"] = execution.placed(call, pacing.Costs(0 * score, score, np.int32(0)))
     state, _ = execution.prefill(call)
     pace = []
     while not np.asarray(state.done).all():
@@ -167,13 +177,13 @@ def test_rows_decide_for_themselves():
 
 
 @pytest.mark.slow
-def test_calls_take_a_rule_by_name_or_as_it_is(target, draft):
+def test_calls_take_a_rule_by_name_or_as_it_is(target, chain):
     """Other numbers of a rule need no other program."""
     greedy = spsjax.SamplingParams(temperature=0.0)
     options = {"sampling": greedy, "max_new_tokens": 20, "stop_at_eos": False}
     plain = spsjax.generate(target, [[3, 4, 5]], **options)
     for rule in ("utility", pacing.Utility(trial=1, keep=2)):
-        out = spsjax.generate(target, [[3, 4, 5]], draft, rule, **options)
+        out = spsjax.generate(target, [[3, 4, 5]], chain, rule, **options)
         np.testing.assert_array_equal(out.tokens[0], plain.tokens[0])
 
 

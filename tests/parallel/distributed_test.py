@@ -47,41 +47,30 @@ def results(process: Script) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def one_device(pair) -> dict:
-    """The tokens of one device."""
-    (result,) = results(Script(WORKER, *pair, "--auto", devices=1))
-    assert [len(rows) for rows in result["tokens"]] == [4, 4, 4]
-    return result
-
-
 @pytest.mark.process
-def test_two_processes_give_the_tokens_of_one_device(pair, one_device):
-    flags = (*pair, "--auto", "--data=2", "--model=4")
-    first, second = start_two(*flags)
-    (result,) = results(first)
+def test_two_processes_give_the_tokens_of_one_device(pair):
+    """In a batch, with K chosen in every round, and by an engine whose requests process 0 takes."""
+    target, draft = (spsjax.load(flag.partition("=")[2]) for flag in pair)
+    first, second = start_two(*pair, "--more", "--data=2", "--model=4")
+    batches, served = results(first)
     assert results(second) == []  # only the first process writes
-    assert result["tokens"] == one_device["tokens"]
+    mixed = spsjax.SamplingParams(temperature=[0.0, 0.8, 0.8, 1.0], top_p=0.95)
+    greedy = spsjax.SamplingParams(temperature=0.0)  # whose texts do not depend on K
+    for tokens, (drafter, sampling) in zip(
+        batches["tokens"], ((None, mixed), (draft, mixed), (None, greedy)), strict=True
+    ):
+        out = spsjax.generate(target, PROMPTS, drafter, None, sampling, [24, 24, 9, 24])
+        assert tokens == [row.tolist() for row in out.tokens]
+    assert served["cancelled"]
+    sampling = spsjax.SamplingParams(temperature=0.8, top_p=0.95)
+    for seed, (prompt, tokens) in enumerate(zip(PROMPTS, served["tokens"], strict=True)):
+        out = spsjax.generate(target, [prompt], draft, 3, sampling, 16, seed)
+        assert tokens == out.tokens[0].tolist()
     # Each process loads only its own slices of the weights.
     mesh = sharding.mesh(2, 4)
     leaves = jax.tree.leaves(spsjax.load(pair[0].partition("=")[2], mesh).params)
     slices = [shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards]
-    assert result["held"] <= 1.01 * sum(slices) / 2
-
-
-@pytest.mark.process
-def test_an_engine_of_two_processes_serves_what_one_device_generates(pair):
-    """Process 0 takes the requests, and the other one follows it until it closes the engine."""
-    (alone,) = results(Script(WORKER, *pair, "--engine", devices=1))
-    first, second = start_two(*pair, "--engine", "--data=2", "--model=4")
-    assert results(second) == []
-    (together,) = results(first)
-    assert together == alone and alone["cancelled"]
-    target, draft = (spsjax.load(flag.partition("=")[2]) for flag in pair)
-    sampling = spsjax.SamplingParams(temperature=0.8, top_p=0.95)
-    for seed, (prompt, tokens) in enumerate(zip(PROMPTS, alone["tokens"], strict=True)):
-        out = spsjax.generate(target, [prompt], draft, 3, sampling, 16, seed)
-        assert tokens == out.tokens[0].tolist()
+    assert batches["held"] <= 1.01 * sum(slices) / 2
 
 
 @pytest.mark.process

@@ -25,27 +25,28 @@ from spsjax.training.optimizer import OptimizerConfig
 
 MODELS = ROOT / "configs" / "models"
 K = 4
-# Layers are alike: two of Chinchilla's 80, and of its draft's 8, suffice and compile quickly.
-LAYERS = 2
-SHORT = LAYERS * (5 + 8) * 8192**2 + 32_000 * 8192  # number of its parameters
-SHORT_DRAFT = LAYERS * (5 + 8) * 6144**2 + 32_000 * 6144
-VOCAB = 4000  # of models with a quarter of the width
+LAYERS = 2  # of all targets: their layers are alike
+VOCAB = 4000
+# Parameters of Chinchilla and its draft, of half the width, with two layers and with one.
+SHORT = LAYERS * (5 + 8) * 4096**2 + VOCAB * 4096
+SHORT_DRAFT = (5 + 8) * 3072**2 + VOCAB * 3072
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed",
 )
 
 
-def small(name: str, **fields):
-    """Returns a model of `configs/models` with two layers of a quarter of the width.
+def small(name: str, shrink=4, **fields):
+    """Returns a model of `configs/models` with two layers of a part of the width.
 
-    It compiles much faster and has the same collectives. Its cycles say little of the whole model.
+    It compiles much faster and has the same collectives. With a quarter of the width its cycles say
+    little of the whole model.
     """
     whole = configs.model_config(name, MODELS)
-    quarters = {field: getattr(whole, field) // 4 for field in ("d_model", "d_ff", "num_heads")}
-    heads = min(whole.num_kv_heads, quarters["num_heads"])
+    parts = {field: getattr(whole, field) // shrink for field in ("d_model", "d_ff", "num_heads")}
+    heads = min(whole.num_kv_heads, parts["num_heads"])
     fields = {"num_layers": LAYERS, "num_kv_heads": heads, "vocab_size": VOCAB} | fields
-    return dataclasses.replace(whole, **quarters | fields)
+    return dataclasses.replace(whole, **parts | fields)
 
 
 def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, int]:
@@ -55,13 +56,10 @@ def counts(program: compiled_program.CompiledProgram, scope: str) -> dict[str, i
 
 @pytest.fixture(scope="module")
 def chinchilla() -> aot.CompileReport:
-    """A short Chinchilla and its draft on 16 v5p chips, with caches of 2,048 slots."""
-    target, draft = (
-        configs.model_config(name, MODELS) for name in ("chinchilla_70b", "chinchilla_draft_4b")
-    )
-    target, draft = (dataclasses.replace(config, num_layers=LAYERS) for config in (target, draft))
+    """A short Chinchilla and its draft on 8 v5p chips, with caches of 2,048 slots."""
+    target, draft = small("chinchilla_70b", 2), small("chinchilla_draft_4b", 2, num_layers=1)
     return aot.compile_pair(
-        target, draft, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=128,
+        target, draft, "v5p:2x2x2", num_speculative_tokens=K, prompt_tokens=128,
         max_new_tokens=512,
     )  # fmt: skip
 
@@ -69,7 +67,7 @@ def chinchilla() -> aot.CompileReport:
 @pytest.mark.aot
 @needs_libtpu
 def test_chinchilla_programs_need_little_temporary_memory(chinchilla):
-    assert chinchilla.weights == pytest.approx((SHORT + SHORT_DRAFT) * 2 / 16, rel=1e-3)
+    assert chinchilla.weights == pytest.approx((SHORT + SHORT_DRAFT) * 2 / 8, rel=1e-3)
     for name, program in chinchilla.programs.items():
         assert program.temporary < 0.5e9, name
     # With a copy of every layer's table of distances it would be half of the caches, and with all
@@ -93,7 +91,7 @@ def test_programs_update_caches_in_place(chinchilla, name):
 def test_one_token_is_not_scored_more_slowly_than_five(chinchilla):
     """One row alone would be multiplied on the vector unit, which takes twice as long."""
     cycles = {name: chinchilla.programs[name].cycles["score"] for name in ("ArS", "SpS")}
-    assert cycles["ArS"] < 1.2 * cycles["SpS"]
+    assert cycles["ArS"] < cycles["SpS"]
 
 
 @pytest.mark.aot
@@ -104,8 +102,8 @@ def test_pass_has_the_fewest_collectives(chinchilla):
     sps = chinchilla.programs["SpS"]
     assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     per_step = counts(sps, "/propose/while/")
-    assert per_step == {"all-reduce": 2 * LAYERS + 1 + 1}
-    assert counts(sps, "/propose/") - per_step == {"all-reduce": 2 * LAYERS + 1 + 1}
+    assert per_step == {"all-reduce": 2 + 1 + 1}
+    assert counts(sps, "/propose/") - per_step == {"all-reduce": 2 + 1 + 1}
     assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
     assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * LAYERS + 1 + 1}
 
@@ -115,7 +113,7 @@ def test_pass_has_the_fewest_collectives(chinchilla):
 def test_collectives_move_no_more_than_the_logits(chinchilla):
     for name in ("ArS", "SpS", "draft"):
         for op in chinchilla.programs[name].collectives:
-            assert op.num_bytes <= (K + 1) * 32_000 * 4, op
+            assert op.num_bytes <= (K + 1) * VOCAB * 4, op
 
 
 @pytest.mark.aot
@@ -123,12 +121,12 @@ def test_collectives_move_no_more_than_the_logits(chinchilla):
 def test_cycles_are_counted_per_phase_of_a_round(chinchilla):
     cycles = chinchilla.programs["SpS"].cycles
     assert set(cycles) <= set(compiled_program.PARTS)
-    assert 80 / LAYERS * cycles["score"] > cycles["propose"] > cycles["propose, sampling"] > 0
+    score, propose = 80 / LAYERS * cycles["score"], 8 * cycles["propose"]  # of all layers
+    assert score > propose > cycles["propose, sampling"] > 0
     # Sampling is a small share of a round: the search for a threshold is a loop of few steps.
-    passes = 80 / LAYERS * cycles["score"] + 8 / LAYERS * cycles["propose"]  # of all layers
     sampling = cycles["propose, sampling"] + cycles["verify"]
-    assert sampling < 0.12 * (passes + sampling)
-    assert chinchilla.programs["SpS"].executed["propose"] == K * (2 * LAYERS + 2)
+    assert sampling < 0.11 * (score + propose + sampling)
+    assert chinchilla.programs["SpS"].executed["propose"] == K * (2 + 2)
 
 
 @pytest.mark.aot
@@ -137,7 +135,7 @@ def test_predicted_times_follow_from_lower_bounds(chinchilla):
     passes = chinchilla.passes
     assert passes["target"].memory_seconds == pytest.approx(
         # The weights that project relative positions are read only when the cache is made.
-        ((SHORT - LAYERS * 8192 * 8192) * 2 / 16 + passes["target"].cache) / 2765e9,
+        ((SHORT - LAYERS * 4096 * 4096) * 2 / 8 + passes["target"].cache) / 2765e9,
         rel=1e-3,
     )
     assert passes["target"].seconds < passes["scoring"].seconds < 1.1 * passes["target"].seconds
@@ -164,39 +162,47 @@ def test_llama_pair_fits_on_eight_v5e_chips():
 
 @pytest.mark.aot
 @needs_libtpu
-def test_tree_of_sixteen_tokens_gathers_no_cache_and_no_weights():
-    """Trees have the collectives of chains, and move only logits."""
-    tree = Tree((0, 0, 0, 1, 1, 1, 2, 4, 4, 5, 7, 8, 8, 9, 10, 11))
-    target = small("chinchilla_70b")
+def test_tree_on_split_rows_gathers_no_cache_and_no_weights():
+    """Trees have the collectives of chains, and move only logits, also where rows are split."""
+    tree = Tree((0, 0, 1, 1, 3))
+    target, draft = (small("chinchilla_70b", num_layers=layers) for layers in (LAYERS, 1))
     plan = aot.plan_pair(
-        target, target, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=128,
+        target, draft, "v5p:2x2x4", num_speculative_tokens=3, batch=4, data=2, prompt_tokens=32,
         max_new_tokens=512, tree=tree,
     )  # fmt: skip
     sps = plan.compile(["SpS"])["SpS"]
     assert set(counts(sps, "")) <= {"all-reduce", "all-gather"}
     assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     for op in sps.collectives:
-        assert op.num_bytes <= 17 * VOCAB * 4, op
+        assert op.num_bytes <= 2 * 6 * VOCAB * 4, op  # of two rows
     assert sps.aliased >= sum(plan.caches.values())
+
+
+@pytest.fixture(scope="module")
+def plan_head():
+    """Plans EAGLE-3 for Llama 3 70B; `replicate`: whether each chip has the whole head."""
+    target = small("llama:3-70b")
+    drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 2000}, target)
+
+    def plan(replicate: bool) -> aot.Plan:
+        return aot.plan_pair(
+            target, drafter, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=32,
+            max_new_tokens=900, replicate=replicate,
+        )  # fmt: skip
+
+    return plan
 
 
 @pytest.mark.aot
 @needs_libtpu
-@pytest.mark.parametrize("replicate", [False, True])
-def test_head_on_features_needs_few_collectives_and_gathers_no_weights(replicate):
-    """EAGLE-3 for Llama 3 70B: a step of a whole head only sums the rows of the embedding."""
-    target = small("llama:3-70b")
-    drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 2000}, target)
-    plan = aot.plan_pair(
-        target, drafter, "v5p:2x2x4", num_speculative_tokens=K, prompt_tokens=32,
-        max_new_tokens=900, replicate=replicate,
-    )  # fmt: skip
+def test_head_on_features_needs_few_collectives_and_gathers_no_weights(plan_head):
+    plan = plan_head(replicate=False)
     sps = plan.compile(["SpS"])["SpS"]
-    # Split: after the embedding, the attention, the feed-forward layer, and to gather the logits.
-    assert counts(sps, "/propose/while/") == {"all-reduce": 1 if replicate else 4}
+    # After the embedding, the attention, the feed-forward layer, and to gather the logits.
+    assert counts(sps, "/propose/while/") == {"all-reduce": 4}
     assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     # One sum serves the embedding and the fused features; two more follow in the layer.
-    assert counts(sps, "/commit/") == {"all-reduce": 1 if replicate else 3}
+    assert counts(sps, "/commit/") == {"all-reduce": 3}
     assert set(counts(sps, "")) == {"all-reduce", "all-gather"}
     assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
     assert sps.temporary < 0.05e9
@@ -205,15 +211,23 @@ def test_head_on_features_needs_few_collectives_and_gathers_no_weights(replicate
 
 @pytest.mark.aot
 @needs_libtpu
+def test_step_of_a_whole_head_sums_the_rows_of_the_embedding_alone(plan_head):
+    step = plan_head(replicate=True).compile(["draft"])["draft"]
+    assert counts(step, "") == {"all-reduce": 1}
+
+
+@pytest.mark.aot
+@needs_libtpu
 def test_target_with_a_small_cache_updates_both_caches_in_place():
-    """Two small layers of Llama 3.1 8B, 16 rows of 4,096 tokens, and 512 slots to draft with."""
+    """Two small layers of Llama 3.1 8B, 16 rows of 4,032 tokens, and 512 slots to draft with."""
     target = small("llama:3.1-8b", eos_ids=())
     drafter = sparse_self.by_name("512", target)
     plan = aot.plan_pair(
-        target, drafter, "v5p:2x2x2", num_speculative_tokens=K, batch=16, prompt_tokens=3_584
-    )
+        target, drafter, "v5p:2x2x2", num_speculative_tokens=K, batch=16, prompt_tokens=32,
+        max_new_tokens=4_000,
+    )  # fmt: skip
     row = 2 * LAYERS * 128 * 2  # keys and values of one of eight heads, per token
-    assert plan.caches["target"] == 16 * 4_096 * row * 3 // 2  # in buckets of 6,144
+    assert plan.caches["target"] == 16 * 4_096 * row
     assert plan.caches["draft"] == 16 * (512 + 32) * row
     sps = plan.compile(["SpS"])["SpS"]
     assert sps.aliased >= sum(plan.caches.values())
@@ -224,16 +238,16 @@ def test_target_with_a_small_cache_updates_both_caches_in_place():
 
 
 @pytest.mark.aot
+@pytest.mark.smoke
 @needs_libtpu
-@pytest.mark.parametrize("name", [pytest.param("ArS", marks=pytest.mark.smoke), "SpS"])
-def test_logits_and_no_weights_are_gathered_where_rows_are_split(name):
+def test_logits_and_no_weights_are_gathered_where_rows_are_split():
     config = tiny_config(1024, d_model=256, num_kv_heads=8)
     plan = aot.plan_pair(
         config, config, "v5e:2x4", num_speculative_tokens=K, batch=4, data=2,
         prompt_tokens=32, max_new_tokens=32,
     )  # fmt: skip
-    for op in plan.compile([name])[name].collectives:
-        assert op.num_bytes <= 2 * (K + 1) * config.vocab_size * 4, op
+    for op in plan.compile(["ArS"])["ArS"].collectives:
+        assert op.num_bytes <= 2 * config.vocab_size * 4, op
 
 
 @pytest.mark.aot
@@ -248,10 +262,11 @@ def test_notebook_plan_a_pod_runs(capsys, monkeypatch):
 @needs_libtpu
 def test_pair_that_does_not_fit_is_refused_with_its_excess():
     """A pair that does not fit into memory, or does not divide by the mesh, is refused."""
-    target = configs.model_config("chinchilla_70b", MODELS)
-    excess = r"found 18.53 \(weights 17.52, caches 1.01\): 1.35 too much$"
-    with pytest.raises(InputError, match=r"^v5e:4x4: expected at most 17.18 GB a chip, " + excess):
-        aot.compile_pair(target, target, "v5e:4x4", num_speculative_tokens=K)
+    whole = configs.model_config("chinchilla_70b", MODELS)
+    target = dataclasses.replace(whole, num_layers=LAYERS)
+    excess = r"found 19.22 \(weights 2.01, caches 17.21\): 2.04 too much$"
+    with pytest.raises(InputError, match=r"^v5e:2x2: expected at most 17.18 GB a chip, " + excess):
+        aot.compile_pair(target, target, "v5e:2x2", num_speculative_tokens=K, batch=256)
     with pytest.raises(InputError, match=r"^num_heads: .* model axis, 16, found 12$"):
         odd = dataclasses.replace(target, num_heads=12, num_kv_heads=12)
         aot.compile_pair(target, odd, "v5p:2x2x4", num_speculative_tokens=K)
@@ -342,17 +357,17 @@ def test_remat_saves_memory_and_step_gathers_nothing():
     The TPU's compiler counts here: the CPU's compiler removes the recomputation.
     """
     _, devices = hardware.topology("v5e:2x2")
-    mesh = sharding.mesh(2, 2, devices)
-    model = tiny_config(512, num_layers=6, d_model=128, d_ff=512, head_dim=16)
+    mesh, layers, length = sharding.mesh(2, 2, devices), 6, 512
+    model = tiny_config(512, num_layers=layers, d_model=128, d_ff=512, head_dim=16)
     optimizer = OptimizerConfig(1e-3, steps=20, warmup=2)
     state = train_step.state_shapes(train_step.model_shapes(model, mesh), optimizer)
-    tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=sharding.batch_sharding(mesh))
-    temporary = {}
-    for remat in (False, True):
-        values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", remat))
-        with jax.set_mesh(mesh), compiled_program.uncached():
-            step = train_step.make_step(values, optimizer)
-            program = step.lower(state, {}, {"tokens": tokens}).compile()
-        temporary[remat] = program.memory_analysis().temp_size_in_bytes
-        assert "all-gather(" not in program.as_text()  # weights and activations stay split
-    assert temporary[True] < 0.3 * temporary[False]
+    rows = sharding.batch_sharding(mesh)
+    tokens = jax.ShapeDtypeStruct((8, length + 1), jnp.int32, sharding=rows)
+    values = train_step.language_model_metrics(model, train_step.Precision("bfloat16", True))
+    with jax.set_mesh(mesh), compiled_program.uncached():
+        step = train_step.make_step(values, optimizer)
+        program = step.lower(state, {}, {"tokens": tokens}).compile()
+    assert "all-gather(" not in program.as_text()  # weights and activations stay split
+    # What a chip would store of the attention alone: the weights of four rows and four heads.
+    stored = layers * 4 * 4 * length**2 * 2
+    assert program.memory_analysis().temp_size_in_bytes < 0.3 * stored

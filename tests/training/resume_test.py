@@ -42,6 +42,7 @@ DRAFT = SHARED | {
     "draft_eval.prompts": 2,
     "draft_eval.prompt_length": 8,
     "draft_eval.new_tokens": 8,
+    "draft_eval.num_speculative_tokens": 1,
     "target_cache.store": "top_k",
 }
 
@@ -119,13 +120,20 @@ def assert_close(actual, expected) -> None:
 
 
 def test_killed_and_stopped_run_ends_bit_identical(texts, tmp_path, uninterrupted):
+    """Also after a full disk, which ends a run with one line and leaves its checkpoints."""
     workdir = tmp_path / "run"
     process = start(texts, workdir)
     when_logged(workdir, 33, process)
     process.kill()
     process.wait()
+    before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
+    done = start(texts, workdir, file_kib=20).wait(120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    line = f"error: {workdir}/checkpoints: expected to write a checkpoint, found "
+    assert line in done.stderr.splitlines()[-1], done.stderr
+    assert before == sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
     process = start(texts, workdir)
-    when_logged(workdir, 55, process)
+    when_logged(workdir, 75, process)  # a full disk may have been noticed at step 60
     process.terminate()
     done = process.wait(120)
     assert done.returncode == 128 + signal.SIGTERM
@@ -138,18 +146,17 @@ def test_killed_and_stopped_run_ends_bit_identical(texts, tmp_path, uninterrupte
 
 
 def test_two_processes_resume_after_a_stop(texts, tmp_path, uninterrupted):
+    """Two processes resume what two have begun, and one device resumes what they leave."""
     workdir = tmp_path / "run"
-    processes = start_two(texts, workdir)
-    when_logged(workdir, 33, processes[0])
-    processes[1].terminate()  # a signal to one process stops both
-    for process in processes:
-        done = process.wait(120)
-        assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    for process in start_two(texts, workdir):
-        finished(process)
-    assert_close(result(workdir), uninterrupted)
-    # Another mesh can resume the run, and finds it finished.
+    for step in (33, 55):
+        processes = start_two(texts, workdir)
+        when_logged(workdir, step, processes[0])
+        processes[1].terminate()  # a signal to one process stops both
+        for process in processes:
+            done = process.wait(120)
+            assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "model in" in finished(start(texts, workdir))
+    assert_close(result(workdir), uninterrupted)
 
 
 def test_two_processes_distil_like_one(texts, tmp_path, target):
@@ -166,26 +173,3 @@ def test_two_processes_distil_like_one(texts, tmp_path, target):
     ]
     # Three columns of samples, then ids and probabilities for each of the two tables.
     assert cached[0] == cached[1] and len(cached[0]) == 3 + 2 * 2
-
-
-def test_full_disk_ends_a_run_with_one_line(texts, tmp_path, uninterrupted):
-    """The earlier checkpoints remain, and the run can be resumed once there is space."""
-    workdir = tmp_path / "run"
-    process = start(texts, workdir)
-    when_logged(workdir, 45, process)
-    process.kill()
-    process.wait()
-    before = sorted(path.name for path in (workdir / "checkpoints").glob("step_*0"))
-    process = start(texts, workdir, file_kib=20)
-    done = process.wait(120)
-    assert done.returncode == 1
-    line = done.stderr.splitlines()[-1]
-    assert f"error: {workdir}/checkpoints: expected to write a checkpoint, found " in line, (
-        done.stderr
-    )
-    assert "Traceback" not in done.stderr
-    assert sorted(path.name for path in (workdir / "checkpoints").glob("step_*0")) == before
-    # With enough space, another mesh resumes the run.
-    mesh = ("--config.mesh.data=2", "--config.mesh.model=4")
-    assert "model in" in finished(start(texts, workdir, *mesh, devices=8))
-    assert_close(result(workdir), uninterrupted)
