@@ -16,39 +16,6 @@ from spsjax.types import Array, PyTree, pytree_dataclass
 MANY_QUERIES = 1024  # that attend at once, of a text without a cache
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> Array:
-    """Returns the [C/2] frequencies of the rotary embedding (Su et al. 2021, arXiv 2104.09864).
-
-    `scaling` is `Config.rope_scaling`. "linear" divides all frequencies by a factor. "llama3"
-    divides those of wavelengths above `original / low`, leaves those below `original / high`, and
-    interpolates between the two.
-    """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if not scaling:
-        return frequencies
-    kind, factor, *limits = scaling
-    if kind == "linear":
-        return frequencies / factor
-    low, high, original = limits
-    turns = original * frequencies / (2 * jnp.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
-
-
-def rope_angles(positions_BT: Array, frequencies: Array) -> tuple[Array, Array]:
-    """Returns cosine and sine [B, T, 1, C/2] of the rotary embedding."""
-    angles = positions_BT[:, :, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x_BTHC: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the first half of each head against its second half, in float32 or float64."""
-    wide = jnp.promote_types(x_BTHC.dtype, jnp.float32)
-    first, second = jnp.split(x_BTHC.astype(wide), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHC.dtype)
-
-
 def relative_positions(slots: int, d_model: int) -> Array:
     """Returns sinusoids [S, D] of the distances S-1, ..., 0 (Dai et al. 2019, 1901.02860, 3.3)."""
     frequencies = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)

@@ -70,9 +70,8 @@ class Config:
         biases: linear layers with a bias: "none"; query, key and value ("qkv"); or "all".
         rope_theta: base of the rotary frequencies.
         rope_theta_local: base in layers with a window; 0: the same base.
-        rope_scaling: () for none; ("linear", factor); or ("llama3", factor, low, high, original
-            context), which leaves high frequencies unchanged. Layers with a window are not scaled
-            if the model has `rope_theta_local`.
+        rope_scaling: how rotary positions are stretched (`models.rope`); (): not at all. Layers
+            with a window are not scaled if the model has `rope_theta_local`.
         windows: tokens that a token sees, itself included, per layer and repeated; 0: all.
         recent: tokens that a token sees in every layer, itself included, beside the sinks; 0: all.
         sinks: first tokens of a text, which all tokens see although they are not recent. For them a
@@ -136,7 +135,8 @@ class Config:
             value = getattr(self, field)
             if not isinstance(value, (tuple, list)):
                 raise InputError(f"{field}: expected a tuple, found {short_repr(value)}")
-            object.__setattr__(self, field, tuple(value))
+            value = tuple(tuple(x) if isinstance(x, list) else x for x in value)
+            object.__setattr__(self, field, value)
         for id in self.eos_ids:  # an id that no token has would never end a sequence
             if type(id) is not int or not 0 <= id < self.vocab_size:
                 raise InputError(

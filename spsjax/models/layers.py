@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax import caches as kv
+from spsjax.models import rope
 from spsjax.models.attention import (
     MANY_QUERIES,
     Sinks,
@@ -16,9 +17,6 @@ from spsjax.models.attention import (
     distance_scores,
     in_turn,
     relative_positions,
-    rope_angles,
-    rope_frequencies,
-    rotate,
     scores_of_distances,
     scores_of_slots,
     weights_of,
@@ -254,8 +252,7 @@ class Attention(nnx.Module):
         config = self.config
         local = config.window(self.layer) and config.rope_theta_local
         theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
-        frequencies = rope_frequencies(config.head_dim, theta, scaling)
-        return rotate(x_BTHC, *rope_angles(positions_BT, frequencies))
+        return rope.rotate(x_BTHC, *rope.angles(positions_BT, config.head_dim, theta, scaling))
 
     def _reading(
         self, x_BTD, context: Context, cached: Sequence[kv.Segment], earlier: KeysValues | None

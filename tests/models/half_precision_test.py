@@ -17,7 +17,7 @@ from helpers.numpy_models import numpy_params
 import spsjax
 from spsjax import SamplingParams, sampling
 from spsjax.caches import Segment
-from spsjax.models import attention, transformer
+from spsjax.models import attention, rope, transformer
 from spsjax.verifiers import inputs
 
 HALF_ULP = 2.0**-8  # of bfloat16, relative, with room for float32 arithmetic
@@ -48,8 +48,8 @@ attend = strict_jit(mixed_of)
 @strict_jit
 def rotated(x, positions):
     """Returns cosines and sines of some positions, and what is rotated by them."""
-    rope = attention.rope_angles(positions, attention.rope_frequencies(16, 10_000.0))
-    return rope, attention.rotate(x, *rope)
+    angles = rope.angles(positions, 16, 10_000.0)
+    return angles, rope.rotate(x, *angles)
 
 
 def test_rotary_embedding_is_computed_in_float32():

@@ -83,6 +83,54 @@ def test_folder_of_transformers_gives_its_logits_here(transformers, tmp_path, ch
     assert np.abs(ours - their_logits(torch_model)).max() < 1e-4
 
 
+LISTS = {"short_factor": [1.0, 1.25, 2.0, 3.0], "long_factor": [1.0, 2.0, 8.0, 32.0]}
+STRETCHED = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    | {"original_max_position_embeddings": 16},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "original_max_position_embeddings": 16} | LISTS,
+]
+
+
+@pytest.mark.parametrize("new_style", [False, True])
+@pytest.mark.parametrize("scaling", STRETCHED, ids=lambda scaling: scaling["rope_type"])
+def test_stretched_positions_give_the_logits_of_transformers(
+    transformers, tmp_path, scaling, new_style
+):
+    """Around the original context of 16, decoded token by token; longrope ends there."""
+    import torch
+
+    context = 64 if scaling["rope_type"] == "longrope" else 16
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=24, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            max_position_embeddings=context, initializer_range=0.3,
+            rope_parameters=scaling | {"rope_theta": 1e4},
+        )
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    if not new_style:
+        path = tmp_path / "config.json"
+        raw = json.loads(path.read_text()) | {"rope_parameters": None}
+        older = {key: value for key, value in scaling.items() if key != "rope_type"}
+        raw |= {"rope_theta": 1e4, "rope_scaling": older | {"type": scaling["rope_type"]}}
+        path.write_text(json.dumps(raw))
+    config = hf_weights.read_config(tmp_path)
+    longest = 16 if scaling["rope_type"] == "longrope" else 64
+    assert config.max_positions == longest
+    tokens = np.random.default_rng(1).integers(0, 24, (2, min(longest, 24))).astype(np.int32)
+    params = hf_weights.read_params(tmp_path, config, jnp.float32)
+    ours = train_step.forward(config, params, tokens).logits
+    cache, logits = transformers.DynamicCache(config=theirs.config), []
+    with torch.no_grad():
+        for position in range(tokens.shape[1]):
+            now = torch.from_numpy(tokens[:, position : position + 1]).long()
+            logits.append(theirs(now, past_key_values=cache).logits[:, 0].numpy())
+    np.testing.assert_allclose(ours, np.stack(logits, axis=1), atol=2e-4)
+
+
 @pytest.mark.parametrize("changes", SHAPES)
 def test_folder_of_spsjax_gives_its_logits_in_transformers(transformers, tmp_path, changes):
     config = tiny_config(24, bos_id=1, eos_ids=(2, 3), **changes)

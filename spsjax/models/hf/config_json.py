@@ -7,6 +7,7 @@ import pathlib
 
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
+from spsjax.models.hf import rope_json
 from spsjax.models.hf.families import FAMILIES, FEATURES, Family
 from spsjax.models.hf.fields import (
     COUNT,
@@ -49,9 +50,9 @@ def read(folder: pathlib.Path) -> Config:
     config = parse(path, read_json(path))
     generation = folder / "generation_config.json"
     if generation.exists():
-        # For chat models it lists more end-of-sequence ids than config.json.
-        tokens = _tokens(Fields(generation, read_json(generation)), config.vocab_size)
-        config = dataclasses.replace(config, eos_ids=tokens["eos_ids"] or config.eos_ids)
+        # Of chat models, neither file lists all of them.
+        more = _tokens(Fields(generation, read_json(generation)), config.vocab_size)["eos_ids"]
+        config = dataclasses.replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + more)))
     return config
 
 
@@ -61,7 +62,7 @@ def parse(path: pathlib.Path, raw: dict) -> Config:
     family = FAMILIES[name]
     _check_plain(fields, family)
     values = _sizes(fields, family)
-    values |= _rope(fields)
+    values |= rope_json.read(fields, values["max_positions"], values["head_dim"])
     values["windows"] = _windows(fields, values["num_layers"], family.full_attention_every)
     for field, key in _SOFTCAPS.items():
         values[field] = float(fields.get(key, POSITIVE, 0.0))
@@ -147,52 +148,6 @@ def _sizes(fields: Fields, family: Family) -> dict[str, object]:
             raise fields.error(key, f"a multiple of {family.keys['num_heads']}={heads}", d_model)
         sizes["head_dim"] = d_model // heads
     return sizes
-
-
-def _rope(fields: Fields) -> dict[str, object]:
-    """Returns the base and the scaling of the rotary frequencies.
-
-    Older versions of transformers write `rope_theta`, `rope_scaling` and, for layers with a window,
-    `rope_local_base_freq`. Newer ones write all of them into `rope_parameters`. If a file has both,
-    `rope_scaling` takes precedence.
-    """
-    theta = fields.get("rope_theta", POSITIVE, 10_000.0)
-    local = fields.get("rope_local_base_freq", POSITIVE, 0.0)
-    parameters = fields.get("rope_parameters", OBJECT, {})
-    scaling = fields.get("rope_scaling", OBJECT, {})
-    if local:
-        inner = Fields(fields.path, parameters, "rope_parameters")
-        parameters, windowed = (inner.get(kind, OBJECT, {}) for kind in (_FULL, _LOCAL))
-        inner = Fields(fields.path, windowed, f"rope_parameters.{_LOCAL}")
-        inner.only("rope_type", TEXT, "default")
-        local = inner.get("rope_theta", POSITIVE, local)
-        parameters = parameters | scaling
-    elif any(isinstance(value, dict) for value in parameters.values()):
-        raise fields.error("rope_parameters", "one set of parameters", parameters)
-    else:
-        parameters = scaling or parameters
-    rope = Fields(fields.path, parameters, "rope_scaling" if scaling else "rope_parameters")
-    rope.only("partial_rotary_factor", POSITIVE, 1)
-    theta = rope.get("rope_theta", POSITIVE, theta)
-    kind = rope.get("rope_type", TEXT, rope.get("type", TEXT, "default"))
-    if kind == "linear":
-        scales = ("linear", float(rope.get("factor", POSITIVE)))
-    elif kind == "llama3":
-        names = "factor", "low_freq_factor", "high_freq_factor"
-        key = "original_max_position_embeddings"
-        original = fields.get(key, COUNT, None) or rope.get(key, COUNT)
-        scales = ("llama3", *(float(rope.get(name, POSITIVE)) for name in names), float(original))
-        if scales[2] >= scales[3]:
-            raise rope.error("low_freq_factor", f"less than {names[2]}={scales[3]}", scales[2])
-    elif kind == "default":
-        scales = ()
-    else:
-        raise rope.error("rope_type", '"default", "linear" or "llama3"', kind)
-    return {
-        "rope_theta": float(theta),
-        "rope_theta_local": float(local),
-        "rope_scaling": scales,
-    }
 
 
 def _windows(fields: Fields, num_layers: int, full_attention_every: int) -> tuple[int, ...]:
@@ -282,7 +237,7 @@ def to_json(config: Config, dtype: str) -> dict[str, object]:
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
         "torch_dtype": dtype,
-        **_rope_keys(config),
+        **rope_json.keys(config),
         **_feature_keys(config, family),
     }
     # A file has no padded vocabulary: the tokenizer beside it tells which rows have tokens.
@@ -291,23 +246,6 @@ def to_json(config: Config, dtype: str) -> dict[str, object]:
         raise InputError(
             f"model: expected a shape that {name} can have, found {short_repr(config)}"
         )
-    return raw
-
-
-def _rope_keys(config: Config) -> dict[str, object]:
-    """Returns the keys of rotary positions, in the spelling of older versions of transformers."""
-    if config.positions != "rotary":
-        return {}
-    raw = {"rope_theta": config.rope_theta}
-    if config.rope_scaling:
-        kind, *values = config.rope_scaling
-        names = "factor", "low_freq_factor", "high_freq_factor"
-        raw["rope_scaling"] = {"rope_type": kind, **dict(zip(names, values))}
-        if kind == "llama3":
-            original = int(config.rope_scaling[-1])
-            raw["rope_scaling"]["original_max_position_embeddings"] = original
-    if config.rope_theta_local:
-        raw["rope_local_base_freq"] = config.rope_theta_local
     return raw
 
 

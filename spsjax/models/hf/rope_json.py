@@ -1,0 +1,160 @@
+"""Keys of rotary positions in config.json.
+
+Older versions of transformers write `rope_theta`, `rope_scaling` and, for layers with a window,
+`rope_local_base_freq`. Newer ones write all of them into `rope_parameters`. If a file has both,
+`rope_scaling` takes precedence. The kind is `rope_type`, or `type` in older files.
+"""
+
+import math
+
+from spsjax.models.config import Config
+from spsjax.models.hf.fields import COUNT, FLAG, OBJECT, POSITIVE, TEXT, Fields
+
+_LOCAL, _FULL = "sliding_attention", "full_attention"
+_ORIGINAL = "original_max_position_embeddings"
+_FACTORS = (
+    "a list of positive numbers",
+    lambda x: type(x) is list and bool(x) and all(map(POSITIVE[1], x)),
+)
+_ALIASES = {"su": "longrope"}
+
+
+def read(fields: Fields, context: int, head_dim: int) -> dict[str, object]:
+    """Returns the fields of `Config` for rotary positions, and the context that they allow.
+
+    Args:
+        fields: the file, or its part for the language model.
+        context: `max_position_embeddings`.
+        head_dim: width of a head.
+
+    Raises:
+        InputError: a scaling that is not supported, or that lacks a key.
+    """
+    theta = fields.get("rope_theta", POSITIVE, 10_000.0)
+    local = fields.get("rope_local_base_freq", POSITIVE, 0.0)
+    parameters = fields.get("rope_parameters", OBJECT, {})
+    scaling = fields.get("rope_scaling", OBJECT, {})
+    if local:
+        inner = Fields(fields.path, parameters, "rope_parameters")
+        parameters, windowed = (inner.get(kind, OBJECT, {}) for kind in (_FULL, _LOCAL))
+        inner = Fields(fields.path, windowed, f"rope_parameters.{_LOCAL}")
+        inner.only("rope_type", TEXT, "default")
+        local = inner.get("rope_theta", POSITIVE, local)
+        parameters = parameters | scaling
+    elif any(isinstance(value, dict) for value in parameters.values()):
+        raise fields.error("rope_parameters", "one set of parameters", parameters)
+    else:
+        parameters = scaling or parameters
+    rope = Fields(fields.path, parameters, "rope_scaling" if scaling else "rope_parameters")
+    rope.only("partial_rotary_factor", POSITIVE, 1)
+    theta = rope.get("rope_theta", POSITIVE, theta)
+    kind = rope.get("rope_type", TEXT, rope.get("type", TEXT, "default"))
+    kind = _ALIASES.get(kind, kind)
+    if kind not in _KINDS:
+        known = ", ".join(f'"{name}"' for name in _KINDS)
+        raise rope.error("rope_type", f"one of {known}", kind)
+    original = fields.get(_ORIGINAL, COUNT, None) or rope.get(_ORIGINAL, COUNT, None)
+    values, context = _KINDS[kind](rope, original, context, head_dim)
+    return {
+        "rope_theta": float(theta),
+        "rope_theta_local": float(local),
+        "rope_scaling": values,
+        "max_positions": context,
+    }
+
+
+def _default(rope, original, context, head_dim):
+    return (), context
+
+
+def _linear(rope, original, context, head_dim):
+    return ("linear", float(rope.get("factor", POSITIVE))), context
+
+
+def _llama3(rope, original, context, head_dim):
+    names = "factor", "low_freq_factor", "high_freq_factor"
+    original = original or rope.get(_ORIGINAL, COUNT)
+    scales = ("llama3", *(float(rope.get(name, POSITIVE)) for name in names), float(original))
+    if scales[2] >= scales[3]:
+        raise rope.error("low_freq_factor", f"less than {names[2]}={scales[3]}", scales[2])
+    return scales, context
+
+
+def _yarn(rope, original, context, head_dim):
+    original = original or context
+    factor = float(rope.get("factor", POSITIVE, context / original))
+    fast, slow = rope.get("beta_fast", POSITIVE, 32), rope.get("beta_slow", POSITIVE, 1)
+    if slow >= fast:
+        raise rope.error("beta_slow", f"less than beta_fast={fast}", slow)
+    scales = rope.get("mscale", POSITIVE, 0), rope.get("mscale_all_dim", POSITIVE, 0)
+    attention = _yarn_attention(factor, 1)
+    if all(scales):
+        attention = _yarn_attention(factor, scales[0]) / _yarn_attention(factor, scales[1])
+    attention = float(rope.get("attention_factor", POSITIVE, attention))
+    numbers = factor, float(fast), float(slow), float(original), attention
+    values = ("yarn", *numbers, rope.get("truncate", FLAG, True))
+    return values, max(context, math.floor(factor * original))
+
+
+def _yarn_attention(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _dynamic(rope, original, context, head_dim):
+    rope.only("alpha", POSITIVE, None)
+    factor = float(rope.get("factor", POSITIVE))
+    return ("dynamic", factor, float(context)), max(context, math.floor(factor * context))
+
+
+def _longrope(rope, original, context, head_dim):
+    original = original or context
+    short, long = (tuple(rope.get(f"{which}_factor", _FACTORS)) for which in ("short", "long"))
+    for which, factors in (("short", short), ("long", long)):
+        if len(factors) != head_dim // 2:
+            raise rope.error(f"{which}_factor", f"{head_dim // 2} numbers", list(factors))
+    factor = rope.get("factor", POSITIVE, context / original)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention = float(rope.get("attention_factor", POSITIVE, attention))
+    # With the long factors, all keys would have to be computed anew at the original context.
+    reached = context if short == long else min(original, context)
+    return ("longrope", attention, original, context, short, long), reached
+
+
+_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "dynamic": _dynamic,
+    "longrope": _longrope,
+}
+# Keys of the numbers in `Config.rope_scaling`, in their order.
+_NAMES = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", "beta_fast", "beta_slow", _ORIGINAL, "attention_factor", "truncate"),
+    "dynamic": ("factor", "max_position_embeddings"),
+    "longrope": (
+        *("attention_factor", _ORIGINAL, "max_position_embeddings"),
+        *("short_factor", "long_factor"),
+    ),
+}
+
+
+def keys(config: Config) -> dict[str, object]:
+    """Returns the keys of rotary positions, in the spelling of older versions of transformers."""
+    if config.positions != "rotary":
+        return {}
+    raw = {"rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        kind, *values = config.rope_scaling
+        values = [list(value) if isinstance(value, tuple) else value for value in values]
+        scaling = {"rope_type": kind} | dict(zip(_NAMES[kind], values))
+        for name in (_ORIGINAL, "max_position_embeddings"):
+            if name in scaling:
+                scaling[name] = int(scaling[name])
+        whole = scaling.pop("max_position_embeddings", None)
+        raw |= {"rope_scaling": scaling} | ({"max_position_embeddings": whole} if whole else {})
+    if config.rope_theta_local:
+        raw["rope_local_base_freq"] = config.rope_theta_local
+    return raw

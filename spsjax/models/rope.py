@@ -1,0 +1,89 @@
+"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864), and what stretches them.
+
+Scalings are those of `Config.rope_scaling`:
+  * ("linear", factor) divides all frequencies.
+  * ("llama3", factor, low, high, original) divides those of wavelengths above `original / low`,
+    leaves those below `original / high`, and interpolates between the two.
+  * ("yarn", factor, fast, slow, original, attention, truncate) divides frequencies of less than
+    `slow` turns within the original context, leaves those of more than `fast`, and interpolates
+    between their indices (YaRN; Peng et al. 2023, arXiv 2309.00071, 3.2 to 3.4).
+  * ("dynamic", factor, original) raises the base with the position beyond the original context. A
+    token that is decoded has the frequencies that `transformers` gives it; of a prompt that is
+    longer than the original context `transformers` rotates all tokens by its length.
+  * ("longrope", attention, original, whole, short, long) divides each frequency by a factor of its
+    own (Ding et al. 2024, arXiv 2402.13753). The short factors hold up to the original context.
+`attention` is a factor of both cosine and sine.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax.types import Array
+
+
+def angles(
+    positions_BT: Array, head_dim: int, theta: float, scaling: tuple = ()
+) -> tuple[Array, Array]:
+    """Returns cosine and sine [B, T, 1, C/2] of the angles by which tokens are rotated."""
+    positions = positions_BT[:, :, None, None]
+    kind = scaling[0] if scaling else None
+    if kind == "dynamic":
+        turned = positions * _of_position(positions, head_dim, theta, *scaling[1:])
+    else:
+        turned = positions * frequencies(head_dim, theta, scaling)
+    attention = {"yarn": 5, "longrope": 1}.get(kind)
+    factor = 1.0 if attention is None else scaling[attention]
+    if factor == 1.0:
+        return jnp.cos(turned), jnp.sin(turned)
+    return jnp.cos(turned) * factor, jnp.sin(turned) * factor
+
+
+def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
+    """Returns the [C/2] frequencies of all positions within the context, as float32."""
+    plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    kind, *values = scaling or (None,)
+    if kind == "linear":
+        plain = plain / values[0]
+    elif kind == "llama3":
+        factor, low, high, original = values
+        turns = original * plain / (2 * np.pi)
+        plain = _mixed(plain, factor, np.clip((turns - low) / (high - low), 0, 1))
+    elif kind == "yarn":
+        factor, fast, slow, original, _, truncate = values
+
+        def index(turns: float) -> float:
+            """Returns the index of the frequency that turns so often within the context."""
+            return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = index(fast), index(slow)
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        width = max(high - low, 0.001)
+        plain = _mixed(plain, factor, 1 - np.clip((np.arange(len(plain)) - low) / width, 0, 1))
+    elif kind == "longrope":
+        plain = plain / np.asarray(values[3])
+    return plain.astype(np.float32)
+
+
+def _mixed(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
+    """Returns frequencies of which a share is kept and the rest divided by a factor."""
+    return plain * (kept + (1 - kept) / factor)
+
+
+def _of_position(positions: Array, head_dim: int, theta: float, factor: float, original: float):
+    """Returns the frequencies of each position, with the base of a text that ends with it."""
+    length = jnp.maximum(positions + 1, original)
+    stretch = factor * length / original - (factor - 1)
+    base = math.log(theta) + jnp.log(stretch) * head_dim / (head_dim - 2)
+    return jnp.exp(-np.arange(0, head_dim, 2, dtype=np.float32) / head_dim * base)
+
+
+def rotate(x_BTHC: Array, cos: Array, sin: Array) -> Array:
+    """Rotates the first half of each head against its second half, in float32 or float64."""
+    wide = jnp.promote_types(x_BTHC.dtype, jnp.float32)
+    first, second = jnp.split(x_BTHC.astype(wide), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHC.dtype)
