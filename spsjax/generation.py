@@ -2,12 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from spsjax import decode, execution, pacing
+from spsjax import chance, decode, execution, pacing
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import LoadedDrafter, Model
@@ -55,8 +55,8 @@ class Generation:
     """Continuations.
 
     Attributes:
-        tokens: new tokens per row, an end of sequence included.
-        texts: their texts; None if the model has no tokenizer.
+        tokens: new tokens per row, the one that ends it included.
+        texts: their texts, up to the token that ends them; None if the model has no tokenizer.
         stats: statistics of the call.
     """
 
@@ -76,6 +76,7 @@ def generate(
     *,
     verifier: str | Verifier | None = None,
     stop_at_eos: bool = True,
+    stop_token_ids: Sequence[int] = (),
 ) -> Generation:
     """Continues each prompt with samples of the target, by speculative sampling.
 
@@ -96,7 +97,9 @@ def generate(
         verifier: rule that decides which draft tokens are accepted: a name of
             `spsjax.verifiers.NAMES`, or a `spsjax.verifiers.*.Verifier`. None: modified
             rejection sampling, which is lossless: "rejection", or "recursive" for trees.
-        stop_at_eos: whether a row ends at the model's end-of-sequence ids.
+        stop_at_eos: whether a row ends at the model's end-of-sequence ids: those of its config, its
+            generation config and its tokenizer.
+        stop_token_ids: further ids at which a row ends. Each set of them is compiled.
 
     Raises:
         InputError: an argument that cannot be used; the message names it.
@@ -113,6 +116,7 @@ def generate(
         seed,
         verifier,
         stop_at_eos,
+        stop_token_ids,
     )
     return _run(request)
 
@@ -133,7 +137,8 @@ def stream(
     if model.tokenizer is None:
         raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
     ids, steps = rounds(model, prompt, drafter, num_speculative_tokens, **options)
-    return _texts(model, ids, steps)
+    own = model.eos_ids if options.get("stop_at_eos", True) else ()
+    return _texts(model, ids, steps, {*own, *options.get("stop_token_ids", ())})
 
 
 def rounds(
@@ -147,6 +152,7 @@ def rounds(
     *,
     verifier: str | Verifier | None = None,
     stop_at_eos: bool = True,
+    stop_token_ids: Sequence[int] = (),
 ) -> tuple[list[int], Iterator[Round]]:
     """Returns the prompt's token ids, and the rounds of one continuation as they happen."""
     request = Request(
@@ -160,6 +166,7 @@ def rounds(
         seed,
         verifier,
         stop_at_eos,
+        stop_token_ids,
     )
     return request.prompts[0], _rounds(request)
 
@@ -218,6 +225,7 @@ def _run(request: Request) -> Generation:
     histogram = result["accepted"][:count].sum(axis=0)
     proposed = int(result["proposed"][:count].sum())
     calls = result["rounds"][:count]
+    chance.is_near(request, proposed, histogram)
     stats = Stats(
         target_calls=int(calls.max()),
         proposed_tokens=proposed,
@@ -231,7 +239,8 @@ def _run(request: Request) -> Generation:
     texts, tokenizer = None, request.model.tokenizer
     if tokenizer is not None:
         pairs = zip(request.prompts, tokens)
-        texts = [incremental_text(tokenizer, prompt, new) for prompt, new in pairs]
+        ends = request.program.eos_ids
+        texts = [incremental_text(tokenizer, prompt, new, ends) for prompt, new in pairs]
     return Generation(tokens, texts, stats)
 
 
@@ -268,15 +277,17 @@ def _check_finite(result: dict[str, np.ndarray]) -> None:
         )
 
 
-def _texts(model: Model, prompt: list[int], steps: Iterator[Round]) -> Iterator[str]:
+def _texts(
+    model: Model, prompt: list[int], steps: Iterator[Round], ends: Collection[int] = ()
+) -> Iterator[str]:
     tokens, sent = [], 0
     for step in steps:
         tokens += step.tokens.tolist()
-        text = incremental_text(model.tokenizer, prompt, tokens)
+        text = incremental_text(model.tokenizer, prompt, tokens, ends)
         whole = text.rstrip("\ufffd")
         if len(whole) > sent:
             yield whole[sent:]
             sent = len(whole)
-    text = incremental_text(model.tokenizer, prompt, tokens)
+    text = incremental_text(model.tokenizer, prompt, tokens, ends)
     if len(text) > sent:
         yield text[sent:]

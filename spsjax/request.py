@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from spsjax import decode, loading, pacing, sampling, verifiers
+from spsjax import decode, loading, memory, pacing, sampling, verifiers
 from spsjax.drafters import base, draft_model, early_exit, features, none, sparse_self
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import quantization, transformer
 from spsjax.parallel import multihost, sharding
 from spsjax.sampling import SamplingParams
+from spsjax.tokenization.base import difference
 from spsjax.verifiers import base as base_verifier
 
 AUTO = "auto"  # for num_speculative_tokens: chosen in every round, as by a `pacing.Pacer`
@@ -34,6 +35,8 @@ class Request:
         prompts: token ids per prompt.
         context: most tokens of a prompt and its continuation, of target and drafter.
         lengths: [B] lengths of the prompts; rows beyond the prompts fill up the mesh.
+        drafter_name: name of the drafter, for messages.
+        is_trained: whether the drafter has weights.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Request:
         seed: int,
         verifier,
         stop_at_eos: bool,
+        stop_token_ids: Sequence[int] = (),
     ):
         check_model(model)
         check_sampling(params)
@@ -68,10 +72,13 @@ class Request:
             contexts[loaded.name] = loaded.max_positions
         self.context = min(contexts.values())
         check_lengths(self.prompts, new_tokens, contexts, name)
-        eos_ids = model.config.eos_ids if stop_at_eos else ()
+        eos_ids = model.eos_ids if stop_at_eos else ()
+        eos_ids += check_stop_tokens(stop_token_ids, model.config.vocab_size)
+        eos_ids = tuple(dict.fromkeys(eos_ids))
         pacer = pacer_of(num_speculative_tokens) if loaded.drafter.num_speculative_tokens else None
         self.program = decode.Program(model.config, loaded.drafter, verifier, eos_ids, pacer=pacer)
         self.params = loaded.with_target(model.params)  # and costs of a pacer
+        self.drafter_name, self.is_trained = loaded.name, bool(loaded.params)
         if caller != "engine":  # which tells the others what process 0 was asked for
             multihost.check_same_everywhere(
                 caller, self.program, self.prompts, new_tokens, params, seed, model.mesh
@@ -84,6 +91,8 @@ class Request:
         self._limits = self.lengths + np.asarray([*new_tokens, *[0] * extra], np.int32)
         needed = int(self._limits.max()) + self.program.drafter.num_speculative_tokens + 1
         self.slots = max(decode.num_slots(int(self.lengths.max())), decode.num_slots(needed))
+        size = len(self.lengths), self.slots
+        memory.check("prompts, max_new_tokens", self.program, self.params, *size, model.mesh)
 
     @functools.cached_property
     def inputs(self) -> tuple:
@@ -127,6 +136,22 @@ def check_seed(seed) -> None:
     """Raises InputError unless `seed` is an integer of 32 bits."""
     if not _is_integer(seed) or not 0 <= seed < 2**32:
         raise InputError(f"seed: expected an integer in [0, 2**32), found {short_repr(seed)}")
+
+
+def check_stop_tokens(stop_token_ids, vocab_size: int) -> tuple[int, ...]:
+    """Returns token ids that end a text, each once; raises InputError unless they are that."""
+    ids = stop_token_ids
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    known = isinstance(ids, Sequence) and all(
+        _is_integer(id) and 0 <= id < vocab_size for id in ids
+    )
+    if isinstance(ids, str) or not known:
+        raise InputError(
+            f"stop_token_ids: expected a list of token ids in [0, {vocab_size}), "
+            f"found {short_repr(stop_token_ids)}"
+        )
+    return tuple(sorted({int(id) for id in ids}))
 
 
 def check_lengths(
@@ -213,9 +238,10 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             f"drafter {drafter.name}: expected weights on the target's devices, found others. "
             "Load it for this target with load_drafter."
         )
-    if None not in (drafter.tokenizer, model.tokenizer) and drafter.tokenizer != model.tokenizer:
+    if found := difference(model.tokenizer, drafter.tokenizer):
         raise InputError(
-            f"drafter {drafter.name}: expected the target's tokenizer, found another one"
+            f"drafter {drafter.name}: expected the target's texts of all ids that both have, "
+            f"found {found}"
         )
     return dataclasses.replace(drafter, drafter=method)
 
@@ -341,8 +367,6 @@ def _is_integer(value) -> bool:
 
 def _encode(model: Model, name: str, prompt) -> list[int]:
     if isinstance(prompt, str):
-        if not prompt:
-            raise InputError(f"{name}: expected a text, found an empty one")
         if model.tokenizer is None:
             raise InputError(
                 f"{name}: expected token ids ({model.name} has no tokenizer), found text"
@@ -351,6 +375,9 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
             ids = model.tokenizer.encode(prompt)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
+        if not ids:  # an empty text is what follows the beginning of a sequence
+            begin = model.tokenizer.bos_id if model.config.bos_id is None else model.config.bos_id
+            ids = [] if prompt or begin is None else [begin]
         if not ids:
             raise InputError(
                 f"{name}: expected a text of at least one token, found {short_repr(prompt)}"
@@ -360,6 +387,8 @@ def _encode(model: Model, name: str, prompt) -> list[int]:
         ids = np.asarray(prompt)
     except ValueError:  # lists of several lengths
         ids = np.asarray(None)
+    if isinstance(prompt, Sequence) and any(isinstance(id, bool | np.bool) for id in prompt):
+        ids = np.asarray(None)  # NumPy would take true for 1
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise InputError(
             f"{name}: expected a text or a list of integers, found {type(prompt).__name__}"

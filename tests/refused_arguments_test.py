@@ -63,7 +63,8 @@ def test_empty_prompt_is_refused(model, prompts):
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 3, b"text", [1.0], [True], [1, None], [[1]], ["1"], {1, 2}, np.ones((2, 2))]
+    "prompt",
+    [None, 3, b"text", [1.0], [True], [1, True], [1, None], [[1]], ["1"], {1, 2}, np.ones((2, 2))],
 )
 def test_prompt_of_another_type_is_refused(model, prompt):
     """A prompt that is neither text nor token ids is refused."""
@@ -243,7 +244,7 @@ def test_draft_with_another_tokenizer_is_refused(tmp_path, model):
         )
         for name, text in texts.items()
     )
-    refused(target, "draft", "tokenizer", drafter=draft)
+    refused(target, "draft", "texts of all ids that both have, found id 2", drafter=draft)
     again = tokenization.load(tmp_path / "target")
     same = spsjax.Model("same", model.config, model.params, again)
     accepted(target, drafter=same, max_new_tokens=2)

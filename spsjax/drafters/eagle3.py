@@ -35,15 +35,16 @@ class Eagle3(nnx.Module):
         self.feature_norm = Norm(config, config.d_model, dtype=dtype)
         self.layer = FeatureLayer(config, width + config.d_model, dtype=dtype, rngs=rngs)
         self.norm = Norm(config, config.d_model, dtype=dtype)
-        self.head = nnx.Linear(
-            config.d_model,
-            drafter.vocab_size,
-            use_bias=False,
-            dtype=dtype,
-            param_dtype=dtype,
-            kernel_init=INIT,
-            rngs=rngs,
-        )
+        if drafter.own_head:
+            self.head = nnx.Linear(
+                config.d_model,
+                drafter.vocab_size,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=dtype,
+                kernel_init=INIT,
+                rngs=rngs,
+            )
 
     def fuse(self, taps_BTW) -> Array:
         """Returns features [B, T, D] of the inputs of the target's tapped layers, side by side."""
@@ -61,10 +62,9 @@ class Eagle3(nnx.Module):
         outputs, block = self.layer(residual, read, context, cached, earlier)
         return (self.norm(outputs) if self.drafter.norm_output else outputs), block
 
-    def logits(self, outputs_BTD) -> Array:
-        """Returns logits [B, T, R] of the R tokens of the draft's vocabulary."""
-        normed = outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
-        return head_logits(normed, self.head.kernel[...])
+    def normed(self, outputs_BTD) -> Array:
+        """Returns what a head multiplies."""
+        return outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Drafter(pairs.PairDrafter):
         norm_before_residual: whether the residual stream begins with the normalised feature.
         fc_norm: whether each tapped layer's input is normalised (EAGLE-3.1, 2605.09992).
         norm_output: whether the next pair is fed with the normalised output (EAGLE-3.1).
+        own_head: whether it has a vocabulary matrix of its own; else it uses the target's, of all
+            tokens.
     """
 
     vocab_size: int = 32_000
@@ -86,12 +88,13 @@ class Drafter(pairs.PairDrafter):
     norm_before_residual: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    own_head: bool = True
 
     constants = (IDS,)
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("norm_before_residual", "fc_norm", "norm_output"):
+        for field in ("norm_before_residual", "fc_norm", "norm_output", "own_head"):
             check_flag(field, getattr(self, field))
         check_integer("vocab_size", self.vocab_size, 1)
         taps, last = self.tap_layers, self.target.num_layers
@@ -107,23 +110,32 @@ class Drafter(pairs.PairDrafter):
                 f"vocab_size: expected at most the target's {self.target.vocab_size}, "
                 f"found {self.vocab_size}"
             )
+        sizes = self.config.d_model, self.vocab_size
+        if not self.own_head and sizes != (self.target.d_model, self.target.vocab_size):
+            raise InputError(
+                "own_head: expected true for a drafter of another width or vocabulary than the "
+                "target's, found false"
+            )
 
     @property
     def split_like(self):
         return dataclasses.replace(self.config, vocab_size=self.vocab_size)
 
     def from_target(self, weights, params):
-        if self.config.d_model != self.target.d_model:
+        if not self.own_head or self.config.d_model != self.target.d_model:
             return weights
         scale = self.target.norm_offset + params["target"]["norm"]["scale"]
         kernel = scale[:, None] * transformer.head_kernel(self.target, params["target"])
-        kernel = kernel[:, self.draft_ids(params)].astype(jnp.float32)
+        kernel = kernel[:, params["drafter"][IDS]].astype(jnp.float32)
         return weights | {"head": {"kernel": kernel}}
 
     def step_weights(self, params):
         # Features are fused once per round.
         once = IDS, "fc", "tap_norms"
-        return {name: value for name, value in params["drafter"].items() if name not in once}
+        own = {name: value for name, value in params["drafter"].items() if name not in once}
+        return (
+            own if self.own_head else (own, transformer.head_kernel(self.target, params["target"]))
+        )
 
     def seen(self, output):
         return jnp.concatenate(output.taps, axis=-1)
@@ -139,10 +151,15 @@ class Drafter(pairs.PairDrafter):
         return layer(embedded.astype(_dtype(weights)), features_BTD, context, cached, earlier)
 
     def draft_logits(self, params, outputs_BTD, depth=0):
-        return self._bind(_trained(params["drafter"])).logits(outputs_BTD)
+        head = self._bind(_trained(params["drafter"]))
+        normed = head.normed(outputs_BTD)
+        if self.own_head:
+            return head_logits(normed, head.head.kernel[...])
+        normed = normed.astype(params["target"]["norm"]["scale"].dtype)
+        return transformer.head(self.target, params["target"], normed)
 
     def draft_ids(self, params):
-        return params["drafter"][IDS]
+        return None if self.vocab_size == self.target.vocab_size else params["drafter"][IDS]
 
     def param_shapes(self, dtype):
         ids = jax.ShapeDtypeStruct((self.vocab_size,), jnp.int32)

@@ -97,9 +97,9 @@ def by_name(text: str, target: transformer.Config) -> Drafter:
     Raises InputError for a file that cannot be used, and for layers that the target does not have.
     """
     if text.isascii() and text.isdecimal() and len(text) < 6:
-        if int(text) > target.num_layers:
+        if not 1 <= int(text) <= target.num_layers:
             raise InputError(
-                f"early_exit: expected at most the {target.num_layers} layers of the target, "
+                f"early_exit: expected 1 to {target.num_layers} layers, as the target has, "
                 f"found {text}"
             )
         return Drafter(target, Skipped.after(int(text), target.num_layers))

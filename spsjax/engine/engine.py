@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from spsjax import decode, execution, pacing, request
+from spsjax import chance, decode, execution, memory, pacing, request
 from spsjax.drafters import base
 from spsjax.engine.requests import News, Request, Submission
 from spsjax.errors import InputError, NonFiniteError, check_integer
@@ -20,7 +20,7 @@ from spsjax.verifiers.base import Verifier
 
 _SAMPLED = 64  # tokens of the first prompt, in all rows, on which costs are measured
 _CALM = 8  # times in a row that fewer rows would do before the loop has fewer
-_READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "accepted"
+_READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted"
 
 
 @dataclasses.dataclass
@@ -83,9 +83,11 @@ class Engine:
             InputError: an argument that cannot be used.
         """
         for name, value in (("rows", rows), ("slots", slots), ("chunk", chunk), ("rounds", rounds)):
-            check_integer(name, value, 1)
+            check_integer(name, value, 1, 2**31 - 1)
         self._fixed = drafter, num_speculative_tokens, verifier, stop_at_eos
         self.model, self.slots = model, decode.num_slots(slots)
+        one = self._checked([[0]], SamplingParams(), 0, 0)
+        memory.check("rows, slots", one.program, one.params, rows, self.slots, model.mesh)
         whole = self._checked([[0]] * rows, SamplingParams(), 0, 0)
         self.rows = len(whole.lengths)  # a mesh may have room for more
         least = 1 if model.mesh is None else model.mesh.shape["data"]
@@ -105,6 +107,8 @@ class Engine:
         self._running: dict[int, Request] = {}
         self._reading: _Reading | None = None
         self._stepping, self._count = False, 0
+        # Draft tokens that were offered, and rounds per number of accepted ones; None: it warned.
+        self._drafted: tuple[int, np.ndarray] | None = 0, np.zeros(1, int)
         self._closed, self._ended = False, False  # for new requests; in all processes
         self._changed = threading.Condition()  # guards what is new, and whose turn it is
         sizes = rows, slots, chunk, rounds, model.mesh
@@ -116,15 +120,18 @@ class Engine:
         sampling: SamplingParams = SamplingParams(),
         max_new_tokens: int = 128,
         seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
     ) -> Request:
         """Queues a prompt, and returns its request. The arguments are those of `generate`.
+
+        Stop tokens are looked for between runs of the loop, and none of them is compiled.
 
         Raises:
             InputError: an argument that cannot be used; the message names it.
         """
         if not multihost.is_main_process():
             raise InputError(f"submit: expected process 0, found process {jax.process_index()}")
-        submitted = self._request(prompt, sampling, max_new_tokens, seed)
+        submitted = self._request(prompt, sampling, max_new_tokens, seed, stop_token_ids)
         if jax.process_count() == 1:
             _ = submitted.call.inputs  # made here, so that the loop need not wait for them
         with self._changed:
@@ -149,18 +156,25 @@ class Engine:
         return min(self._context, self.slots - K - 1) - len(prompt)
 
     def warm_up(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams = SamplingParams()
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams = SamplingParams(),
+        progress: Callable[[int, int], None] = lambda done, steps: None,
     ) -> None:
         """Compiles what requests like these need, for loops of all sizes, while nothing else runs.
 
         Otherwise this happens when it is needed first, and all requests wait. With "auto", the
-        costs of rounds are measured on the first prompt.
+        costs of rounds are measured on the first prompt. `progress` is called with the number of
+        steps that are done and that of all steps.
         """
         if not prompts:
             raise InputError("prompts: expected at least one, found none")
-        for prompt in prompts:
+        steps = len(prompts) + len(self._sizes)
+        for done, prompt in enumerate(prompts):
+            progress(done, steps)
             self._finish(self._request(prompt, sampling, 1, 0))
-        for rows in self._sizes:
+        for done, rows in enumerate(self._sizes, len(prompts)):
+            progress(done, steps)
             self._state, _ = execution.prefill(self._loop(rows))
             self._calm = 0  # or it would have fewer rows at once
             self._finish(self._request(prompts[0], sampling, 1, 0))
@@ -169,6 +183,7 @@ class Engine:
                 for others in self._sizes:
                     empty = np.full(others, -1, np.int32)
                     jax.block_until_ready(compiled(decode.take)(self._state, empty))
+        progress(steps, steps)
 
     def close(self) -> None:
         """Cancels all requests, and takes no more of them. Other processes stop following."""
@@ -220,7 +235,7 @@ class Engine:
         yield from self._waiting
         yield from self._new
 
-    def _request(self, prompt, sampling, max_new_tokens, seed) -> Request:
+    def _request(self, prompt, sampling, max_new_tokens, seed, stop_token_ids=()) -> Request:
         """Returns a request that is not queued yet; raises InputError as `submit` does."""
         call = self._checked([prompt], sampling, max_new_tokens, seed)
         (count,) = request.budgets(max_new_tokens, 1)
@@ -230,7 +245,8 @@ class Engine:
                 f"prompt: expected prompt, new tokens and {K + 1} more within the engine's "
                 f"{self.slots} slots, found {needed}"
             )
-        submission = Submission(call.prompts[0], sampling.of_one_row(), count, int(seed))
+        stops = list(request.check_stop_tokens(stop_token_ids, self.model.config.vocab_size))
+        submission = Submission(call.prompts[0], sampling.of_one_row(), count, int(seed), stops)
         return Request(self, call, submission)
 
     def _settle(self, *results) -> None:
@@ -252,10 +268,7 @@ class Engine:
         if jax.process_count() > 1:
             news = news.of_first_process()
             if not multihost.is_main_process():
-                new = [
-                    self._request(one.prompt, one.sampling, one.max_new_tokens, one.seed)
-                    for one in news.submitted
-                ]
+                new = [self._request(*vars(one).values()) for one in news.submitted]
         for submitted in new:
             self._enqueue(submitted)
         self._drop(set(news.cancelled))
@@ -388,17 +401,28 @@ class Engine:
         found = multihost.to_host({name: getattr(self._state, name) for name in _READ_BY_HOST})
         for row, submitted in list(self._running.items()):
             start, end = len(submitted.prompt) + len(submitted.tokens), found["lengths"][row]
-            submitted.tokens += found["tokens"][row, start:end].tolist()
+            stopped = submitted.take(found["tokens"][row, start:end].tolist())
             submitted.rounds = int(found["rounds"][row])
             submitted.accepted_histogram = found["accepted"][row].tolist()
-            if found["failed"][row]:
+            done, failed = found["done"][row], found["failed"][row]
+            if failed and not stopped:
                 submitted.error = NonFiniteError(
                     f"position {end}: expected finite logits, found a NaN or an infinity"
                 )
+            if failed or (stopped and not done):
                 self._empty_row(row)
-            if found["done"][row]:
+            if done or stopped:
+                self._count_drafts(submitted, int(found["proposed"][row]))
                 submitted.done = True
                 del self._running[row]
+
+    def _count_drafts(self, submitted: Request, proposed: int) -> None:
+        """Adds the rounds of a request to those of all, and warns once if drafts are useless."""
+        if self._drafted is not None:
+            total, histogram = self._drafted
+            total, histogram = total + proposed, histogram + submitted.accepted_histogram
+            warned = chance.is_near(submitted.call, total, histogram)
+            self._drafted = None if warned else (total, histogram)
 
     def _drop(self, numbers: set[int]) -> None:
         """Ends requests that were cancelled."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spsjax import request
 from spsjax.errors import InputError
@@ -13,12 +13,13 @@ from spsjax.tokenization.base import incremental_text
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """The arguments of a request."""
+    """The arguments of a request, in this order."""
 
     prompt: list[int]
     sampling: SamplingParams
     max_new_tokens: int
     seed: int
+    stop_token_ids: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,13 @@ class Request:
 
     Attributes:
         prompt: token ids.
-        tokens: new tokens so far, an end of sequence included.
+        tokens: new tokens so far, the one that ends the text included.
         done: whether there will be no more.
         error: the exception that ended it early; None: nothing did.
         cancelled: whether it was cancelled.
         rounds: passes of the target after the prompt.
         accepted_histogram: [K+1], rounds per number of accepted draft tokens.
+        ends: token ids that end the text.
     """
 
     def __init__(self, engine, call: request.Request, news: Submission):
@@ -72,6 +74,7 @@ class Request:
         self.cancelled = False
         self.number = -1  # of the engine's requests, from when the engine knows it
         self.call, self.news = call, news
+        self.ends = {*call.program.eos_ids, *news.stop_token_ids}
         self._engine = engine
 
     @property
@@ -93,8 +96,16 @@ class Request:
         model = self._engine.model
         if model.tokenizer is None:
             raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
-        text = incremental_text(model.tokenizer, self.prompt, self.tokens[:count])
+        text = incremental_text(model.tokenizer, self.prompt, self.tokens[:count], self.ends)
         return text if whole else text.rstrip("\ufffd")
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        """Adds new tokens, up to one that ends the text; returns whether one of them does."""
+        for token in tokens:
+            self.tokens.append(token)
+            if token in self.ends:
+                return True
+        return False
 
     def cancel(self) -> None:
         """Ends it soon. It keeps the tokens that it has, and its row goes to another request."""

@@ -51,7 +51,7 @@ class HFBaseline:
 
         self.target = convert(target)
         self.draft = convert(draft) if draft else None
-        self._eos_ids = target.config.eos_ids
+        self._eos_ids = target.eos_ids
         contexts = [model.config.max_positions for model in (target, draft) if model]
         self._context = min(contexts)
 

@@ -41,7 +41,7 @@ class OpenVINOBaseline:
                 f"--peer=openvino: expected {target.name} with a tokenizer, found none"
             )
         self._genai, self._tensor = openvino_genai, openvino.Tensor
-        self._eos_ids = target.config.eos_ids
+        self._eos_ids = target.eos_ids
         contexts = [model.config.max_positions for model in (target, draft) if model]
         self._context = min(contexts)
         with tempfile.TemporaryDirectory() as folder:

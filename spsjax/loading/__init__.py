@@ -20,7 +20,7 @@ from spsjax.loading.models import (
     random,
     save,
 )
-from spsjax.loading.names import is_feature_drafter
+from spsjax.loading.names import is_feature_drafter, shipped_drafter
 
 __all__ = [
     "FILES",
@@ -39,5 +39,6 @@ __all__ = [
     "random",
     "save",
     "save_drafter",
+    "shipped_drafter",
     "with_stop_rule",
 ]

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import pathlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ from spsjax.models import quantization
 from spsjax.models.hf import feature_weights, head_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
+from spsjax.tokenization.base import difference
 from spsjax.types import PyTree
 from spsjax.utils import jsonl
 
@@ -266,6 +268,14 @@ def _load_head(
     drafter = module.Drafter(target=target.config, tree=tree, **layout.fields)
     where = drafter.shardings(target.mesh, replicate)
     params = files.read(layout, drafter.param_shapes(dtype), target.config, where)
+    embedding = target.params["embed"]["embedding"]
+    local = files is feature_weights and getattr(embedding, "is_fully_addressable", False)
+    if local and feature_weights.reads_other_embedding(layout, embedding):
+        warnings.warn(
+            f"{folder}: embed_tokens differs from the target's and is not used, so that fewer "
+            "drafts may be accepted",
+            stacklevel=2,
+        )
     return LoadedDrafter(name, drafter, params, target.config.max_positions)
 
 
@@ -322,8 +332,10 @@ def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
 def _check_pair(target: Model, draft: Model) -> None:
     name = f"drafter {draft.name}"
     if target.tokenizer is not None and draft.tokenizer is not None:
-        if target.tokenizer != draft.tokenizer:
-            raise InputError(f"{name}: expected the target's tokenizer, found another one")
+        if found := difference(target.tokenizer, draft.tokenizer):
+            raise InputError(
+                f"{name}: expected the target's texts of all ids that both have, found {found}"
+            )
     elif (
         draft.config.vocab_size != target.config.vocab_size
         and draft.config.vocab_rows != target.config.vocab_rows

@@ -54,6 +54,17 @@ class Model:
         return sharding.use_mesh(self.mesh)
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids at which a text ends: those of the config, and the tokenizer's end of sequence.
+
+        Chat templates end a turn by the latter, which some configs lack: without it, an answer
+        would run on through turns of its own.
+        """
+        own = None if self.tokenizer is None else self.tokenizer.eos_id
+        more = () if own is None or own in self.config.eos_ids else (own,)
+        return self.config.eos_ids + more
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of weights that one pass reads from the memory of one device.
 

@@ -36,6 +36,26 @@ def is_shipped(folder: pathlib.Path) -> bool:
     return _SHIPPED in folder.parents
 
 
+def shipped_drafter(target: str | pathlib.Path, models: bool = False) -> str | None:
+    """Returns the name of the drafter that is shipped for a shipped target; None: there is none.
+
+    A draft model comes first. With `models`, other drafters do not count.
+    """
+    folder = _SHIPPED / pathlib.Path(target).parent
+    if (
+        pathlib.Path(target).name != "target"
+        or not folder.is_dir()
+        or pathlib.Path(target).is_dir()
+    ):
+        return None
+    for path in sorted(folder.glob("*/config.json")):
+        name = path.parent.relative_to(_SHIPPED).as_posix()
+        drafts = path.parent.name == "draft" or (not models and path.parent.name != "target")
+        if drafts:
+            return name
+    return None
+
+
 def layout_of(folder: pathlib.Path):
     """Returns the module that reads the drafter in a folder; None: it holds a model."""
     if head_weights.method_of(folder):

@@ -7,11 +7,11 @@ import json
 import operator
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import chat_template
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, git_lfs
 
 # Tokenizer files, in order of preference.
 KINDS = ("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt")
@@ -88,11 +88,13 @@ class Tokenizer(abc.ABC):
         for name, raw in self.files.items():
             atomic_files.write(folder / name, raw)
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping], /, **variables) -> list[int]:
         """Returns the token ids of a conversation, up to the beginning of the answer.
 
         Args:
-            messages: conversation, as `[{"role": "user", "content": "Hello"}]`.
+            messages: conversation, as `[{"role": "user", "content": "Hello"}]`. A content may also
+                be a list of parts of type "text", as clients of OpenAI's API send it.
+            variables: further variables of the chat template, as `enable_thinking=False`.
 
         Raises:
             InputError: the folder has no chat template, or one that refuses the messages or fails.
@@ -104,7 +106,7 @@ class Tokenizer(abc.ABC):
         more = self._settings.get("extra_special_tokens")
         tokens = more if isinstance(more, dict) else {}
         tokens = tokens | {name: self._special(name) for name in names}
-        text = chat_template.render(template, messages, tokens, self.path.parent)
+        text = chat_template.render(template, messages, tokens, self.path.parent, variables)
         return self.encode(text, whole=False)
 
     @property
@@ -185,13 +187,33 @@ class Tokenizer(abc.ABC):
         return token if isinstance(token, str) else None
 
 
-def incremental_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """Returns the text that `tokens` add to the text of `prompt`.
+def difference(one: Tokenizer | None, other: Tokenizer | None) -> str | None:
+    """Returns where two tokenizers differ, for messages; None: one can draft for the other.
+
+    Each id of the shorter vocabulary must have the same text in both, control ids apart. The longer
+    one may have tokens beyond. If one is None, nothing is known to differ.
+    """
+    if one is None or other is None or one == other:
+        return None
+    for id in range(min(one.vocab_size, other.vocab_size)):
+        texts = one.pieces.get(id), other.pieces.get(id)
+        if texts[0] != texts[1]:
+            shown = ("no text" if text is None else short_repr(text) for text in texts)
+            return f"id {id}: {' and '.join(shown)}"
+    return None
+
+
+def incremental_text(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], ends: Collection[int] = ()
+) -> str:
+    """Returns the text that `tokens` add to the text of `prompt`, without one of `ends` at its end.
 
     Some tokenizers decode tokens differently without the tokens before them, so both are decoded
     together and the prompt's text is removed. Ids beyond the tokenizer's have no text: the
     vocabulary of a model may be padded.
     """
+    if len(tokens) and tokens[-1] in ends:
+        tokens = tokens[:-1]
     prompt, tokens = ([id for id in ids if id < tokenizer.vocab_size] for ids in (prompt, tokens))
     before = tokenizer.decode(prompt)
     both = tokenizer.decode([*prompt, *tokens])
@@ -210,9 +232,11 @@ def _spaced(text) -> str | None:
 def read(path: pathlib.Path) -> bytes:
     """Reads a tokenizer file; raises InputError if that fails."""
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: expected a tokenizer file, found {one_line(error)}") from None
+    git_lfs.check(path, content)
+    return content
 
 
 def check_text(text) -> None:

@@ -5,7 +5,8 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from spsjax.errors import InputError, one_line, printable, short_repr
 
@@ -21,6 +22,7 @@ def render(
     messages: Sequence[dict[str, str]],
     tokens: dict[str, str | None],
     folder: pathlib.Path,
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> str:
     """Returns the text of a conversation, up to the beginning of the answer.
 
@@ -34,14 +36,15 @@ def render(
         messages: conversation, as `[{"role": "user", "content": "Hello"}]`.
         tokens: text of the special tokens by name, as `bos_token`.
         folder: folder of the template, for errors.
+        more: further variables of the template, as `{"enable_thinking": False}`.
 
     Raises:
         InputError: the template is invalid, refuses the messages or exceeds its limits.
     """
-    _check_messages(messages)
+    messages = conversation(messages)
     special = {name: text for name, text in tokens.items() if text is not None}
     options = {"tools": None, "documents": None, "add_generation_prompt": True}
-    variables = {"messages": messages, **options, **special}
+    variables = {**options, **more, "messages": messages, **special}
     try:
         most = _CHARACTERS + 10 * len(json.dumps(variables))
         request = json.dumps({"template": template, "variables": variables, "most": most})
@@ -74,17 +77,39 @@ def _run_child(request: str) -> dict:
         return {"error": [limits, *child.stderr.splitlines()][-1]}
 
 
-def _check_messages(messages) -> None:
-    """Raises InputError unless each message has the texts `role` and `content`."""
+def conversation(messages: Sequence[Mapping]) -> list[dict]:
+    """Returns messages as templates take them: parts of type "text" joined, and no nulls.
+
+    Other fields, as `name` and `reasoning_content`, stay as they are.
+
+    Raises:
+        InputError: a message without a role, or with a content that is no text.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InputError(f"messages: expected a list of messages, found {short_repr(messages)}")
-    for number, message in enumerate(messages):
-        fields = (
-            [message.get(field) for field in ("role", "content")]
-            if isinstance(message, dict)
-            else []
+    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+
+
+def _message(name: str, message) -> dict:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InputError(f"{name}: expected a role and a content, found {short_repr(message)}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        parts = enumerate(content)
+        content = "".join(_part(f"{name}.content[{number}]", part) for number, part in parts)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise InputError(
+            f"{name}.content: expected a text or a list of text parts, "
+            f"found {'none' if content is None else short_repr(content)}"
         )
-        if not fields or not all(isinstance(field, str) for field in fields):
-            raise InputError(
-                f"messages[{number}]: expected a role and a content, found {short_repr(message)}"
-            )
+    named = {**message, "content": content}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _part(name: str, part) -> str:
+    """Returns the text of a part. Its other fields are hints for other servers."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        found = short_repr(part if kind in (None, "text") else kind)
+        raise InputError(f'{name}: expected a part of type "text" with a text, found {found}')
+    return part["text"]

@@ -14,6 +14,7 @@ from helpers.models import build_model, logits_of, nearby_model, spread_model
 import spsjax
 from spsjax import SamplingParams, decode, drafters, execution, generation, sampling
 from spsjax.request import Request
+from spsjax.tokenization.base import incremental_text
 from spsjax.utils.compilation import compiled, jitted
 
 K, NEW = 3, 20
@@ -141,6 +142,30 @@ def test_step_keeps_the_invariants_of_its_state(target, draft):
     assert after.done.all() and not after.failed.any()
 
 
+def test_stop_tokens_cut_the_text(target, tiny_tokenizer):
+    """They end a row as an end of sequence does, and its text ends before them."""
+    model = dataclasses.replace(target, tokenizer=tiny_tokenizer)
+    options = {"sampling": GREEDY, "max_new_tokens": NEW, "stop_at_eos": False}
+    free = spsjax.generate(model, PROMPTS, None, None, **options).tokens
+    stop = int(free[0][5])
+    out = spsjax.generate(model, PROMPTS, None, None, **options, stop_token_ids=[stop])
+    for whole, tokens, prompt, text in zip(free, out.tokens, PROMPTS, out.texts):
+        (places,) = np.nonzero(whole == stop)
+        assert tokens.tolist() == whole[: places[0] + 1 if len(places) else None].tolist()
+        kept = [token for token in tokens.tolist() if token != stop]
+        assert text == incremental_text(tiny_tokenizer, prompt, kept)
+    pieces = spsjax.stream(model, PROMPTS[0], **options, stop_token_ids=[stop])
+    assert "".join(pieces) == out.texts[0]
+
+
+@pytest.mark.parametrize("ids", [[48], [-1], [True], [2.0], "7", 7, [[7]]])
+def test_stop_tokens_that_the_model_lacks_are_refused(target, ids):
+    with pytest.raises(
+        spsjax.InputError, match=r"^stop_token_ids: expected a list of token ids in "
+    ):
+        spsjax.generate(target, PROMPTS, stop_token_ids=ids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("draft_model", 8), ("ngram", 7)])
 def test_greedy_speculation_equals_greedy_decoding(target, draft, name, count):
@@ -191,6 +216,7 @@ class Letters:
         return [self.pieces.index(byte) for byte in text.encode()]
 
     vocab_size = 2**31
+    eos_id = None
 
     def decode(self, ids):
         return bytes(self.pieces[index] for index in ids).decode(errors="replace")

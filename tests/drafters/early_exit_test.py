@@ -200,7 +200,8 @@ def test_drafter_is_loaded_by_its_number_of_layers_or_a_file(target, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4", "early_exit: expected at most the 3 layers of the target, found 4"),
+        ("4", "early_exit: expected 1 to 3 layers, as the target has, found 4"),
+        ("0", "early_exit: expected 1 to 3 layers, as the target has, found 0"),
         ("", "early_exit: expected .* and a number of layers or a file of plan_skips.py, found ''"),
         ("missing.json", "early_exit: expected .* found 'missing.json'"),
         (

@@ -165,6 +165,23 @@ def test_cancelled_requests_free_their_rows(engine, target, draft):
         assert request.tokens == whole[: len(request.tokens)]
 
 
+def test_stop_tokens_end_one_request_and_free_its_row(engine, target, draft):
+    """Whatever a run of the loop has drafted beyond them is dropped."""
+    prompts = [[3, 4, 5], [9, 1], [2, 2]]
+    whole = [alone(target, draft, prompt, count=30, seed=4) for prompt in prompts]
+    stops = [tokens[4] for tokens in whole]
+    requests = [
+        engine.submit(prompt, SamplingParams(), 30, 4, stop_token_ids=[stop])
+        for prompt, stop in zip(prompts, stops)
+    ]
+    free = engine.submit(prompts[0], SamplingParams(), 30, 4)
+    for request, tokens, stop in zip(requests, whole, stops):
+        assert request.result() == tokens[: tokens.index(stop) + 1]
+    assert free.result() == whole[0]
+    with pytest.raises(InputError, match=r"^stop_token_ids: expected"):
+        engine.submit([1], max_new_tokens=3, stop_token_ids=[48])
+
+
 def plain_engine(target, rows):
     """Returns an engine without a drafter; its programs are those of others of as many rows."""
     return spsjax.Engine(target, rows=rows, slots=SLOTS, chunk=16, rounds=2)
@@ -235,19 +252,24 @@ def test_requests_on_a_mesh(target, draft):
 
 
 def test_text_comes_in_pieces(target, lasting, tiny_tokenizer):
-    engine = plain_engine(dataclasses.replace(target, tokenizer=tiny_tokenizer), 1)
-    pieces = list(engine.submit(lasting, GREEDY, 30))
-    expected = incremental_text(tiny_tokenizer, lasting, alone(target, None, lasting, GREEDY, 30))
+    model = dataclasses.replace(target, tokenizer=tiny_tokenizer)
+    pieces = list(plain_engine(model, 1).submit(lasting, GREEDY, 30))
+    tokens = alone(model, None, lasting, GREEDY, 30)
+    expected = incremental_text(tiny_tokenizer, lasting, tokens, model.eos_ids)
     assert len(pieces) > 1 and "".join(pieces) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rows": 0}, "rows: expected an integer >= 1, found 0"),
-        ({"chunk": 1.5}, "chunk: expected an integer >= 1, found 1.5"),
+        ({"rows": 0}, "rows: expected an integer from 1 to 2147483647, found 0"),
+        ({"chunk": 1.5}, "chunk: expected an integer from 1 to 2147483647, found 1.5"),
+        ({"rows": 10**12}, "rows: expected an integer from 1 to 2147483647"),
+        ({"slots": 10**15}, "slots: expected an integer from 1 to 2147483647"),
+        ({"rows": 10**7}, "rows, slots: expected weights and caches of at most .* 10000000 rows"),
+        ({"slots": 10**10 // 8}, "rows, slots: expected weights and caches of at most .* GiB"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer"),
-        ({"slots": "many"}, "slots: expected an integer >= 1"),
+        ({"slots": "many"}, "slots: expected an integer from 1"),
     ],
 )
 def test_arguments_that_cannot_be_used(target, arguments, message):
@@ -303,7 +325,9 @@ def test_warm_engine_compiles_nothing_more(target, draft):
     The loop shrinks, grows to four rows, and shrinks again. Each row keeps its text and its draft.
     """
     engine = spsjax.Engine(target, draft, K, rows=4, slots=SLOTS, rounds=1, stop_at_eos=False)
-    engine.warm_up([[1, 2, 3]])
+    steps = []
+    engine.warm_up([[1, 2, 3]], progress=lambda *step: steps.append(step))
+    assert steps == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
     compiled_at = getattr(compilation._newest, "ended", 0)
     requests, counts, rows = [], (90, 6, 6, 90, 0, 12, 90), []
     for seeds in ([0], range(1, 6), [6]):

@@ -1,6 +1,7 @@
 """Tests of padded vocabularies, and of pairs with different padding."""
 
 import collections
+import copy
 import dataclasses
 import json
 
@@ -14,7 +15,7 @@ from helpers.models import build_model, logits_of, tiny_config
 from helpers.numpy_models import numpy_spread_model, numpy_spread_params
 
 import spsjax
-from spsjax import SamplingParams, loading, tokenization
+from spsjax import SamplingParams, loading, request, tokenization
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.training import step as train_step
@@ -68,13 +69,25 @@ def test_eos_id_beyond_tokenizer_is_kept(tokenizer, tmp_path):
     assert loading.load(folder).config.vocab_size == PIECES + 2
 
 
-def test_eos_ids_of_generation_config_take_precedence(tokenizer, tmp_path):
-    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS, eos_ids=(2,))
+def test_text_ends_at_the_ids_of_config_generation_config_and_tokenizer(tokenizer, tmp_path):
+    """Chat templates end turns with the tokenizer's, which generation configs may lack."""
+    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS, eos_ids=(5,))
     path = folder / "generation_config.json"
-    path.write_text('{"eos_token_id": [2, 7], "temperature": 0.6}')
-    assert loading.load(folder).config.eos_ids == (2, 7)
+    path.write_text('{"eos_token_id": [5, 7], "temperature": 0.6}')
+    model = loading.load(folder)
+    assert tokenizer.eos_id == 2 and model.config.eos_ids == (5, 7)
+    assert model.eos_ids == (5, 7, 2)
+    prompts = [[token] for token in range(3, 35)]
+    free = spsjax.generate(model, prompts, max_new_tokens=24, stop_at_eos=False).tokens
+    ended = spsjax.generate(model, prompts, max_new_tokens=24).tokens
+    assert {int(tokens[-1]) for tokens in ended if len(tokens) < 24} >= {2}
+    for whole, tokens in zip(free, ended):
+        ends = np.flatnonzero(np.isin(whole, (2, 5, 7)))
+        assert len(tokens) == (ends[0] + 1 if len(ends) else 24)
+    path.write_text('{"eos_token_id": 7}')
+    assert loading.load(folder).config.eos_ids == (5, 7)
     path.write_text('{"temperature": 0.6}')
-    assert loading.load(folder).config.eos_ids == (2,)
+    assert loading.load(folder).config.eos_ids == (5,)
     path.write_text('{"eos_token_id": "x"}')
     with one_line("generation_config.json", "eos_token_id"):
         loading.load(folder)
@@ -112,7 +125,7 @@ def test_mesh_that_divides_padded_rows_splits_the_head(tokenizer, tmp_path):
 class Silent:
     """A tokenizer that decodes all ids to nothing."""
 
-    vocab_size = 0
+    vocab_size, bos_id, eos_id = 0, None, None
 
     def decode(self, ids):
         return ""
@@ -153,8 +166,44 @@ def test_pair_with_different_tokenizers_is_refused(tokenizer, tmp_path):
     other = tokenization.train(["once upon a time there was a fox\n" * 9], tmp_path / "other", 290)
     target = loading.load(folder_of(tmp_path / "target", tokenizer, TARGET_ROWS))
     draft = loading.load(folder_of(tmp_path / "draft", other, TARGET_ROWS))
-    with one_line("draft", "tokenizer"):
+    with one_line("draft", "the target's texts of all ids that both have, found id 265: '"):
         spsjax.generate(target, ["def"], draft)
+
+
+def with_more(tokenizer, *texts):
+    """Returns a tokenizer with more tokens at its end."""
+    longer = copy.copy(tokenizer)
+    more = dict(enumerate(texts, tokenizer.vocab_size))
+    longer.decode = lambda ids: ""
+    longer.pieces, longer.vocab_size = tokenizer.pieces | more, tokenizer.vocab_size + len(texts)
+    return longer
+
+
+@pytest.mark.parametrize("longer", ["target", "draft"])
+def test_pair_of_which_one_has_more_tokens_at_its_end_works(tokenizer, tmp_path, longer):
+    """Draft tokens that the target lacks are never drafted, and the others' sampling is exact."""
+    more = with_more(tokenizer, "<think>", "</think>")
+    sizes = {"target": PIECES, "draft": PIECES} | {longer: PIECES + 2}
+    models = {}
+    for name, size in sizes.items():
+        one = loading.load(folder_of(tmp_path / name, tokenizer, size))
+        config = dataclasses.replace(one.config, vocab_size=size, padded_vocab_size=0)
+        own = more if name == longer else tokenizer
+        models[name] = dataclasses.replace(one, config=config, tokenizer=own)
+    target, draft = models["target"], models["draft"]
+    prompts = [[1, 2, 3 + row] for row in range(8)]
+    options = {
+        "sampling": SamplingParams(temperature=0.0),
+        "max_new_tokens": 12,
+        "stop_at_eos": False,
+    }
+    plain = spsjax.generate(target, prompts, **options).tokens
+    out = spsjax.generate(target, prompts, draft, 3, **options)
+    np.testing.assert_array_equal(out.tokens, plain)
+    proposal = spsjax.propose(target, prompts[0], draft, 3, SamplingParams(5.0))
+    assert proposal.probs.shape[-1] == sizes["target"]
+    if longer == "target":
+        assert not proposal.probs[..., PIECES:].any()
 
 
 def test_pair_without_tokenizer_needs_equal_vocabularies(tokenizer, tmp_path):
@@ -166,6 +215,25 @@ def test_pair_without_tokenizer_needs_equal_vocabularies(tokenizer, tmp_path):
         spsjax.generate(target, ["def"], other)
     one, other = (numpy_spread_model(48, padded_vocab_size=rows) for rows in (56, 64))
     assert loading.as_drafter(other, one).params is other.params
+
+
+class Wordless(Silent):
+    """A tokenizer that puts nothing before a text."""
+
+    def encode(self, text):
+        return []
+
+
+@pytest.mark.parametrize(("of_config", "of_tokenizer"), [(5, None), (None, 6), (5, 6)])
+def test_empty_text_is_the_beginning_of_a_sequence(of_config, of_tokenizer):
+    model = numpy_spread_model(48, bos_id=of_config)
+    tokenizer = Wordless()
+    tokenizer.bos_id = of_tokenizer
+    model = dataclasses.replace(model, tokenizer=tokenizer)
+    assert request.token_ids(model, [""]) == [[of_config or of_tokenizer]]
+    for prompt in ("x", []):  # a text without tokens, and no tokens at all
+        with one_line("prompts[0]: expected", "at least one token"):
+            request.token_ids(model, [prompt])
 
 
 def test_prompt_with_ids_beyond_the_model_is_refused(tokenizer):

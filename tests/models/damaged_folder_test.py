@@ -85,7 +85,7 @@ UPSIDE_DOWN = {
         ("rope_scaling", {"type": "linear", "factor": -2.0}, "-2.0"),
         ("rope_scaling", UPSIDE_DOWN, "4.0"),
         ("rope_scaling", [], "[]"),
-        ("rope_parameters", {"rope_type": "yarn"}, "'yarn'"),
+        ("rope_parameters", {"rope_type": "ntk"}, "'ntk'"),
         ("rope_parameters", {"partial_rotary_factor": 0.5}, "0.5"),
         ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}, "{'full_attention'"),
         ("quantization_config", {"quant_method": "fp8"}, "one"),
@@ -134,6 +134,16 @@ def test_weights_of_wrong_length_are_refused(model_folder, size):
 def test_weights_of_another_format_are_refused(model_folder, text):
     (model_folder / "model.safetensors").write_bytes(text)
     with one_line("model.safetensors", "whole safetensors file"):
+        loading.load(model_folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.model"])
+def test_pointer_of_git_lfs_is_named_with_what_to_do(model_folder, name):
+    (model_folder / name).write_bytes(POINTER)
+    with one_line(name, "expected the file, found a Git LFS pointer to it", "git lfs pull"):
         loading.load(model_folder)
 
 

@@ -16,12 +16,11 @@ import safetensors.numpy
 
 from spsjax.errors import InputError
 from spsjax.models.config import Config
-from spsjax.models.hf import config_json, families, weights
-from spsjax.models.hf.fields import COUNT, FLAG, LIST, OBJECT, TEXT, Fields, read_json
-from spsjax.types import PyTree
+from spsjax.models.hf import config_json, eagle3_config, families, weights
+from spsjax.models.hf.fields import COUNT, OBJECT, TEXT, Fields, read_json
+from spsjax.types import Array, PyTree
 from spsjax.utils import atomic_files
 
-_FLAGS = "norm_before_residual", "fc_norm", "norm_output"
 _OTHER = {
     "fc": "fc",
     "embed_norm": "{layer}input_layernorm",
@@ -31,7 +30,8 @@ _OTHER = {
     "tap_norms": "fc_norm",
 }
 # Copies of what the target has, and tables that follow from `d2t`.
-_IGNORED = ("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+_EMBEDDING = "embed_tokens.weight"
+_IGNORED = (_EMBEDDING, "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
 
     Attributes:
         folder: the folder.
-        method: "eagle" or "eagle3".
+        method: name of the method's module: "eagle", "eagle3", or one of `head_weights`.
         fields: fields of its `Drafter`.
         layer: beginning of the layer's tensor names.
         stored: file of each tensor, by its name.
@@ -81,7 +81,8 @@ def describe(folder: pathlib.Path, target: Config) -> Layout:
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in stored) else "layers.0."
     config = config_json.parse(path, {"tie_word_embeddings": False} | layer)
     width = fields.get("target_hidden_size", COUNT, None) or config.d_model
-    for field, found in (("d_model", width), ("vocab_size", config.vocab_size)):
+    size = fields.get("target_vocab_size", COUNT, None) or config.vocab_size
+    for field, found in (("d_model", width), ("vocab_size", size)):
         wanted = target.vocab_rows if field == "vocab_size" else target.d_model
         if found not in (wanted, getattr(target, field)):
             raise InputError(
@@ -89,19 +90,50 @@ def describe(folder: pathlib.Path, target: Config) -> Layout:
             )
     config = dataclasses.replace(config, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
     found = {"config": config}
-    if not nested and "draft_vocab_size" not in raw and "d2t" not in stored:
+    if not _is_eagle3(raw, stored, prefix):
         return Layout(folder, "eagle", found, prefix, stored)
-    size = fields.get("draft_vocab_size", COUNT)
-    if "d2t" not in stored and size != target.vocab_size:
+    shapes = _shapes(
+        stored, "fc.weight", "lm_head.weight", "d2t", f"{prefix}self_attn.q_proj.weight"
+    )
+    fc, head, ids, query = shapes
+    if query and config.d_model != width and query[1:] != [config.d_model + width]:
+        raise InputError(
+            f"{path}: heads of another width ({config.d_model}) than the target's ({width}) are "
+            f"supported if their layer reads {config.d_model + width} numbers, found {query[1:]}"
+        )
+    size = fields.get("draft_vocab_size", COUNT, None)
+    rows = (head or ids or [size or target.vocab_size])[0]
+    whole = target.vocab_size, target.vocab_rows
+    if not ids and rows not in whole:
         raise InputError(f"{folder}: expected a tensor d2t, the draft's vocabulary, found none")
-    if fields.get("norm_before_fc", FLAG, False):
-        raise fields.error("norm_before_fc", "false", True)
-    taps = fields.get("eagle_aux_hidden_state_layer_ids", LIST, None)
-    if taps is None:
-        taps = 2, target.num_layers // 2, target.num_layers - 3
-    found |= {flag: fields.get(flag, FLAG, False) for flag in _FLAGS}
-    found |= {"vocab_size": size, "tap_layers": tuple(taps)}
+    if ids and not head:
+        raise InputError(f"{folder}: expected a tensor lm_head.weight beside d2t, found none")
+    if size not in (None, rows) and not (size in whole and rows in whole):
+        raise fields.error("draft_vocab_size", f"{rows}, the rows of the head", size)
+    taps = fc[1] // width if len(fc or ()) == 2 and fc[1] % width == 0 else None
+    found |= eagle3_config.read(path, raw, target.num_layers, taps)
+    found |= {"vocab_size": rows if ids else target.vocab_size, "own_head": bool(head)}
     return Layout(folder, "eagle3", found, prefix, stored)
+
+
+def _is_eagle3(raw: dict, stored: dict[str, pathlib.Path], prefix: str) -> bool:
+    """Whether a folder holds EAGLE-3: its layer normalises two inputs, and EAGLE-1's none."""
+    return (
+        raw.get("speculators_model_type") == "eagle3"
+        or "d2t" in stored
+        or f"{prefix}hidden_norm.weight" in stored
+        or "Eagle3" in str(raw.get("architectures"))
+        or raw.get("draft_vocab_size") is not None
+    )
+
+
+def _shapes(stored: dict[str, pathlib.Path], *names: str) -> list[list[int] | None]:
+    """Returns the shapes of tensors; None: there is no such tensor."""
+    files = weights.open_all({stored[name] for name in names if name in stored})
+    return [
+        files[stored[name]].get_slice(name).get_shape() if name in stored else None
+        for name in names
+    ]
 
 
 def read(
@@ -126,22 +158,46 @@ def read(
     expected = {name for name, _ in names.values()} - missing_bias
     _check(layout, expected)
     files = weights.open_all(set(layout.stored.values()))
+    ids = _ids(layout, files, shapes["ids"].shape, target) if "ids" in shapes else None
 
     def stored(name, shape):
-        return weights.checked(files[layout.stored[name]], layout.stored[name], name, shape)
+        file = files[layout.stored[name]]
+        if name == "lm_head.weight" and "d2t" not in layout.stored:
+            # It may have rows for the padding of the target's vocabulary, too.
+            padded = target.vocab_rows, *shape[1:]
+            if tuple(file.get_slice(name).get_shape()) == padded:
+                return weights.checked(file, layout.stored[name], name, padded)[: shape[0]]
+        return weights.checked(file, layout.stored[name], name, shape)[...]
 
     def leaf(path, shape):
         path = tuple(entry.key for entry in path)
         if path == ("ids",):
-            return jax.device_put(_ids(layout, files, shape, target), sharding_of(path))
+            return jax.device_put(np.sort(ids).astype(np.int32), sharding_of(path))
         name, transposed = names[path]
         if name in missing_bias:
             return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding_of(path))
-        array = stored(name, shape.shape[::-1] if transposed else shape.shape)[...]
+        array = stored(name, shape.shape[::-1] if transposed else shape.shape)
+        if path[0] == "head":
+            array = array[np.argsort(ids)]
         array = (array.T if transposed else array).astype(shape.dtype)
         return jax.device_put(array, sharding_of(path))
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def reads_other_embedding(layout: Layout, embedding: Array) -> bool:
+    """Returns whether a folder's `embed_tokens` is not the target's [V, D], by some of its rows."""
+    path = layout.stored.get(_EMBEDDING)
+    if path is None:
+        return False
+    stored = weights.open_all([path])[path].get_slice(_EMBEDDING)
+    if stored.get_shape()[1:] != [embedding.shape[1]]:
+        return True
+    size = min(len(embedding), stored.get_shape()[0])
+    rows = np.arange(0, size, max(size // 64, 1))
+    own = np.concatenate([stored[row : row + 1] for row in rows.tolist()]).astype(np.float32)
+    others = np.asarray(embedding[rows]).astype(np.float32)
+    return np.abs(own - others).mean() > 0.05 * np.abs(others).mean()
 
 
 def _check(layout: Layout, expected: Iterable[str]) -> None:
@@ -152,11 +208,11 @@ def _check(layout: Layout, expected: Iterable[str]) -> None:
         raise InputError(f"{layout.folder}: expected no tensor {name} (config.json), found one")
 
 
-def _ids(layout: Layout, files, shape, target: Config) -> np.ndarray:
-    """Returns the target's ids of the draft's tokens; the file has the differences to 0, 1, ..."""
-    count = np.arange(shape.shape[0])
+def _ids(layout: Layout, files, shape: tuple[int, ...], target: Config) -> np.ndarray:
+    """Returns the target's ids of the head's rows; the file has the differences to 0, 1, ..."""
+    count = np.arange(shape[0])
     if "d2t" not in layout.stored:
-        return count.astype(np.int32)
+        return count
     path = layout.stored["d2t"]
     offsets = files[path].get_slice("d2t")
     if offsets.get_shape() != [len(count)]:
@@ -164,12 +220,14 @@ def _ids(layout: Layout, files, shape, target: Config) -> np.ndarray:
     if offsets.get_dtype() not in ("I64", "I32"):
         raise InputError(f"{path}: d2t: expected integers, found {offsets.get_dtype()}")
     ids = count + offsets[...].astype(np.int64)
-    if np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= target.vocab_size:
-        raise InputError(
-            f"{path}: d2t: expected offsets of ascending ids in [0, {target.vocab_size}), "
-            f"found ids from {ids.min()} to {ids.max()}"
-        )
-    return ids.astype(np.int32)
+    found = f"ids from {ids.min()} to {ids.max()}"
+    if len(np.unique(ids)) < len(ids):
+        found += ", some of them twice"
+    elif ids.min() >= 0 and ids.max() < target.vocab_size:
+        return ids
+    raise InputError(
+        f"{path}: d2t: expected offsets of different ids in [0, {target.vocab_size}), found {found}"
+    )
 
 
 def _names(layer: str, shapes: PyTree, config: Config) -> dict[tuple, tuple[str, bool]]:
@@ -217,9 +275,10 @@ def save(
     raw = layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
     tensors = tensors_of(params, _names("layers.0.", params, config), dtype)
     if method == "eagle3":
-        ids = np.asarray(params["ids"])
-        tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
-        tensors["t2d"] = np.isin(np.arange(target.vocab_rows), ids)
+        if fields["own_head"]:
+            ids = np.asarray(params["ids"])
+            tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
+            tensors["t2d"] = np.isin(np.arange(target.vocab_rows), ids)
         raw = _speculators(fields, layer, target, target_name, num_speculative_tokens)
     write(folder, raw, tensors)
 
@@ -262,7 +321,7 @@ def _speculators(
         "draft_vocab_size": fields["vocab_size"],
         "target_hidden_size": target.d_model,
         "eagle_aux_hidden_state_layer_ids": list(fields["tap_layers"]),
-        **{flag: fields[flag] for flag in _FLAGS},
+        **{flag: fields[flag] for flag in eagle3_config.FLAGS},
         "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from spsjax.errors import InputError, one_line, short_repr
+from spsjax.utils import git_lfs
 
 # Kinds of values: a description for messages, and a predicate. A bool is not an int here.
 NUMBER = "an integer in [0, 2**31)", lambda x: type(x) is int and 0 <= x < 2**31
@@ -23,7 +24,11 @@ OBJECT = "an object", lambda x: type(x) is dict
 def read_json(path: pathlib.Path) -> dict:
     """Reads the JSON object in a file; raises InputError if that fails."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        git_lfs.check(path, content)
+        raw = json.loads(content.decode("utf-8"))
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON, found {one_line(error)}") from None
     if not isinstance(raw, dict):

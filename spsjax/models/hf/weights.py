@@ -20,7 +20,7 @@ from spsjax.models.hf import config_json, families
 from spsjax.models.hf.fields import OBJECT, Fields, read_json
 from spsjax.parallel import sharding
 from spsjax.types import PyTree
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, git_lfs
 
 read_config = config_json.read
 SINGLE, INDEX, _PICKLES = "model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"
@@ -65,7 +65,8 @@ def _open(path: pathlib.Path):
     try:
         if not path.is_file():
             raise InputError(f"{path}: expected a safetensors file, found none")
-        path.open("rb").close()  # the library reports an unreadable file as missing
+        with path.open("rb") as file:  # the library reports an unreadable file as missing
+            git_lfs.check(path, file.read(100))
         return safetensors.safe_open(path, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(

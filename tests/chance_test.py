@@ -1,0 +1,66 @@
+"""Tests of the warning that a trained drafter is hardly ever right."""
+
+import warnings
+
+import pytest
+from helpers.models import nearby_model
+
+import spsjax
+from spsjax import SamplingParams, chance
+from spsjax.request import Request
+
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2], [30, 31]]
+GREEDY = SamplingParams(temperature=0.0)
+TEXTS = {"sampling": GREEDY, "max_new_tokens": 20, "stop_at_eos": False}
+
+
+@pytest.fixture(autouse=True)
+def fewer_rounds(monkeypatch):
+    monkeypatch.setattr(chance, "_ROUNDS", 40)
+
+
+@pytest.fixture(scope="module")
+def noise(draft):
+    """A draft model that agrees with the target in one of twenty tokens, or fewer."""
+    return nearby_model(draft, seed=9, distance=30.0)
+
+
+def told(function) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(one.message) for one in caught if "accepted" in str(one.message)]
+
+
+def test_drafts_that_are_right_by_chance_are_told_of(target, noise):
+    found = told(lambda: spsjax.generate(target, PROMPTS, noise, 3, **TEXTS))
+    assert len(found) == 1 and "rounds a draft token was accepted, about as often as by" in found[0]
+    assert found[0].startswith(f"drafter {noise.name}: in ") and "\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "proposed", "histogram", "warns"),
+    [
+        ("draft", 3 * 40, [39, 1, 0, 0], True),
+        ("draft", 3 * 40, [38, 1, 1, 0], False),  # one round in twenty
+        ("draft", 3 * 40, [400, 1, 1, 0], False),  # most rounds proposed nothing
+        ("draft", 3 * 39, [39, 0, 0, 0], False),  # too few to tell
+        ("ngram", 3 * 40, [40, 0, 0, 0], False),  # which nobody trained
+    ],
+)
+def test_warning_counts_the_rounds_that_proposed(target, draft, name, proposed, histogram, warns):
+    drafter = draft if name == "draft" else spsjax.load_drafter(name, target)
+    call = Request("generate", target, PROMPTS, drafter, 3, GREEDY, 20, 0, None, False)
+    assert bool(told(lambda: chance.is_near(call, proposed, histogram))) == warns
+
+
+def test_engine_tells_it_once(target, noise):
+    engine = spsjax.Engine(target, noise, 3, rows=2, slots=64, stop_at_eos=False)
+
+    def serve():
+        for _ in range(3):
+            requests = [engine.submit(prompt, GREEDY, 30) for prompt in PROMPTS]
+            for request in requests:
+                request.result()
+
+    assert len(told(serve)) == 1
