@@ -21,6 +21,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
 import jax
@@ -44,8 +46,7 @@ _SECONDS_TO_END = 10  # for requests that are cancelled when the server stops
 
 def run():
     config = _CONFIG.value
-    config.target = _TARGET.value or config.target
-    config.draft = config.draft if _DRAFT.value is None else _DRAFT.value
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     main.check_installed("serving", "starlette", "uvicorn", "pydantic", "prometheus_client")
     import uvicorn
 
@@ -69,20 +70,31 @@ def run():
     limits = {name: config[name] for name in ("most_bytes", "most_tokens")}
     key = os.environ.get("SPSJAX_API_KEY", "")
     page = page_of(config, target, drafter, limits, bool(key))
-    if config.warm_up:
-        terminal.note("Compiling the programs of all numbers of rows (a minute or two)")
-        lengths = (config.chunk + 1, config.chunk, 128, 96, 64, 48, 32)
-        if (room := engine.room_after([]) - 1) < 1:
-            raise InputError(f"slots: expected room for a prompt and a token, found {engine.slots}")
-        engine.warm_up([_PROMPT * min(length, room) for length in lengths])
+    if (room := engine.room_after([]) - 1) < 1:
+        raise InputError(f"slots: expected room for a prompt and a token, found {engine.slots}")
+    lengths = (config.chunk + 1, config.chunk, 128, 96, 64, 48, 32)
+    lengths = dict.fromkeys(min(length, room) for length in lengths)
+    prompts = [_PROMPT * length for length in lengths]
     if not first:
+        if config.warm_up:
+            engine.warm_up(prompts)
         engine.follow()
         return
     host, port = listening.getsockname()[:2]
     # Without a key, pages of other names must not reach it through a browser on this machine.
     hosts = (host, "localhost") if loopback and not key and ":" not in host else ()
     options = app.Options(target.name, key, **limits, hosts=hosts)
-    worker = Worker(engine, config.most_waiting)
+    failure, serving = [], threading.Event()
+
+    def prepare():
+        serving.wait()
+        try:
+            engine.warm_up(prompts, progress=progress())
+        except Exception as error:  # told when the server has ended
+            failure.append(error)
+            server.should_exit = True
+
+    worker = Worker(engine, config.most_waiting, prepare if config.warm_up else None)
     served = app.make(worker, options, page)
     host = f"[{host}]" if ":" in host else host
     if not key and not loopback:
@@ -92,20 +104,43 @@ def run():
     print(f"Serving {options.name} at http://{host}:{port}/v1", flush=True)
     if jax.process_count() == 1:
         print(f"A page that shows how a text comes about: http://{host}:{port}/", flush=True)
-    # Clients hear from the worker why their requests end; uvicorn need not cut them off.
+    # Clients hear from the worker why their requests end; uvicorn need not cut them off. A client
+    # that uses a connection again just when it is closed for being idle would lose a request.
     late = config.grace_seconds + _SECONDS_TO_END
-    how = uvicorn.Config(served, log_level="warning", timeout_graceful_shutdown=late)
+    times = {"timeout_keep_alive": 60, "timeout_graceful_shutdown": late}
+    how = uvicorn.Config(served, log_level="warning", **times)
     # uvicorn lets requests end, then raises the signal again. Other processes wait for a clean end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets=None):
+            await super().startup(sockets)
+            serving.set()
+
         async def shutdown(self, sockets=None):
             stop = threading.Timer(config.grace_seconds, worker.stop)
             stop.start()
             await super().shutdown(sockets)
             stop.cancel()
 
-    Server(how).run(sockets=[listening])
+    server = Server(how)
+    server.run(sockets=[listening])
+    if failure:
+        raise failure[0]
+
+
+def progress() -> Callable[[int, int], None]:
+    """Returns a function that shows how many programs are compiled."""
+    start = time.monotonic()
+
+    def show(done: int, steps: int) -> None:
+        seconds = time.monotonic() - start
+        if done < steps:
+            terminal.note(f"Compiling: {done} of {steps} steps, {seconds:.0f} s; /health says when")
+        else:
+            terminal.note(f"Ready after {seconds:.0f} s")
+
+    return show
 
 
 def page_of(config, target, drafter, limits: dict[str, int], needs_key: bool):

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import os
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,8 +26,9 @@ from spsjax.serving import protocol
 from spsjax.serving.metrics import Metrics
 from spsjax.serving.page import Page
 from spsjax.serving.protocol import ApiError
-from spsjax.serving.worker import Busy, Ticket, Worker
+from spsjax.serving.worker import Busy, Starting, Ticket, Worker
 
+_PATH = re.compile(r"(?<![\w.])/[^\s:'\",]+")
 _LOOK_SECONDS = 0.5  # how often a waiting handler looks whether its client is still there
 
 
@@ -92,6 +95,13 @@ def make(worker: Worker, options: Options, page: Page | None = None) -> Starlett
     )
 
 
+def _exists(path: str) -> bool:
+    try:
+        return os.path.lexists(path)
+    except ValueError:
+        return False
+
+
 def _refusal(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, error.headers)
 
@@ -121,7 +131,8 @@ class _Server:
         return answer
 
     async def health(self, http: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        ready = self._worker.ready
+        return JSONResponse({"status": "ok" if ready else "starting"}, 200 if ready else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -135,15 +146,17 @@ class _Server:
 
     async def completions(self, http: HttpRequest) -> Response:
         ask = await self._parsed(http, protocol.Completion)
-        return await self._answer(http, ask, ask.prompts)
+        return await self._answer(http, ask, ask.prompt)
 
     async def chat(self, http: HttpRequest) -> Response:
         ask = await self._parsed(http, protocol.Chat)
         tokenizer = self._worker.engine.model.tokenizer
         try:
-            prompt = await asyncio.to_thread(tokenizer.chat, ask.conversation)
+            prompt = await asyncio.to_thread(
+                tokenizer.chat, ask.messages, **ask.chat_template_kwargs
+            )
         except InputError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, self._public(error)) from None
         return await self._answer(http, ask, [prompt])
 
     async def _parsed(self, http: HttpRequest, kind: type[protocol.Ask]) -> protocol.Ask:
@@ -157,6 +170,13 @@ class _Server:
         if name != self._options.name:
             text = f"model: expected {self._options.name!r}, found {short_repr(name)}"
             raise ApiError(404, text, "not_found_error")
+
+    def _public(self, error: Exception) -> str:
+        """Returns an error's line without names of this machine's files."""
+        text, tokenizer = one_line(error), self._worker.engine.model.tokenizer
+        if tokenizer is not None:
+            text = text.replace(str(tokenizer.path.parent), self._options.name)
+        return _PATH.sub(lambda found: found[0] if not _exists(found[0]) else "a file", text)
 
     def _check_key(self, http: HttpRequest) -> None:
         if not self._options.api_key:
@@ -183,7 +203,7 @@ class _Server:
 
     async def _submit(self, ask: protocol.Ask, prompts: list) -> list[Ticket]:
         """Returns tickets of all choices of all prompts."""
-        count, most = ask.n or 1, self._options.most_tokens
+        count, most = ask.n, self._options.most_tokens
         if ask.most_tokens is not None and ask.most_tokens > most:
             raise ApiError(400, f"max_tokens: expected at most {most}, found {ask.most_tokens}")
         if not prompts:
@@ -198,10 +218,19 @@ class _Server:
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.to_thread(
-                self._worker.submit, every, ask.sampling, budget, seeds, loop
+                self._worker.submit,
+                every,
+                ask.sampling,
+                budget,
+                seeds,
+                loop,
+                ask.stop_token_ids,
             )
         except InputError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, self._public(error)) from None
+        except Starting:
+            text, later = "the server is starting: programs are compiled", {"Retry-After": "5"}
+            raise ApiError(503, text, "server_error", **later) from None
         except Busy:
             text, later = "too many requests wait; try again later", {"Retry-After": "1"}
             raise ApiError(429, text, "rate_limit_error", **later) from None
@@ -217,7 +246,7 @@ class _Server:
         pieces: asyncio.Queue = asyncio.Queue()
         tasks = []
         for index, ticket in enumerate(tickets):
-            cut = protocol.Cut(ask.stops)
+            cut = protocol.Cut(ask.stop)
             follow = self._follow(http, index, ticket, cut, pieces, start)
             tasks.append(asyncio.create_task(follow))
         try:
@@ -249,8 +278,7 @@ class _Server:
                     raise ApiError(503, "the server is being stopped", "server_error")
                 reason = None
                 if done or cut.end:
-                    eos = self._worker.engine.model.config.eos_ids
-                    ended = cut.end or (request.tokens and request.tokens[-1] in eos)
+                    ended = cut.end or (request.tokens[-1:] and request.tokens[-1] in request.ends)
                     reason = "stop" if ended else "length"
                     ticket.used = _used(request, cut.end)
                 if len(text) > sent or reason:
@@ -264,7 +292,7 @@ class _Server:
         except (ApiError, ClientDisconnect) as error:
             pieces.put_nowait(error)
         except Exception as error:  # of this request, or of the model: the other requests go on
-            pieces.put_nowait(ApiError(500, one_line(error), "server_error"))
+            pieces.put_nowait(ApiError(500, self._public(error), "server_error"))
         finally:
             request.cancel()
             self._metrics.ended(request, start)
@@ -296,7 +324,7 @@ async def _lines(stream, reply: protocol.Reply, ask: protocol.Ask, tickets: list
             if reason:
                 yield _line(reply.piece(index, "", reason))
         if ask.wants_usage:
-            yield _line(reply.usage(_usage(tickets, len(tickets) // (ask.n or 1))))
+            yield _line(reply.usage(_usage(tickets, len(tickets) // (ask.n))))
         yield "data: [DONE]\n\n"
     except ApiError as error:
         yield _line(error.body())

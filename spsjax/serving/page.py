@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
@@ -29,12 +29,21 @@ _POLICY = (
 )
 
 
+def _draft_length(value) -> int | str:
+    if value in pacing.NAMES or (type(value) is int and 1 <= value <= _MOST_DRAFTED):
+        return value
+    names = " or ".join(map(json.dumps, pacing.NAMES))
+    raise ValueError(
+        f"expected an integer in [1, {_MOST_DRAFTED}] or {names}, found {short_repr(value)}"
+    )
+
+
 class _Ask(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str
     drafter: str
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=_MOST_DRAFTED)] | str = "auto"
+    num_speculative_tokens: Annotated[int | str, BeforeValidator(_draft_length)] = "auto"
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 128

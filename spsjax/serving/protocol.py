@@ -4,18 +4,26 @@ import json
 import math
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import Request as HttpRequest
 
-from spsjax.errors import one_line, short_repr
+from spsjax.errors import InputError, one_line, printable, short_repr
 from spsjax.sampling import SamplingParams
+from spsjax.serving import absent
+from spsjax.tokenization.chat_template import conversation
 
-Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
 _MOST_CHOICES = 16
+_MOST_STOPS = 64
 _LONGEST_MESSAGE = 300
-_OF_SEVERAL_FORMS = "prompt", "stop", "content", "num_speculative_tokens"  # fields
 
 
 class ApiError(Exception):
@@ -53,146 +61,120 @@ async def body(http: HttpRequest, most_bytes: int) -> bytes:
     return bytes(read)
 
 
+def _stop_texts(value) -> list[str]:
+    """Returns the texts before which an answer ends."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected a text or a list of texts, found {short_repr(value)}")
+    if len(texts) > _MOST_STOPS:
+        raise ValueError(f"expected at most {_MOST_STOPS} texts, found {len(texts)}")
+    return [text for text in texts if text]
+
+
+def _prompts(value) -> list[str] | list[list[int]]:
+    """Returns the prompts of a completion, each a text or its token ids."""
+
+    def is_ids(ids) -> bool:
+        known = isinstance(ids, list) and bool(ids)
+        return known and all(type(id) is int and 0 <= id < 2**31 for id in ids)
+
+    prompts = [value] if isinstance(value, str) or is_ids(value) else value
+    if isinstance(prompts, list) and any(
+        all(map(known, prompts)) for known in (is_ids, lambda prompt: isinstance(prompt, str))
+    ):
+        return prompts
+    raise ValueError(f"expected a text, token ids, or a list of either, found {short_repr(value)}")
+
+
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
 
 
 class Ask(BaseModel):
-    """Fields of both kinds of request. Those that the loop cannot carry out are refused."""
+    """Fields of both kinds of request, without those that have no effect (`absent`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = 1
-    stream: bool | None = False
-    stream_options: _StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    stop: Annotated[list[str], BeforeValidator(_stop_texts)] = []
     seed: int | None = None
-    # Not in OpenAI's API, but in that of other servers.
-    top_k: Annotated[int, Field(ge=0)] = 0
+    # Not in OpenAI's API, but in that of other servers. No limit of `top_k` is 0 or -1.
+    top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # Without an effect on the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    # With an effect that is not implemented: only their defaults are taken.
-    presence_penalty: float | None = 0
-    frequency_penalty: float | None = 0
-    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
 
     @model_validator(mode="after")
     def _check(self):
-        for name, allowed in self._only().items():
-            if getattr(self, name) not in allowed:
-                value = json.dumps(allowed[0])
-                raise ValueError(f"{name}: expected {value}, as others are not implemented")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options.include_usage and not self.stream:
             raise ValueError("stream_options: expected it with stream only")
         return self
 
-    def _only(self) -> dict[str, tuple]:
-        """Returns the values of fields that have no other ones."""
-        return {
-            "presence_penalty": (0, None),
-            "frequency_penalty": (0, None),
-            "logit_bias": (None, {}),
-        }
+    @classmethod
+    def no_effect(cls) -> dict[str, list]:
+        """Returns the values that mean nothing, by field."""
+        raise NotImplementedError
 
     @property
     def sampling(self) -> SamplingParams:
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_p = 1.0 if self.top_p is None else self.top_p
-        return SamplingParams(temperature, self.top_k, top_p, self.min_p)
-
-    @property
-    def stops(self) -> list[str]:
-        """The texts before which an answer ends."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        return SamplingParams(self.temperature, max(self.top_k, 0), self.top_p, self.min_p)
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options.include_usage
 
 
 class Completion(Ask):
     """The body of a request of `/v1/completions`."""
 
-    prompt: str | Ids | list[str] | list[Ids]
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    max_tokens: Annotated[int, Field(ge=0)] = 16
     best_of: int | None = None
-    echo: bool | None = False
-    logprobs: int | None = None
-    suffix: str | None = None
 
-    def _only(self):
-        return super()._only() | {
-            "best_of": (None, self.n or 1),
-            "echo": (False, None),
-            "logprobs": (None,),
-            "suffix": (None,),
-        }
+    @classmethod
+    def no_effect(cls):
+        return absent.COMPLETION
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        whole = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if whole else self.prompt
+    @model_validator(mode="after")
+    def _check_best(self):
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: expected {self.n}, as n, found {self.best_of}")
+        return self
 
     @property
     def most_tokens(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
-    text: str
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    role: str
-    content: str | list[_Part]
+        return self.max_tokens
 
 
 class Chat(Ask):
     """The body of a request of `/v1/chat/completions`."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: list[Any]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] = {}
 
-    def _only(self):
-        return super()._only() | {
-            "logprobs": (False, None),
-            "top_logprobs": (None, 0),
-            "response_format": (None, {"type": "text"}),
-            "tools": (None, []),
-            "tool_choice": (None, "none", "auto"),
-        }
+    @classmethod
+    def no_effect(cls):
+        return absent.CHAT
 
-    @property
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them."""
-        joined = []
-        for message in self.messages:
-            content = message.content
-            if not isinstance(content, str):
-                content = "".join(part.text for part in content)
-            joined.append({"role": message.role, "content": content})
-        return joined
+    @model_validator(mode="after")
+    def _check_messages(self):
+        if not self.messages:
+            raise ValueError("messages: expected at least one, found none")
+        for number, message in enumerate(conversation(self.messages)):
+            if unknown := sorted(message.keys() - _MESSAGE_FIELDS):
+                raise ValueError(
+                    f"messages[{number}].{unknown[0]}: expected none, as it is not implemented, "
+                    f"found {short_repr(message[unknown[0]])}"
+                )
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -200,20 +182,30 @@ class Chat(Ask):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def parse(kind: type[Ask], body: bytes) -> Ask:
+_Body = TypeVar("_Body", bound=BaseModel)
+# Fields of a message that a chat template is given.
+_MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content", "reasoning"}
+
+
+def parse(kind: type[_Body], body: bytes) -> _Body:
     """Returns a request's body; raises ApiError unless it is one."""
     try:
-        return kind.model_validate_json(body)
+        raw = json.loads(body)
+        if issubclass(kind, Ask) and isinstance(raw, dict):
+            raw = absent.without(raw, kind.no_effect())
+        return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        parts, text = first["loc"], first["msg"]
-        for index, part in enumerate(parts[:-1]):
-            if part in _OF_SEVERAL_FORMS:  # the rest names one of them
-                parts, text = parts[: index + 1], "it has none of the forms that are taken"
-                break
+        parts, text = first["loc"], first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            text = "there is no such field"
         place = ".".join(map(str, parts))
-        text = f"{place}: {text}" if place else text.removeprefix("Value error, ")
-        raise ApiError(400, one_line(ValueError(text))[:_LONGEST_MESSAGE]) from None
+        text = f"{place}: {text}" if place else text
+    except InputError as error:
+        text = str(error)
+    except (ValueError, RecursionError) as error:
+        text = f"expected JSON, found {one_line(error)}"
+    raise ApiError(400, printable(one_line(ValueError(text)))[:_LONGEST_MESSAGE])
 
 
 class Cut:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -15,6 +15,10 @@ _BEAT_SECONDS = 5.0  # of an idle engine of several processes: collectives do no
 
 class Busy(Exception):
     """Too many requests wait already."""
+
+
+class Starting(Exception):
+    """Programs are still being compiled."""
 
 
 class Ticket:
@@ -60,10 +64,17 @@ class Worker:
     Args:
         engine: an engine that only this thread runs.
         most_waiting: requests that may wait for a row.
+        prepare: called first, in this thread; until it returns no request is taken.
+
+    Attributes:
+        ready: whether requests are taken.
     """
 
-    def __init__(self, engine: Engine, most_waiting: int):
+    def __init__(
+        self, engine: Engine, most_waiting: int, prepare: Callable[[], None] | None = None
+    ):
         self.engine, self._most_waiting = engine, most_waiting
+        self._prepare, self.ready = prepare, prepare is None
         self._tickets: set[Ticket] = set()
         # The engine's thread never waits for a submission, which may take long to encode a text.
         self._submitting, self._lock = threading.Lock(), threading.Lock()
@@ -79,19 +90,23 @@ class Worker:
         max_new_tokens: int | None,
         seeds: Sequence[int],
         loop: asyncio.AbstractEventLoop,
+        stop_token_ids: Sequence[int] = (),
     ) -> list[Ticket]:
         """Queues one request for each prompt, all or none, and returns their tickets.
 
         Args:
-            prompts, sampling: as for `Engine.submit`.
+            prompts, sampling, stop_token_ids: as for `Engine.submit`.
             max_new_tokens: None: as many as there is room for after prompts of token ids.
             seeds: one for each prompt.
             loop: event loop in which the tickets are waited for.
 
         Raises:
+            Starting: the engine is not ready.
             Busy: too many requests wait.
             InputError: an argument that cannot be used, or more prompts than may ever wait.
         """
+        if not self.ready:
+            raise Starting
         most = self._most_waiting
         if len(prompts) > most:
             raise InputError(
@@ -106,7 +121,8 @@ class Worker:
                     count = max_new_tokens
                     if count is None:
                         count = self.engine.room_after(prompt)
-                    requests.append(self.engine.submit(prompt, sampling, count, seed))
+                    options = sampling, count, seed, stop_token_ids
+                    requests.append(self.engine.submit(prompt, *options))
             except InputError:
                 for request in requests:
                     request.cancel()
@@ -119,16 +135,24 @@ class Worker:
         return tickets
 
     def stop(self) -> None:
-        """Cancels what is left, ends the thread, and closes the engine."""
+        """Cancels what is left, ends the thread, and closes the engine.
+
+        A thread that is not ready yet is left alone: what compiles cannot be interrupted.
+        """
         with self._submitting, self._lock:
             self._stopped = True
             for ticket in self._tickets:
                 ticket.request.cancel()
         self._wake.set()
+        if not self.ready:
+            return
         self._thread.join()
         self.engine.close()
 
     def _work(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+            self.ready = True
         while True:
             busy = self.engine.step()
             with self._lock:

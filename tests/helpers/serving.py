@@ -10,7 +10,8 @@ def address_of(application):
     """Yields the address at which an ASGI application is served, without a slash at its end."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
+    config = uvicorn.Config(application, port=0, log_level="error", timeout_keep_alive=60)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

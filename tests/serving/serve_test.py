@@ -30,7 +30,11 @@ from spsjax.serving import app, protocol  # noqa: E402
 from spsjax.serving.worker import Worker  # noqa: E402
 
 NAME = "tiny"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('no') }}{% endif %}"
+    "{{ m.role }}{% if m.name %} {{ m.name }} {{ m.reasoning_content }} {{ enable_thinking }}"
+    "{% endif %}: {{ m.content }}\n{% endfor %}"
+)
 SIZES = {"rows": 2, "slots": 128, "chunk": 128, "rounds": 4}  # of all engines here
 LIMITS = {"most_bytes": 4000, "most_tokens": 100}
 
@@ -73,17 +77,22 @@ def client(address):
 
 
 @pytest.fixture(scope="module")
-def alone(models):
-    """Returns the text of an engine that has no other request; it has the server's programs."""
+def asked(models):
+    """Returns the ended request of an engine without others; it has the server's programs."""
     engine = spsjax.Engine(*models, 3, **SIZES)
 
-    def text(prompt, count=24, seed=0, sampling=SamplingParams()) -> str:
-        request = engine.submit(prompt, sampling, count, seed)
-        request.result()
-        return request.text
+    def request(prompt, count=24, seed=0, sampling=SamplingParams()):
+        one = engine.submit(prompt, sampling, count, seed)
+        one.result()
+        return one
 
-    yield text
+    yield request
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(asked):
+    return lambda *arguments: asked(*arguments).text
 
 
 def idle(address) -> dict[str, str]:
@@ -196,6 +205,82 @@ def test_many_streams_at_once_and_clients_that_go(address, alone):
     idle(address)
 
 
+def chat_options(client, seed: int) -> dict:
+    """Returns the arguments of a chat with what OpenAI's own types send along."""
+    first = {"role": "user", "content": [{"type": "text", "text": "def f(x):"}], "name": "Ann"}
+    answer = client.chat.completions.create(model=NAME, messages=[first], max_tokens=5, seed=1)
+    history = [first, answer.choices[0].message.model_dump()]  # refusal, annotations, ...: null
+    messages = [*history, {"role": "user", "content": f"{seed}"}]
+    stops = ["never", "seen", "in", "these texts", "\x00"]
+    return {"model": NAME, "messages": messages, "n": 3, "stop": stops, "seed": seed}
+
+
+def test_chat_with_a_history_of_the_clients_types(client, models, asked):
+    options = chat_options(client, 7) | {"max_tokens": 12}
+    answer = client.chat.completions.create(**options)
+    prompt = models[0].tokenizer.chat(options["messages"])
+    cut = [protocol.Cut(options["stop"])(asked(prompt, 12, 7 + i).text, True) for i in range(3)]
+    assert [choice.message.content for choice in answer.choices] == cut
+    pieces = list(
+        client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    texts = [""] * 3
+    for piece in pieces:
+        for choice in piece.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == cut and pieces[-1].usage == answer.usage
+
+
+@pytest.mark.slow
+def test_two_hundred_clients_of_which_a_third_leave(address, client, models, asked):
+    """None of the others is lost or gets another text, and no row stays occupied."""
+    shared = chat_options(client, 0)
+
+    async def one(aclient, seed):
+        options = shared | {"seed": seed, "max_tokens": 16, "stream": True}
+        options["stream_options"] = {"include_usage": True}
+        texts, usage = [""] * 3, None
+        for _ in range(600):  # the queue is shorter than there are clients
+            try:
+                stream = await aclient.chat.completions.create(**options)
+                break
+            except openai.RateLimitError:
+                await asyncio.sleep(0.2)
+        async for piece in stream:
+            usage = piece.usage or usage
+            for choice in piece.choices:
+                texts[choice.index] += choice.delta.content or ""
+            if seed % 3 == 0:
+                await stream.close()
+                return None
+        return texts, usage
+
+    async def everyone():
+        limits = httpx.Limits(max_connections=None)
+        async with openai.AsyncOpenAI(
+            base_url=address, api_key="none", max_retries=0, timeout=600,
+            http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+        ) as aclient:  # fmt: skip
+            return await asyncio.gather(*(one(aclient, seed) for seed in range(200)))
+
+    results = asyncio.run(everyone())
+    prompt, alone = models[0].tokenizer.chat(shared["messages"]), {}
+    for seed, result in enumerate(results):
+        if seed % 3 == 0:
+            assert result is None
+            continue
+        texts, usage = result
+        for index, text in enumerate(texts):
+            number = seed + index
+            if number not in alone:
+                alone[number] = asked(prompt, 16, number).text
+            assert text == protocol.Cut(shared["stop"])(alone[number], True)
+        assert usage.prompt_tokens == len(prompt) and 3 <= usage.completion_tokens <= 48
+    idle(address)
+
+
 def test_client_that_does_not_wait_for_a_whole_answer(address):
     with pytest.raises(httpx.ReadTimeout):
         body = {"model": NAME, "prompt": "import os", "max_tokens": 100, "seed": 0, "n": 16}
@@ -209,7 +294,6 @@ def test_client_that_does_not_wait_for_a_whole_answer(address):
         ({"model": "other", "prompt": "a"}, 404, "model: expected 'tiny', found 'other'"),
         ({"prompt": "a"}, 400, "model: Field required"),
         ({"model": NAME}, 400, "prompt: Field required"),
-        ({"model": NAME, "prompt": ""}, 400, "prompt: expected a text, found an empty one"),
         ({"model": NAME, "prompt": []}, 400, "prompt: expected at least one, found none"),
         ({"model": NAME, "prompt": [399, 400]}, 400, "token ids in [0, 400), found 400"),
         (
@@ -221,16 +305,23 @@ def test_client_that_does_not_wait_for_a_whole_answer(address):
         ({"model": NAME, "prompt": "a", "temperature": 3}, 400, "temperature"),
         ({"model": NAME, "prompt": "a", "temperature": "hot"}, 400, "temperature"),
         ({"model": NAME, "prompt": "a", "n": 17}, 400, "n: "),
-        ({"model": NAME, "prompt": [-1]}, 400, "prompt: it has none of the forms"),
-        ({"model": NAME, "prompt": "a", "stop": ["a"] * 5}, 400, "stop: it has none of the forms"),
+        ({"model": NAME, "prompt": [-1]}, 400, "prompt: expected a text, token ids, or a list of"),
+        ({"model": NAME, "prompt": [[1, True]]}, 400, "prompt: expected a text, token ids, or a"),
+        ({"model": NAME, "prompt": "a", "stop": ["a"] * 65}, 400, "stop: expected at most 64 text"),
+        ({"model": NAME, "prompt": "a", "stop": [3]}, 400, "stop: expected a text or a list of t"),
+        ({"model": NAME, "prompt": "a", "stop_token_ids": [400]}, 400, "stop_token_ids: expected"),
         ({"model": NAME, "prompt": "a", "top_p": 2, "n": 0}, 400, "top_p: Input"),
-        ({"model": NAME, "prompt": "a", "logprobs": 3}, 400, "logprobs: expected null"),
+        ({"model": NAME, "prompt": "a", "logprobs": 3}, 400, "logprobs: expected false, as others"),
+        ({"model": NAME, "prompt": "a", "repetition_penalty": 1.1}, 400, "repetition_penalty: exp"),
+        ({"model": NAME, "prompt": "a", "logit_bias": {"1": 3}}, 400, "logit_bias: expected {}"),
+        ({"model": NAME, "prompt": "a", "top_k": -2}, 400, "top_k"),
+        ({"model": NAME, "prompt": "a", "\ud800": 1}, 400, ""),
         ({"model": NAME, "prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
-        ({"model": NAME, "prompt": "a", "beams": 4}, 400, "beams: Extra inputs"),
+        ({"model": NAME, "prompt": "a", "beams": 4}, 400, "beams: there is no such"),
         ({"model": NAME, "prompt": "\ud800"}, 400, ""),
         ({"model": NAME, "prompt": "a " * 120}, 400, "prompt: expected prompt, new tokens"),
         ({"model": NAME, "prompt": "a " * 4000}, 413, "body: expected at most 4000 bytes"),
-        (b"{", 400, "Invalid JSON"),
+        (b"{", 400, "expected JSON, found"),
         (b"[1]", 400, ""),
         (b"\xff\xfe", 400, ""),
     ],
@@ -242,6 +333,96 @@ def test_bad_bodies_are_refused_in_one_line(address, body, status, message):
     error = answer.json()["error"]
     assert answer.status_code == status and message in error["message"], error
     assert "\n" not in error["message"] and error["type"]
+
+
+# What clients send for "nothing", on each level of a request.
+NOTHING = {
+    "top_k": -1,
+    "repetition_penalty": 1,
+    "presence_penalty": None,
+    "frequency_penalty": 0.0,
+    "logit_bias": {"1": 0},
+    "stop": None,
+    "stream_options": {"include_usage": False, "include_obfuscation": False},
+    "user": "somebody",
+    "stop_token_ids": [],
+    "unknown": None,
+}
+OF_CHATS = {
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "tools": [],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "chat_template_kwargs": None,
+}
+
+
+def test_values_that_mean_nothing_change_nothing(address):
+    body = {"model": NAME, "prompt": "import os", "max_tokens": 12, "seed": 3}
+    plain = httpx.post(f"{address}/completions", json=body, timeout=60)
+    more = httpx.post(
+        f"{address}/completions", json=body | NOTHING | {"suffix": "", "top_k": None}, timeout=60
+    )
+    assert plain.status_code == 200, plain.json()
+    assert plain.json()["choices"] == more.json()["choices"], more.json()
+    part = {"type": "text", "text": "def f(x):"}
+    messages = [{"role": "user", "content": "def f(x):"}]
+    odd = {"refusal": None, "annotations": [], "name": None, "audio": None, "tool_calls": []}
+    odd |= {"content": [part | {"cache_control": {"type": "ephemeral"}}], "role": "user"}
+    body = {"model": NAME, "messages": messages, "max_tokens": 12, "seed": 3}
+    plain = httpx.post(f"{address}/chat/completions", json=body, timeout=60)
+    body |= NOTHING | OF_CHATS | {"messages": [odd]}
+    more = httpx.post(f"{address}/chat/completions", json=body, timeout=60)
+    assert plain.json()["choices"] == more.json()["choices"], more.json()
+
+
+def test_name_reasoning_and_variables_reach_the_template(address, models, alone):
+    message = {"role": "user", "content": "x", "name": "Ann", "reasoning_content": "hm"}
+    variables = {"enable_thinking": False, "messages": [], "self": 3}  # of which one is known
+    prompt = models[0].tokenizer.encode("user Ann hm False: x\n", whole=False)
+    assert models[0].tokenizer.chat([message], **variables) == prompt
+    body = {"model": NAME, "messages": [message], "max_tokens": 12, "seed": 3}
+    body["chat_template_kwargs"] = variables
+    answer = httpx.post(f"{address}/chat/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == alone(prompt, 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        (
+            {"content": None},
+            "messages[0].content: expected a text or a list of text parts, found n",
+        ),
+        ({"content": 3}, "messages[0].content: expected a text or a list of text parts, found 3"),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "with a text, found 'image_url'",
+        ),
+        ({"content": [{"type": "text"}]}, "messages[0].content[0]: expected a part of type"),
+        ({"content": "a", "tool_calls": [{}]}, "messages[0].tool_calls: expected none, as it is"),
+        ({"content": "a", "role": None}, "messages[0]: expected a role and a content"),
+        ({"content": "refuse me"}, f"for the chat template of {NAME}, found no"),
+    ],
+)
+def test_messages_that_cannot_be_taken_are_refused_by_their_place(address, message, found):
+    """No message names the folder of the model."""
+    body = {"model": NAME, "messages": [{"role": "user"} | message], "max_tokens": 4}
+    answer = httpx.post(f"{address}/chat/completions", json=body, timeout=60)
+    error = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and found in error and "\n" not in error and "/" not in error
+
+
+def test_text_ends_before_a_stop_token(client, asked):
+    whole = asked("import os", 40, 1)
+    stop = whole.tokens[12]
+    first = whole.tokens.index(stop)
+    options = {"model": NAME, "prompt": "import os", "max_tokens": 40, "seed": 1}
+    answer = client.completions.create(**options, extra_body={"stop_token_ids": [stop]})
+    assert answer.choices[0].text == whole.text_of(first, whole=True)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == first + 1
 
 
 def test_other_paths_and_methods_are_refused(address):
@@ -267,6 +448,24 @@ def test_models_and_metrics(client, address):
     assert rounds >= accepted[0] >= accepted[1] >= accepted[2] >= 0
     assert rounds + sum(accepted) >= answer.usage.completion_tokens
     assert gained["spsjax_request_seconds_count"] == 1
+
+
+def test_server_that_compiles_says_so_and_takes_no_request(models):
+    engine = spsjax.Engine(dataclasses.replace(models[0], name=NAME), models[1], 3, **SIZES)
+    compiled = threading.Event()
+    worker = Worker(engine, 9, compiled.wait)
+    body = {"model": NAME, "prompt": "import os", "max_tokens": 2}
+    with TestClient(app.make(worker, app.Options(NAME, **LIMITS))) as client:
+        health = client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "starting"})
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 503 and "is starting" in answer.json()["error"]["message"]
+        assert answer.headers["Retry-After"] == "5"
+        compiled.set()
+        while client.get("/health").status_code == 503:
+            time.sleep(0.01)
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.post("/v1/completions", json=body).status_code == 200
 
 
 def test_requests_beyond_the_queue_are_sent_away(models):
@@ -309,7 +508,7 @@ def test_the_stop_that_is_whole_first_ends_the_text(step):
 
 def test_a_refused_batch_leaves_nothing_waiting(address, client):
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=NAME, prompt=["a"] * 60 + [""], max_tokens=5)
+        client.completions.create(model=NAME, prompt=["a"] * 60 + ["a " * 200], max_tokens=5)
     idle(address)
     with pytest.raises(openai.BadRequestError, match="at most 120 choices in all, found 121"):
         client.completions.create(model=NAME, prompt=["a"] * 121, max_tokens=5)
