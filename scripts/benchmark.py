@@ -42,7 +42,7 @@ _PLOT = flags.DEFINE_string("plot", None, "Write a PNG to this file.")
 
 def run():
     config = _CONFIG.value
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
     main.check_writable(_JSON.value)
     main.check_writable(_PLOT.value)
     for name in _PEER.value:

@@ -47,10 +47,10 @@ OUTPUTS = "experiment.json", "load.json", "load.md", "load.png"
 
 def run():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     if jax.process_count() > 1:
         raise InputError(f"expected one process, found {jax.process_count()}")
     atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     main.check_installed("the plot", "matplotlib")
     loads = all_loads(config)
     for field in ("requests", "repetitions"):

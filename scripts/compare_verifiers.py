@@ -51,7 +51,7 @@ def run():
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
     if jax.process_count() > 1:
         raise InputError(f"expected one process, found {jax.process_count()}")
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
     atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
     main.check_installed("the plot", "matplotlib")
     settings = check(config)

@@ -40,7 +40,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.
 
 def run():
     config = _CONFIG.value
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     prompts = read_prompts()
     options = {
         "sampling": from_config.build("sampling", spsjax.SamplingParams, config.sampling),

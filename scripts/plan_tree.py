@@ -46,7 +46,7 @@ main.require("output")
 
 def run():
     config = _CONFIG.value
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value, weights=True)
     main.check_writable(_OUTPUT.value)
     params = from_config.build("sampling", SamplingParams, config.sampling)
     sizes = "most_children", "most_levels", "prompts", "prompt_tokens", "max_new_tokens"

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import spsjax
-from spsjax.cli import main, terminal
+from spsjax.cli import configs, main, terminal
 from spsjax.errors import check_integer
 from spsjax.evaluation import speed
 from spsjax.evaluation.summary import SystemSummary
@@ -26,7 +26,7 @@ _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model."
 
 def run():
     config = _CONFIG.value
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
     if config.preview not in config.run_settings:
         known = ", ".join(config.run_settings)
         raise spsjax.InputError(f"preview: expected one of {known}, found {config.preview}")

@@ -51,8 +51,8 @@ TITLES = {
 
 def run():
     config, experiment, workdir = _CONFIG.value, _EXPERIMENT.value, pathlib.Path(_WORKDIR.value)
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     main.check_installed("the report", "matplotlib")
     for name in _PEER.value:
         main.check_installed(f"--peer={name}", *peers.modules(name))

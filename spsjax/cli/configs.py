@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 import jax
 import yaml
+from absl import flags
 from ml_collections import ConfigDict
 
 from spsjax import draft_shapes, drafters, loading
+from spsjax.cli import terminal
 from spsjax.drafters import (
     base,
     draft_model,
@@ -30,11 +32,14 @@ from spsjax.parallel import multihost, sharding
 from spsjax.utils import atomic_files, from_config
 
 
-def check_file(name: str) -> None:
-    """Raises InputError unless a config file, which is a program and may fail, gives a config.
+def of_file(name: str) -> ConfigDict:
+    """Returns the config that a config file gives, which is a program and may fail.
 
     Args:
         name: path of the file, with an optional argument of `get_config` after a colon.
+
+    Raises:
+        InputError: the file gives none.
     """
     name, colon, argument = name.partition(":")
     path = pathlib.Path(name)
@@ -51,6 +56,7 @@ def check_file(name: str) -> None:
     if type(config) is not ConfigDict:
         result = f"one that returns {type(config).__name__}" if callable(get_config) else "none"
         raise InputError(f"--config: {path}: expected get_config for a ConfigDict, found {result}")
+    return config
 
 
 def check_keys(
@@ -87,6 +93,42 @@ def begin(title: str, config: ConfigDict, workdir: pathlib.Path) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         atomic_files.write(path, config.to_json(indent=2) + "\n")
     print(f"{title}\nThe whole config is in {path}", flush=True)
+
+
+def choose_pair(
+    config: ConfigDict,
+    target: str | None,
+    draft: str | None,
+    models: bool = False,
+    weights: bool = False,
+) -> None:
+    """Sets `target` and `draft` of a config from their flags.
+
+    A target that comes without a draft gets the drafter that is shipped for it, or else "suffix",
+    which needs none. A line says so.
+
+    Args:
+        config: config with both keys.
+        target, draft: the flags' values; None: those of the config.
+        models: whether the draft must be a model.
+        weights: whether the drafter must have weights.
+
+    Raises:
+        InputError: such a drafter is needed, and none is shipped for the target.
+    """
+    given = target is not None or "config.target" in flags.FLAGS
+    alone = given and draft is None and "config.draft" not in flags.FLAGS
+    config.target = target or config.target
+    config.draft = config.draft if draft is None else draft
+    if not alone or config.get("drafter", "model") not in ("model", "draft_model"):
+        return
+    shipped = loading.shipped_drafter(config.target, models)
+    if (models or weights) and shipped is None:
+        wanted = "a draft model" if models else "a drafter with weights"
+        raise InputError(f"draft: expected {wanted} for {config.target}, found none")
+    if config.draft != (shipped or "suffix"):
+        config.draft = shipped or "suffix"
+        terminal.note(f"No draft is given: {config.target} is drafted for by {config.draft}")
 
 
 def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
@@ -139,6 +181,8 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         most = min(own.max_match, loaded.drafter.max_match)  # the store's
         return dataclasses.replace(loaded, drafter=dataclasses.replace(own, max_match=most))
     if name in ("model", "draft_model"):
+        if draft in loading.WEIGHTLESS:
+            return loading.load_drafter(draft, target)
         if draft.startswith(("suffix+", "window:")) or loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)  # in the target's type
         return loading.load(draft, target.mesh, dtype)

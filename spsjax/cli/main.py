@@ -14,7 +14,7 @@ from typing import NoReturn
 import jax
 from absl import app, flags, logging
 
-from spsjax.cli import configs
+from spsjax.cli import config_flags, configs
 from spsjax.errors import InputError, NonFiniteError, Stopped, one_line
 from spsjax.parallel import multihost
 
@@ -73,7 +73,15 @@ def run(
             _join(saves)
             _find_devices()
             script()
-        except (InputError, NonFiniteError, OSError) as error:
+        except InputError as error:
+            message = str(error)
+            if default_config is not None:
+                own = [name for name in flags.FLAGS if not name.startswith("config")]
+                given = {f"--{name}": flags.FLAGS[name] for name in own}
+                given = {name: flag.value for name, flag in given.items() if flag.present}
+                message = config_flags.whole(message, flags.FLAGS["config"].value, given)
+            fail(InputError(message))
+        except (NonFiniteError, OSError) as error:
             fail(error)
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
@@ -178,7 +186,8 @@ def _parse(argv: list[str]) -> list[str]:
         if _is_config_flag(argument):
             _, equals, name = argument.partition("=")
             try:
-                configs.check_file(name if equals else following)
+                config = configs.of_file(name if equals else following)
+                config_flags.check(argv[1:], config)
             except InputError as error:
                 fail(error)
     own = list(flags.FLAGS)  # keys of a config become flags when they are parsed
@@ -186,9 +195,8 @@ def _parse(argv: list[str]) -> list[str]:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         fail(error)
-    except (AttributeError, KeyError) as error:  # ml_collections raises these for an unknown key
-        text = one_line(error).strip("\"'")
-        fail(InputError(f"--config: expected a key that the config has, found {text}"))
+    except (AttributeError, KeyError) as error:  # of ml_collections
+        fail(InputError(f"--config: expected a config, found {one_line(error)}"))
     for name in own:
         # An unset shell variable gives an empty value, and the default would run something else.
         if flags.FLAGS[name].present and flags.FLAGS[name].value == "":

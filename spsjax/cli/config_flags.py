@@ -1,0 +1,72 @@
+"""Flags that set the keys of a config: unknown ones, and errors that name them as a whole."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ml_collections import ConfigDict
+
+from spsjax.errors import InputError, short_repr
+
+_FLAG = "--config."
+
+
+def check(arguments: Iterable[str], config: ConfigDict) -> None:
+    """Raises InputError unless a config has all keys that flags set; the error names the nearest.
+
+    Args:
+        arguments: arguments of the command line.
+        config: the config.
+    """
+    known = [key for key, _ in keys(config)]
+    for argument in arguments:
+        if not argument.startswith((_FLAG, _FLAG[1:])):
+            continue
+        key = argument.partition("=")[0].lstrip("-").removeprefix("config.")
+        if re.sub(r"\[\d+\]", "", key) in known:
+            continue
+        near = nearest(key, known)
+        such = f", such as {' or '.join(map(_FLAG.__add__, near))}" if near else ""
+        raise InputError(f"{_FLAG}{key}: expected a key of the config{such}, found no such key")
+
+
+def nearest(key: str, known: Sequence[str]) -> list[str]:
+    """Returns up to three known keys whose last part is like that of a key, the nearest first."""
+    lasts = {name: name.rpartition(".")[2] for name in known}
+    alike = difflib.get_close_matches(key.rpartition(".")[2], {*lasts.values()}, 3, 0.75)
+    near = [name for name in known if lasts[name] in alike]
+    return difflib.get_close_matches(key, near, 3, 0)
+
+
+def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
+    """Returns an error's message that names the whole flag of the value that it is about.
+
+    What checks a value knows only the last part of its key, or the value itself. Of several keys
+    that end in that part, those are meant whose value the message quotes.
+
+    Args:
+        message: the error's message.
+        config: the config.
+        flags: values of the other flags of the command line, which replace keys of the config.
+    """
+    values = {_FLAG + key: value for key, value in keys(config)}
+    if match := re.match(r"[a-z_]\w*(\.\w+)*(?=: expected )", message):
+        found = {flag: value for flag, value in values.items() if flag.endswith(f".{match[0]}")}
+        quoted = [flag for flag, value in found.items() if f"found {short_repr(value)}" in message]
+        if found:
+            return " or ".join(quoted or found) + message[match.end() :]
+    for flag, value in [*flags.items(), *values.items()]:
+        texts = value if isinstance(value, list | tuple) else [value]
+        texts = [text for text in texts if isinstance(text, str) and text]
+        starts = [f"{shown}: " for text in texts for shown in (text, short_repr(text))]
+        if message.startswith(tuple(starts)):
+            return f"{flag}: {message}"
+    return message
+
+
+def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the keys of a config on all levels, as `optimization.warmup`, and their values."""
+    for key, value in config.items():
+        yield prefix + key, value
+        if isinstance(value, ConfigDict):
+            yield from keys(value, f"{prefix}{key}.")
