@@ -62,7 +62,10 @@ def run():
     )
     if target.tokenizer is None:
         raise InputError(f"{target.name}: expected a tokenizer, found none")
-    target = dataclasses.replace(target, name=config.name or target.name)  # as messages call it
+    # As messages and clients call it: they need not know where its folder lies.
+    folder = pathlib.Path(config.target)
+    known = folder.resolve().name if folder.is_dir() else target.name
+    target = dataclasses.replace(target, name=config.name or known)
     drafter = loading.load_drafter(config.draft, target) if config.draft else None
     sizes = {name: config[name] for name in ("rows", "slots", "chunk", "rounds")}
     K = configs.draft_length(config.num_speculative_tokens)
@@ -93,6 +96,7 @@ def run():
         except Exception as error:  # told when the server has ended
             failure.append(error)
             server.should_exit = True
+            sys.exit()  # this thread: the engine is not ready
 
     worker = Worker(engine, config.most_waiting, prepare if config.warm_up else None)
     served = app.make(worker, options, page)

@@ -7,27 +7,38 @@ from spsjax.request import Request
 
 _ROUNDS = 300  # after which it is told
 _SHARE = 0.05  # of rounds; common tokens are accepted so often by chance
+# Rounds that drafted, and those with an accepted token, of the newest drafters; None: it was told.
+_COUNTS: dict[tuple, tuple[int, int] | None] = {}
+_MOST_KEPT = 64
 
 
-def is_near(request: Request, proposed: int, histogram: Sequence[int]) -> bool:
-    """Warns, once for each drafter, if its drafts are accepted about as often as by chance.
+def note(request: Request, proposed: int, histogram: Sequence[int]) -> None:
+    """Counts the rounds of a call, and warns once if a drafter is right about as often as chance.
 
     Args:
-        request: a call.
+        request: the call.
         proposed: draft tokens that were offered.
         histogram: [K+1] rounds per number of accepted draft tokens.
-
-    Returns:
-        whether it warned.
     """
-    drafted = proposed // max(request.program.drafter.num_nodes, 1)  # rounds, or fewer
-    accepted = int(sum(histogram[1:]))
-    if not request.is_trained or drafted < _ROUNDS or accepted >= _SHARE * drafted:
-        return False
+    if not request.is_trained:
+        return
+    weights = request.params["drafter"]
+    key = request.drafter_name, id(weights), request.model.name
+    counted = _COUNTS.setdefault(key, (0, 0))
+    while len(_COUNTS) > _MOST_KEPT:
+        _COUNTS.pop(next(iter(_COUNTS)))  # the oldest
+    if counted is None:
+        return
+    # A drafter with a pacer proposes in some rounds only: these are as many, or fewer.
+    drafted = counted[0] + proposed // max(request.program.drafter.num_nodes, 1)
+    accepted = counted[1] + int(sum(histogram[1:]))
+    _COUNTS[key] = drafted, accepted
+    if drafted < _ROUNDS or accepted >= _SHARE * drafted:
+        return
+    _COUNTS[key] = None
     warnings.warn(
         f"drafter {request.drafter_name}: in {accepted} of {drafted} rounds a draft token was "
         f"accepted, about as often as by chance. Was it trained for {request.model.name}, its "
         "vocabulary, and the layers that it reads?",
         stacklevel=3,
     )
-    return True

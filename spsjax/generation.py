@@ -225,7 +225,7 @@ def _run(request: Request) -> Generation:
     histogram = result["accepted"][:count].sum(axis=0)
     proposed = int(result["proposed"][:count].sum())
     calls = result["rounds"][:count]
-    chance.is_near(request, proposed, histogram)
+    chance.note(request, proposed, histogram)
     stats = Stats(
         target_calls=int(calls.max()),
         proposed_tokens=proposed,
@@ -261,6 +261,7 @@ def _rounds(request: Request) -> Iterator[Round]:
             longest=min(proposed, request.program.drafter.num_speculative_tokens),
         )
         before = after
+    chance.note(request, int(before["proposed"][0]), before["accepted"][0])
 
 
 def _small(state: decode.DecodeState) -> dict[str, jax.Array]:

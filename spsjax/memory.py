@@ -1,7 +1,9 @@
 """Memory that a call takes, compared with what its devices have before anything is allocated."""
 
+import contextlib
 import functools
 import os
+import pathlib
 
 import jax
 
@@ -66,7 +68,9 @@ def _room(devices: list) -> int | None:
 
 @functools.cache
 def _host_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    sizes = []
+    with contextlib.suppress(ValueError, OSError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(ValueError, OSError):  # of a container; "max": no limit
+        sizes.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=None)

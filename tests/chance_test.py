@@ -17,6 +17,7 @@ TEXTS = {"sampling": GREEDY, "max_new_tokens": 20, "stop_at_eos": False}
 @pytest.fixture(autouse=True)
 def fewer_rounds(monkeypatch):
     monkeypatch.setattr(chance, "_ROUNDS", 40)
+    monkeypatch.setattr(chance, "_COUNTS", {})
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,13 @@ def told(function) -> list[str]:
 
 
 def test_drafts_that_are_right_by_chance_are_told_of(target, noise):
-    found = told(lambda: spsjax.generate(target, PROMPTS, noise, 3, **TEXTS))
-    assert len(found) == 1 and "rounds a draft token was accepted, about as often as by" in found[0]
+    calls = [told(lambda: spsjax.generate(target, PROMPTS, noise, 3, **TEXTS)) for _ in range(3)]
+    found = calls[0]
+    assert (
+        calls[1:] == [[], []]
+        and len(found) == 1
+        and "rounds a draft token was accepted, about as often as by" in found[0]
+    )
     assert found[0].startswith(f"drafter {noise.name}: in ") and "\n" not in found[0]
 
 
@@ -51,7 +57,13 @@ def test_drafts_that_are_right_by_chance_are_told_of(target, noise):
 def test_warning_counts_the_rounds_that_proposed(target, draft, name, proposed, histogram, warns):
     drafter = draft if name == "draft" else spsjax.load_drafter(name, target)
     call = Request("generate", target, PROMPTS, drafter, 3, GREEDY, 20, 0, None, False)
-    assert bool(told(lambda: chance.is_near(call, proposed, histogram))) == warns
+    assert bool(told(lambda: chance.note(call, proposed, histogram))) == warns
+
+
+def test_rounds_of_all_calls_count(target, draft):
+    call = Request("generate", target, PROMPTS, draft, 3, GREEDY, 20, 0, None, False)
+    counts = [len(told(lambda: chance.note(call, 3 * 15, [15, 0, 0, 0]))) for _ in range(5)]
+    assert counts == [0, 0, 1, 0, 0]
 
 
 def test_engine_tells_it_once(target, noise):

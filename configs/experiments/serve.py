@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
         {
             "target": "pystdlib/target",
             "draft": "pystdlib/draft",  # or whatever load_drafter takes; "": plain decoding
-            "name": "",  # under which clients ask for the model; empty: the target's
+            "name": "",  # by which clients ask for it; empty: the target's, or its folder's
             "dtype": config_dict.placeholder(str),  # None: what suits the device
             "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
             "mesh": {"data": 1, "model": 1, "slots": 1},  # devices; model = 0: all that there are

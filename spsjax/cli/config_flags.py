@@ -20,8 +20,8 @@ def check(arguments: Iterable[str], config: ConfigDict) -> None:
     """
     known = [key for key, _ in keys(config)]
     for argument in arguments:
-        if not argument.startswith((_FLAG, _FLAG[1:])):
-            continue
+        if not re.fullmatch(r"--?config\.[\w.\[\]]+(=.*)?", argument, re.DOTALL):
+            continue  # another flag, or the value of one
         key = argument.partition("=")[0].lstrip("-").removeprefix("config.")
         if re.sub(r"\[\d+\]", "", key) in known:
             continue
@@ -50,11 +50,11 @@ def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
         flags: values of the other flags of the command line, which replace keys of the config.
     """
     values = {_FLAG + key: value for key, value in keys(config)}
-    if match := re.match(r"[a-z_]\w*(\.\w+)*(?=: expected )", message):
-        found = {flag: value for flag, value in values.items() if flag.endswith(f".{match[0]}")}
-        quoted = [flag for flag, value in found.items() if f"found {short_repr(value)}" in message]
-        if found:
-            return " or ".join(quoted or found) + message[match.end() :]
+    name = r"[a-z_]\w*(?:\.\w+)*"
+    if match := re.match(rf"{name}(?:, {name})*(?=: expected )", message):
+        names = [_flags_of(name, values, message) or name for name in match[0].split(", ")]
+        if names != match[0].split(", "):
+            return ", ".join(names) + message[match.end() :]
     for flag, value in [*flags.items(), *values.items()]:
         texts = value if isinstance(value, list | tuple) else [value]
         texts = [text for text in texts if isinstance(text, str) and text]
@@ -62,6 +62,17 @@ def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
         if message.startswith(tuple(starts)):
             return f"{flag}: {message}"
     return message
+
+
+def _flags_of(name: str, values: Mapping[str, object], message: str) -> str:
+    """Returns the flags whose key ends in a name, those alone whose value a message quotes."""
+    found = {flag: value for flag, value in values.items() if flag.endswith(f".{name}")}
+    quoted = [
+        flag
+        for flag, value in found.items()
+        if re.search(rf"found {re.escape(short_repr(value))}(?!\w|\.\d)", message)
+    ]
+    return " or ".join(quoted or found)
 
 
 def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -107,8 +107,6 @@ class Engine:
         self._running: dict[int, Request] = {}
         self._reading: _Reading | None = None
         self._stepping, self._count = False, 0
-        # Draft tokens that were offered, and rounds per number of accepted ones; None: it warned.
-        self._drafted: tuple[int, np.ndarray] | None = 0, np.zeros(1, int)
         self._closed, self._ended = False, False  # for new requests; in all processes
         self._changed = threading.Condition()  # guards what is new, and whose turn it is
         sizes = rows, slots, chunk, rounds, model.mesh
@@ -412,17 +410,9 @@ class Engine:
             if failed or (stopped and not done):
                 self._empty_row(row)
             if done or stopped:
-                self._count_drafts(submitted, int(found["proposed"][row]))
+                chance.note(submitted.call, int(found["proposed"][row]), found["accepted"][row])
                 submitted.done = True
                 del self._running[row]
-
-    def _count_drafts(self, submitted: Request, proposed: int) -> None:
-        """Adds the rounds of a request to those of all, and warns once if drafts are useless."""
-        if self._drafted is not None:
-            total, histogram = self._drafted
-            total, histogram = total + proposed, histogram + submitted.accepted_histogram
-            warned = chance.is_near(submitted.call, total, histogram)
-            self._drafted = None if warned else (total, histogram)
 
     def _drop(self, numbers: set[int]) -> None:
         """Ends requests that were cancelled."""

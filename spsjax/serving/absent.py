@@ -17,7 +17,7 @@ COMMON = {
     "length_penalty": [1],
     "no_repeat_ngram_size": [0],
     "min_tokens": [0],
-    "logit_bias": [{}],
+    "logit_bias": [{}, []],
     "use_beam_search": [False],
     "ignore_eos": [False],
     "skip_special_tokens": [True],
@@ -32,7 +32,8 @@ CHAT = COMMON | {
     "logprobs": [False],
     "top_logprobs": [0],
     "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
+    "modalities": [["text"], []],
+    "web_search_options": [{}],
     "tools": [[]],
     "functions": [[]],
     "tool_choice": ["none", "auto"],
@@ -89,7 +90,7 @@ def without(body: Mapping, known: Mapping[str, list]) -> dict:
         body["messages"] = [_plain(message) for message in messages]
     for key in sorted(known.keys() & body.keys()):
         if not _is(body[key], known[key]):
-            wanted = json.dumps(known[key][0])
+            wanted = " or ".join(map(json.dumps, known[key]))
             raise InputError(
                 f"{key}: expected {wanted}, as others are not implemented, "
                 f"found {short_repr(body[key])}"

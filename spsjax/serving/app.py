@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hmac
 import json
-import os
 import re
 import secrets
 import time
@@ -28,7 +27,7 @@ from spsjax.serving.page import Page
 from spsjax.serving.protocol import ApiError
 from spsjax.serving.worker import Busy, Starting, Ticket, Worker
 
-_PATH = re.compile(r"(?<![\w.])/[^\s:'\",]+")
+_PATH = re.compile(r"(?<![\w.])/[^\s:'\",]+")  # an absolute one
 _LOOK_SECONDS = 0.5  # how often a waiting handler looks whether its client is still there
 
 
@@ -93,13 +92,6 @@ def make(worker: Worker, options: Options, page: Page | None = None) -> Starlett
     return Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=unknown
     )
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.lexists(path)
-    except ValueError:
-        return False
 
 
 def _refusal(error: ApiError) -> Response:
@@ -172,11 +164,14 @@ class _Server:
             raise ApiError(404, text, "not_found_error")
 
     def _public(self, error: Exception) -> str:
-        """Returns an error's line without names of this machine's files."""
+        """Returns an error's line without names of this machine's files.
+
+        Errors of arguments quote what clients have sent, which stays as it is.
+        """
         text, tokenizer = one_line(error), self._worker.engine.model.tokenizer
         if tokenizer is not None:
-            text = text.replace(str(tokenizer.path.parent), self._options.name)
-        return _PATH.sub(lambda found: found[0] if not _exists(found[0]) else "a file", text)
+            text = text.replace(str(tokenizer.path.parent), "the model")
+        return text if isinstance(error, InputError) else _PATH.sub("(a file)", text)
 
     def _check_key(self, http: HttpRequest) -> None:
         if not self._options.api_key:

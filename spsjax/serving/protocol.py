@@ -169,10 +169,12 @@ class Chat(Ask):
         if not self.messages:
             raise ValueError("messages: expected at least one, found none")
         for number, message in enumerate(conversation(self.messages)):
-            if unknown := sorted(message.keys() - _MESSAGE_FIELDS):
+            for key, value in message.items():
+                if key in _MESSAGE_FIELDS and isinstance(value, str):
+                    continue
+                known = "a text" if key in _MESSAGE_FIELDS else "none, as it is not implemented"
                 raise ValueError(
-                    f"messages[{number}].{unknown[0]}: expected none, as it is not implemented, "
-                    f"found {short_repr(message[unknown[0]])}"
+                    f"messages[{number}].{key}: expected {known}, found {short_repr(value)}"
                 )
         return self
 
@@ -182,6 +184,12 @@ class Chat(Ask):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+# Plainer messages, by pydantic's kinds of errors.
+_PLAIN = {
+    "extra_forbidden": "there is no such field",
+    "model_type": "expected an object",
+    "dict_type": "expected an object",
+}
 _Body = TypeVar("_Body", bound=BaseModel)
 # Fields of a message that a chat template is given.
 _MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content", "reasoning"}
@@ -197,8 +205,7 @@ def parse(kind: type[_Body], body: bytes) -> _Body:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         parts, text = first["loc"], first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            text = "there is no such field"
+        text = _PLAIN.get(first["type"], text)
         place = ".".join(map(str, parts))
         text = f"{place}: {text}" if place else text
     except InputError as error:

@@ -193,13 +193,26 @@ def difference(one: Tokenizer | None, other: Tokenizer | None) -> str | None:
     Each id of the shorter vocabulary must have the same text in both, control ids apart. The longer
     one may have tokens beyond. If one is None, nothing is known to differ.
     """
-    if one is None or other is None or one == other:
+    if one is None or other is None or one is other:
         return None
-    for id in range(min(one.vocab_size, other.vocab_size)):
-        texts = one.pieces.get(id), other.pieces.get(id)
+    key = id(one), id(other)
+    if key not in _COMPARED:
+        while len(_COMPARED) >= _MOST_COMPARED:
+            _COMPARED.pop(next(iter(_COMPARED)))  # the oldest
+        _COMPARED[key] = one, other, _difference(one, other)  # kept, so that no other has their ids
+    return _COMPARED[key][2]
+
+
+_COMPARED: dict[tuple[int, int], tuple] = {}
+_MOST_COMPARED = 16
+
+
+def _difference(one: Tokenizer, other: Tokenizer) -> str | None:
+    for token in range(min(one.vocab_size, other.vocab_size)):
+        texts = one.pieces.get(token), other.pieces.get(token)
         if texts[0] != texts[1]:
             shown = ("no text" if text is None else short_repr(text) for text in texts)
-            return f"id {id}: {' and '.join(shown)}"
+            return f"id {token}: {' and '.join(shown)}"
     return None
 
 

@@ -44,7 +44,7 @@ def render(
     messages = conversation(messages)
     special = {name: text for name, text in tokens.items() if text is not None}
     options = {"tools": None, "documents": None, "add_generation_prompt": True}
-    variables = {**options, **more, "messages": messages, **special}
+    variables = {**options, **special, **more, "messages": messages}
     try:
         most = _CHARACTERS + 10 * len(json.dumps(variables))
         request = json.dumps({"template": template, "variables": variables, "most": most})
@@ -103,7 +103,7 @@ def _message(name: str, message) -> dict:
             f"found {'none' if content is None else short_repr(content)}"
         )
     named = {**message, "content": content}
-    return {key: value for key, value in named.items() if value is not None}
+    return {key: value for key, value in named.items() if value is not None or key == "content"}
 
 
 def _part(name: str, part) -> str:

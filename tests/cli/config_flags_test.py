@@ -39,6 +39,7 @@ def test_unknown_key_is_refused_with_the_nearest_flags(flag, nearest):
 
 def test_known_keys_are_taken():
     flags = "--config.steps=1", "--config.data.train[0]=x", "--config=file.py", "--configs.x=1"
+    flags += ("--prompt", "-config. is what a text begins with", "--config. =1")
     config_flags.check(flags, CONFIG)
 
 
@@ -48,6 +49,8 @@ def test_known_keys_are_taken():
         ("warmup: expected an integer >= 0, found 20", "--config.optimization.warmup: expected an"),
         ("optimization.warmup: expected 1, found 2", "--config.optimization.warmup: expected 1, "),
         ("steps: expected an integer >= 9, found 7", "--config.objective.steps: expected an inte"),
+        ("steps: expected an integer, found 3000", "--config.objective.steps or --config.steps: "),
+        ("warmup, rows, learning_rate: expected less", "--config.optimization.warmup, rows, --co"),
         ("steps: expected an integer, found 300", "--config.steps: expected an integer, found 300"),
         ("steps: expected others", "--config.objective.steps or --config.steps: expected others"),
         ("more: expected a file, found none", "--config.data.train: more: expected a file, found"),

@@ -131,8 +131,10 @@ def test_flags_are_found_wherever_trainers_write_them(target, head, folder, plac
         ({TAPS: [2, 4]}, "expected 3 layers, which fc.weight reads, found [2, 4]"),
         ({TAPS: "2,4,6"}, "expected a list, found '2,4,6'"),
         ({"eagle_config": [], "architectures": 3}, "eagle_config: expected an object, found []"),
-        ({TAPS: [1, 3, 5.5]}, "expected numbers of layers, found [1, 3, 5.5]"),
-        ({TAPS: [2, 4, 7]}, "tap_layers: expected layers in [0, 6]"),
+        ({TAPS: [1, 3, 5.5]}, "expected numbers of layers in [0, 5], found [1, 3, 5.5]"),
+        ({TAPS: [2, 4, 7]}, "layer_ids: expected numbers of layers in [0, 6], found [2, 4, 7]"),
+        ({TAPS: [1, 3, 6]}, "layer_ids: expected numbers of layers in [0, 5], found [1, 3, 6]"),
+        ({TAPS: [-2, 4, 6]}, "layer_ids: expected numbers of layers in [0, 6], found [-2, 4, 6]"),
         ({TAPS: [2, 4, 6], "draft_vocab_size": 29}, "draft_vocab_size: expected 30, the rows of"),
         (
             {"hidden_size": 64, "target_hidden_size": 32},

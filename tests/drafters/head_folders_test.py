@@ -93,7 +93,7 @@ def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
         ({"target_hidden_size": 64}, {}, "d_model=32"),
         ({"transformer_layer_config": layer | {"hidden_size": 64}}, {}, "another width (64)"),
         ({"transformer_layer_config": layer | {"vocab_size": 50}}, {}, "vocab_size=48"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, "tap_layers: expected layers in"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, "expected numbers of layers in [0, "),
         ({}, {"d2t": None}, "expected a tensor d2t"),
         ({}, {"d2t": ids + 30}, "d2t: expected offsets of different ids"),
         ({}, {"d2t": ids[:-1]}, "d2t: expected shape"),

@@ -27,7 +27,7 @@ PLAIN = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278
 # Keys of config.json: scaling, context; expected: frequencies, factor, greatest length of a text.
 CASES = {
     "yarn of Qwen": (
-        {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}, 64,
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0, "mscale_all_dim": 0, ORIGINAL: 64}, 64,
         [1.0, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
         1.138629436111989, 256,
     ),

@@ -315,6 +315,7 @@ def test_client_that_does_not_wait_for_a_whole_answer(address):
         ({"model": NAME, "prompt": "a", "repetition_penalty": 1.1}, 400, "repetition_penalty: exp"),
         ({"model": NAME, "prompt": "a", "logit_bias": {"1": 3}}, 400, "logit_bias: expected {}"),
         ({"model": NAME, "prompt": "a", "top_k": -2}, 400, "top_k"),
+        ({"model": NAME, "prompt": "a", "stream_options": 3}, 400, "stream_options: expected an o"),
         ({"model": NAME, "prompt": "a", "\ud800": 1}, 400, ""),
         ({"model": NAME, "prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
         ({"model": NAME, "prompt": "a", "beams": 4}, 400, "beams: there is no such"),
@@ -322,7 +323,7 @@ def test_client_that_does_not_wait_for_a_whole_answer(address):
         ({"model": NAME, "prompt": "a " * 120}, 400, "prompt: expected prompt, new tokens"),
         ({"model": NAME, "prompt": "a " * 4000}, 413, "body: expected at most 4000 bytes"),
         (b"{", 400, "expected JSON, found"),
-        (b"[1]", 400, ""),
+        (b"[1]", 400, "expected an object"),
         (b"\xff\xfe", 400, ""),
     ],
 )
@@ -403,7 +404,9 @@ def test_name_reasoning_and_variables_reach_the_template(address, models, alone)
         ({"content": [{"type": "text"}]}, "messages[0].content[0]: expected a part of type"),
         ({"content": "a", "tool_calls": [{}]}, "messages[0].tool_calls: expected none, as it is"),
         ({"content": "a", "role": None}, "messages[0]: expected a role and a content"),
-        ({"content": "refuse me"}, f"for the chat template of {NAME}, found no"),
+        ({"content": "refuse me"}, "for the chat template of the model, found no"),
+        ({"content": "a", "name": 5}, "messages[0].name: expected a text, found 5"),
+        ({"content": "a", "reasoning_content": [1]}, "reasoning_content: expected a text, foun"),
     ],
 )
 def test_messages_that_cannot_be_taken_are_refused_by_their_place(address, message, found):

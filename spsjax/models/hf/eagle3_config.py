@@ -77,11 +77,15 @@ def _taps(path, where, ids, num_layers, speculators: bool) -> tuple:
             stacklevel=2,
         )
         return taps
-    if not all(type(tap) is int for tap in ids):
-        raise InputError(f"{path}: {where}: expected numbers of layers, found {short_repr(ids)}")
-    if speculators or ids[0] != 1:
-        return tuple(ids)
-    taps = tuple(tap + 1 for tap in ids)
+    shift = int(ids[0] == 1 and not speculators)
+    if not all(type(tap) is int and 0 <= tap + shift <= num_layers for tap in ids):
+        raise InputError(
+            f"{path}: {where}: expected numbers of layers in [0, {num_layers - shift}], "
+            f"found {short_repr(ids)}"
+        )
+    taps = tuple(tap + shift for tap in ids)
+    if not shift:
+        return taps
     warnings.warn(
         f"{path}: {where} {ids} begins with 1, so it is taken to count outputs of layers from 0: "
         f"the drafter reads the inputs of layers {list(taps)}",

@@ -16,6 +16,7 @@ _FACTORS = (
     "a list of positive numbers",
     lambda x: type(x) is list and bool(x) and all(map(POSITIVE[1], x)),
 )
+_SCALE = "a number >= 0", lambda x: type(x) in (int, float) and 0 <= x < 1e30  # 0: not given
 _ALIASES = {"su": "longrope"}
 
 
@@ -86,7 +87,7 @@ def _yarn(rope, original, context, head_dim):
     fast, slow = rope.get("beta_fast", POSITIVE, 32), rope.get("beta_slow", POSITIVE, 1)
     if slow >= fast:
         raise rope.error("beta_slow", f"less than beta_fast={fast}", slow)
-    scales = rope.get("mscale", POSITIVE, 0), rope.get("mscale_all_dim", POSITIVE, 0)
+    scales = rope.get("mscale", _SCALE, 0), rope.get("mscale_all_dim", _SCALE, 0)
     attention = _yarn_attention(factor, 1)
     if all(scales):
         attention = _yarn_attention(factor, scales[0]) / _yarn_attention(factor, scales[1])
