@@ -17,6 +17,7 @@ import dataclasses
 import ipaddress
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -62,11 +63,8 @@ def run():
     )
     if target.tokenizer is None:
         raise InputError(f"{target.name}: expected a tokenizer, found none")
-    # As messages and clients call it: they need not know where its folder lies.
-    folder = pathlib.Path(config.target)
-    known = folder.resolve().name if folder.is_dir() else target.name
-    target = dataclasses.replace(target, name=config.name or known)
-    drafter = loading.load_drafter(config.draft, target) if config.draft else None
+    target = dataclasses.replace(target, name=config.name or public(config.target))
+    drafter = named_drafter(config.draft, target) if config.draft else None
     sizes = {name: config[name] for name in ("rows", "slots", "chunk", "rounds")}
     K = configs.draft_length(config.num_speculative_tokens)
     engine = spsjax.Engine(target, drafter, K, **sizes)
@@ -133,6 +131,19 @@ def run():
         raise failure[0]
 
 
+def public(name: str) -> str:
+    """Returns the name of a model or drafter without the place of its folder on this machine."""
+    if pathlib.Path(name).is_dir():
+        return pathlib.Path(name).resolve().name
+    method, folder = re.fullmatch(r"(.*[:+])?(.*)", name, re.DOTALL).groups("")
+    return method + public(folder) if method else name
+
+
+def named_drafter(name: str, target: loading.Model) -> loading.LoadedDrafter:
+    """Returns a drafter under its public name, which messages quote."""
+    return dataclasses.replace(loading.load_drafter(name, target), name=public(name))
+
+
 def progress() -> Callable[[int, int], None]:
     """Returns a function that shows how many programs are compiled."""
     start = time.monotonic()
@@ -153,8 +164,8 @@ def page_of(config, target, drafter, limits: dict[str, int], needs_key: bool):
 
     if jax.process_count() > 1:
         return None
-    drafters = {config.draft: drafter} if config.draft else {}
-    drafters |= {name: loading.load_drafter(name, target) for name in config.page}
+    drafters = {drafter.name: drafter} if drafter else {}
+    drafters |= {public(name): named_drafter(name, target) for name in config.page}
     return Page(target, drafters, **limits, needs_key=needs_key)
 
 

@@ -59,8 +59,9 @@ def _bytes_of_row(program: decode.Program, slots: int, structure, types) -> int:
 
 def _room(devices: list) -> int | None:
     """Returns the bytes of all devices together; None: unknown."""
-    if devices[0].platform == "cpu":  # they share one memory
-        return _host_memory()
+    if devices[0].platform == "cpu":  # those of a process share one memory
+        memory = _host_memory()
+        return None if memory is None else memory * jax.process_count()
     here = [device for device in devices if device.process_index == jax.process_index()]
     stats = here[0].memory_stats() if here else None
     return None if not stats or "bytes_limit" not in stats else len(devices) * stats["bytes_limit"]

@@ -14,9 +14,7 @@ def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     check_path("name", name)
     if str(name).startswith(hub.PREFIX):
         return hub.download(str(name), tokenization.NAMES, weights)
-    names = sorted(
-        path.parent.relative_to(_SHIPPED).as_posix() for path in _SHIPPED.rglob("config.json")
-    )
+    names = _shipped_names()
     try:
         if pathlib.Path(name).is_dir():
             return pathlib.Path(name)
@@ -31,6 +29,12 @@ def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     )
 
 
+def _shipped_names() -> list[str]:
+    """Returns the names of the models and drafters that `spsjax` brings along."""
+    files = _SHIPPED.rglob("config.json")
+    return sorted(path.parent.relative_to(_SHIPPED).as_posix() for path in files)
+
+
 def is_shipped(folder: pathlib.Path) -> bool:
     """Returns whether a folder is one of those that `spsjax` brings along."""
     return _SHIPPED in folder.parents
@@ -41,19 +45,13 @@ def shipped_drafter(target: str | pathlib.Path, models: bool = False) -> str | N
 
     A draft model comes first. With `models`, other drafters do not count.
     """
-    folder = _SHIPPED / pathlib.Path(target).parent
-    if (
-        pathlib.Path(target).name != "target"
-        or not folder.is_dir()
-        or pathlib.Path(target).is_dir()
-    ):
-        return None
-    for path in sorted(folder.glob("*/config.json")):
-        name = path.parent.relative_to(_SHIPPED).as_posix()
-        drafts = path.parent.name == "draft" or (not models and path.parent.name != "target")
-        if drafts:
-            return name
-    return None
+    path = pathlib.PurePath(target)
+    if path.as_posix() not in _shipped_names() or pathlib.Path(target).is_dir():
+        return None  # a folder of the user, or none
+    others = [pathlib.PurePath(name) for name in _shipped_names() if name != path.as_posix()]
+    beside = [other for other in others if other.parent == path.parent]  # "draft" is the first
+    drafts = [other for other in beside if other.name == "draft" or not models]
+    return drafts[0].as_posix() if drafts else None
 
 
 def layout_of(folder: pathlib.Path):

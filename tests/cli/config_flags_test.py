@@ -121,6 +121,13 @@ def test_target_without_a_draft_gets_one_that_fits(pair, capsys, target, draft, 
     assert capsys.readouterr().err == told
 
 
+def test_folders_beside_a_target_that_is_missing_are_not_shipped(pair, tmp_path):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").touch()
+    configs.choose_pair(pair, str(tmp_path / "target"), None)
+    assert pair.draft == "suffix"
+
+
 def test_target_without_a_draft_model_is_refused_where_one_is_needed(pair):
     with pytest.raises(InputError, match=r"^draft: expected a draft model for pycode/target"):
         configs.choose_pair(pair, "pycode/target", None, models=True)

@@ -134,9 +134,8 @@ def test_scaling_that_is_not_supported_is_refused(folder, scaling, message):
         config_of(folder, scaling, 64, False)
 
 
-def test_text_beyond_the_context_is_refused_with_the_numbers(folder, tmp_path):
+def test_text_beyond_the_context_is_refused_with_the_numbers(folder):
     """Of a stretched context, too; nothing runs on with positions that the model has not seen."""
-    model = loading.load(folder)
     for scaling, longest in ((None, 64), ({"type": "yarn", "factor": 2.0}, 128)):
         edit_config(folder, rope_scaling=scaling, max_position_embeddings=64)
         model = loading.load(folder)

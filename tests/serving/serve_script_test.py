@@ -63,6 +63,8 @@ def test_stopped_server_lets_requests_end_or_hear_of_it(pair):
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == [NAME]
     assert "<html" in httpx.get(address.removesuffix("v1")).text  # the page
+    choices = httpx.get(address.removesuffix("v1") + "page/choices").json()
+    assert choices["drafters"] == ["draft", "ngram", "suffix", "none"]  # not where its folder is
     assert httpx.get(f"{address}/models", headers={"Host": "example.com"}).status_code == 400
     options = {"model": NAME, "prompt": "import os", "seed": 4}
     with pytest.raises(openai.BadRequestError, match="max_tokens: expected at most 200"):

@@ -117,7 +117,7 @@ def describe(folder: pathlib.Path, target: Config) -> Layout:
 
 
 def _is_eagle3(raw: dict, stored: dict[str, pathlib.Path], prefix: str) -> bool:
-    """Whether a folder holds EAGLE-3: its layer normalises two inputs, and EAGLE-1's none."""
+    """Returns whether a folder holds EAGLE-3, whose layer normalises two inputs; EAGLE-1's none."""
     return (
         raw.get("speculators_model_type") == "eagle3"
         or "d2t" in stored

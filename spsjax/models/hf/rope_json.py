@@ -116,7 +116,7 @@ def _longrope(rope, original, context, head_dim):
     factor = rope.get("factor", POSITIVE, context / original)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention = float(rope.get("attention_factor", POSITIVE, attention))
-    # With the long factors, all keys would have to be computed anew at the original context.
+    # Beyond the original context the long factors hold for all tokens, cached keys included.
     reached = context if short == long else min(original, context)
     return ("longrope", attention, original, context, short, long), reached
 
