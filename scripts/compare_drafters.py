@@ -29,7 +29,8 @@ from ml_collections import config_flags
 
 from spsjax import decode, loading, request, verifiers
 from spsjax.cli import configs, main, terminal
-from spsjax.draft_shapes import DynamicTree, Shape, Tree
+from spsjax.drafters import base
+from spsjax.drafters.shapes import DynamicTree, Shape, Tree
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.evaluation import runner, samplers, speed, surprise, task_prompts
 from spsjax.evaluation.journal import Records
@@ -225,10 +226,10 @@ def of_shapes(folder: str, target: loading.Model, shapes, own) -> dict[str, load
     """Returns a drafter in every shape that it can draft, and in all shapes of its own."""
     loaded, found = loading.load_drafter(folder, target), {}
     grows_trees = "tree" in {field.name for field in dataclasses.fields(loaded.drafter)}
-    most = loaded.drafter.max_steps
+    most = base.max_steps(loaded.drafter)
     for name, shape in (shapes | own).items():
         if name == AUTO:
-            found[name] = dataclasses.replace(loaded, drafter=loaded.drafter.paced())
+            found[name] = loaded
             continue
         chain = isinstance(shape, int)
         K = shape if chain else shape.depth
@@ -271,7 +272,7 @@ def row_of(
         "drafter": name,
         "shape": shape,
         "rule": rule,
-        "draft_tokens": drafter.drafter.num_nodes,
+        "draft_tokens": base.num_nodes(drafter.drafter),
         "parameters": num_weights(drafter.params),
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.params)),
         "ms_per_draft": ms_per_draft,

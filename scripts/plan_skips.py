@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from spsjax import generation, loading
 from spsjax.cli import configs, main, terminal
-from spsjax.drafters import early_exit
+from spsjax.drafters.contrib import early_exit
 from spsjax.errors import InputError, check_integer
 from spsjax.evaluation import skip_planning, speed
 from spsjax.parallel import multihost

@@ -29,6 +29,7 @@ from ml_collections import config_flags
 
 from spsjax import generation, loading
 from spsjax.cli import configs, main, terminal
+from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.evaluation import significance, speed, tree_planning
 from spsjax.parallel import multihost
@@ -112,7 +113,7 @@ def plans_of_model(target, draft, texts, params, config):
 
 def plans_of_head(target, drafter, texts, params, config):
     """Returns rates [texts, K, W], the fastest trees, and the seconds of a pass of the target."""
-    levels = min(config.most_levels, drafter.drafter.max_steps or config.most_levels)
+    levels = min(config.most_levels, base.max_steps(drafter.drafter) or config.most_levels)
     inner = dataclasses.replace(drafter.drafter, num_speculative_tokens=levels)
     drafter = dataclasses.replace(drafter, drafter=inner)
     progress = terminal.progress("acceptance by depth and rank")

@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from spsjax import loading
 from spsjax.cli import configs, main, terminal
-from spsjax.drafters import learned_stopping
+from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.evaluation import speed
 from spsjax.parallel import multihost

@@ -4,7 +4,7 @@ Everything exported here is public; all else is internal and may change.
 """
 
 from spsjax import drafters, verifiers
-from spsjax.draft_shapes import DynamicTree, Tree
+from spsjax.drafters.shapes import DynamicTree, Tree
 from spsjax.engine import Engine
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream

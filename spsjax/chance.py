@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
+from spsjax.drafters import base
 from spsjax.request import Request
 
 _ROUNDS = 300  # after which it is told
@@ -30,7 +31,7 @@ def note(request: Request, proposed: int, histogram: Sequence[int]) -> None:
     if counted is None:
         return
     # A drafter with a pacer proposes in some rounds only: these are as many, or fewer.
-    drafted = counted[0] + proposed // max(request.program.drafter.num_nodes, 1)
+    drafted = counted[0] + proposed // max(base.num_nodes(request.program.drafter), 1)
     accepted = counted[1] + int(sum(histogram[1:]))
     _COUNTS[key] = drafted, accepted
     if drafted < _ROUNDS or accepted >= _SHARE * drafted:

@@ -27,6 +27,7 @@ from spsjax.parallel import sharding
 from spsjax.sampling import RowParams
 from spsjax.types import (
     Array,
+    Chunk,
     ModelOutput,
     Proposal,
     PyTree,
@@ -67,7 +68,6 @@ class DecodeState:
     cache: kv.KVCache  # the target's
     drafter: PyTree  # the drafter's own state
     pace: PyTree  # the pacer's own state
-    rule: PyTree  # that of the drafter's rule that ends chains
     # Fixed.
     rows: RowParams  # sampling parameters per row
     limits: Array  # [B] int32, where `lengths` must stop
@@ -80,11 +80,7 @@ class DecodeState:
 
 
 def step(
-    program: Program,
-    params: PyTree,
-    state: DecodeState,
-    depths_B: Array | None = None,
-    rests: bool = False,
+    program: Program, params: PyTree, state: DecodeState, depths_B: Array | None = None
 ) -> DecodeState:
     """Runs one round: between 1 and K + 1 tokens for every row that is not done.
 
@@ -92,34 +88,25 @@ def step(
         program, params: static configuration of the loop; parameters of target and drafter.
         state: state between rounds.
         depths_B: how deep each row is drafted; None: as the pacer says, or K without one.
-        rests: whether all depths are known to be 0, which only a pacer makes them: a round of
-            autoregressive sampling.
     """
-    keys = round_keys(state)
-    if program.pacer is not None:
-        if rests:
-            depths_B = jnp.zeros_like(state.lengths)
-        elif depths_B is None:
-            depths_B = wanted_depths(program, params, state)
-        state = caught_up(program, params, state, depths_B)
+    # The drafter reads what was committed since its last draft.
+    state, now = next_round(program, params, state, depths_B)
     with jax.named_scope("propose"):
-        proposal, drafted = propose(program, params, state, keys, depths_B, rests)
+        proposal = propose(program, params, state, now)
+    # The target reads the root and the draft tokens in one pass, of the smallest size that holds
+    # them, and the verifier turns its distributions into accepted tokens and one more.
 
     def judge(proposal: Proposal) -> tuple[ModelOutput, Verdict]:
         with jax.named_scope("score"):
             output = score(program, params, state, proposal)
         with jax.named_scope("verify"):
-            return output, program.verifier(keys, proposal, output.logits, state.rows)
+            return output, program.verifier(now.keys, proposal, output.logits, state.rows)
 
-    if rests:
-        output, verdict = scoring.at_root(program.drafter, proposal, judge)
-    else:
-        least = None if depths_B is None else params["costs"].least
-        output, verdict = scoring.at_smallest_size(
-            program.drafter, state.done, proposal, judge, least
-        )
+    least = None if program.pacer is None else params["costs"].least
+    output, verdict = scoring.at_smallest_size(program.drafter, state.done, proposal, judge, least)
+    # Until here caches were only read by this round's tokens: there is nothing to roll back.
     with jax.named_scope("commit"):
-        return commit(program, params, state, drafted, proposal, output, verdict, depths_B)
+        return commit(program, params, state, now, proposal, output, verdict)
 
 
 def run(
@@ -127,18 +114,18 @@ def run(
 ) -> DecodeState:
     """Runs rounds until every row is done, or one has failed; at most `max_rounds`, if given.
 
-    Rounds in which a pacer lets the drafter rest have a loop of their own, because they are cheaper
-    if they are compiled for it.
+    Rounds in which a pacer drafts nothing are rounds of another program, whose drafter rests.
     """
+    resting = without_drafts(program)
 
     def goes_on(carry):
         count, state, _ = carry
         unfinished = ~jnp.all(state.done) & ~jnp.any(state.failed)
         return unfinished if max_rounds is None else unfinished & (count < max_rounds)
 
-    def advance(carry, rests=False):
+    def advance(carry, program=program):
         count, state, depths_B = carry
-        state = step(program, params, state, None if rests else depths_B, rests)
+        state = step(program, params, state, depths_B)
         return count + 1, state, wanted_depths(program, params, state)
 
     def may_rest(carry):
@@ -146,12 +133,17 @@ def run(
         return goes_on(carry) & jnp.all(carry[2] == 0) & (params["costs"].least == 0)
 
     def rest_then_draft(carry):
-        carry = lax.while_loop(may_rest, functools.partial(advance, rests=True), carry)
+        carry = lax.while_loop(may_rest, functools.partial(advance, program=resting), carry)
         return lax.while_loop(lambda carry: goes_on(carry) & ~may_rest(carry), advance, carry)
 
     start = jnp.zeros((), jnp.int32), state, wanted_depths(program, params, state)
     body = advance if program.pacer is None else rest_then_draft
     return lax.while_loop(goes_on, body, start)[1]
+
+
+def without_drafts(program: Program) -> Program:
+    """Returns the program of rounds in which nothing is drafted: of autoregressive sampling."""
+    return dataclasses.replace(program, drafter=base.Resting(program.drafter))
 
 
 def round_keys(state: DecodeState) -> Array:
@@ -172,71 +164,69 @@ def wanted_depths(program: Program, params: PyTree, state: DecodeState) -> Array
     return jnp.where((costs.fixed < 0) | state.done, depths, costs.fixed)
 
 
-def caught_up(program: Program, params: PyTree, state: DecodeState, depths_B: Array) -> DecodeState:
-    """Returns a state whose drafter is ready for a round of these depths, after any rests."""
-    drafter = program.drafter.catch_up(params, state.drafter, state.tokens, state.lengths, depths_B)
-    return dataclasses.replace(state, drafter=drafter)
+def next_round(
+    program: Program, params: PyTree, state: DecodeState, depths_B: Array | None = None
+) -> tuple[DecodeState, Round]:
+    """Returns the state whose drafter is ready to draft, and the next round's inputs.
+
+    Arguments are those of `step`.
+    """
+    if depths_B is None:
+        depths_B = wanted_depths(program, params, state)
+    now = Round(
+        tokens=state.tokens,
+        lengths=state.lengths,
+        rows=state.rows,
+        keys=round_keys(state),
+        cache=state.cache,
+        depths=depths_B,
+        done=state.done,
+    )
+    with jax.named_scope("sync"):
+        drafter = program.drafter.sync(params, state.drafter, now)
+    return dataclasses.replace(state, drafter=drafter), now
 
 
-def propose(
-    program: Program,
-    params: PyTree,
-    state: DecodeState,
-    keys_B: Array,
-    depths_B: Array | None = None,
-    rests: bool = False,
-) -> tuple[Proposal, PyTree]:
-    """Returns what the drafter proposes, and the arrays that its `commit` needs.
+def propose(program: Program, params: PyTree, state: DecodeState, now: Round) -> Proposal:
+    """Returns what the drafter proposes, without what the round does not want.
 
     Args:
         program, params: static configuration of the loop; parameters of target and drafter.
-        state: state between rounds.
-        keys_B: keys of the round.
-        depths_B: greatest depth of a token per row; None: K. If all are 0, nothing is run.
-        rests: whether all are known to be 0, so that nothing is compiled either.
+        state, now: what `next_round` returned. If no row wants a token, nothing is run.
 
     Raises:
         InputError: when traced, for a proposal that target, drafter or verifier do not allow.
     """
     drafter = program.drafter
-    now = Round(
-        state.tokens,
-        state.lengths,
-        state.rows,
-        keys_B,
-        state.cache,
-        depths_B,
-        state.rule,
-        state.done,
-    )
 
     def draft():
-        result = drafter.propose(params, state.drafter, now)
-        return base.check_proposal(drafter, result, len(state.tokens), program.target.vocab_size)
+        proposal = drafter.propose(params, state.drafter, now)
+        return base.check_proposal(drafter, proposal, len(now.tokens), program.target.vocab_size)
 
-    if depths_B is None:
-        proposal, drafted = draft()
+    if now.depths is None:
+        proposal = draft()
     else:
         nothing = functools.partial(base.nothing, jax.eval_shape(draft))
-        proposal, drafted = nothing() if rests else lax.cond(jnp.any(depths_B > 0), draft, nothing)
-        too_deep = _node_depths(proposal) > depths_B[:, None]
+        proposal = lax.cond(jnp.any(now.depths > 0), draft, nothing)
+        too_deep = _node_depths(proposal) > now.depths[:, None]
         if proposal.eligible is not None:  # others are there to be scored
             too_deep &= proposal.eligible
         tokens = jnp.where(too_deep, -1, proposal.tokens)
         proposal = dataclasses.replace(proposal, tokens=tokens)
-    program.verifier.check(proposal)
+    if proposal.tokens.shape[1]:
+        program.verifier.check(proposal)
     if proposal.parents is None:
         if proposal.eligible is not None:
             tokens = jnp.where(proposal.eligible, proposal.tokens, -1)
             proposal = dataclasses.replace(proposal, tokens=tokens, eligible=None)
-        return proposal, drafted
+        return proposal
     # A round cannot commit more than K draft tokens, so deeper nodes are not eligible.
     eligible = _node_depths(proposal) <= drafter.num_speculative_tokens
     eligible &= proposal.tokens >= 0
     if proposal.eligible is not None:
         eligible &= proposal.eligible
     eligible = tree.reached(proposal.parents, eligible)[:, 1:]  # as all nodes above are
-    return dataclasses.replace(proposal, eligible=eligible), drafted
+    return dataclasses.replace(proposal, eligible=eligible)
 
 
 def score(program: Program, params: PyTree, state: DecodeState, proposal: Proposal) -> ModelOutput:
@@ -247,9 +237,7 @@ def score(program: Program, params: PyTree, state: DecodeState, proposal: Propos
     if proposal.parents is not None:
         ancestors = tree.ancestors(proposal.parents)
         positions = state.cache.lengths[:, None] + tree.depths(proposal.parents)
-    begun = proposal.begun
-    run = functools.partial(
-        transformer.apply,
+    output = transformer.apply(
         program.target,
         params["target"],
         jnp.concatenate([root, drafts], axis=1),
@@ -258,10 +246,6 @@ def score(program: Program, params: PyTree, state: DecodeState, proposal: Propos
         ancestors=ancestors,
         tap_layers=program.drafter.tap_layers,
     )
-    if begun is None or begun.valid is None:
-        output = run(begun=begun)
-    else:
-        output = lax.cond(begun.valid, functools.partial(run, begun=begun), run)
     return dataclasses.replace(output, logits=sharding.gather_vocab(output.logits))
 
 
@@ -269,19 +253,12 @@ def commit(
     program: Program,
     params: PyTree,
     state: DecodeState,
-    drafted: PyTree,
+    now: Round,
     proposal: Proposal,
     output: ModelOutput,
     verdict: Verdict,
-    depths_B: Array | None = None,
 ) -> DecodeState:
-    """Appends the verdict's tokens, up to an end of sequence or the row's limit.
-
-    `drafted` and `depths_B` are what `propose` returned and was given. `output` may be that of a
-    smaller pass than of all nodes.
-    """
-    block = output.block  # without padding, so that a round that rests writes one row per layer
-    output = scoring.pad_output(output, 1 + proposal.tokens.shape[1])
+    """Appends the verdict's tokens, up to an end of sequence or the row's limit."""
     active = ~state.done
     room = state.limits - state.lengths
     count = jnp.where(active, jnp.minimum(verdict.num_tokens, room), 0)
@@ -307,18 +284,15 @@ def commit(
         offered &= proposal.eligible
     number = jnp.sum(offered, axis=1, dtype=jnp.int32)
     path = None if proposal.parents is None else verdict.path
-    pace, rule = _after_round(program, params, state, proposal, depths_B, number, accepted)
+    after = dataclasses.replace(now, tokens=tokens, lengths=lengths)
     return dataclasses.replace(
         state,
         tokens=tokens,
         lengths=lengths,
         done=state.done | failed | ended | (lengths >= state.limits),
-        cache=state.cache.write(block, path, lengths - 1, output.hidden),
-        drafter=program.drafter.commit(
-            params, state.drafter, drafted, tokens, lengths, proposal, output, verdict
-        ),
-        pace=pace,
-        rule=rule,
+        cache=state.cache.write(output.block, path, lengths - 1, output.hidden),
+        drafter=program.drafter.commit(params, state.drafter, after, proposal, output, verdict),
+        pace=_learned(program, params, state, now, proposal, accepted),
         failed=state.failed | failed,
         rounds=state.rounds + active,
         proposed=state.proposed + jnp.where(active, number, 0),
@@ -326,27 +300,21 @@ def commit(
     )
 
 
-def _after_round(
+def _learned(
     program: Program,
     params: PyTree,
     state: DecodeState,
+    now: Round,
     proposal: Proposal,
-    depths_B: Array | None,
-    offered_B: Array,
     accepted_B: Array,
-) -> tuple[PyTree, PyTree]:
-    """Returns the states of the pacer and of the drafter's rule, which learn from every round."""
-    pace, rule, stop_rule = state.pace, state.rule, program.drafter.stop_rule
-    if stop_rule is not None:
-        K = program.drafter.num_speculative_tokens
-        most = K if depths_B is None else jnp.minimum(depths_B, K)
-        rule = stop_rule.update(rule, offered_B, accepted_B, most)
-    if depths_B is not None:
-        scored = proposal.tokens >= 0  # those that may not be accepted cost as much
-        deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
-        learned = program.pacer.update(params["costs"], pace, depths_B, deepest, accepted_B)
-        pace = jax.tree.map(functools.partial(_unless_done, state.done), learned, pace)
-    return pace, rule
+) -> PyTree:
+    """Returns the state of the pacer, which learns from every round."""
+    if program.pacer is None:
+        return state.pace
+    scored = proposal.tokens >= 0  # those that may not be accepted cost as much
+    deepest = jnp.max(jnp.where(scored, _node_depths(proposal), 0), axis=1, initial=0)
+    pace = program.pacer.update(params["costs"], state.pace, now.depths, deepest, accepted_B)
+    return jax.tree.map(functools.partial(_unless_done, state.done), pace, state.pace)
 
 
 def _unless_done(done_B: Array, new: Array, old: Array) -> Array:
@@ -450,8 +418,9 @@ def read(
     starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
     past, taps = None if first else cache.at(starts), program.drafter.tap_layers
     output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
-    drafter = program.drafter.prefill(params, drafter, tokens, following, starts, lengths_B, output)
-    return cache.at(starts).extend(output), drafter
+    cache = cache.at(starts).extend(output)
+    chunk = Chunk(tokens, following, starts, lengths_B, cache)
+    return cache, program.drafter.prefill(params, drafter, chunk, output)
 
 
 def begin(
@@ -477,9 +446,8 @@ def begin(
         lengths=lengths_B,
         done=lengths_B >= limits_B,
         cache=cache,
-        drafter=program.drafter.ready(params, drafter, tokens_BT, lengths_B, cache),
+        drafter=drafter,
         pace=() if program.pacer is None else program.pacer.init(params.get("costs"), B, K),
-        rule=program.drafter.init_rule(B),
         rows=rows,
         limits=limits_B,
         keys=keys_B,

@@ -46,9 +46,8 @@ def prepare(request: Request) -> float:
     """Gives a request with a pacer the costs of its rounds; returns the seconds it took.
 
     They are measured once for each program, shape and set of weights in a process, whatever the
-    pacer, on the request's own prompts; where a draft `varies`, once for each set of sampling
-    parameters, too. With them comes the acceptance that was met, which the pacer expects at first.
-    All processes take those of process 0.
+    pacer, on the request's own prompts. With them comes the acceptance that was met, which the
+    pacer expects at first. All processes take those of process 0.
     """
     if request.program.pacer is None:
         return 0.0
@@ -60,9 +59,6 @@ def prepare(request: Request) -> float:
     program = dataclasses.replace(request.program, pacer=None)  # which does not decide
     key = program, request.slots, len(request.lengths), request.model.mesh, kinds
     key += tuple(map(id, weights))
-    if request.program.drafter.varies:
-        rows = (multihost.to_host(column) for column in jax.tree.leaves(request.inputs[0]))
-        key += tuple(column.tobytes() for column in rows)
     while len(_COSTS) > _MOST_KEPT:
         _COSTS.pop(next(iter(_COSTS)))  # the oldest
     if multihost.all_true(key in _COSTS):  # else some would measure, and others not

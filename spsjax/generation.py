@@ -205,7 +205,9 @@ def propose(
 
 
 def _propose(program: decode.Program, params, state: decode.DecodeState) -> Proposal:
-    return decode.propose(program, params, state, decode.round_keys(state))[0]
+    program = dataclasses.replace(program, pacer=None)
+    state, now = decode.next_round(program, params, state)
+    return dataclasses.replace(decode.propose(program, params, state, now), aux=())
 
 
 def _run(request: Request) -> Generation:

@@ -8,6 +8,7 @@ import pathlib
 import jax
 
 from spsjax import decode
+from spsjax.drafters import base
 from spsjax.errors import InputError
 from spsjax.types import PyTree
 
@@ -53,7 +54,7 @@ def _bytes_of_row(program: decode.Program, slots: int, structure, types) -> int:
     """Returns the bytes of one row's caches, of target and drafter, and of its scores."""
     params = structure.unflatten(jax.ShapeDtypeStruct(*one) for one in types)
     caches = jax.eval_shape(functools.partial(decode.unread, program, slots, 1), params)
-    scores = 4 * (1 + program.drafter.num_nodes) * program.target.vocab_size
+    scores = 4 * (1 + base.num_nodes(program.drafter)) * program.target.vocab_size
     return scores + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
 

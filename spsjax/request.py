@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spsjax import decode, loading, memory, pacing, sampling, verifiers
-from spsjax.drafters import base, draft_model, early_exit, features, none, sparse_self
+from spsjax.drafters import base, draft_model, none, stopping
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import quantization, transformer
@@ -59,7 +59,7 @@ class Request:
         check_flag("stop_at_eos", stop_at_eos)
         loaded = speculation(model, drafter, num_speculative_tokens)
         if verifier is None:
-            verifier = "recursive" if loaded.drafter.trees else "rejection"
+            verifier = "rejection" if base.drafts_chains(loaded.drafter) else "recursive"
         verifier = check_verifier(verifier)
         if isinstance(loaded.drafter, none.Drafter):  # there is nothing to verify
             verifier = verifiers.by_name("rejection")
@@ -165,7 +165,7 @@ def check_lengths(
         for row, (prompt, budget) in enumerate(zip(prompts, budgets)):
             if len(prompt) + budget > context:
                 raise InputError(
-                    f"{argument.format(row)}: expected prompt and new tokens within the context of "
+                    f"{argument.format(row)}, max_new_tokens: expected both within the context of "
                     f"{context} of {name}, found {len(prompt)} + {budget}"
                 )
 
@@ -211,10 +211,8 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
             "drafter: expected the loaded draft model itself, found a drafter without its weights"
         )
     _check_frozen("drafter", method)
-    if automatic and method.num_speculative_tokens:
-        method = method.paced()
-        if method.tree is None and method.num_speculative_tokens >= context > 1:
-            method = dataclasses.replace(method, num_speculative_tokens=context - 1)
+    if automatic and method.num_speculative_tokens and base.drafts_chains(method):
+        method = _deepened(method, context)
     elif count is not None and not automatic:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
     count = method.num_speculative_tokens
@@ -225,14 +223,13 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     if not count:
         return _NO_DRAFTER
-    made_for = (features.FeatureDrafter, early_exit.Drafter, sparse_self.Drafter)
-    inner = getattr(method, "model", method)  # a hybrid's
-    if isinstance(inner, made_for) and inner.target != model.config:
+    inner, (weights, _) = base.unwrapped(method), stopping.split(drafter.params)
+    if getattr(inner, "target", model.config) != model.config:
         raise InputError(
             f"drafter {drafter.name}: expected a drafter of this target's features, found one of "
             "another shape of target. Load it for this target with load_drafter."
         )
-    _check_method(f"drafter {drafter.name}", inner, drafter.params)
+    _check_method(f"drafter {drafter.name}", inner, weights)
     if drafter.params and _devices(drafter.params) != _devices(model.params):
         raise InputError(
             f"drafter {drafter.name}: expected weights on the target's devices, found others. "
@@ -246,12 +243,25 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     return dataclasses.replace(drafter, drafter=method)
 
 
+def _deepened(drafter: base.Drafter, context: int) -> base.Drafter:
+    """Returns a drafter of chains as long as a loop drafts that chooses the depth of every round.
+
+    That is its own K if that is greater than `PACED_TOKENS`, and no more than its weights allow and
+    the context has room for.
+    """
+    longest = max(drafter.num_speculative_tokens, base.PACED_TOKENS)
+    longest = min(base.max_steps(drafter) or longest, max(context - 1, 1))
+    return dataclasses.replace(drafter, num_speculative_tokens=longest)
+
+
 def _check_method(name: str, method: base.Drafter, params) -> None:
     """Raises InputError unless a drafter's sizes of scoring passes and its weights are valid."""
     sizes = method.score_sizes
-    if not isinstance(sizes, tuple) or not all(_is_integer(x) and x >= 0 for x in sizes):
+    known = isinstance(sizes, tuple) and all(_is_integer(x) and x >= 0 for x in sizes)
+    if not known or not sizes or max(sizes) != sizes[-1]:
         raise InputError(
-            f"{name}: expected score_sizes, a tuple of integers >= 0, found {short_repr(sizes)}"
+            f"{name}: expected score_sizes, integers >= 0 of which the last is the greatest, "
+            f"found {short_repr(sizes)}"
         )
     shapes = None
     if isinstance(method, draft_model.Drafter):

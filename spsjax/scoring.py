@@ -8,7 +8,7 @@ from jax import lax
 
 from spsjax.drafters import base
 from spsjax.pacing import scored_depths
-from spsjax.types import Array, Begun, Block, ModelOutput, Proposal, Verdict
+from spsjax.types import Array, Block, ModelOutput, Proposal, Verdict
 
 
 def at_smallest_size(
@@ -25,7 +25,8 @@ def at_smallest_size(
     K, N = drafter.num_speculative_tokens, proposal.tokens.shape[1]
     sizes = {*drafter.score_sizes}
     if least is not None:
-        within = [drafter.nodes_within(depth) for depth in range(K + 1)]
+        # Of a tree, most draft tokens may be of any depth.
+        within = [depth if N == K else N * (depth > 0) for depth in range(K + 1)]
         sizes |= {within[depth] for depth in scored_depths(K)}
     sizes = sorted({size for size in sizes if size < N} | {N})
 
@@ -43,26 +44,14 @@ def at_smallest_size(
     return lax.switch(index, [functools.partial(branch, size) for size in sizes])
 
 
-def at_root(drafter: base.Drafter, proposal: Proposal, judge) -> tuple[ModelOutput, Verdict]:
-    """Calls `judge` on none of the proposal's nodes, if it is known that no node holds a token."""
-    output, verdict = judge(_first_nodes(proposal, 0))
-    return output, _fit_verdict(verdict, drafter.num_speculative_tokens + 1)
-
-
 def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     """Cuts off all but the first draft tokens; in a tree, parents come before their children."""
 
-    def cut(array, nodes, axis=1):
+    def cut(array, nodes):
         if array is None:
             return None
         # Nodes without children may have no distribution.
-        return lax.slice_in_dim(array, 0, min(nodes, array.shape[axis]), axis=axis)
-
-    begun = proposal.begun
-    if begun is not None:
-        rows = functools.partial(cut, nodes=count + 1, axis=2)
-        keys, values = tuple(map(rows, begun.keys)), tuple(map(rows, begun.values))
-        begun = Begun(cut(begun.stream, count + 1), keys, values, begun.valid)
+        return lax.slice_in_dim(array, 0, min(nodes, array.shape[1]), axis=1)
 
     return dataclasses.replace(
         proposal,
@@ -70,7 +59,6 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
         probs=cut(proposal.probs, count if proposal.parents is None else count + 1),
         parents=cut(proposal.parents, count),
         eligible=cut(proposal.eligible, count),
-        begun=begun,
     )
 
 

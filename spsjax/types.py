@@ -11,7 +11,18 @@ Shape letters, used in names (`logits_BTV`) and in docstrings (`[B, T, V]`) ever
     P  nodes of a block; nodes with children   V  vocabulary
 
 A round's *nodes* are numbered: node 0, the root, is the last committed token, and node 1 + n is
-draft token n.
+draft token n. A round of a row with n committed tokens, which proposes a chain of K = 3 and accepts
+two of its tokens:
+
+    position               n-2   n-1    n    n+1   n+2
+    token                   a     b     c     d     e
+    node                          0     1     2     3      b is the root; c, d, e were drafted
+    target's cache          x                              holds what is before the root
+    scoring pass                  x     x     x     x      reads M = 4 nodes, writes no cache
+    its distribution of           c     d     e     f      the token that follows each node
+    Verdict.path                  0     1     2    -1      c and d are accepted, e is not
+    Verdict.tokens                      c     d     g      g is drawn in the place of e
+    target's cache after    x     x     x     x            g is the next root, at n+2
 """
 
 import dataclasses
@@ -53,18 +64,35 @@ class ModelOutput:
 
 
 @pytree_dataclass
+class Chunk:
+    """A chunk of the prompts, which the target has read.
+
+    Chunks come in order. The last one may repeat tokens of the one before, and a chunk has padding
+    behind shorter prompts.
+    """
+
+    tokens: Array  # [B, T] int32
+    following: Array  # [B, T] int32, the token after each
+    starts: Array  # [B] int32, position of the first token
+    lengths: Array  # [B] int32, lengths of the whole prompts. Their last token is the root of the
+    #   first round, and counts as not read yet
+    cache: PyTree  # the target's `caches.KVCache`, with this chunk
+
+
+@pytree_dataclass
 class Round:
-    """Inputs of one round's draft, which the drafter only reads."""
+    """Inputs of one round of a drafter, which it only reads."""
 
     tokens: Array  # [B, S] int32, the token buffer
     lengths: Array  # [B] int32, committed tokens per row
     rows: PyTree  # sampling parameters per row, `sampling.RowParams`
     keys: Array  # [B] keys of the round
-    cache: PyTree  # the target's `caches.KVCache`, which holds all committed tokens but the root
+    cache: PyTree  # the target's `caches.KVCache`, which holds all tokens before the root
     depths: Array | None = None  # [B] int32, the greatest depth at which a row wants a token; None:
-    #   K. Deeper tokens are dropped, so that a drafter need not look at it unless that saves time
-    rule: PyTree = ()  # state of the drafter's rule that ends chains
+    #   K in every round. Deeper tokens are dropped, so that a drafter need not look at it unless
+    #   that saves time
     done: Array | None = None  # [B] bool, rows that want nothing any more; None: none
+    stops: Any = None  # `sample.Stops` that end chains early; None: none does
 
     def wanted(self, most: int) -> Array:
         """Returns [B] int32, how many tokens each row wants, at most `most`."""
@@ -80,25 +108,11 @@ class Round:
 
 
 @pytree_dataclass
-class Begun:
-    """The output of the target's first E layers for a round's nodes.
-
-    A draft that consists of these layers has computed it. The scoring pass then begins with
-    layer E.
-    """
-
-    stream: Array  # [B, M, D], the residual stream that enters layer E
-    keys: tuple[Array, ...]  # one [B, G, M, C] per layer before E
-    values: tuple[Array, ...]  # one [B, G, M, C] per layer before E
-    valid: Array | None = None  # [] bool, whether the rest is; None: it is
-
-
-@pytree_dataclass
 class Proposal:
     """N draft tokens per row: a chain, or a tree whose root is the last committed token.
 
     A parent comes before its children. The children of one node are in the order in which they
-    were drawn.
+    were drawn, without replacement: each from what the earlier ones have left of the distribution.
     """
 
     tokens: Array  # [B, N] int32; -1: no token here, and nothing below it can be accepted
@@ -106,13 +120,15 @@ class Proposal:
     #   for a chain P = N. None: every token is a point mass
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
     eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
-    _: dataclasses.KW_ONLY
-    begun: Begun | None = None  # for a chain
-    expected: Array | None = None  # [B] float32, draft tokens that the drafter expects to be
-    #   accepted, for drafters that choose between others; the loop does not look at it
-    notes: PyTree = None  # [B, K, ...], what a rule that ends chains notes of each token, for logs
-    distinct: bool = dataclasses.field(default=False, metadata={"static": True})  # whether siblings
-    #   were drawn without replacement: each from what the earlier ones left of probs
+    aux: PyTree = ()  # arrays for the drafter's own `commit`, which nothing else looks at
+
+
+@pytree_dataclass
+class Independent(Proposal):
+    """A proposal whose siblings were drawn independently of each other, so that some may be equal.
+
+    It is a type because this is a property of the compiled program, on which rules depend.
+    """
 
 
 @pytree_dataclass

@@ -1,8 +1,8 @@
 """Tiers, groups and fixtures of the test suite.
 
-The gate is every test without a marker of TIERS, and those marked `smoke`, one of each kind. Tests
-of a group share a process and its compiled programs: those of a file, or those that a mark
-`xdist_group` names.
+The gate is every test without a marker of TIERS, and those marked `smoke`, one of each kind. What
+is about a drafter of `drafters/contrib` counts as `slow`. Tests of a group share a process and its
+compiled programs: those of a file, or those that a mark `xdist_group` names.
 """
 
 import functools
@@ -17,7 +17,7 @@ import helpers.environment  # noqa: F401 (it must come before JAX)
 # isort: split
 import jax
 import pytest
-from helpers import touched
+from helpers import drafting, touched
 from helpers.models import nearby_model, spread_model, spread_params, tiny_config
 from helpers.tiny_training import write_texts
 
@@ -76,9 +76,18 @@ def pytest_configure(config):
     config.pluginmanager.register(_Report(config), "suite-report")
 
 
+def is_contributed(item) -> bool:
+    """Returns whether a test is about a drafter of `drafters/contrib`."""
+    parameters = getattr(item, "callspec", None)
+    values = parameters.params.values() if parameters else ()
+    names = [value for value in values if isinstance(value, str)]
+    return "contrib" in item.path.parts or any(name in drafting.CONTRIBUTED for name in names)
+
+
 def belongs(item, tier: str) -> bool:
     """Returns whether a test belongs to a tier."""
     marks = {mark.name for mark in item.iter_markers()}
+    marks |= {"slow"} if is_contributed(item) else set()
     in_gate = "smoke" in marks or not marks & TIERS.keys()
     return {"full": True, "gate": in_gate, "long": not in_gate, "smoke": "smoke" in marks}[tier]
 

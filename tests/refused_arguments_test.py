@@ -157,7 +157,8 @@ def test_verifier_of_another_name_is_refused(model):
 
 def test_rejection_sampling_of_a_tree_is_refused(model):
     drafter = drafting.build("random_tree", model, 2)
-    refused(model, "verifier", "a rule for trees", "match", drafter=drafter)
+    options = {"drafter": drafter, "verifier": "rejection"}
+    refused(model, "verifier", "a rule for trees", "match", **options)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])])
@@ -188,10 +189,16 @@ def test_number_of_drafts_that_is_not_a_count_is_refused(model, count):
 def test_stream_and_propose_name_their_prompt(tmp_path, model):
     path = tmp_path / "tokenizer.model"
     tokenizer = tokenization.train(["def f(x):\n    return x\n"], path, 285)
-    for prompt in ("", [], [64], [1] * 65):
-        with one_line("prompt: expected"):
+    both = "prompt, max_new_tokens"  # an empty text is one token, and too much with 128 more
+    for prompt, one, other in (
+        ("", "prompt", both),
+        ([], "prompt", "prompt"),
+        ([64], "prompt", "prompt"),
+        ([1] * 65, both, both),
+    ):
+        with one_line(f"{one}: expected"):
             spsjax.propose(model, prompt, ngram.Drafter())
-        with one_line("prompt: expected"):
+        with one_line(f"{other}: expected"):
             spsjax.stream(dataclasses.replace(model, tokenizer=tokenizer), prompt)
 
 

@@ -18,6 +18,7 @@ class ChosenCache(WindowCache):
     chosen_keys: tuple[Array, ...]  # one [B, G, N, C] per layer
     chosen_values: tuple[Array, ...]  # one [B, G, N, C] per layer
     chosen: Array  # [B, N] bool, whether anything was chosen here
+    complete: Array  # [B] bool, whether `choose` was called for a row
 
     def segments(self):
         """Returns the window and the chosen tokens of each layer."""
@@ -31,6 +32,8 @@ class ChosenCache(WindowCache):
 
     def choose(self, cache: KVCache, scores: list[Array], ends_B: Array) -> "ChosenCache":
         """Returns this cache with the tokens of highest score, in a fresh window.
+
+        Rows for which it was called before stay as they are.
 
         Args:
             cache: cache of all tokens.
@@ -47,15 +50,19 @@ class ChosenCache(WindowCache):
             best = jnp.pad(best, ((0, 0), (0, 0), (0, N - best.shape[2])))[..., None]
             return tuple(jnp.take_along_axis(array, best, axis=2) for array in (keys, values))
 
+        def unless_complete(old, new):
+            return jnp.where(self.complete.reshape(-1, *[1] * (old.ndim - 1)), old, new)
+
         layers = map(gather, scores, cache.keys, cache.values)
         keys, values = zip(*layers)
         stays = (self.held < self.sinks) | (self.held >= ends_B[:, None])
         return dataclasses.replace(
             self,
-            held=jnp.where(stays, self.held, -1),
-            chosen_keys=keys,
-            chosen_values=values,
-            chosen=jnp.arange(N) < jnp.sum(free, axis=1)[:, None],
+            held=unless_complete(self.held, jnp.where(stays, self.held, -1)),
+            chosen_keys=tuple(map(unless_complete, self.chosen_keys, keys)),
+            chosen_values=tuple(map(unless_complete, self.chosen_values, values)),
+            chosen=unless_complete(self.chosen, jnp.arange(N) < jnp.sum(free, axis=1)[:, None]),
+            complete=jnp.ones_like(self.complete),
         )
 
 
@@ -65,5 +72,9 @@ def with_chosen_slots(window: WindowCache, count: int) -> ChosenCache:
     fields = {field.name: getattr(window, field.name) for field in dataclasses.fields(window)}
     empty = tuple(jnp.zeros((B, G, count, C), keys.dtype) for keys in window.keys)
     return ChosenCache(
-        **fields, chosen_keys=empty, chosen_values=empty, chosen=jnp.zeros((B, count), bool)
+        **fields,
+        chosen_keys=empty,
+        chosen_values=empty,
+        chosen=jnp.zeros((B, count), bool),
+        complete=jnp.zeros(B, bool),
     )

@@ -50,7 +50,7 @@ def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
         flags: values of the other flags of the command line, which replace keys of the config.
     """
     values = {_FLAG + key: value for key, value in keys(config)}
-    name = r"[a-z_]\w*(?:\.\w+)*"
+    name = r"[a-z_]\w*(?:\.\w+)*(?:\[\d+\])?"
     if match := re.match(rf"{name}(?:, {name})*(?=: expected )", message):
         names = [_flags_of(name, values, message) or name for name in match[0].split(", ")]
         if names != match[0].split(", "):

@@ -1,8 +1,6 @@
 """Objects from the sections of a config, and checks of config files."""
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import pathlib
 import re
@@ -14,17 +12,10 @@ import yaml
 from absl import flags
 from ml_collections import ConfigDict
 
-from spsjax import draft_shapes, drafters, loading
+from spsjax import drafters, loading
 from spsjax.cli import terminal
-from spsjax.drafters import (
-    base,
-    draft_model,
-    features,
-    learned_stopping,
-    sparse_self,
-    stopping,
-    suffix,
-)
+from spsjax.drafters import base, draft_model, features, shapes, sparse_self, stopping, suffix
+from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, check_integer, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
@@ -186,9 +177,8 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         if draft.startswith(("suffix+", "window:")) or loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)  # in the target's type
         return loading.load(draft, target.mesh, dtype)
-    module = f"{drafters.__name__}.{name}"
-    drafter = name.isidentifier() and importlib.util.find_spec(module)
-    drafter = drafter and getattr(importlib.import_module(module), "Drafter", None)
+    module = getattr(drafters, name, None) if name.isidentifier() else None
+    drafter = getattr(module, "Drafter", None)
     if not drafter or drafter is base.Drafter:
         examples = "early_exit:4", "sparse_self:256"
         methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS, *examples)))
@@ -207,7 +197,7 @@ def draft_length(text: str | None) -> int | str | None:
     return int(text) if digits else text
 
 
-def read_tree(path: str) -> draft_shapes.Tree:
+def read_tree(path: str) -> shapes.Tree:
     """Returns the tree of a file that plan_tree.py wrote; raises InputError for another file."""
     try:
         tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -216,7 +206,7 @@ def read_tree(path: str) -> draft_shapes.Tree:
         raise InputError(
             f"tree: {path}: expected a file that plan_tree.py wrote, found {one_line(error)}"
         ) from None
-    return draft_shapes.Tree(tuple(parents) if isinstance(parents, list) else parents, *flags)
+    return shapes.Tree(tuple(parents) if isinstance(parents, list) else parents, *flags)
 
 
 def with_tree(drafter, target: loading.Model, path: str):

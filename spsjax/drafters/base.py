@@ -1,4 +1,4 @@
-"""The interface of drafters."""
+"""The contract of drafters."""
 
 import abc
 import dataclasses
@@ -7,10 +7,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from spsjax import draft_shapes
-from spsjax.drafters import stopping
 from spsjax.errors import InputError
-from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 
 # How deep a loop that chooses the depth of every round drafts chains, if the drafter's own K is not
 # greater. With the root these are eight rows of a matrix product. A ninth takes as long as eight
@@ -27,216 +25,80 @@ class Drafter(abc.ABC):
     output's distribution untouched, because acceptance is the verifier's business. What it must get
     right is that `Proposal.probs` are the distributions from which its tokens were drawn.
 
-    In all functions `params` is `{"target": ..., "drafter": ...}`, with "stop_rule" for a rule that
-    has weights and "costs" for a loop that chooses K. A row's committed tokens are its first
-    `lengths_B`; after them there may be any token at all. Every leaf of a state has a batch axis
-    first, unless it is in a `KVCache`.
+    Only `propose` must be written. In all functions `params` is
+    `{"target": ..., "drafter": ...}`. A row's committed tokens are its first `Round.lengths`; after
+    them there may be any token at all. Every leaf of a state has a batch axis first, unless it is
+    in a `KVCache`.
 
     Attributes:
         num_speculative_tokens: K, the most tokens that a round can accept.
-        tree: shape of the trees that it grows; None: a chain, or trees that it makes itself.
-        num_nodes: N, draft tokens of a proposal; K for a chain.
-        trees: whether proposals are trees, which not every verifier takes.
         tap_layers: layers of the target whose input `prefill` and `commit` want to see.
-        score_sizes: numbers of draft tokens, beside N, for which a smaller scoring pass is
-            compiled; for drafters that often propose fewer than N.
-        stop_rule: rule that ends a chain early; None: none does.
-        max_steps: greatest K that it can have; None: any.
-        varies: whether the time of a draft depends on the text so much that rounds must be measured
-            on texts of one kind.
+        score_sizes: numbers of draft tokens for which a scoring pass is compiled, the last of which
+            is N, all of a proposal: K for a chain. More than one serve drafters that often propose
+            fewer than N.
     """
 
     num_speculative_tokens: int
-    tree: draft_shapes.Shape = None
     tap_layers: tuple[int, ...] = ()
-    score_sizes: tuple[int, ...] = ()
-    stop_rule: stopping.Rule | None = None
-    max_steps: int | None = None
 
     @property
-    def varies(self) -> bool:
-        return self.stop_rule is not None
-
-    @property
-    def trees(self) -> bool:
-        return self.tree is not None
-
-    @property
-    def num_nodes(self) -> int:
-        return self.tree.num_nodes if self.tree else self.num_speculative_tokens
-
-    def paced(self) -> "Drafter":
-        """Returns the drafter for a loop that chooses the depth of every round, up to its K.
-
-        A chain's K is `max_steps`, or else at least `PACED_TOKENS`.
-        """
-        if self.tree is not None:
-            return self
-        longest = self.max_steps or max(self.num_speculative_tokens, PACED_TOKENS)
-        return dataclasses.replace(self, num_speculative_tokens=longest)
-
-    def nodes_within(self, depth: int) -> int:
-        """Returns how many draft tokens can be up to a depth, and come before all deeper ones."""
-        if isinstance(self.tree, draft_shapes.Tree):
-            return sum(len(level) for level in self.tree.levels[1 : depth + 1])
-        if self.trees:
-            return self.num_nodes if depth else 0
-        return min(depth, self.num_nodes)
-
-    def init_rule(self, batch: int) -> PyTree:
-        """Returns the state of its rule that ends chains, before the first round."""
-        return () if self.stop_rule is None else self.stop_rule.init(batch)
+    def score_sizes(self) -> tuple[int, ...]:
+        return (self.num_speculative_tokens,)
 
     def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         """Returns the state before any token, with room for `slots` tokens per row."""
         return ()
 
-    def prefill(
-        self,
-        params: PyTree,
-        state: PyTree,
-        tokens_BT: Array,
-        next_BT: Array,
-        starts_B: Array,
-        lengths_B: Array,
-        output: ModelOutput,
-    ) -> PyTree:
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         """Returns the state after one more chunk of the prompts.
-
-        Chunks come in order. The last one may repeat tokens of the one before, and a chunk has
-        padding behind shorter prompts.
 
         Args:
             params: parameters of target and drafter.
             state: state after the chunks before.
-            tokens_BT: the chunk.
-            next_BT: the token that follows each of its tokens.
-            starts_B: position of the chunk's first token per row.
-            lengths_B: lengths of the whole prompts. Their last token counts as not fed yet: it is
-                the root of the first round.
-            output: what the target made of the chunk.
+            chunk: the chunk.
+            output: the target's output for it.
         """
         return state
 
-    def ready(
-        self, params: PyTree, state: PyTree, tokens_BT: Array, lengths_B: Array, cache: PyTree
-    ) -> PyTree:
-        """Returns the state before the first round, after the prompts were read to their ends.
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
+        """Returns the state before a round's draft, after what `commit` has left unread was read.
 
-        For what needs whole prompts.
-
-        Args:
-            params: parameters of target and drafter.
-            state: what the last `prefill` returned.
-            tokens_BT, lengths_B: the prompts.
-            cache: the target's, which holds all of their tokens but the last.
-        """
-        return state
-
-    def catch_up(
-        self, params: PyTree, state: PyTree, tokens_BS: Array, lengths_B: Array, depths_B: Array
-    ) -> PyTree:
-        """Returns the state with what `commit` has left undone in rounds without a draft.
-
-        It is called before every round of a loop that sometimes drafts nothing.
-
-        Args:
-            params: parameters of target and drafter.
-            state: state between rounds.
-            tokens_BS: token buffer.
-            lengths_B: committed tokens per row.
-            depths_B: `Round.depths` of the round that follows. If all are 0, nothing is drafted.
+        It is called before every round, and after rounds without a draft there is more to read. If
+        no row wants a token (`round.depths`), it may be left unread for longer.
         """
         return state
 
     @abc.abstractmethod
-    def propose(self, params: PyTree, state: PyTree, now: Round) -> tuple[Proposal, PyTree]:
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         """Returns draft tokens, drawn with `sampling.uniforms` of the role DRAFT.
 
-        And any arrays that `commit` needs, with a batch axis first where they are of rows.
-
-        Args:
-            params: parameters of target and drafter.
-            state: state between rounds, which is only read.
-            now: the round. At least one row wants a token.
+        The state is only read. At least one row wants a token.
         """
 
     def commit(
         self,
         params: PyTree,
         state: PyTree,
-        drafted: PyTree,
-        tokens_BS: Array,
-        lengths_B: Array,
+        now: Round,
         proposal: Proposal,
         output: ModelOutput,
         verdict: Verdict,
     ) -> PyTree:
-        """Returns the state after a verdict, equal to that of a fresh prefill.
+        """Returns the state after a verdict. With the next `sync` it equals a fresh prefill's.
 
         (States that hold how the text came about, like those of `copy` and `lookahead`, are the
-        exceptions.) In a round in which no row wanted a token, `propose` was not called, and
-        `drafted` are zeros. What is costly may then be left to `catch_up`.
+        exceptions.) In a round without a draft, `propose` was not called: `aux` is () if the
+        proposal has no nodes, and zeros if none of its nodes has a token.
 
         Args:
             params: parameters of target and drafter.
             state: state that `propose` has read.
-            drafted: arrays that `propose` returned.
-            tokens_BS: token buffer with the verdict's tokens.
-            lengths_B: committed tokens per row, those of the verdict included.
+            now: the round, whose tokens and lengths have grown by the verdict's.
             proposal: the round's proposal.
-            output: what the target made of the proposal's nodes.
+            output: the target's output for the proposal's nodes.
             verdict: what was accepted.
         """
         return state
-
-
-def nothing(shapes: tuple[Proposal, PyTree]) -> tuple[Proposal, PyTree]:
-    """Returns what stands for the result of a `propose` that is not called: no tokens, and zeros.
-
-    `shapes` are those of the result, from `jax.eval_shape`.
-    """
-    proposal, drafted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return dataclasses.replace(proposal, tokens=proposal.tokens - 1), drafted
-
-
-def check_proposal(drafter: Drafter, result, batch: int, vocab: int) -> tuple[Proposal, PyTree]:
-    """Returns what `propose` returned: a proposal and a state.
-
-    Raises InputError, when traced, for a proposal whose types or shapes do not fit the drafter, the
-    batch or the target's vocabulary.
-    """
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Proposal):
-        raise InputError(
-            f"drafter: expected propose to return a Proposal and a state, found {_describe(result)}"
-        )
-    proposal, B, N = result[0], batch, drafter.num_nodes
-    K, chain = drafter.num_speculative_tokens, proposal.parents is None
-    # In a tree, nodes without children need no distribution, so the number of distributions varies.
-    nodes = {N} if chain else set(range(N + 2))
-    for name, kind, shapes in (
-        ("tokens", jnp.integer, {(B, N)}),
-        ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),
-        ("parents", jnp.integer, {(B, N)}),
-        ("eligible", jnp.bool_, {(B, N)}),
-    ):
-        value = getattr(proposal, name)
-        fits = name != "tokens" if value is None else getattr(value, "shape", None) in shapes
-        if not fits or (value is not None and not jnp.issubdtype(value.dtype, kind)):
-            advice = ". Load it for this target with load_drafter" if name == "probs" else ""
-            raise InputError(
-                f"drafter: expected {name} of a proposal as {kind.__name__} {list(max(shapes))}, "
-                f"found {_describe(value)}{advice}"
-            )
-    if chain and N > K:
-        raise InputError(f"drafter: expected a chain of at most K = {K} draft tokens, found {N}")
-    return result
-
-
-def _describe(value) -> str:
-    """Returns type and shape of an array, or the type of another value, for a message."""
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"{value.dtype} {list(shape)}"
 
 
 class TrainableDrafter(Drafter):
@@ -244,9 +106,11 @@ class TrainableDrafter(Drafter):
 
     Attributes:
         constants: names of parameters that are not trained.
+        max_steps: greatest K that the weights allow; None: any.
     """
 
     constants: ClassVar[tuple[str, ...]] = ()
+    max_steps: int | None = None
 
     @abc.abstractmethod
     def param_shapes(self, dtype) -> PyTree:
@@ -255,3 +119,111 @@ class TrainableDrafter(Drafter):
     @abc.abstractmethod
     def init_params(self, key: Array, dtype=jnp.float32) -> PyTree:
         """Returns random parameters to start training from."""
+
+
+class Wrapper(Drafter):
+    """A drafter that proposes what another one does, or some of it.
+
+    Attributes:
+        drafter: the other drafter.
+    """
+
+    drafter: Drafter
+
+    @property
+    def tap_layers(self):
+        return self.drafter.tap_layers
+
+    def init(self, params, batch, slots):
+        return self.drafter.init(params, batch, slots)
+
+    def prefill(self, params, state, chunk, output):
+        return self.drafter.prefill(params, state, chunk, output)
+
+    def sync(self, params, state, now):
+        return self.drafter.sync(params, state, now)
+
+    def commit(self, params, state, now, proposal, output, verdict):
+        return self.drafter.commit(params, state, now, proposal, output, verdict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resting(Wrapper):
+    """Keeps the state of a drafter in rounds that draft nothing. Lossless."""
+
+    drafter: Drafter
+    num_speculative_tokens: int = 0
+
+    def propose(self, params, state, now):
+        return Proposal(jnp.zeros((len(now.lengths), 0), jnp.int32), None)
+
+
+def unwrapped(drafter: Drafter) -> Drafter:
+    """Returns the drafter inside all wrappers."""
+    while isinstance(drafter, Wrapper):
+        drafter = drafter.drafter
+    return drafter
+
+
+def max_steps(drafter: Drafter) -> int | None:
+    """Returns the greatest K that a drafter can have; None: any."""
+    inner = unwrapped(drafter)
+    return inner.max_steps if isinstance(inner, TrainableDrafter) else None
+
+
+def num_nodes(drafter: Drafter) -> int:
+    """Returns N, the draft tokens of a proposal."""
+    return drafter.score_sizes[-1]
+
+
+def drafts_chains(drafter: Drafter) -> bool:
+    """Returns whether proposals have one node per depth."""
+    return num_nodes(drafter) == drafter.num_speculative_tokens
+
+
+def nothing(shapes: Proposal) -> Proposal:
+    """Returns a proposal without tokens, for a `propose` that is not called.
+
+    `shapes` are those of its result, from `jax.eval_shape`.
+    """
+    proposal = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return dataclasses.replace(proposal, tokens=proposal.tokens - 1)
+
+
+def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Proposal:
+    """Returns what `propose` returned.
+
+    Raises InputError, when traced, for anything but a proposal whose types and shapes fit the
+    drafter, the batch and the target's vocabulary.
+    """
+    if not isinstance(proposal, Proposal):
+        raise InputError(
+            f"drafter: expected propose to return a Proposal, found {_describe(proposal)}"
+        )
+    B, N, K = batch, num_nodes(drafter), drafter.num_speculative_tokens
+    chain = proposal.parents is None
+    # In a tree, nodes without children need no distribution, so the number of distributions varies.
+    nodes = {N} if chain else set(range(N + 2))
+    for name, kind, allowed in (
+        ("tokens", jnp.integer, {(B, N)}),
+        ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),
+        ("parents", jnp.integer, {(B, N)}),
+        ("eligible", jnp.bool_, {(B, N)}),
+    ):
+        value = getattr(proposal, name)
+        fits = name != "tokens" if value is None else getattr(value, "shape", None) in allowed
+        if not fits or (value is not None and not jnp.issubdtype(value.dtype, kind)):
+            advice = ". Load it for this target with load_drafter" if name == "probs" else ""
+            raise InputError(
+                f"drafter: expected {name} of a proposal as {kind.__name__} {list(max(allowed))}, "
+                f"found {_describe(value)}{advice}"
+            )
+    if chain and N > K:
+        raise InputError(f"drafter: expected a chain of at most K = {K} draft tokens, found {N}")
+    return proposal
+
+
+def _describe(value) -> str:
+    """Returns type and shape of an array, or the type of another value, for a message."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{value.dtype} {list(shape)}"

@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import base, stopping
+from spsjax import tree
+from spsjax.drafters import base, sample, shapes
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
 
 # Tokens that are read at once after rounds without a draft.
-_CATCH_UP = 16
+_MANY = 16
 
 
 @pytree_dataclass
@@ -40,44 +40,43 @@ class Drafter(base.Drafter):
             only the draft has are never proposed, and those that only the target has get
             probability 0. None: both vocabularies have the same size.
         tree: shape of the tree; None: a chain.
-        stop_rule: rule that ends a chain early; None: all have K tokens.
     """
 
     config: transformer.Config
     num_speculative_tokens: int | None = None
     vocab_size: int | None = None
-    tree: draft_shapes.Shape = None
-    stop_rule: stopping.Rule | None = None
+    tree: shapes.Shape = None
 
     def __post_init__(self):
-        stopping.check(self.stop_rule, self.tree)
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
-        K = draft_shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        K = shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @property
     def score_sizes(self):
-        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
+        return shapes.score_sizes(self.tree, self.num_speculative_tokens)
 
     def init(self, params, batch, slots):
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        cache = state.at(starts_B)
-        output = transformer.apply(self.config, params["drafter"], tokens_BT, cache)
+    def prefill(self, params, state, chunk, output):
+        cache = state.at(chunk.starts)
+        output = transformer.apply(self.config, params["drafter"], chunk.tokens, cache)
         # What follows a prompt must not take slots of a window.
-        ends = jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B)
+        ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths)
         return cache.write(output.block, None, ends, output.hidden)
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
+    def sync(self, params, state, now):
+        if now.depths is None:  # every round drafts, and `commit` keeps what was fed
+            return state
         # The last two tokens are fed in `propose`.
-        wanted, width = jnp.maximum(lengths_B - 2, 0), min(_CATCH_UP, tokens_BS.shape[1])
-        soon = jnp.any(depths_B > 0)
+        wanted, width = jnp.maximum(now.lengths - 2, 0), min(_MANY, now.tokens.shape[1])
+        soon = jnp.any(now.depths > 0)
 
         def read(cache):
             # Tokens that are known already are read again rather than exceed the buffer.
             starts = jnp.minimum(cache.lengths, jnp.maximum(wanted - width, 0))
-            tokens = tree.along(starts[:, None] + jnp.arange(width), tokens_BS)
+            tokens = tree.along(starts[:, None] + jnp.arange(width), now.tokens)
             cache = cache.at(starts)
             output = transformer.apply(self.config, params["drafter"], tokens, cache, num_logits=1)
             ends = jnp.minimum(starts + width, wanted)
@@ -91,7 +90,7 @@ class Drafter(base.Drafter):
 
     def propose(self, params, state, now):
         K, weights, lengths_B = self.num_speculative_tokens, params["drafter"], now.lengths
-        num_fed = draft_shapes.num_fed(self.tree, K)
+        num_fed = shapes.num_fed(self.tree, K)
         # The first pass takes the last two tokens, because the cache may lack the last but one: the
         # last accepted draft token may never have been fed. A prompt of one token has no last but
         # one; its place is then filled with a token that nothing sees.
@@ -102,7 +101,7 @@ class Drafter(base.Drafter):
         before_last = jnp.take_along_axis(now.tokens, before, axis=1)
 
         def feed(block, level):
-            """Runs the draft over one level of nodes (`growth.Feed`)."""
+            """Runs the draft over one level of nodes (`sample.Feed`)."""
             tokens_BT, T = level.tokens, level.tokens.shape[1]
             positions = jnp.broadcast_to(lengths_B[:, None] - 1 + level.depth, tokens_BT.shape)
             seen = jnp.pad(level.above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
@@ -126,22 +125,25 @@ class Drafter(base.Drafter):
             return logits[..., : self.vocab_size], output.hidden[:, -T:], output.block
 
         start = transformer.empty_block(self.config, weights, len(lengths_B), 1 + num_fed)
-        stops = stopping.bound(self.stop_rule, params, now)
-        proposal, fed_as, block = growth.grow(self.tree, K, feed, start, now, stops)
+        proposal, fed_as, block = sample.grow(self.tree, K, feed, start, now)
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])
             proposal = dataclasses.replace(proposal, probs=probs)
         # Of a row that wanted no token the model has read some that the round does not propose.
         valid = jnp.ones_like(first, bool) if now.depths is None else now.depths > 0
-        return proposal, Drafted(block, 1 + fed_as, first, cache.lengths, valid)
+        drafted = Drafted(block, 1 + fed_as, first, cache.lengths, valid)
+        return dataclasses.replace(proposal, aux=drafted)
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, now, proposal, output, verdict):
+        drafted = proposal.aux
+        if drafted == ():  # nothing was drafted
+            return state
         # The last node of the path need not have been fed, but it is not kept either.
         path = tree.along(verdict.path[:, :-1], drafted.rows)
         path = jnp.pad(path, ((0, 0), (1, 0)))
         index = jnp.minimum(jnp.arange(path.shape[1]) + drafted.first[:, None], path.shape[1] - 1)
         path = jnp.take_along_axis(path, index, axis=1)
-        lengths = jnp.where(drafted.valid, jnp.maximum(lengths_B - 2, 0), state.lengths)
+        lengths = jnp.where(drafted.valid, jnp.maximum(now.lengths - 2, 0), state.lengths)
         state = state.at(jnp.where(drafted.valid, drafted.starts, state.lengths))
         return state.write(drafted.block, path, lengths, output.hidden)

@@ -9,8 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.draft_shapes import DynamicTree, Tree
 from spsjax.drafters import pairs
+from spsjax.drafters.shapes import DynamicTree, Tree
 from spsjax.errors import InputError
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config

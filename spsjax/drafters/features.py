@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from spsjax import caches as kv
-from spsjax import draft_shapes
-from spsjax.drafters import base
+from spsjax.drafters import base, shapes
 from spsjax.errors import InputError, check_integer
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues, context_of
@@ -35,6 +34,7 @@ class FeatureDrafter(base.TrainableDrafter):
     """
 
     target: Config
+    tree: shapes.Shape = None
     tokens_per_step: ClassVar[int] = 1
     steps_name: ClassVar[str] = "steps"  # for messages
 
@@ -45,7 +45,7 @@ class FeatureDrafter(base.TrainableDrafter):
         elif self.tree is None:
             object.__setattr__(self, "num_speculative_tokens", most)
         vocab = self.target.vocab_size
-        K = draft_shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
+        K = shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         if most is not None and most < K:
             raise InputError(
                 f"num_speculative_tokens: expected at most one for each of {most} "
@@ -54,9 +54,8 @@ class FeatureDrafter(base.TrainableDrafter):
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @property
-    def max_steps(self) -> int | None:
-        """Steps that it can take after a feature; None: any number."""
-        return None
+    def score_sizes(self):
+        return shapes.score_sizes(self.tree, self.num_speculative_tokens)
 
     @property
     def least_steps(self) -> int:

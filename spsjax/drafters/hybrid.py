@@ -18,6 +18,7 @@ _LOOKUP = (
     "expected a drafter without a state, such as suffix, whose proposals say how many of their "
     "tokens they expect to be accepted, found another"
 )
+_WITH_STATE = "init", "prefill", "sync", "commit"  # what such a drafter does not have
 
 
 @pytree_dataclass
@@ -26,27 +27,25 @@ class State:
 
     Attributes:
         model: the model's own.
-        found: [B, K] int32, what was looked up for the next round; -1: nothing.
+        found: [B, K] int32, what was looked up for this round; -1: nothing.
         score: [B] float32, how many of these are expected to be accepted.
         expected: [B] float32, draft tokens of the model that are accepted, as of its last rounds.
-        rule: state of the model's rule that ends chains.
     """
 
     model: PyTree
     found: Array
     score: Array
     expected: Array
-    rule: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(base.Drafter):
+class Drafter(base.Wrapper):
     """Proposes what was looked up if that is expected to be longer than the model's draft.
 
     Lossless: committed tokens and past rounds decide, and what was looked up are point masses. The
-    look-up's expectation is `Proposal.expected`; the model's is a moving average of the draft
-    tokens that were accepted. A model that does not draft does not run: it reads what it missed
-    before its next draft.
+    look-up's expectation is `aux` of its proposal, [B]; the model's is a moving average of the
+    draft tokens that were accepted. A model that does not draft does not run: it reads what it
+    missed before its next draft.
 
     Attributes:
         model: drafter of chains with weights.
@@ -55,7 +54,6 @@ class Drafter(base.Drafter):
             no more than the model can draft.
         model_tokens: the most tokens that the model drafts; None: as `model` has it.
         memory: share of the average that stays in every round of the model.
-        waits: whether the loop calls `catch_up`, as it does when it chooses K in every round.
     """
 
     model: base.Drafter
@@ -63,52 +61,41 @@ class Drafter(base.Drafter):
     num_speculative_tokens: int | None = None
     model_tokens: int | None = None
     memory: float = traced.number(0.8)
-    waits: bool = False
 
     def __post_init__(self):
         for name in ("model", "lookup"):
             drafter = getattr(self, name)
-            if not isinstance(drafter, base.Drafter) or drafter.trees:
+            if not isinstance(drafter, base.Drafter) or not base.drafts_chains(drafter):
                 raise InputError(f"{name}: expected a drafter of chains, found another")
-        own = [getattr(type(self.lookup), name) for name in ("init", "prefill", "commit")]
-        if own != [base.Drafter.init, base.Drafter.prefill, base.Drafter.commit]:
+        methods = (getattr(type(self.lookup), name) for name in _WITH_STATE)
+        if any(method is not getattr(base.Drafter, method.__name__) for method in methods):
             raise InputError(f"lookup: {_LOOKUP}")
         check_number("memory", self.memory, 0, 1)
         K, most = self.num_speculative_tokens, self.model_tokens
         if K is None:
             K = self.lookup.num_speculative_tokens
-            K = min(K, self.max_steps or K)
+            K = min(K, base.max_steps(self.model) or K)
         most = self.model.num_speculative_tokens if most is None else most
         check_integer("num_speculative_tokens", K, 0)
         check_integer("model_tokens", most, 0)
         if K and not self.model.num_speculative_tokens:
             raise InputError("model: expected a drafter with K >= 1, found one that drafts nothing")
-        # The model's buffers have room for whatever a round commits. It may rest between rounds.
-        model = dataclasses.replace(self.model.paced(), num_speculative_tokens=K)
+        # The model's buffers have room for whatever a round commits.
+        model = dataclasses.replace(self.model, num_speculative_tokens=K)
         lookup = dataclasses.replace(self.lookup, num_speculative_tokens=K)
         for name, value in (("model", model), ("lookup", lookup), ("model_tokens", most)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "num_speculative_tokens", K)
 
-    def paced(self):
-        return dataclasses.replace(super().paced(), waits=True)
-
     @property
-    def max_steps(self):
-        return self.model.max_steps
-
-    @property
-    def varies(self):
-        return True
-
-    @property
-    def tap_layers(self):
-        return self.model.tap_layers
+    def drafter(self):
+        return self.model
 
     @property
     def score_sizes(self):
-        most = min(self.model_tokens, self.num_speculative_tokens)
-        return *self.lookup.score_sizes, *self.model.score_sizes, most
+        K = self.num_speculative_tokens
+        sizes = {*self.lookup.score_sizes, *self.model.score_sizes, min(self.model_tokens, K)}
+        return *sorted(size for size in sizes if size < K), K
 
     def init(self, params, batch, slots):
         K = self.num_speculative_tokens
@@ -117,63 +104,51 @@ class Drafter(base.Drafter):
             jnp.full((batch, K), -1, jnp.int32),
             jnp.zeros(batch),
             jnp.full(batch, min(self.model_tokens, K) / 2),
-            self.model.init_rule(batch),
         )
 
-    def prefill(self, params, state, *chunk):
-        return dataclasses.replace(state, model=self.model.prefill(params, state.model, *chunk))
+    def prefill(self, params, state, chunk, output):
+        model = self.model.prefill(params, state.model, chunk, output)
+        return dataclasses.replace(state, model=model)
 
-    def ready(self, params, state, *prompts):
-        return dataclasses.replace(state, model=self.model.ready(params, state.model, *prompts))
-
-    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
-        depths = jnp.where(looks_up(state, depths_B), 0, depths_B)
-        model = self.model.catch_up(params, state.model, tokens_BS, lengths_B, depths)
+    def sync(self, params, state, now):
+        found = self.lookup.propose({"drafter": {}}, (), now)
+        if getattr(found.aux, "shape", None) != now.lengths.shape:
+            raise InputError(f"lookup: {_LOOKUP}")
+        state = dataclasses.replace(state, found=found.tokens, score=found.aux)
+        model = self.model.sync(params, state.model, self._of_model(state, now))
         return dataclasses.replace(state, model=model)
 
     def propose(self, params, state, now):
-        K = self.num_speculative_tokens
-        depth, looks = jnp.arange(1, K + 1), looks_up(state, now.wanted(K))
-        wanted = jnp.where(looks, 0, now.wanted(self.model_tokens))
-        own = dataclasses.replace(now, depths=wanted, rule=state.rule)
+        K, own = self.num_speculative_tokens, self._of_model(state, now)
+        looks = looks_up(state, now.wanted(K))[:, None]
 
         def draft():
             return self.model.propose(params, state.model, own)
 
-        shapes = jax.eval_shape(draft)
-        proposal, drafted = lax.cond(jnp.any(wanted > 0), draft, lambda: base.nothing(shapes))
-        tokens = jnp.where(depth <= wanted[:, None], proposal.tokens, -1)
-        tokens = jnp.where(looks[:, None], state.found, tokens)
-        probs = proposal.probs
+        nothing = base.nothing(jax.eval_shape(draft))
+        proposal = lax.cond(jnp.any(own.depths > 0), draft, lambda: nothing)
+        tokens = jnp.where(jnp.arange(1, K + 1) <= own.depths[:, None], proposal.tokens, -1)
+        tokens, probs = jnp.where(looks, state.found, tokens), proposal.probs
         if probs is not None:
             points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
-            probs = jnp.where(looks[:, None, None], points, probs)
-        # What the target's first layers have begun is of the model's tokens alone.
-        proposal = dataclasses.replace(proposal, tokens=tokens, probs=probs, begun=None)
-        return proposal, (drafted, wanted)
+            probs = jnp.where(looks[..., None], points, probs)
+        return dataclasses.replace(proposal, tokens=tokens, probs=probs)
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
-        drafted, wanted = drafted
-        model = self.model.commit(
-            params, state.model, drafted, tokens_BS, lengths_B, proposal, output, verdict
-        )
+    def commit(self, params, state, now, proposal, output, verdict):
+        own = self._of_model(state, now)
+        tokens = jnp.where(own.depths[:, None] > 0, proposal.tokens, -1)
+        drafted = jnp.any(tokens >= 0, axis=1)  # by the model
         accepted = verdict.num_tokens - verdict.valid
         average = self.memory * state.expected + (1 - self.memory) * accepted
-        modelled = (wanted > 0) & (proposal.tokens[:, 0] >= 0)
-        expected = jnp.where(modelled, average, state.expected)
-        now = Round(tokens_BS, lengths_B, None, None, None)
-        found, _ = self.lookup.propose({"drafter": {}}, (), now)
-        if found.expected is None:
-            raise InputError(f"lookup: {_LOOKUP}")
-        rule = state.rule
-        if self.model.stop_rule is not None:
-            offered = jnp.where(modelled, jnp.sum(proposal.tokens >= 0, axis=1), 0)
-            rule = self.model.stop_rule.update(rule, offered, accepted, wanted)
-        state = State(model, found.tokens, found.expected, expected, rule)
-        if self.waits:
-            return state
-        depths = jnp.full_like(lengths_B, self.num_speculative_tokens)
-        return self.catch_up(params, state, tokens_BS, lengths_B, depths)
+        proposal = dataclasses.replace(proposal, tokens=tokens)
+        model = self.model.commit(params, state.model, own, proposal, output, verdict)
+        expected = jnp.where(drafted, average, state.expected)
+        return dataclasses.replace(state, model=model, expected=expected)
+
+    def _of_model(self, state: State, now: Round) -> Round:
+        """Returns the round of the model, which drafts nothing where something was looked up."""
+        looks = looks_up(state, now.wanted(self.num_speculative_tokens))
+        return dataclasses.replace(now, depths=jnp.where(looks, 0, now.wanted(self.model_tokens)))
 
 
 def looks_up(state: State, depths_B: Array) -> Array:

@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import states
+from spsjax.drafters import parallel
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.attention import capped
@@ -60,7 +60,7 @@ class Medusa(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(states.HeadsDrafter):
+class Drafter(parallel.HeadsDrafter):
     """Drafts with heads that do not see each other's tokens. Lossless.
 
     Attributes:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import states
+from spsjax import tree
+from spsjax.drafters import parallel, sample, shapes
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure
 from spsjax.models.linear import head_logits, two_rows
@@ -64,7 +64,7 @@ class MLPSpeculator(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(states.StateDrafter):
+class Drafter(parallel.StateDrafter):
     """Drafts with a recurrent network of `num_steps` steps. Lossless.
 
     Attributes:
@@ -95,7 +95,7 @@ class Drafter(states.StateDrafter):
         K = self.num_speculative_tokens
 
         def feed(states_BFM, level):
-            """Runs a step over one level of nodes (`growth.Feed`)."""
+            """Runs a step over one level of nodes (`sample.Feed`)."""
             if level.is_root:
                 before = self.begin(state[:, None])
             else:
@@ -104,10 +104,9 @@ class Drafter(states.StateDrafter):
             states_BFM = lax.dynamic_update_slice_in_dim(states_BFM, new, level.start, axis=1)
             return self.logits(params, new, level.depth), new, states_BFM
 
-        shape = len(state), draft_shapes.num_fed(self.tree, K), self.width
+        shape = len(state), shapes.num_fed(self.tree, K), self.width
         start = jnp.zeros(shape, state.dtype)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, now)
-        return proposal, ()
+        return sample.grow(self.tree, K, feed, start, now)[0]
 
     def unrolled(
         self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None

@@ -40,7 +40,7 @@ class Drafter(base.Drafter):
 
     @property
     def score_sizes(self) -> tuple[int, ...]:
-        return (0,)  # a round without a match proposes nothing
+        return 0, self.num_speculative_tokens  # a round without a match proposes nothing
 
     def propose(self, params, state, now):
         tokens_BS, last = now.tokens, now.lengths[:, None] - 1
@@ -57,4 +57,4 @@ class Drafter(base.Drafter):
         source = match + 1 + jnp.arange(self.num_speculative_tokens) % period
         source = jnp.minimum(source, tokens_BS.shape[1] - 1)
         copied = jnp.take_along_axis(tokens_BS, source, axis=1)
-        return Proposal(jnp.where(long_enough, copied, -1), None), ()
+        return Proposal(jnp.where(long_enough, copied, -1), None)

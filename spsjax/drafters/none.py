@@ -15,4 +15,4 @@ class Drafter(base.Drafter):
     num_speculative_tokens: int = 0
 
     def propose(self, params, state, now):
-        return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None), ()
+        return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None)

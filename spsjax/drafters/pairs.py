@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import caches as kv
-from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import features, stopping, waiting
+from spsjax import tree
+from spsjax.drafters import features, pending, sample, shapes
 from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues
 from spsjax.types import Array, Block, ModelOutput, PyTree, pytree_dataclass
@@ -22,7 +22,7 @@ class PairState:
 
     cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
     last: Array  # [B, D] output at the last pair, which tells the next token; 0: there is no pair
-    unread: waiting.Waiting | None = None
+    pending: pending.Pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,6 @@ class PairDrafter(features.FeatureDrafter):
 
     Attributes:
         config: shape of the layer.
-        stop_rule: rule that ends a chain early; None: all have K tokens.
-        waits: whether pairs are read before the next draft, and not after every round.
 
     Its features are made by `fused` of what is `seen` of the target.
     """
@@ -44,24 +42,11 @@ class PairDrafter(features.FeatureDrafter):
     config: Config
     target: Config
     num_speculative_tokens: int | None = None
-    tree: draft_shapes.Shape = None
-    stop_rule: stopping.Rule | None = None
-    waits: bool = False
-
-    def __post_init__(self):
-        stopping.check(self.stop_rule, self.tree)
-        super().__post_init__()
-
-    @property
-    def score_sizes(self):
-        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
+    tree: shapes.Shape = None
 
     @property
     def split_like(self):
         return self.config
-
-    def paced(self):
-        return dataclasses.replace(super().paced(), waits=True)
 
     def seen(self, output: ModelOutput) -> Array:
         """Returns [B, T, W], what features are made of. The parts are D wide, as in the target."""
@@ -100,34 +85,30 @@ class PairDrafter(features.FeatureDrafter):
         dtype = jax.tree.leaves(params["drafter"])[0].dtype
         shape = batch, config.num_kv_heads, slots, config.head_dim
         cache = kv.empty(1, shape, dtype, (None,))
-        later = None
-        if self.waits:
-            width = self.target.d_model * max(len(self.tap_layers), 1)
-            later = waiting.empty(batch, self.num_speculative_tokens, width, dtype)
-        return PairState(cache, jnp.zeros((batch, config.d_model), dtype), later)
+        width = self.target.d_model * max(len(self.tap_layers), 1)
+        unread = pending.empty(batch, self.num_speculative_tokens, width, dtype)
+        return PairState(cache, jnp.zeros((batch, config.d_model), dtype), unread)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        features = self.features(params, output)
-        if self.waits:
-            later = dataclasses.replace(state.unread, pairs=lengths_B - 1)
-            state = dataclasses.replace(state, unread=later)
-        state = dataclasses.replace(state, cache=state.cache.at(starts_B))
-        return self._extended(params, state, next_BT, features, lengths_B - 1)
+    def prefill(self, params, state, chunk, output):
+        pairs = chunk.lengths - 1  # the last token's pair is not known yet
+        cache = state.cache.at(chunk.starts)
+        unread = dataclasses.replace(state.pending, pairs=pairs)
+        state = dataclasses.replace(state, cache=cache, pending=unread)
+        return self._extended(params, state, chunk.following, self.features(params, output), pairs)
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
-        def extended(state, tokens_BT, seen_BTW, lengths_B):
-            found = self.fused(params, seen_BTW)
-            return self._extended(params, state, tokens_BT, found, lengths_B)
+    def sync(self, params, state, now):
+        def extended(state, tokens_BT, seen_BTW, pairs_B):
+            features = self.fused(params, seen_BTW)
+            return self._extended(params, state, tokens_BT, features, pairs_B)
 
-        soon, chunk = jnp.any(depths_B > 0), self.num_speculative_tokens + 1
-        return waiting.read(state, tokens_BS, chunk, soon, extended)
+        return pending.read(state, now, self.num_speculative_tokens + 1, extended)
 
     def propose(self, params, state, now):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
-        B, num_fed = len(now.lengths), draft_shapes.num_fed(self.tree, K)
+        B, num_fed = len(now.lengths), shapes.num_fed(self.tree, K)
 
         def feed(carry, level):
-            """Runs the layer over one level of nodes (`growth.Feed`)."""
+            """Runs the layer over one level of nodes (`sample.Feed`)."""
             outputs, block = carry
             if level.is_root:  # its pair is the cache's last
                 last = state.last[:, None]
@@ -144,29 +125,24 @@ class PairDrafter(features.FeatureDrafter):
         outputs = outputs.at[:, 0].set(state.last)
         shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
-        stops = stopping.bound(self.stop_rule, params, now)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
-        return proposal, ()
+        return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
-        if self.waits:  # features are costly, too
-            seen = tree.along(verdict.path, self.seen(output))
-            later = waiting.add(state.unread, seen, lengths_B - 1, state.cache.lengths)
-            return dataclasses.replace(state, unread=later)
-        features = tree.along(verdict.path, self.features(params, output))
-        # The token after each node of the path is what the round emitted in its place.
-        return self._extended(params, state, verdict.tokens, features, lengths_B - 1)
+    def commit(self, params, state, now, proposal, output, verdict):
+        # The token after each node of the path is what the round has emitted in its place.
+        seen = tree.along(verdict.path, self.seen(output))
+        unread = pending.add(state.pending, seen, now.lengths - 1, state.cache.lengths)
+        return dataclasses.replace(state, pending=unread)
 
-    def _extended(self, params, state, tokens_BT, features_BTD, lengths_B) -> PairState:
-        """Returns the state with some pairs behind the cache, of which it keeps `lengths_B`."""
+    def _extended(self, params, state, tokens_BT, features_BTD, pairs_B) -> PairState:
+        """Returns the state with some pairs behind the cache, of which it keeps `pairs_B`."""
         outputs, block = self.run(params, tokens_BT, features_BTD, state.cache)
-        index = lengths_B - 1 - state.cache.lengths
+        index = pairs_B - 1 - state.cache.lengths
         inside = (index >= 0) & (index < outputs.shape[1])
         index = jnp.clip(index, 0, outputs.shape[1] - 1)[:, None, None]
-        found = jnp.take_along_axis(outputs, index, axis=1)[:, 0]
-        last = jnp.where(inside[:, None], found, state.last)
-        cache = state.cache.write(block, None, lengths_B, outputs)
-        return PairState(cache, last, state.unread)
+        last = jnp.take_along_axis(outputs, index, axis=1)[:, 0]
+        last = jnp.where(inside[:, None], last, state.last)
+        cache = state.cache.write(block, None, pairs_B, outputs)
+        return PairState(cache, last, state.pending)
 
     def run(
         self, params, tokens_BT, features_BTD, cache, block=None, positions_BT=None, ancestors=None

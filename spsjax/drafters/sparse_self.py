@@ -7,10 +7,11 @@ would say of the same text with gaps.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
-from spsjax import caches, draft_shapes, growth, tree
-from spsjax.drafters import base, stopping
+from spsjax import caches, tree
+from spsjax.drafters import base, sample, shapes
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -40,7 +41,6 @@ class Drafter(base.Drafter):
         pooled: neighbours over which attention is averaged before the choice, an odd number: what
             is chosen are passages rather than single tokens.
         tree: shape of the tree; None: a chain.
-        stop_rule: rule that ends a chain early; None: all have K tokens.
     """
 
     target: transformer.Config
@@ -50,14 +50,10 @@ class Drafter(base.Drafter):
     chosen: int = 0
     observed: int = 32
     pooled: int = 5
-    tree: draft_shapes.Shape = None
-    stop_rule: stopping.Rule | None = None
+    tree: shapes.Shape = None
 
     def __post_init__(self):
-        stopping.check(self.stop_rule, self.tree)
-        K = draft_shapes.checked_depth(
-            self.tree, self.num_speculative_tokens, self.target.vocab_size
-        )
+        K = shapes.checked_depth(self.tree, self.num_speculative_tokens, self.target.vocab_size)
         object.__setattr__(self, "num_speculative_tokens", K)
         for field, least in (
             ("sinks", 0),
@@ -81,7 +77,7 @@ class Drafter(base.Drafter):
 
     @property
     def score_sizes(self):
-        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
+        return shapes.score_sizes(self.tree, self.num_speculative_tokens)
 
     @property
     def config(self) -> transformer.Config:
@@ -93,19 +89,29 @@ class Drafter(base.Drafter):
         cache = transformer.empty_cache(self.config, params["target"], batch, slots)
         return caches.with_chosen_slots(cache, self.chosen) if self.chosen else cache
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        ends = jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B - 1)
-        return state.at(starts_B).write(output.block, None, ends, output.hidden)
+    def prefill(self, params, state, chunk, output):
+        ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths - 1)
+        return state.at(chunk.starts).write(output.block, None, ends, output.hidden)
 
-    def ready(self, params, state, tokens_BT, lengths_B, cache):
+    def sync(self, params, state, now):
         if not self.chosen:
             return state
-        # The last tokens are read once more, to see where they look.
-        starts = jnp.maximum(lengths_B - 1 - self.observed, 0)
-        index = starts[:, None] + jnp.arange(min(self.observed, tokens_BT.shape[1]))
-        counted = index < lengths_B[:, None] - 1
-        tokens = tree.along(jnp.minimum(index, tokens_BT.shape[1] - 1), tokens_BT)
-        weights = params["target"]
+        # Tokens are chosen once per text, before the first draft. It is a loop, because a branch
+        # would copy the cache in every round.
+        return jax.lax.while_loop(
+            lambda state: jnp.any(~state.complete),
+            lambda state: self._with_choice(params, state, now),
+            state,
+        )
+
+    def _with_choice(self, params, state, now):
+        """Returns the cache with the tokens of the prompt that its last ones look at."""
+        ends = now.lengths - 1
+        starts = jnp.maximum(ends - self.observed, 0)
+        index = starts[:, None] + jnp.arange(min(self.observed, now.tokens.shape[1]))
+        counted = index < ends[:, None]
+        tokens = tree.along(jnp.minimum(index, now.tokens.shape[1] - 1), now.tokens)
+        weights, cache = params["target"], now.cache
         received = transformer.attention_received(
             self.target, weights, tokens, counted, cache.at(starts)
         )
@@ -117,7 +123,7 @@ class Drafter(base.Drafter):
         config = self.config
 
         def feed(block, level):
-            """Runs the target over one level of nodes, with the small cache (`growth.Feed`)."""
+            """Runs the target over one level of nodes, with the small cache (`sample.Feed`)."""
             output = transformer.apply(
                 config,
                 weights,
@@ -129,15 +135,13 @@ class Drafter(base.Drafter):
             )
             return sharding.gather_vocab(output.logits), output.hidden, output.block
 
-        num_fed = draft_shapes.num_fed(self.tree, K)
+        num_fed = shapes.num_fed(self.tree, K)
         start = transformer.empty_block(config, weights, len(now.lengths), num_fed)
-        stops = stopping.bound(self.stop_rule, params, now)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
-        return proposal, ()
+        return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, now, proposal, output, verdict):
         path = None if proposal.parents is None else verdict.path
-        return state.write(output.block, path, lengths_B - 1, output.hidden)
+        return state.write(output.block, path, now.lengths - 1, output.hidden)
 
 
 def _averaged(scores_BGS, width: int):

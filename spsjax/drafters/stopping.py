@@ -7,15 +7,18 @@ proposed only if it is probable, and not as often as the draft's distribution sa
 
 import abc
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
+from spsjax.drafters import base
+from spsjax.drafters.sample import Drawn, Stops
 from spsjax.errors import InputError, check_number, short_repr
-from spsjax.growth import Drawn, Stops
-from spsjax.types import Array, PyTree, Round, pytree_dataclass
+from spsjax.types import Array, PyTree, pytree_dataclass
 from spsjax.utils import traced
+
+# Sizes of scoring passes that chains which end early are worth.
+SCORE_SIZES = 1, 2, 4, 7, 15
 
 
 class Rule(abc.ABC):
@@ -35,10 +38,6 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def ends(self, params: PyTree, state: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
         """Returns [B] bool, whether a row's chain ends with its newest token, and the new state."""
-
-    def note(self, drawn: Drawn) -> PyTree:
-        """Returns what a log keeps of a token, for training: arrays [B, ...], or None."""
-        return None
 
     def update(
         self, between: PyTree, offered_B: Array, accepted_B: Array, most: int | Array
@@ -208,29 +207,96 @@ def by_name(text: str) -> Rule:
     return rule if plain == text else Adaptive(rule)
 
 
-def check(rule, tree) -> None:
-    """Raises InputError unless `rule` is a rule or None, and only chains have one."""
-    if rule is not None and not isinstance(rule, Rule):
-        raise InputError(
-            "stop_rule: expected a rule of drafters.stopping or None (load_drafter takes a trained "
-            f"one with its weights), found {short_repr(rule)}"
-        )
-    if rule is not None and tree is not None:
-        raise InputError(
-            "stop_rule: expected None with a tree, as only chains end early, found one"
-        )
+@pytree_dataclass
+class WithRule:
+    """Weights of a drafter, and those of the rule that ends its chains."""
+
+    drafter: PyTree
+    rule: PyTree
 
 
-def bound(rule: Rule | None, params: PyTree, now: Round) -> Stops | None:
-    """Returns a rule with its weights and state of this round, as `growth.grow` takes it."""
-    if rule is None:
-        return None
-    ends = functools.partial(rule.ends, params.get("stop_rule"))
-    return Stops(rule.start(now.rule, len(now.lengths)), ends, rule.note)
+def split(params: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the weights of a drafter, and those of its rule or None."""
+    return (params.drafter, params.rule) if isinstance(params, WithRule) else (params, None)
 
 
-def score_sizes(rule: Rule | None, num_speculative_tokens: int) -> tuple[int, ...]:
-    """Returns the sizes of smaller scoring passes that chains of a rule are worth."""
-    if rule is None:
-        return ()
-    return tuple(size for size in (1, 2, 4, 7, 15) if size < num_speculative_tokens)
+@dataclasses.dataclass(frozen=True)
+class Drafter(base.Wrapper):
+    """Ends the chains of another drafter early, by a rule. Lossless.
+
+    `params["drafter"]` are the other drafter's weights, or `WithRule`. The state is that of the
+    drafter and that of the rule.
+
+    Attributes:
+        drafter: drafter that draws chains with `sample.grow`.
+        rule: rule that ends a chain.
+        num_speculative_tokens: K, the most tokens of a chain; None: the drafter's.
+    """
+
+    drafter: base.Drafter
+    rule: Rule
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.rule, Rule):
+            raise InputError(
+                "stop_rule: expected a rule of drafters.stopping (load_drafter takes a trained "
+                f"one with its weights), found {short_repr(self.rule)}"
+            )
+        inner, K = self.drafter, self.num_speculative_tokens
+        if K is not None:
+            inner = dataclasses.replace(inner, num_speculative_tokens=K)
+        if isinstance(inner, Drafter) or inner.score_sizes != (inner.num_speculative_tokens,):
+            raise _refusal(inner)
+        object.__setattr__(self, "drafter", inner)
+        object.__setattr__(self, "num_speculative_tokens", inner.num_speculative_tokens)
+
+    @property
+    def score_sizes(self):
+        K = self.num_speculative_tokens
+        return *(size for size in SCORE_SIZES if size < K), K
+
+    def init(self, params, batch, slots):
+        return self.drafter.init(_without_rule(params), batch, slots), self.rule.init(batch)
+
+    def prefill(self, params, state, chunk, output):
+        own, between = state
+        return self.drafter.prefill(_without_rule(params), own, chunk, output), between
+
+    def sync(self, params, state, now):
+        own, between = state
+        return self.drafter.sync(_without_rule(params), own, now), between
+
+    def propose(self, params, state, now):
+        own, between = state
+        weights, asked = split(params["drafter"])[1], []
+
+        def ends(chain, drawn):
+            asked.append(True)
+            return self.rule.ends(weights, chain, drawn)
+
+        stops = Stops(self.rule.start(between, len(now.lengths)), ends)
+        now = dataclasses.replace(now, stops=stops)
+        proposal = self.drafter.propose(_without_rule(params), own, now)
+        if not asked:
+            raise _refusal(self.drafter)
+        return proposal
+
+    def commit(self, params, state, now, proposal, output, verdict):
+        own, between = state
+        offered = jnp.sum(proposal.tokens >= 0, axis=1)
+        most = now.wanted(self.num_speculative_tokens)
+        between = self.rule.update(between, offered, verdict.num_tokens - verdict.valid, most)
+        params = _without_rule(params)
+        return self.drafter.commit(params, own, now, proposal, output, verdict), between
+
+
+def _without_rule(params: PyTree) -> PyTree:
+    return params | {"drafter": split(params["drafter"])[0]}
+
+
+def _refusal(drafter: base.Drafter) -> InputError:
+    name = type(drafter).__module__.rpartition(".")[2]
+    return InputError(
+        f"stop_rule: expected a drafter that samples chains, as only these end early, found {name}"
+    )

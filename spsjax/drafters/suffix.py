@@ -56,23 +56,17 @@ class Drafter(base.Drafter):
         check_number("min_prob", self.min_prob, 0, 1)
 
     @property
-    def trees(self) -> bool:
-        return self.num_tree_tokens > 0
-
-    @property
-    def num_nodes(self) -> int:
-        return self.num_tree_tokens or self.num_speculative_tokens
-
-    @property
     def score_sizes(self) -> tuple[int, ...]:
-        return 0, 2, self.num_nodes // 2  # matches are often short, or missing
+        N = self.num_tree_tokens or self.num_speculative_tokens
+        return *(size for size in (0, 2, N // 2) if size < N), N  # matches are often short
 
     def propose(self, params, state, now):
-        if not self.num_nodes:
-            return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None), ()
+        if not base.num_nodes(self):
+            return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None)
         best = jax.vmap(self._best, in_axes=(0, 0, None))
         score, (tokens, parents) = best(now.tokens, now.lengths, params["drafter"] or None)
-        return Proposal(tokens, None, parents if self.trees else None, expected=score), ()
+        parents = parents if self.num_tree_tokens else None
+        return Proposal(tokens, None, parents, aux=score)
 
     def _best(
         self, tokens_S: Array, length: Array, store: datastore.Sorted | None
@@ -130,7 +124,8 @@ class Drafter(base.Drafter):
             longest: the longest match.
             grow: takes a length, and returns the nodes after matches of it, and the next length.
         """
-        nothing = jnp.full(self.num_nodes, -1), jnp.zeros(self.num_nodes, jnp.int32)
+        N = base.num_nodes(self)
+        nothing = jnp.full(N, -1), jnp.zeros(N, jnp.int32)
 
         def may_win(carry):
             match, best, _ = carry
@@ -155,7 +150,7 @@ class Drafter(base.Drafter):
         def add(node, nodes):
             # A chain continues after its last node, a tree after the node of the likeliest child.
             open_nodes = nodes.depths < limit
-            if not self.trees:
+            if not self.num_tree_tokens:
                 open_nodes &= jnp.arange(len(open_nodes)) == node - 1
             probs = jnp.where(open_nodes, nodes.next_probs, 0)
             parent = jnp.argmax(probs)
@@ -163,7 +158,8 @@ class Drafter(base.Drafter):
             grown = _with_child(text, nodes, node, parent)
             return jax.tree.map(lambda new, old: jnp.where(likely, new, old), grown, nodes)
 
-        root = _empty(self.num_nodes, text)
+        N = base.num_nodes(self)
+        root = _empty(N, text)
         places = starts_S & _following(text, 0)[1]
         root = dataclasses.replace(
             root,
@@ -171,7 +167,7 @@ class Drafter(base.Drafter):
             places=root.places.at[0].set(places),
             totals=root.totals.at[0].set(jnp.sum(places, dtype=jnp.int32)),
         )
-        return lax.fori_loop(1, self.num_nodes + 1, add, _with_next(text, root, 0))
+        return lax.fori_loop(1, N + 1, add, _with_next(text, root, 0))
 
 
 @pytree_dataclass

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import draft_shapes, growth, sampling
+from spsjax import sampling
+from spsjax.drafters import sample, shapes
 from spsjax.errors import InputError
 from spsjax.evaluation import text_pass
 from spsjax.loading import LoadedDrafter, Model
@@ -63,7 +64,7 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
     logits_TV = text_pass.logits(target_config, target_params, tokens_BT)[0]
     vocab = logits_TV.shape[-1]  # the draft's may be padded or smaller
     drafted_TV = text_pass.logits(draft_config, draft_params, tokens_BT, vocab)[0]
-    tree = draft_shapes.Tree.branching(width)
+    tree = shapes.Tree.branching(width)
 
     def at_position(inputs):
         target_V, drafted_V, key = inputs
@@ -72,7 +73,7 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
             return drafted_V[None, None], None, state
 
         uniforms = sampling.uniforms(key[None], sampling.DRAFT, 2 * width).reshape(1, width, 2)
-        proposal, *_ = growth.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)
+        proposal, *_ = sample.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)
         probs = sampling.to_probs(target_V[None, None], rows)
         probs = jnp.broadcast_to(probs, (1, width + 1, vocab))  # only the root's is looked at
         return recursive.Verifier().accept_probs(proposal, probs)[0]

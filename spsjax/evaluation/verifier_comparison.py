@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import decode, sampling, verifiers
-from spsjax.draft_shapes import DynamicTree, Shape, Tree
+from spsjax.drafters import base
+from spsjax.drafters.shapes import DynamicTree, Shape, Tree
 from spsjax.evaluation import samplers
 from spsjax.execution import prefill
 from spsjax.loading import LoadedDrafter, Model, as_drafter
@@ -34,7 +35,7 @@ class Draft:
 
     @property
     def num_nodes(self) -> int:
-        return self.drafter.drafter.num_nodes
+        return base.num_nodes(self.drafter.drafter)
 
     @property
     def depth(self) -> int:
@@ -145,7 +146,8 @@ def expected_tokens(
 
 def _judge(program, rules, params, state):
     """Returns [B, rules] expected tokens of the next round."""
-    proposal, _ = decode.propose(program, params, state, decode.round_keys(state))
+    state, now = decode.next_round(program, params, state)
+    proposal = decode.propose(program, params, state, now)
     output = decode.score(program, params, state, proposal)
     probs = sampling.to_probs(output.logits, state.rows)
     return jnp.stack(

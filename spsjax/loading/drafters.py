@@ -8,20 +8,20 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from spsjax import draft_shapes, drafters
+from spsjax import drafters
 from spsjax.drafters import (
+    base,
     datastore,
     draft_model,
-    early_exit,
     features,
     hybrid,
-    learned_stopping,
     pairs,
+    shapes,
     sparse_self,
     stopping,
     suffix,
 )
-from spsjax.drafters.base import Drafter
+from spsjax.drafters.contrib import early_exit, learned_stopping
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.loading.models import (
     Model,
@@ -54,27 +54,24 @@ class LoadedDrafter:
         params: weights; {} for a method without.
         max_positions: context of a draft model; None: no limit of its own.
         tokenizer: tokenizer of a draft model, which must be the target's; None: unknown.
-        rule_params: weights of its rule that ends chains; None: it has none.
     """
 
     name: str
-    drafter: Drafter
+    drafter: base.Drafter
     params: PyTree
     max_positions: int | None = None
     tokenizer: Tokenizer | None = None
-    rule_params: PyTree = None
 
     def with_target(self, params: PyTree) -> dict[str, PyTree]:
         """Returns the loop's parameters, with those of the target."""
-        rule = {} if self.rule_params is None else {"stop_rule": self.rule_params}
-        return {"target": params, "drafter": self.params, **rule}
+        return {"target": params, "drafter": self.params}
 
 
 def load_drafter(
     name: str | pathlib.Path,
     target: Model,
     replicate: bool | None = None,
-    tree: draft_shapes.Shape = None,
+    tree: shapes.Shape = None,
     stop_rule: stopping.Rule | learned_stopping.LoadedRule | None = None,
     store: datastore.Store | None = None,
 ) -> LoadedDrafter:
@@ -115,8 +112,8 @@ def load_drafter(
         return _with_store(name, target, store)
     together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
     loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)
-    loaded = loaded if stop_rule is None else with_stop_rule(loaded, target, stop_rule)
-    return _with_suffix(name, loaded) if with_suffix else loaded
+    loaded = _with_suffix(name, loaded) if with_suffix else loaded
+    return loaded if stop_rule is None else with_stop_rule(loaded, target, stop_rule)
 
 
 def as_drafter(draft: Model, target: Model, tree=None) -> LoadedDrafter:
@@ -164,25 +161,21 @@ def with_stop_rule(
     loaded: LoadedDrafter, target: Model, stop_rule: stopping.Rule | learned_stopping.LoadedRule
 ) -> LoadedDrafter:
     """Returns a drafter that ends chains early; raises InputError for one that cannot."""
-    inner = getattr(loaded.drafter, "model", loaded.drafter)  # a hybrid's
-    if "stop_rule" not in {field.name for field in dataclasses.fields(inner)}:
-        raise InputError(
-            f"stop_rule: expected None for {loaded.name}, as only draft models, EAGLE, SPiRE, "
-            "early_exit and sparse_self end chains early, found a rule"
-        )
-    weights = None
-    if isinstance(stop_rule, learned_stopping.LoadedRule):
-        weights = jax.device_put(stop_rule.params, sharding.replicated(target.mesh))
-        stop_rule = stop_rule.rule
-    drafter = dataclasses.replace(inner, stop_rule=stop_rule)
-    if inner is not loaded.drafter:
-        drafter = dataclasses.replace(loaded.drafter, model=drafter)
-    return dataclasses.replace(loaded, drafter=drafter, rule_params=weights)
+    params, rule = loaded.params, stop_rule
+    if isinstance(rule, learned_stopping.LoadedRule):
+        weights = jax.device_put(rule.params, sharding.replicated(target.mesh))
+        params, rule = stopping.WithRule(params, weights), rule.rule
+    if isinstance(loaded.drafter, hybrid.Drafter):
+        model = stopping.Drafter(loaded.drafter.model, rule)
+        drafter = dataclasses.replace(loaded.drafter, model=model)
+    else:
+        drafter = stopping.Drafter(loaded.drafter, rule)
+    return dataclasses.replace(loaded, drafter=drafter, params=params)
 
 
 def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
     """Returns a drafter as `load_drafter` does, without a rule that ends chains."""
-    if not isinstance(tree, draft_shapes.Shape):
+    if not isinstance(tree, shapes.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     if isinstance(name, str) and name in WEIGHTLESS:
         if tree is not None:
@@ -226,7 +219,7 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
     return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)
 
 
-def _of_tree(tree: draft_shapes.Shape) -> dict:
+def _of_tree(tree: shapes.Shape) -> dict:
     """Returns the fields of a drafter of trees, whose K is their depth."""
     return {} if tree is None else {"tree": tree, "num_speculative_tokens": None}
 
@@ -252,7 +245,7 @@ def _with_window(name: str, rest: str, target: Model, replicate, tree) -> Loaded
 
 
 def _load_head(
-    name: str, folder: pathlib.Path, target: Model, dtype, tree: draft_shapes.Shape, replicate
+    name: str, folder: pathlib.Path, target: Model, dtype, tree: shapes.Shape, replicate
 ) -> LoadedDrafter:
     """Returns a drafter that continues the target's features."""
     files = layout_of(folder)
@@ -323,7 +316,7 @@ def _stored(path: str, target: Model) -> datastore.Store:
 def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
     """Returns a drafter that leaves to suffix decoding what that does better."""
     trained = draft_model.Drafter, features.FeatureDrafter
-    if not isinstance(loaded.drafter, trained) or loaded.drafter.trees:
+    if not isinstance(loaded.drafter, trained) or not base.drafts_chains(loaded.drafter):
         raise InputError(f"{name}: expected a drafter with weights, of chains, found another")
     drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter())
     return dataclasses.replace(loaded, name=str(name), drafter=drafter)

@@ -23,7 +23,7 @@ from spsjax.models.linear import INIT, head_logits
 from spsjax.models.products import row_product
 from spsjax.models.quantization import Quantized
 from spsjax.parallel import sharding
-from spsjax.types import Array, Begun, Block, ModelOutput, PyTree
+from spsjax.types import Array, Block, ModelOutput, PyTree
 
 
 class Transformer(nnx.Module):
@@ -64,24 +64,20 @@ class Transformer(nnx.Module):
         tap_layers=(),
         remat=False,
         num_logits: int | None = None,
-        begun: Begun | None = None,
         skipped: Skipped | Array = Skipped(),
     ) -> ModelOutput:
         cached = cache.segments() if cache else [()] * self.config.num_layers
         earlier = [*zip(block.keys, block.values)] if block else [None] * self.config.num_layers
-        rows = [] if begun is None else [*zip(begun.keys, begun.values)]
-        stream = [None] * len(rows)
-        x_BTD = self._first_stream(tokens_BT, context) if begun is None else begun.stream
-        for index in range(len(rows), self.config.num_layers):
-            stream.append(x_BTD)
+        rows, stream = [], [self._first_stream(tokens_BT, context)]
+        for index in range(self.config.num_layers):
             run = functools.partial(self.layers[index], skips=_skips(skipped, index))
             run = jax.checkpoint(run) if remat else run
-            x_BTD, row = run(x_BTD, context, cached[index], earlier[index])
+            x_BTD, row = run(stream[-1], context, cached[index], earlier[index])
             if tokens_BT.shape[1] >= _LONG and index % _SUMMED == _SUMMED - 1:
                 x_BTD = jax.lax.optimization_barrier(x_BTD)
             rows.append(row)
-        stream.append(x_BTD)
-        hidden = self.norm(x_BTD)
+            stream.append(x_BTD)
+        hidden = self.norm(stream[-1])
         taps = tuple(stream[layer] for layer in tap_layers)
         first = 0 if num_logits is None else hidden.shape[1] - num_logits
         last = hidden[:, first:]
@@ -152,7 +148,6 @@ def apply(
     dtype=None,
     remat: bool = False,
     num_logits: int | None = None,
-    begun: Begun | None = None,
     skipped: Skipped | Array = Skipped(),
 ) -> ModelOutput:
     """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
@@ -174,20 +169,18 @@ def apply(
         dtype: compute type; None: the type of the parameters.
         remat: whether to recompute a block's activations for its gradient instead of storing them.
         num_logits: number of last tokens whose logits are computed; None: all.
-        begun: what the first layers have made of these tokens; None: they are run.
         skipped: sub-layers that are not run; their part of the block stays as it was. Or [B, L, 2]
             bool, whether a row leaves out attention and feed-forward of each layer; all are run.
     """
-    first = 0 if begun is None else len(begun.keys)
     for layer in tap_layers:
-        if not first <= layer <= config.num_layers:
+        if not 0 <= layer <= config.num_layers:
             raise InputError(
-                f"tap_layers: expected layers in [{first}, {config.num_layers}], found {layer}"
+                f"tap_layers: expected layers in [0, {config.num_layers}], found {layer}"
             )
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
     model = _bind(config, params, dtype)
-    return model(tokens_BT, context, cache, block, tap_layers, remat, num_logits, begun, skipped)
+    return model(tokens_BT, context, cache, block, tap_layers, remat, num_logits, skipped)
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:

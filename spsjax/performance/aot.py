@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import decode, loading, sampling
-from spsjax.draft_shapes import Tree
-from spsjax.drafters import draft_model, none, sparse_self
+from spsjax.drafters import base, draft_model, none, sparse_self
 from spsjax.drafters.pairs import PairDrafter
+from spsjax.drafters.shapes import Tree
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import quantization, transformer
 from spsjax.parallel import sharding
@@ -257,7 +257,7 @@ class Plan:
         `inputs` are those of prefill, and `state` is its result.
         """
         rejects = rejection.Verifier()
-        rule = recursive.Verifier() if self.drafter.trees else rejects
+        rule = rejects if base.drafts_chains(self.drafter) else recursive.Verifier()
         fast = decode.Program(self.target, self.drafter, rule, (0,))
         if name == "prefill":
             return decode.prefill, (fast, self.slots), (self.params, *inputs), None
@@ -308,7 +308,7 @@ class Plan:
             )
             for label, weights, program, tokens, shape in (
                 ("target", read, "ArS", 1, self.target),
-                ("scoring", (read, once), "ArS", 1 + self.drafter.num_nodes, self.target),
+                ("scoring", (read, once), "ArS", 1 + base.num_nodes(self.drafter), self.target),
                 ("draft", drafting, "draft", 1, self.drafter.config),
             )
         }

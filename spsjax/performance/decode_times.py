@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax import decode, draft_shapes, loading, sampling
+from spsjax import decode, loading, sampling
 from spsjax.caches import KVCache, WindowCache
-from spsjax.drafters import draft_model, none, sparse_self
+from spsjax.drafters import draft_model, none, shapes, sparse_self
 from spsjax.errors import one_line
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -136,7 +136,7 @@ def program_of(pair: Pair, cell: Cell) -> decode.Program:
     if not cell.drafts:
         return decode.Program(pair.target, none.Drafter(), rejection.Verifier())
     if cell.branching:
-        tree = draft_shapes.Tree.branching(*cell.branching)
+        tree = shapes.Tree.branching(*cell.branching)
         drafter = draft_model.Drafter(pair.draft, tree=tree)
         return decode.Program(pair.target, drafter, recursive.Verifier())
     drafter = draft_model.Drafter(pair.draft, cell.num_speculative_tokens)

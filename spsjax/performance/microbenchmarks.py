@@ -144,6 +144,10 @@ def score_often(program, repeats, params, state, drafts_BK):
 def draft_often(program, repeats, params, state):
     """Drafts K tokens again and again, each time after a token of the proposal before."""
 
+    def proposed(state):
+        state, now = decode.next_round(program, params, state)
+        return dataclasses.replace(decode.propose(program, params, state, now), aux=())
+
     def once(_, carry):
         tokens, before = carry
         never = before.tokens[:, -1] < -1  # but the compiler cannot know
@@ -158,12 +162,10 @@ def draft_often(program, repeats, params, state):
             changing, state.drafter, is_leaf=lambda leaf: isinstance(leaf, KVCache)
         )
         now = dataclasses.replace(state, tokens=tokens, drafter=drafter)
-        proposal, _ = decode.propose(program, params, now, decode.round_keys(now))
+        proposal = proposed(now)
         last = jnp.arange(tokens.shape[1]) == state.lengths[:, None] - 1
         return jnp.where(last, proposal.tokens[:, -1:], tokens), proposal
 
-    proposal = jax.eval_shape(
-        lambda: decode.propose(program, params, state, decode.round_keys(state))[0]
-    )
+    proposal = jax.eval_shape(proposed, state)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), proposal)
     return lax.fori_loop(0, repeats, once, (state.tokens, nothing))

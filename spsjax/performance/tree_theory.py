@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from spsjax.draft_shapes import Tree
+from spsjax.drafters.shapes import Tree
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.types import Proposal
+from spsjax.types import Independent, Proposal
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers.base import Verifier
 
@@ -59,7 +59,8 @@ def _accepted(verifier: Verifier, tree: Tree, tokens, draft_probs, target_probs)
         proposal = Proposal(tokens, draft_probs[:, :N])
     else:
         parents = np.tile(np.asarray(tree.parents, np.int32), (R, 1))
-        proposal = Proposal(tokens, draft_probs, parents, distinct=not tree.replacement)
+        kind = Independent if tree.replacement else Proposal
+        proposal = kind(tokens, draft_probs, parents)
     verifier.check(proposal)
     probs, _ = compiled(type(verifier).accept_probs, verifier)(proposal, target_probs)
     return np.asarray(probs).sum(axis=1)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spsjax import decode, execution, loading, sampling
-from spsjax.drafters import early_exit, hybrid, stopping
-from spsjax.drafters.learned_stopping import LearnedRule, LoadedRule
+from spsjax import decode, execution, sampling
+from spsjax.drafters import stopping
+from spsjax.drafters.contrib import learned_stopping
+from spsjax.drafters.contrib.learned_stopping import LearnedRule, LoadedRule
 from spsjax.errors import InputError, check_integer, check_number
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
@@ -106,18 +107,16 @@ def log(
     Raises:
         InputError: the drafter takes no rules, or K is too small for this one.
     """
-    if isinstance(drafter.drafter, (early_exit.Drafter, hybrid.Drafter)):
-        # What a round costs, or who drafts it, depends on the text.
+    if drafter.drafter.score_sizes != (drafter.drafter.num_speculative_tokens,):
+        # Who drafts, or how many tokens, depends on the text.
         raise InputError(f"draft: expected a draft model or EAGLE, found {drafter.name}")
     if num_speculative_tokens <= rule.delay:
         raise InputError(
             f"num_speculative_tokens: expected at least {rule.delay + 1} for this rule, "
             f"found {num_speculative_tokens}"
         )
-    width = _width(target, drafter)
-    rule = dataclasses.replace(rule, threshold=rule.never)
-    untrained = LoadedRule(rule, rule.init_params(jax.random.key(0), width))
-    drafter = loading.with_stop_rule(drafter, target, untrained)
+    logging = learned_stopping.Logging(drafter.drafter, rule)
+    drafter = dataclasses.replace(drafter, drafter=logging)
     notes, acceptance, text = [], [], []
     for number, prompt in enumerate(progress(prompts)):
         options = params, max_new_tokens, seed + number, None, True
@@ -138,24 +137,18 @@ def log(
 
 def _logged_round(program: decode.Program, params: PyTree, state: decode.DecodeState):
     """Returns the state after a round, and notes [B, K, F] and acceptance [B, K] of its tokens."""
-    keys = decode.round_keys(state)
-    proposal, drafted = decode.propose(program, params, state, keys)
+    state, now = decode.next_round(program, params, state)
+    proposal = decode.propose(program, params, state, now)
     output = decode.score(program, params, state, proposal)
-    verdict = program.verifier(keys, proposal, output.logits, state.rows)
+    verdict = program.verifier(now.keys, proposal, output.logits, state.rows)
     wanted = sampling.to_probs(output.logits[:, :-1], state.rows)
     index = jnp.maximum(proposal.tokens, 0)[..., None]
     wanted, drawn = (
         jnp.take_along_axis(probs, index, axis=2)[..., 0] for probs in (wanted, proposal.probs)
     )
     acceptance = jnp.minimum(wanted / jnp.maximum(drawn, jnp.finfo(drawn.dtype).tiny), 1)
-    after = decode.commit(program, params, state, drafted, proposal, output, verdict)
-    return after, proposal.notes, acceptance
-
-
-def _width(target: Model, drafter: LoadedDrafter) -> int:
-    """Returns the width of the hidden states that a drafter shows to a rule."""
-    own = getattr(drafter.drafter, "config", None)
-    return (own or target.config).d_model
+    after = decode.commit(program, params, state, now, proposal, output, verdict)
+    return after, proposal.aux[1], acceptance
 
 
 def train(
@@ -269,7 +262,7 @@ def measured_costs(
     Passes are compiled for some sizes only, and the others cost what the next larger one does.
     """
     K = num_speculative_tokens
-    sizes = sorted({0, K, *stopping.score_sizes(stopping.Confidence(), K)})
+    sizes = sorted({0, K, *(size for size in stopping.SCORE_SIZES if size < K)})
     chain = dataclasses.replace(drafter.drafter, num_speculative_tokens=K)
     chain = dataclasses.replace(drafter, drafter=chain)
     draft = microbenchmarks.draft_timer(target, chain, params, length)

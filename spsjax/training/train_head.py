@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from spsjax import drafters, loading
 from spsjax.drafters.features import FeatureDrafter
-from spsjax.drafters.states import HeadsDrafter
+from spsjax.drafters.parallel import HeadsDrafter
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer

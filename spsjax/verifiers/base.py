@@ -6,6 +6,7 @@ from spsjax import sampling
 from spsjax.errors import InputError
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, Verdict
+from spsjax.verifiers import verdicts
 
 
 class Verifier(abc.ABC):
@@ -36,7 +37,10 @@ class Verifier(abc.ABC):
             logits_BMV: the target's logits at every node: what follows the root, and each token.
             rows: sampling parameters per row.
         """
-        return self.verify(keys_B, proposal, sampling.to_probs(logits_BMV, rows))
+        target_probs = sampling.to_probs(logits_BMV, rows)
+        if not proposal.tokens.shape[1]:  # nothing was drafted, and nothing is to be decided
+            return verdicts.accept_nothing(keys_B, proposal.tokens, target_probs[:, 0])
+        return self.verify(keys_B, proposal, target_probs)
 
     @abc.abstractmethod
     def verify(self, keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
@@ -51,19 +55,12 @@ class Verifier(abc.ABC):
         """
 
     def check(self, proposal: Proposal) -> None:
-        """Raises InputError for a kind of proposal that the rule does not fit, when traced."""
+        """Raises InputError for a kind of proposal that the rule does not fit, when traced.
+
+        It is not asked for a proposal without nodes.
+        """
         if proposal.parents is not None and not self.trees:
             raise InputError(
                 "verifier: expected a rule for trees, as the drafter proposes one, found a rule "
                 'for chains. Use "recursive" or "match"'
             )
-
-
-def check_independent(proposal: Proposal, rule: str) -> None:
-    """Raises InputError if siblings were not drawn independently of each other."""
-    if proposal.probs is None or proposal.distinct:
-        found = "point masses" if proposal.probs is None else "children without replacement"
-        raise InputError(
-            f"verifier: expected a drafter of independent children for {rule}, found one of "
-            f'{found}. Use "recursive"'
-        )

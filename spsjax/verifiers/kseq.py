@@ -28,7 +28,7 @@ class Verifier(base.Verifier):
     trees = True
 
     def check(self, proposal):
-        base.check_independent(proposal, "k-sequential selection")
+        verdicts.check_independent(proposal, "k-sequential selection")
 
     def verify(self, keys_B, proposal, target_probs):
         (B, M, _), N = target_probs.shape, proposal.tokens.shape[1]

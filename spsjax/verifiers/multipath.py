@@ -28,7 +28,7 @@ class Verifier(base.Verifier):
     trees = True
 
     def check(self, proposal):
-        base.check_independent(proposal, "multi-path verification")
+        verdicts.check_independent(proposal, "multi-path verification")
 
     def verify(self, keys_B, proposal, target_probs):
         nodes, chain, target = best_path(proposal, target_probs)

@@ -21,8 +21,8 @@ def reject_in_turn(
     one node change no other node, except for the weights if `joint`.
 
     Args:
-        proposal: N draft tokens per row. If its siblings are distinct, each was drawn from
-            the draft without the earlier ones' tokens.
+        proposal: N draft tokens per row. Each was drawn from the draft without the earlier
+            siblings' tokens, unless the proposal is `Independent`.
         target_probs: [B, M, V], the distribution that should have been sampled at each node.
         joint: whether the acceptance of a node is its weight, so that a path is judged as a whole
             (see `traversal`); else all weights stay 1.
@@ -32,7 +32,7 @@ def reject_in_turn(
         weights and [B, M, V] targets when all children are rejected.
     """
     parents, alive = verdicts.parents_of(proposal), verdicts.offered(proposal)
-    reject = functools.partial(_reject_in_row, proposal.distinct, joint)
+    reject = functools.partial(_reject_in_row, not verdicts.independent(proposal), joint)
     return jax.vmap(reject)(proposal.tokens, parents, alive, proposal.probs, target_probs)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from spsjax import sampling, tree
 from spsjax.errors import InputError, check_flag, short_repr
-from spsjax.types import Array, Proposal
+from spsjax.types import Array, Independent, Proposal
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers import block, by_name, inputs, rejection, verdicts
 from spsjax.verifiers.base import Verifier
@@ -110,7 +110,8 @@ def tree_verify(
             inputs.check_distinct(tokens, parents)
     columns = inputs.depth(parents) + 1
     parents, tokens = (jnp.asarray(array, jnp.int32) for array in (parents, tokens))
-    proposal = Proposal(tokens, draft_probs, parents, distinct=not replacement)
+    kind = Independent if replacement else Proposal
+    proposal = kind(tokens, draft_probs, parents)
     (tokens, number, path), _ = compiled(_verify, rule)(key, proposal, target_probs)
     return tokens[:, :columns], number, path[:, :columns]
 

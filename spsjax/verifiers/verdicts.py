@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from spsjax import sampling, tree
-from spsjax.types import Array, Proposal, Verdict
+from spsjax.errors import InputError
+from spsjax.types import Array, Independent, Proposal, Verdict
 
 
 def conclude(keys_B: Array, tokens_BN: Array, path_BP: Array, left_BV: Array) -> Verdict:
@@ -17,6 +18,11 @@ def conclude(keys_B: Array, tokens_BN: Array, path_BP: Array, left_BV: Array) ->
     """
     drawn = sampling.draw(left_BV, sampling.uniforms(keys_B, sampling.NEXT, 2))
     return emit(tokens_BN, path_BP, drawn, jnp.sum(left_BV, axis=-1))
+
+
+def accept_nothing(keys_B: Array, tokens_BN: Array, target_BV: Array) -> Verdict:
+    """Returns the verdict that draws the next token from the target."""
+    return conclude(keys_B, tokens_BN, chain_path(jnp.zeros(len(target_BV), int), 0), target_BV)
 
 
 def emit(tokens_BN: Array, path_BP: Array, drawn_B: Array, mass_B: Array) -> Verdict:
@@ -52,6 +58,21 @@ def offered(proposal: Proposal) -> Array:
     """Returns [B, N] bool: the draft tokens that may be accepted."""
     there = proposal.tokens >= 0
     return there if proposal.eligible is None else there & proposal.eligible
+
+
+def independent(proposal: Proposal) -> bool:
+    """Returns whether siblings were drawn independently of each other; a chain has none."""
+    return proposal.parents is None or isinstance(proposal, Independent)
+
+
+def check_independent(proposal: Proposal, rule: str) -> None:
+    """Raises InputError if siblings were not drawn independently of each other."""
+    if proposal.probs is None or not independent(proposal):
+        found = "point masses" if proposal.probs is None else "children without replacement"
+        raise InputError(
+            f"verifier: expected a drafter of independent children for {rule}, found one of "
+            f'{found}. Use "recursive"'
+        )
 
 
 def at_tokens(proposal: Proposal, probs_BMV: Array) -> Array:

@@ -13,6 +13,7 @@ from spsjax import InputError, caches, decode
 from spsjax.drafters import sparse_self
 from spsjax.models import transformer
 from spsjax.models.config import Config
+from spsjax.types import Round
 
 SINKS, RECENT, LENGTH = 2, 5, 85
 FAMILIES = {
@@ -218,7 +219,8 @@ def choice(drafter, params, tokens, length):
     shape = (1, 2, 32, config.head_dim)
     window = caches.empty_window(1, shape, jnp.float32, (None,), drafter.sinks).filled(length)
     window = caches.with_chosen_slots(window, drafter.chosen)
-    return whole, drafter.ready({"target": params}, window, tokens, length + 1, whole)
+    now = Round(tokens, length + 1, None, None, whole)
+    return whole, drafter.sync({"target": params}, window, now)
 
 
 @pytest.mark.parametrize(("chosen", "length"), [(6, 40), (6, 33), (50, 40)])

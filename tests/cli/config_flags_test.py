@@ -50,6 +50,7 @@ def test_known_keys_are_taken():
         ("optimization.warmup: expected 1, found 2", "--config.optimization.warmup: expected 1, "),
         ("steps: expected an integer >= 9, found 7", "--config.objective.steps: expected an inte"),
         ("steps: expected an integer, found 3000", "--config.objective.steps or --config.steps: "),
+        ("prompts[1], warmup: expected both", "prompts[1], --config.optimization.warmup: expected"),
         ("warmup, rows, learning_rate: expected less", "--config.optimization.warmup, rows, --co"),
         ("steps: expected an integer, found 300", "--config.steps: expected an integer, found 300"),
         ("steps: expected others", "--config.objective.steps or --config.steps: expected others"),

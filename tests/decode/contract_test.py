@@ -19,6 +19,7 @@ from helpers.numpy_models import numpy_nearby_model
 
 import spsjax
 from spsjax import SamplingParams, decode, sampling
+from spsjax.drafters import base
 from spsjax.parallel import sharding
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
@@ -111,9 +112,8 @@ def test_drafter_is_hashable_and_holds_no_arrays(draft, name):
 @every_drafter
 def test_proposal_has_the_declared_shapes(target, draft, name):
     program, params, state = beginning(name, target, draft)
-    propose = functools.partial(decode.propose, program)
-    proposal, _ = jax.eval_shape(propose, params, state, state.keys)
-    drafter, N = program.drafter, program.drafter.num_nodes
+    proposal, _ = jax.eval_shape(functools.partial(next_round, program), params, state)
+    drafter, N = program.drafter, base.num_nodes(program.drafter)
     assert isinstance(proposal, Proposal)
     assert (proposal.tokens.shape, proposal.tokens.dtype) == ((4, N), jnp.int32)
     if proposal.probs is not None:
@@ -185,8 +185,12 @@ def future(program, params, state):
 
 @drafting.small
 def next_round(program, params, state):
-    proposal, _ = decode.propose(program, params, state, state.keys)
-    return proposal, decode.score(program, params, state, proposal).logits
+    state, now = decode.next_round(program, params, state)
+    now = dataclasses.replace(now, keys=state.keys)
+    proposal = decode.propose(program, params, state, now)
+    return dataclasses.replace(proposal, aux=()), decode.score(
+        program, params, state, proposal
+    ).logits
 
 
 @every_drafter

@@ -40,15 +40,13 @@ class Star(base.Drafter):
 
     vocab: int = 48
     num_speculative_tokens: int = 1
-    num_nodes: int = 3
-    trees: bool = True
-    score_sizes: tuple = (1,)
+    score_sizes: tuple = (1, 3)
 
     def propose(self, params, state, now):
         B, long = len(now.lengths), now.lengths[:, None] > 12
         tokens = jnp.where(long, jnp.asarray([[3, 4, -1]]), jnp.asarray([[3, -1, -1]]))
         probs = jnp.full((B, 1, self.vocab), 1 / self.vocab)
-        return Proposal(tokens, probs, jnp.zeros((B, 3), jnp.int32)), ()
+        return Proposal(tokens, probs, jnp.zeros((B, 3), jnp.int32))
 
 
 @pytest.mark.slow
@@ -95,9 +93,9 @@ def test_chain_token_that_is_not_eligible_ends_the_proposal(target, draft):
     @dataclasses.dataclass(frozen=True)
     class Partly(type(loaded.drafter)):
         def propose(self, *args):
-            proposal, state = super().propose(*args)
+            proposal = super().propose(*args)
             eligible = jnp.arange(3) < jnp.ones_like(proposal.tokens)
-            return dataclasses.replace(proposal, eligible=eligible), state
+            return dataclasses.replace(proposal, eligible=eligible)
 
     fields = {f.name: getattr(loaded.drafter, f.name) for f in dataclasses.fields(loaded.drafter)}
     partly = dataclasses.replace(loaded, drafter=Partly(**fields))
@@ -137,7 +135,7 @@ def proposing(**changes):
         def propose(self, *args):
             tokens = jnp.zeros((2, 2), jnp.int32)
             fields = {"tokens": tokens, "probs": None} | changes
-            return fields.get("result", (spsjax.Proposal(*list(fields.values())[:4]), ()))
+            return fields.get("result", spsjax.Proposal(*list(fields.values())[:4]))
 
     return Odd()
 
@@ -160,8 +158,7 @@ def proposing(**changes):
         ({"probs": jnp.ones((2, 2, 64), int)}, "probs", "int32"),
         ({"parents": jnp.zeros((2, 3), int)}, "parents", "[2, 3]"),
         ({"parents": None, "eligible": jnp.ones((2, 2))}, "eligible", "float32"),
-        ({"result": None}, "propose to return a Proposal and a state", "NoneType"),
-        ({"result": (None, ())}, "propose to return a Proposal and a state", "tuple"),
+        ({"result": ()}, "propose to return a Proposal", "tuple"),
     ],
 )
 def test_proposal_of_wrong_shape_or_type_is_refused(model, changes, expected, actual):
@@ -221,7 +218,7 @@ def test_weights_of_another_shape_are_refused(model):
     refused(model, "drafter x: expected weights of its config", drafter=drafter)
 
 
-@pytest.mark.parametrize("sizes", [(-1,), 3, ("1",), (True,), [1]])
+@pytest.mark.parametrize("sizes", [(-1,), 3, ("1",), (True,), [1], (), (3, 2)])
 def test_score_sizes_that_are_not_counts_are_refused(model, sizes):
     @dataclasses.dataclass(frozen=True)
     class Sized(ngram.Drafter):

@@ -1,7 +1,6 @@
 """Proposals after `propose`: tokens that a row does not want, or that may not be accepted."""
 
 import dataclasses
-import functools
 import types
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 
 from spsjax import decode
 from spsjax.drafters import base
-from spsjax.types import Proposal
+from spsjax.types import Proposal, Round
 from spsjax.verifiers import match
 
 K = 2
@@ -29,26 +28,29 @@ class Fixed(base.Drafter):
     num_speculative_tokens: int = K
 
     @property
-    def num_nodes(self):
-        return len(self.tokens)
+    def score_sizes(self):
+        return (len(self.tokens),)
 
     def propose(self, params, state, now):
         def rows(values):
             return None if values is None else jnp.tile(jnp.asarray(values), (len(now.lengths), 1))
 
         fields = self.tokens, None, self.parents, self.eligible
-        return Proposal(*map(rows, fields)), ()
+        return Proposal(*map(rows, fields))
 
 
 def proposed(drafter, depths):
     """Returns tokens and eligible nodes of rows that want these depths; None: one row, all."""
     rows = 1 if depths is None else len(depths)
-    unused = dict.fromkeys(("rows", "cache", "rule", "done", "drafter"))
-    tokens, lengths = np.zeros((rows, 4), int), np.ones(rows, int)
-    state = types.SimpleNamespace(tokens=tokens, lengths=lengths, **unused)
+    state = types.SimpleNamespace(drafter=None)
+    tokens, lengths = jnp.zeros((rows, 4), int), jnp.ones(rows, int)
     program = decode.Program(types.SimpleNamespace(vocab_size=9), drafter, match.Verifier())
-    propose = functools.partial(decode.propose, program, {}, state, None)
-    proposal, _ = jax.jit(propose)(None if depths is None else np.asarray(depths))
+
+    def propose(depths):
+        now = Round(tokens, lengths, None, None, None, depths)
+        return decode.propose(program, {}, state, now)
+
+    proposal = jax.jit(propose)(None if depths is None else np.asarray(depths))
     eligible = proposal.eligible
     return proposal.tokens.tolist(), None if eligible is None else eligible.tolist()
 

@@ -43,7 +43,7 @@ def round_function(program):
 
         def proposing(*args):
             result = propose(*args)
-            seen["proposal"] = result[0]
+            seen["proposal"] = dataclasses.replace(result, aux=())
             return result
 
         def verifying(*args):

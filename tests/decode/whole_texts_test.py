@@ -16,7 +16,8 @@ from helpers import broken_verifiers, drafting, enumeration, reference, table_dr
 from helpers.table_drafters import END, VOCAB
 
 from spsjax import DynamicTree, Tree, pacing, sampling
-from spsjax.drafters import learned_stopping, stopping, suffix
+from spsjax.drafters import stopping, suffix
+from spsjax.drafters.contrib import learned_stopping
 from spsjax.loading import LoadedDrafter
 from spsjax.types import Proposal
 from spsjax.verifiers import lenience as lenient
@@ -172,17 +173,18 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_chain_that_ends_early_is_lossless(name):
     rule, loaded = RULES[name], table_drafters.build("draft_model", 2)
-    drafter, weights = dataclasses.replace(loaded.drafter, stop_rule=rule), None
+    studied = loop(LoadedDrafter("", stopping.Drafter(loaded.drafter, rule), None))
     if isinstance(rule, learned_stopping.LearnedRule):
         weights = rule.init_params(jax.random.key(2), VOCAB)
-    assert_lossless(loop(LoadedDrafter("", drafter, None, rule_params=weights)), {})
+        studied.params["drafter"] = stopping.WithRule(studied.params["drafter"], weights)
+    assert_lossless(studied, {})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
 @pytest.mark.parametrize("name", ["early_exit", "sparse_self", "windowed", "hybrid", "lookahead"])
 def test_drafter_with_a_model_is_lossless(name):
-    """The scoring pass continues what an early exit has begun; a small cache lacks tokens.
+    """An early exit lacks layers, and a small cache lacks tokens.
 
     Some of lookahead's n-grams begin alike, and its window is never accepted. Some rounds of the
     hybrid take what was looked up, and others the model's draft.
@@ -278,8 +280,6 @@ def test_depths_that_vary_with_the_text_are_lossless(name):
     """A drafter reads later what it missed, at once or before it drafts, or needs nothing."""
     studied = loop(name, 2, 3)
     fields = {field.name: getattr(studied, field.name) for field in dataclasses.fields(studied)}
-    paced = dataclasses.replace(studied.drafter.paced(), num_speculative_tokens=2)
-    fields["loaded"] = dataclasses.replace(studied.loaded, drafter=paced)
     assert_lossless(ByHistory(**fields), WARM)
 
 
@@ -288,8 +288,6 @@ def test_depths_that_vary_with_the_text_are_lossless(name):
 def test_draft_of_a_fixed_depth_is_lossless():
     """The costs fix a depth of 1, as they do while rounds are timed, for n-grams of two tokens."""
     studied = loop("lookahead", 2, 3)
-    drafter = dataclasses.replace(studied.drafter.paced(), num_speculative_tokens=2)
-    studied = dataclasses.replace(studied, loaded=LoadedDrafter("", drafter, studied.loaded.params))
     studied.program = dataclasses.replace(studied.program, pacer=pacing.Fastest())
     studied.params["costs"] = jax.tree.map(jnp.asarray, pacing.forced(1, 2))
     assert_lossless(studied, WARM)

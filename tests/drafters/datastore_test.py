@@ -28,7 +28,7 @@ CAPACITY, SLOTS = 2048, 8
 
 @functools.partial(jax.jit, static_argnums=0)
 def _proposed(drafter, store, tokens, lengths):
-    return drafter.propose({"drafter": store}, (), drafting.round_of(tokens, lengths))[0]
+    return drafter.propose({"drafter": store}, (), drafting.round_of(tokens, lengths))
 
 
 def proposed(target, stored, text):
@@ -99,7 +99,7 @@ def test_proposal_continues_as_the_stored_texts_mostly_did(target):
     stored = [5, 6, 7, 9], [5, 6, 7, 9, 1], [5, 6, 8]
     proposal = proposed(target, stored, [1, 2, 5, 6])
     np.testing.assert_array_equal(proposal.tokens[0, :3], [7, 9, -1])
-    np.testing.assert_allclose(proposal.expected, [2 / 3 + 2 / 3], rtol=1e-6)
+    np.testing.assert_allclose(proposal.aux, [2 / 3 + 2 / 3], rtol=1e-6)
     # Nothing is known after a text's end, and nothing of what no text has.
     for last in ([8], [3]):
         assert (proposed(target, stored, last).tokens == -1).all()
@@ -114,7 +114,7 @@ def test_many_matches_are_sampled_over_all_of_them(target):
     """Of 200 occurrences the first half is followed by 7, the second by 8: about half of each."""
     proposal = proposed(target, [[1, 5, 7]] * 80 + [[2, 5, 8]] * 120, [5])
     assert proposal.tokens[0, 0] == 8
-    assert abs(float(proposal.expected[0]) - 0.6) < 0.04
+    assert abs(float(proposal.aux[0]) - 0.6) < 0.04
 
 
 def test_known_answer_is_proposed(target):

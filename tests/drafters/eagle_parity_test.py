@@ -114,12 +114,17 @@ def test_drafts_with_a_cache_and_after_rejections_are_those_of_the_authors(
     lengths, limits = np.asarray([len(PROMPT)], np.int32), np.full(1, 40, np.int32)
     rows, keys = SamplingParams().rows(1), sampling.row_keys(jax.random.key(1), 1)
     state = decode.prefill(program, 64, params, rows, tokens, lengths, limits, keys)
-    propose = jax.jit(functools.partial(decode.propose, program))
+
+    @jax.jit
+    def propose(params, state):
+        state, now = decode.next_round(program, params, state)
+        return decode.propose(program, params, state, now)
+
     step = jax.jit(functools.partial(decode.step, program))
     for _ in range(8):
         text = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
         output = transformer.apply(target.config, target.params, jnp.asarray([text]))
-        proposal, _ = propose(params, state, decode.round_keys(state))
+        proposal = propose(params, state)
         expected = other.draft(text, output.hidden, np.asarray(proposal.tokens)[0].tolist())
         np.testing.assert_allclose(np.log(proposal.probs[0]), expected, atol=1e-4)
         state = step(params, state)

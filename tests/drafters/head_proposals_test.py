@@ -118,10 +118,8 @@ class Drafting:
         return self.state(tokens, LENGTHS)
 
     def propose(self, state, shape, count=K) -> Proposal:
-        propose = decode.propose if self.filters else drafting.small_propose
-        (proposal, _), _ = compiled(propose, self.program(shape, count))(
-            self.params, state, state.keys
-        )
+        propose = filtered if self.filters else drafting.small_propose
+        proposal, _ = compiled(propose, self.program(shape, count))(self.params, state, state.keys)
         return jax.tree.map(np.asarray, proposal)
 
     def logits_after(self, paths):
@@ -133,6 +131,12 @@ class Drafting:
         steps = _trained(self.drafter, self.params, tokens, last, np.unique(LENGTHS - 2))
         depths = [len(path) for _, path in paths]
         return np.asarray(steps)[np.arange(len(paths)), depths]
+
+
+def filtered(program, params, state, keys) -> Proposal:
+    """Returns what is proposed next with these keys, with all filters."""
+    state, now = decode.next_round(program, params, state)
+    return decode.propose(program, params, state, dataclasses.replace(now, keys=keys))
 
 
 @functools.cache
@@ -278,8 +282,9 @@ def committed(program, params, state, tokens_BN, verdict) -> decode.DecodeState:
     """Returns the state after a given tree and verdict."""
     parents = jnp.broadcast_to(jnp.asarray(program.drafter.tree.parents), tokens_BN.shape)
     proposal = Proposal(tokens_BN, None, parents)
+    state, now = decode.next_round(program, params, state)
     output = decode.score(program, params, state, proposal)
-    return decode.commit(program, params, state, (), proposal, output, verdict)
+    return decode.commit(program, params, state, now, proposal, output, verdict)
 
 
 @pytest.mark.parametrize("name", [marked("eagle3"), marked("falcon", slow=True)])

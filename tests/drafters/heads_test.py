@@ -17,7 +17,8 @@ from helpers.models import spread_model
 
 import spsjax
 from spsjax import SamplingParams, Tree, loading
-from spsjax.drafters import blockwise, medusa, mlp_speculator
+from spsjax.drafters import medusa, mlp_speculator
+from spsjax.drafters.contrib import blockwise
 from spsjax.evaluation import tree_planning
 from spsjax.models import transformer
 from spsjax.training import feature_losses

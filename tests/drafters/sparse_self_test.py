@@ -69,7 +69,8 @@ def proposed(program, params, tokens, lengths):
     """Returns the proposal after prompts."""
     rows, keys = SamplingParams().rows(len(tokens)), jax.random.split(jax.random.key(3), 2)
     state = decode.prefill(program, 96, params, rows, tokens, lengths, lengths + 8, keys)
-    return decode.propose(program, params, state, state.keys)[0]
+    state, now = decode.next_round(program, params, state)
+    return dataclasses.replace(decode.propose(program, params, state, now), aux=())
 
 
 def check_distributions(target, drafter, prompts, draft=None):

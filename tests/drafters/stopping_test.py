@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drafting
+from helpers import drafting, toy_drafters
 
 import spsjax
-from spsjax import InputError, SamplingParams, Tree, execution, growth, loading
-from spsjax.drafters import ngram, stopping
+from spsjax import InputError, SamplingParams, Tree, execution, loading
+from spsjax.drafters import sample, stopping
 from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 
@@ -28,7 +28,7 @@ def ends(rule, tokens, state=(), logits=LOGITS):
 
 
 def _ends(rule, logits, tokens, state):
-    return rule.ends(None, state, growth.Drawn(logits, None, tokens, 0))[0]
+    return rule.ends(None, state, sample.Drawn(logits, None, tokens, 0))[0]
 
 
 def after_round(rule, offered, accepted, most):
@@ -87,9 +87,9 @@ def test_loop_moves_the_bound(target, draft, threshold, share, sign):
     options = SamplingParams(), NEW, 0, "rejection", False
     request = Request("x", target, PROMPTS, drafter, K, *options)
     state, _ = execution.prefill(request)
-    assert state.rule.bound.tolist() == [threshold] * 2
+    assert state.drafter[1].bound.tolist() == [threshold] * 2
     state, _ = execution.run(request, state, 4)
-    assert (np.sign(state.rule.bound - threshold) == sign).all()
+    assert (np.sign(state.drafter[1].bound - threshold) == sign).all()
 
 
 def test_steps_after_the_end_of_all_chains_are_not_run():
@@ -101,7 +101,7 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
         return jnp.zeros((2, 1, 8)).at[:, 0, level.depth].set(99.0), None, state
 
     last = jnp.asarray([1, 2])
-    stops = growth.Stops((), lambda state, drawn: (drawn.tokens == last, state))
+    stops = sample.Stops((), lambda state, drawn: (drawn.tokens == last, state))
 
     @jax.jit
     def draft(done):
@@ -111,7 +111,8 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
             GREEDY.rows(2),
             jax.random.split(jax.random.key(0), 2),
         )
-        return growth.grow(None, 6, feed, (), dataclasses.replace(now, done=done), stops)[0].tokens
+        now = dataclasses.replace(now, done=done, stops=stops)
+        return sample.grow(None, 6, feed, (), now)[0].tokens
 
     for done, row, count in ((False, [0, 1, 2, -1, -1, -1], 3), (True, [-1] * 6, 2)):
         tokens = draft(np.asarray([False, done]))
@@ -149,13 +150,23 @@ def test_rules_have_names():
 
 def test_rule_that_does_not_fit_is_refused(target, draft):
     rule, loaded = stopping.Entropy(), loading.as_drafter(draft, target)
-    with pytest.raises(InputError, match=r"^stop_rule: expected None for ngram, as only draft"):
+    refusal = r"^stop_rule: expected a drafter that samples chains, as only these end early, found "
+    with pytest.raises(InputError, match=refusal + "ngram"):
         spsjax.load_drafter("ngram", target, stop_rule=rule)
-    with pytest.raises(InputError, match=r"^stop_rule: expected None with a tree, as only chains"):
-        dataclasses.replace(loaded.drafter, tree=Tree((0, 0)), stop_rule=rule)
+    with pytest.raises(InputError, match=refusal + "draft_model"):
+        stopping.Drafter(loading.as_drafter(draft, target, Tree((0, 0))).drafter, rule)
+    with pytest.raises(InputError, match=refusal + "stopping"):
+        stopping.Drafter(stopping.Drafter(loaded.drafter, rule), rule)
     with pytest.raises(InputError, match=r"^stop_rule: expected a rule of drafters.stopping"):
         loading.with_stop_rule(loaded, target, 0.5)
-    with pytest.raises(InputError, match=r"^stop_rule: expected None for x"):
-        loading.with_stop_rule(loading.LoadedDrafter("x", ngram.Drafter(), {}), target, rule)
     with pytest.raises(InputError, match=r"^threshold: expected a finite number"):
         stopping.Confidence(2.0)
+
+
+def test_drafter_that_does_not_sample_with_grow_is_refused(target):
+    """It would ignore the rule. That is seen when its draft is traced."""
+    drafter = stopping.Drafter(toy_drafters.Tapped(32, 48), stopping.Entropy())
+    weights = {"heads": jnp.zeros((3, 64, 48))}
+    loaded = loading.LoadedDrafter("tapped", drafter, weights)
+    with pytest.raises(InputError, match=r"^stop_rule: expected .* found toy_drafters"):
+        spsjax.generate(target, PROMPTS, loaded, max_new_tokens=4)

@@ -13,7 +13,7 @@ DEFAULTS = {"max_match": 5, "factor": 1.0, "min_prob": 0.13}
 
 
 def propose(drafter, tokens, lengths):
-    proposal, _ = drafter.propose({"drafter": {}}, (), drafting.round_of(tokens, lengths))
+    proposal = drafter.propose({"drafter": {}}, (), drafting.round_of(tokens, lengths))
     return proposal.tokens, proposal.parents
 
 

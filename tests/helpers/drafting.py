@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pkgutil
+import types
 from unittest import mock
 
 import jax
@@ -17,29 +18,33 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spsjax import decode, drafters, loading, sampling, scoring
 from spsjax.drafters import (
-    blockwise,
+    contrib,
     draft_model,
     eagle3,
-    early_exit,
     hybrid,
-    lookahead,
     medusa,
     mlp_speculator,
     sparse_self,
-    spire,
     suffix,
 )
+from spsjax.drafters.contrib import blockwise, early_exit, lookahead, spire
 from spsjax.loading import LoadedDrafter
 from spsjax.models.config import Skipped
 from spsjax.training import feature_losses, step
 from spsjax.types import Round
 from spsjax.verifiers import match, rejection
 
-PACKAGE = sorted(
-    module.name
-    for module in pkgutil.iter_modules(drafters.__path__)
-    if module.name not in PLUG_INS["drafters"]
-)
+_SHARED = *PLUG_INS["drafters"], "contrib", "learned_stopping", "lstm"
+
+
+def _names_of(package) -> list[str]:
+    """Returns the names of a package's modules that are drafters."""
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in names if name not in _SHARED)
+
+
+CONTRIBUTED = _names_of(contrib)  # which are tested in the full suite only
+PACKAGE = sorted([*_names_of(drafters), *CONTRIBUTED])
 NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
@@ -225,8 +230,11 @@ def small_programs():
         return jnp.where(temperature == 0, best, probs)
 
     def at_one_size(drafter, *arguments):
-        with mock.patch.object(type(drafter), "score_sizes", ()):
-            return at_smallest_size(drafter, *arguments)
+        one_size = types.SimpleNamespace(
+            num_speculative_tokens=drafter.num_speculative_tokens,
+            score_sizes=drafter.score_sizes[-1:],
+        )
+        return at_smallest_size(one_size, *arguments)
 
     with (
         mock.patch.object(sampling, "to_probs", to_probs),
@@ -253,7 +261,7 @@ def small_step(program, params, state):
 
     def watched(*arguments):
         result = propose(*arguments)
-        proposals.append(result[0])
+        proposals.append(result)
         return result
 
     with mock.patch.object(decode, "propose", watched):
@@ -261,7 +269,11 @@ def small_step(program, params, state):
     return proposals[0], state
 
 
-small_propose = small(decode.propose)
+@small
+def small_propose(program, params, state, keys, depths=None):
+    """Returns what is proposed next with these keys."""
+    state, now = decode.next_round(program, params, state, depths)
+    return decode.propose(program, params, state, dataclasses.replace(now, keys=keys))
 
 
 def round_of(tokens, lengths, rows=None, keys=None) -> Round:

@@ -21,7 +21,7 @@ from helpers import broken_verifiers, reference, table_model
 from helpers.table_model import REPLACED
 
 from spsjax import decode, sampling
-from spsjax.drafters import draft_model
+from spsjax.drafters import base, draft_model
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
 from spsjax.verifiers import match, rejection
@@ -73,7 +73,7 @@ def _step(program, broken):
         place = jnp.minimum(state.lengths + accepted, SLOTS - 1)
         drawn = jnp.take_along_axis(output.tokens, place[:, None], axis=1)[:, 0]
         output = dataclasses.replace(output, keys=())  # NumPy cannot hold them
-        proposal = dataclasses.replace(proposals[-1][0], begun=None, notes=None)
+        proposal = dataclasses.replace(proposals[-1], aux=())
         return accepted, drawn, proposal, output
 
     return jax.jit(step)
@@ -100,7 +100,7 @@ class Loop:
     def __post_init__(self):
         self.drafter = self.loaded.drafter
         self.vocab, self.K = self.target.shape[1], self.drafter.num_speculative_tokens
-        assert self.limit + max(self.K, self.drafter.num_nodes) < SLOTS
+        assert self.limit + max(self.K, base.num_nodes(self.drafter)) < SLOTS
         self.program = decode.Program(
             table_model.config(self.vocab), self.drafter, self.verifier, self.eos_ids
         )
@@ -224,7 +224,7 @@ class Loop:
 
     def _distribution_of_matches(self, **params) -> collections.Counter:
         """Enumerates matching: every draw of the target at every node of a proposal."""
-        V, M = self.vocab, self.drafter.num_nodes + 1
+        V, M = self.vocab, base.num_nodes(self.drafter) + 1
         prefixes, starts = self.starts(params)
         draws = np.asarray(list(itertools.product(range(V), repeat=M)))
         start, drawn = (

@@ -9,10 +9,10 @@ PACKAGE = ROOT / "spsjax"
 # The table: the rooms of each floor. A room is a file or a folder at the top of `spsjax/`.
 FLOORS = (
     {"types", "errors"},
-    {"utils", "tree", "draft_shapes"},
+    {"utils", "tree"},
     {"parallel", "pacing"},
     {"sampling", "caches"},
-    {"models", "verifiers", "tokenization", "growth"},
+    {"models", "verifiers", "tokenization"},
     {"drafters"},
     {"scoring", "loading"},
     {"decode"},
@@ -27,13 +27,15 @@ FLOORS = (
 PLUG_INS = {
     "drafters": (
         "base",
+        "shapes",
+        "sample",
         "features",
         "pairs",
-        "states",
+        "parallel",
+        "pending",
         "stopping",
-        "learned_stopping",
-        "waiting",
         "datastore",
+        "contrib.lstm",
     )
 }
 MODULES = sorted(

@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import drafting, table_model, toy_drafters
 
-from spsjax.drafters import (
-    copy,
-    draft_model,
-    early_exit,
-    hybrid,
-    lookahead,
-    ngram,
-    none,
-    sparse_self,
-    suffix,
-)
+from spsjax.drafters import base, draft_model, hybrid, ngram, none, sparse_self, suffix
+from spsjax.drafters.contrib import copy, early_exit, lookahead
 from spsjax.loading import LoadedDrafter
 from spsjax.models.config import Skipped
 
@@ -28,9 +19,9 @@ VOCAB, END = 3, 2
 class Seeded(lookahead.Drafter):
     """Lookahead whose pool has n-grams from the beginning, some of which begin alike."""
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        state = super().prefill(params, state, tokens_BT, next_BT, starts_B, lengths_B, output)
-        values = np.random.default_rng(8).integers(0, VOCAB, (self.pool, self.num_nodes))
+    def prefill(self, params, state, chunk, output):
+        state = super().prefill(params, state, chunk, output)
+        values = np.random.default_rng(8).integers(0, VOCAB, (self.pool, base.num_nodes(self)))
         values = jnp.asarray(values[:, : self.num_speculative_tokens], jnp.int32)
         keys = jnp.arange(self.pool, dtype=jnp.int32) % VOCAB
         return dataclasses.replace(
@@ -42,13 +33,11 @@ class Seeded(lookahead.Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Looked(hybrid.Drafter):
-    """A hybrid whose first round already takes what was looked up, if there is anything."""
+    """A hybrid that expects so little of its model that it takes what was looked up."""
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        state = super().prefill(params, state, tokens_BT, next_BT, starts_B, lengths_B, output)
-        found, _ = self.lookup.propose({"drafter": {}}, (), drafting.round_of(tokens_BT, lengths_B))
-        own = {"found": found.tokens, "score": found.expected}
-        return dataclasses.replace(state, **own, expected=jnp.full_like(found.expected, 0.7))
+    def init(self, params, batch, slots):
+        state = super().init(params, batch, slots)
+        return dataclasses.replace(state, expected=jnp.full_like(state.expected, 0.7))
 
 
 def build(name: str, K: int) -> LoadedDrafter:

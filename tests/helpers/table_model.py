@@ -56,7 +56,6 @@ def apply(
     block=None,
     tap_layers=(),
     num_logits=None,
-    begun=None,
     skipped=Skipped(),
     **where,
 ):
@@ -99,7 +98,6 @@ def apply(
     positions = jnp.broadcast_to(context.block_positions, (B, P))
     size = jnp.int32(T) + (0 if block is None else block.size)
     extended = Block((rows,), (rows,), positions, size)
-    logits = logits if begun is None else begun.stream
     last = logits if num_logits is None else logits[:, -num_logits:]
     last = jnp.roll(last, 1, axis=-1) if skipped.attention else last
     return ModelOutput(last, logits, (logits,) * len(tap_layers), extended)

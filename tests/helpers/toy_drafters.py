@@ -24,6 +24,10 @@ class RandomTree(base.Drafter):
     num_speculative_tokens: int = 3
     num_nodes: int = 6
 
+    @property
+    def score_sizes(self):
+        return (self.num_nodes,)
+
     def propose(self, params, state, now):
         tokens_BS, lengths_B = now.tokens, now.lengths
         config, weights, N = self.config, params["drafter"], self.num_nodes
@@ -76,7 +80,7 @@ class RandomTree(base.Drafter):
         )
         tokens, parents, *_ = lax.fori_loop(0, N + 1, add, start)
         tokens = jnp.where(uniforms[:, :, 2] < 0.1, -1, tokens)
-        return Proposal(tokens, None, parents, uniforms[:, :, 2] < 0.9), ()
+        return Proposal(tokens, None, parents, uniforms[:, :, 2] < 0.9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +99,9 @@ class Tapped(base.TrainableDrafter):
     def init(self, params, batch, slots):
         return jnp.zeros((batch, 2 * self.width), params["drafter"]["heads"].dtype)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        T = tokens_BT.shape[1]
-        index = lengths_B - 2 - starts_B  # the last token is not fed yet
+    def prefill(self, params, state, chunk, output):
+        T = chunk.tokens.shape[1]
+        index = chunk.lengths - 2 - chunk.starts  # the last token is not fed yet
         features = jnp.concatenate(output.taps, axis=-1)
         index_B11 = jnp.clip(index, 0, T - 1)[:, None, None]
         chosen = jnp.take_along_axis(features, index_B11, axis=1)[:, 0]
@@ -108,9 +112,9 @@ class Tapped(base.TrainableDrafter):
         logits = jnp.einsum("bd,kdv->bkv", state, params["drafter"]["heads"])
         probs = sampling.to_probs(logits, now.rows)
         uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 2 * K).reshape(-1, K, 2)
-        return Proposal(sampling.draw(probs, uniforms), probs), ()
+        return Proposal(sampling.draw(probs, uniforms), probs)
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, now, proposal, output, verdict):
         # The last fed token of the new state is the last accepted node: the path's last.
         last = jnp.max(verdict.path, axis=1)
         features = jnp.concatenate(output.taps, axis=-1)

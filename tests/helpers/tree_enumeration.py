@@ -18,7 +18,7 @@ import numpy as np
 from helpers.environment import OFTEN
 
 from spsjax import sampling
-from spsjax.types import Proposal
+from spsjax.types import Independent, Proposal
 
 BISECTIONS = 41
 ROWS = 128  # of a compiled program
@@ -93,7 +93,8 @@ def proposal_of(parents, distinct, deterministic, tokens, draft, eligible):
     is_chain = parents == tuple(range(N))
     draft = None if deterministic else draft[:, :N] if is_chain else draft
     parents_BN = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape)
-    return Proposal(tokens, draft, None if is_chain else parents_BN, eligible, distinct=distinct)
+    kind = Proposal if distinct else Independent
+    return kind(tokens, draft, None if is_chain else parents_BN, eligible)
 
 
 @functools.lru_cache

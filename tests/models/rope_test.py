@@ -139,8 +139,8 @@ def test_text_beyond_the_context_is_refused_with_the_numbers(folder):
     for scaling, longest in ((None, 64), ({"type": "yarn", "factor": 2.0}, 128)):
         edit_config(folder, rope_scaling=scaling, max_position_embeddings=64)
         model = loading.load(folder)
-        with one_line("prompts[1]: expected prompt and new tokens within the context of "
+        with one_line("prompts[1], max_new_tokens: expected both within the context of "
                       f"{longest}", f"found {longest} + 1"):  # fmt: skip
             spsjax.generate(model, [[1], [2] * longest], max_new_tokens=1)
-        with one_line("prompt: expected prompt and new tokens within the context"):
+        with one_line("prompt, max_new_tokens: expected both within the context"):
             spsjax.Engine(model, rows=1, slots=256).submit([2] * longest, max_new_tokens=1)

@@ -79,7 +79,7 @@ KEYS = [
         ),
     ),
     *of(
-        "growth.py",
+        "drafters/sample.py",
         (
             "drafts are drawn with the numbers of acceptance",
             "now.keys, sampling.DRAFT, 2 * N)",
@@ -149,7 +149,7 @@ DRAWING = [
         ),
     ),
     *of(
-        "growth.py",
+        "drafters/sample.py",
         (
             "a token is drawn with the numbers of the one before",
             "jnp.int32), uniforms[1:]",
@@ -281,8 +281,8 @@ LOOP = [
         ),
         (
             "a chunk that repeats tokens is written behind them",
-            "return cache.at(starts).extend(output), drafter",
-            "return cache.extend(output), drafter",
+            "cache = cache.at(starts).extend(output)",
+            "cache = cache.extend(output)",
             f"{CHUNKS}last_chunk_stays_within_the_cache[20-64]",
         ),
     ),

@@ -29,9 +29,9 @@ def buffers(monkeypatch):
 
 @pytest.fixture
 def chain(monkeypatch):
-    """Makes a model draft chains of at most two tokens, of which few depths are compiled."""
-    monkeypatch.setattr(base, "PACED_TOKENS", 2)
-    return lambda model: drafting.build("draft_model", model, 2)
+    """Makes a model draft one token or none, so that few sizes are compiled."""
+    monkeypatch.setattr(base, "PACED_TOKENS", 1)
+    return lambda model: drafting.build("draft_model", model, 1)
 
 
 def call_of(target, drafter, prompts=PROMPTS, sampling=SamplingParams(), max_new_tokens=20):
@@ -64,7 +64,7 @@ def test_acceptance_is_met_where_costs_are_measured(target, chain, useful):
     measured = call_of(target, chain(model))
     execution.prepare(measured)
     rates = np.asarray(measured.params["costs"].rates)
-    assert rates.shape == (2,)
+    assert rates.shape == (1,)
     assert (rates > 0.98).all() if useful else 0 <= rates[0] < 0.6
 
 
@@ -129,7 +129,7 @@ def test_costs_are_measured_on_half_of_the_prompts_with_keys_of_their_own(target
     clock = execution._Clock(call)
     clock._begin_if_ended()
     np.testing.assert_array_equal(clock.state.lengths, [3, 1, 1, 1])
-    np.testing.assert_array_equal(clock.state.limits, [call.slots - 3] * 4)
+    np.testing.assert_array_equal(clock.state.limits, [call.slots - 2] * 4)
     used = {tuple(key) for key in jax.random.key_data(clock.state.keys).tolist()}
 
     @jax.jit
@@ -176,7 +176,7 @@ def test_calls_with_auto_give_the_targets_greedy_tokens(target, draft, chain, us
     drafter = chain(draft if useful else numpy_nearby_model(draft, seed=9, distance=30.0))
     out = spsjax.generate(target, PROMPTS, drafter, "auto", **options)
     assert_greedy(out, expected)
-    assert len(out.stats.accepted_histogram) == 3
+    assert len(out.stats.accepted_histogram) == 2
     (measured,) = execution._COSTS.values()
     again = spsjax.generate(target, PROMPTS, drafter, "auto", **options)
     assert out.stats.compile_seconds > 0 and again.stats.compile_seconds < 0.01
@@ -192,24 +192,6 @@ def test_few_costs_are_kept(target, draft, monkeypatch):
         execution.prepare(call_of(target, draft, PROMPTS[:batch]))
     assert len(execution._COSTS) == 3
     execution._COSTS.clear()
-
-
-@pytest.mark.parametrize(("name", "times"), [("draft_model", 1), ("hybrid", 2)])
-def test_costs_are_measured_anew_for_other_sampling_where_drafts_vary(
-    target, draft, monkeypatch, name, times
-):
-    measured = []
-    monkeypatch.setattr(
-        execution, "_measure", lambda call: measured.append(1) or pacing.forced(0, 7)
-    )
-    execution._COSTS.clear()
-    drafter = drafting.build(name, draft, 4)
-    for temperature in (0.0, 1.0, 0.0):
-        call = call_of(target, drafter, sampling=SamplingParams(temperature))
-        execution.prepare(call)
-        assert call.params["costs"] is not None
-    execution._COSTS.clear()
-    assert len(measured) == times
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from helpers import drafting
 
 import spsjax
 from spsjax import SamplingParams, decode, pacing, request, sampling, verifiers
-from spsjax.drafters import waiting
+from spsjax.drafters import pending
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers import rejection
 
@@ -30,12 +30,11 @@ KINDS = "draft_model", "eagle3", "falcon", "lookahead", "sparse_self", "windowed
 @pytest.mark.parametrize("name", KINDS)
 def test_rounds_without_a_draft_lose_nothing(target, draft, name, monkeypatch):
     """After any number of them the next proposal is that of a drafter that never paused."""
-    monkeypatch.setattr(waiting, "_ROOM", 32)  # so that some is read before the next draft
+    monkeypatch.setattr(pending, "_ROOM", 32)  # so that some is read before the next draft
     loaded = drafting.build(name, draft, K)
     verifier = drafting.verifier(name)
-    pauses = dataclasses.replace(loaded.drafter.paced(), num_speculative_tokens=K)
     plain = decode.Program(target.config, loaded.drafter, verifier)
-    paced = decode.Program(target.config, pauses, verifier, pacer=RULE)
+    paced = dataclasses.replace(plain, pacer=RULE)
     params = {"target": target.params, "drafter": loaded.params}
     tokens = np.zeros((4, 8), np.int32)
     for row, prompt in enumerate(PROMPTS):
@@ -49,10 +48,8 @@ def test_rounds_without_a_draft_lose_nothing(target, draft, name, monkeypatch):
     @jax.jit
     @drafting.small
     def proposed(params, state):
-        depths = decode.wanted_depths(paced, params, state)
-        state = decode.caught_up(paced, params, state, depths)
-        keys = decode.round_keys(state)
-        return decode.propose(paced, params, state, keys, depths)[0], state.lengths
+        state, now = decode.next_round(paced, params, state)
+        return dataclasses.replace(decode.propose(paced, params, state, now), aux=())
 
     @jax.jit
     @drafting.small
@@ -61,14 +58,15 @@ def test_rounds_without_a_draft_lose_nothing(target, draft, name, monkeypatch):
             return None
         inputs_now = SamplingParams().rows(4), tokens, lengths, np.full(4, 170, np.int32), keys
         state = decode.prefill(plain, 192, params, *inputs_now)
-        return decode.propose(plain, params, state, decode.round_keys(state))[0]
+        state, now = decode.next_round(plain, params, state)
+        return dataclasses.replace(decode.propose(plain, params, state, now), aux=())
 
     for depth, rounds in ((0, 1), (2, 1), (0, 3), (K, 2), (0, 40), (1, 1), (K, 1)):
         forced = params | {"costs": pacing.forced(depth, K)}
         # Rounds without a draft follow each other in a loop of their own.
         for count in [rounds] if depth == 0 else [1] * rounds:
             before = state
-            proposal, _ = proposed(forced, state)
+            proposal = proposed(forced, state)
             if depth == 0:
                 assert np.all(np.asarray(proposal.tokens) == -1)
             expected = undisturbed(params, state.tokens, state.lengths)
@@ -133,7 +131,7 @@ def test_loop_gives_what_its_rounds_give(target, draft, name):
 @drafting.small
 def rest(program, params, state):
     """Returns the state after a round of rest."""
-    return decode.step(program, params, state, rests=True)
+    return decode.step(decode.without_drafts(program), params, state)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 import spsjax
 from spsjax import decode, execution
 from spsjax.caches import dense
-from spsjax.draft_shapes import Tree
 from spsjax.drafters import ngram
+from spsjax.drafters.shapes import Tree
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.performance import hlo

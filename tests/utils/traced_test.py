@@ -11,9 +11,10 @@ import pytest
 from helpers import drafting
 
 import spsjax
-from spsjax import decode, growth, loading, pacing, types, verifiers
-from spsjax.drafters import draft_model, hybrid, learned_stopping, stopping, suffix
+from spsjax import decode, loading, pacing, types, verifiers
+from spsjax.drafters import draft_model, hybrid, sample, stopping, suffix
 from spsjax.drafters.base import Drafter
+from spsjax.drafters.contrib import learned_stopping
 from spsjax.performance import forced_acceptance
 from spsjax.utils import compilation, traced
 from spsjax.utils.compilation import compiled
@@ -49,7 +50,7 @@ def hybrid_of(
 ) -> loading.LoadedDrafter:
     """Returns a drafter with numbers at all depths."""
     rule = stopping.Adaptive(stopping.Confidence(threshold), share, step)
-    model = draft_model.Drafter(draft.config, K, stop_rule=rule)
+    model = stopping.Drafter(draft_model.Drafter(draft.config, K), rule)
     lookup = suffix.Drafter(K, factor=factor, min_prob=min_prob)
     return loading.LoadedDrafter("x", hybrid.Drafter(model, lookup, memory=memory), draft.params)
 
@@ -131,6 +132,7 @@ def test_generate_with_another_number_compiles_nothing(target, draft, numbers, l
                 hybrid_of(draft, **numbers),
                 sampling=spsjax.SamplingParams(temperature=0.5),
                 max_new_tokens=24,
+                seed=2,
                 verifier=rejection.Verifier(lenience),
                 stop_at_eos=False,
             ).stats
@@ -170,7 +172,7 @@ def ended(rule):
     """Returns the state of a rule after a round, and the chains that it ends then."""
     state = rule.update(rule.init(2), jnp.asarray([2, 2]), jnp.asarray([1, 2]), K)
     logits = jnp.log(jnp.asarray([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3]]))
-    drawn = growth.Drawn(logits, None, jnp.asarray([1, 0]), 0)
+    drawn = sample.Drawn(logits, None, jnp.asarray([1, 0]), 0)
     return state, rule.ends(None, rule.start(state, 2), drawn)
 
 

@@ -1,5 +1,7 @@
 """Verifiers by name, what they refuse, and trees of the draft model in the loop."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,13 +12,13 @@ from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 from helpers.verdicts import verdict_of
 
 import spsjax
-from spsjax import decode, draft_shapes, loading, sampling, verifiers
-from spsjax.drafters import draft_model, ngram
+from spsjax import decode, loading, sampling, verifiers
+from spsjax.drafters import draft_model, ngram, shapes
 from spsjax.loading import LoadedDrafter
 from spsjax.request import Request
 
 PROMPTS = [[1, 2, 3], [4]]
-TREES = draft_shapes.Tree.branching(2, 2), draft_shapes.DynamicTree(6, depth=3, width=2)
+TREES = shapes.Tree.branching(2, 2), shapes.DynamicTree(6, depth=3, width=2)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_every_rule_takes_the_targets_choices_in_greedy_rows():
 def test_greedy_texts_of_trees_are_those_of_plain_decoding(pair, name):
     """A tree never accepts less than the chain of its first children, for greedy rows."""
     target, draft = pair
-    tree = {"match": TREES[1], "recursive": draft_shapes.Tree((0, 0, 0, 1, 1, 4), replacement=True)}
+    tree = {"match": TREES[1], "recursive": shapes.Tree((0, 0, 0, 1, 1, 4), replacement=True)}
     with drafting.small_programs():
         plain = generate(target, None, None)
         chain = generate(target, draft, None, 2)
@@ -152,7 +154,8 @@ def proposal_of(target, drafter: LoadedDrafter) -> spsjax.Proposal:
         keys = sampling.row_keys(jax.random.key(0), 2)
         tokens, lengths = np.ones((2, 4), np.int32), np.full(2, 4, np.int32)
         state = decode.prefill(program, 32, params, rows, tokens, lengths, lengths + 9, keys)
-        return decode.propose(program, params, state, keys)[0]
+        state, now = decode.next_round(program, params, state)
+        return dataclasses.replace(decode.propose(program, params, state, now), aux=())
 
     return jax.eval_shape(proposed, drafter.with_target(target.params))
 
@@ -195,13 +198,13 @@ def test_trees_that_cannot_be_are_refused(pair):
     _, draft = pair
     for parents in ((), (1,), (0, 2), (0, 1, 0), [0], (0, True)):
         with pytest.raises(spsjax.InputError, match=r"^parents: expected"):
-            draft_shapes.Tree(parents)
+            shapes.Tree(parents)
     with pytest.raises(spsjax.InputError, match=r"^replacement: expected True or False"):
-        draft_shapes.Tree((0, 0), "no")
+        shapes.Tree((0, 0), "no")
     with pytest.raises(spsjax.InputError, match=r"^tree: expected at most 16 children of a node"):
-        draft_model.Drafter(draft.config, tree=draft_shapes.DynamicTree(width=20))
+        draft_model.Drafter(draft.config, tree=shapes.DynamicTree(width=20))
     with pytest.raises(spsjax.InputError, match=r"^num_nodes: expected at most 6"):
-        draft_shapes.DynamicTree(7, 2, 2)
+        shapes.DynamicTree(7, 2, 2)
     with pytest.raises(spsjax.InputError, match=r"^num_speculative_tokens: expected the depth"):
         draft_model.Drafter(draft.config, 3, tree=TREES[0])
     for field in ({"epsilon": 0.0}, {"epsilon": 2}, {"delta": -1}, {"delta": True}):
@@ -215,7 +218,7 @@ def test_trees_that_cannot_be_are_refused(pair):
 def test_dynamic_tree_keeps_the_most_probable_paths(pair, depth, nodes):
     """Compared with the same search over whole contexts, without a cache."""
     target, draft = pair
-    tree = draft_shapes.DynamicTree(num_nodes=nodes, depth=depth, width=3)
+    tree = shapes.DynamicTree(num_nodes=nodes, depth=depth, width=3)
     proposal = spsjax.propose(target, [1, 2, 3], trees_of(draft, tree))
     tokens, parents = (np.asarray(x)[0].tolist() for x in (proposal.tokens, proposal.parents))
     paths, logits = [()], logits_of(draft)

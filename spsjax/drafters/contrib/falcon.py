@@ -13,13 +13,13 @@ from flax import nnx
 from jax import lax
 
 from spsjax import caches as kv
-from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import features, waiting
+from spsjax import tree
+from spsjax.drafters import features, pending, sample, shapes
+from spsjax.drafters.contrib.lstm import LSTM
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
-from spsjax.models.lstm import LSTM
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
 
 LSTM_LAYERS = 2
@@ -41,7 +41,7 @@ class State:
     cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
     read: Array  # [B, k, D] what the layer reads of the last k pairs; 0: there is no such pair
     carry: Array  # [B, L, 2, D] of the LSTM, after the last pair
-    unread: waiting.Waiting | None = None
+    pending: pending.Pending
 
 
 @pytree_dataclass
@@ -68,15 +68,13 @@ class Drafter(features.FeatureDrafter):
     Attributes:
         config: shape of the layer.
         tokens_per_step: k. With 1 it is EAGLE-1 with an LSTM in place of its projection.
-        waits: whether pairs are read before the next draft, and not after every round.
     """
 
     config: Config
     target: Config
     num_speculative_tokens: int | None = None
-    tree: draft_shapes.Shape = None
+    tree: shapes.Shape = None
     tokens_per_step: int = 2
-    waits: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -89,9 +87,6 @@ class Drafter(features.FeatureDrafter):
     @property
     def split_like(self):
         return self.config
-
-    def paced(self):
-        return dataclasses.replace(super().paced(), waits=True)
 
     def features(self, params, output):
         return output.hidden
@@ -111,35 +106,28 @@ class Drafter(features.FeatureDrafter):
         config, dtype = self.config, _dtype(params)
         shape = batch, config.num_kv_heads, slots, config.head_dim
         read = jnp.zeros((batch, self.tokens_per_step, config.d_model), dtype)
-        later = None
-        if self.waits:
-            later = waiting.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
+        unread = pending.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
         cache = kv.empty(1, shape, dtype, (None,))
-        return State(cache, read, self._no_carry(batch, dtype), later)
+        return State(cache, read, self._no_carry(batch, dtype), unread)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        pairs = jnp.minimum(lengths_B - 1, starts_B + tokens_BT.shape[1])
-        found = self.features(params, output)
-        if self.waits:
-            later = dataclasses.replace(state.unread, pairs=lengths_B - 1)
-            state = dataclasses.replace(state, unread=later)
-        return self._extended(params, state, next_BT, found, starts_B, pairs)
+    def prefill(self, params, state, chunk, output):
+        ends = jnp.minimum(chunk.lengths - 1, chunk.starts + chunk.tokens.shape[1])
+        unread = dataclasses.replace(state.pending, pairs=chunk.lengths - 1)
+        state = dataclasses.replace(state, pending=unread)
+        features = self.features(params, output)
+        return self._extended(params, state, chunk.following, features, chunk.starts, ends)
 
-    def catch_up(self, params, state, tokens_BS, lengths_B, depths_B):
+    def sync(self, params, state, now):
         def extended(state, tokens_BT, features_BTD, ends_B):
             starts = state.cache.lengths
             return self._extended(params, state, tokens_BT, features_BTD, starts, ends_B)
 
-        soon, chunk = jnp.any(depths_B > 0), self.num_speculative_tokens + 1
-        return waiting.read(state, tokens_BS, chunk, soon, extended)
+        return pending.read(state, now, self.num_speculative_tokens + 1, extended)
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
-        found = tree.along(verdict.path, self.features(params, output))
-        if self.waits:
-            later = waiting.add(state.unread, found, lengths_B - 1, state.cache.lengths)
-            return dataclasses.replace(state, unread=later)
-        starts = state.cache.lengths
-        return self._extended(params, state, verdict.tokens, found, starts, lengths_B - 1)
+    def commit(self, params, state, now, proposal, output, verdict):
+        features = tree.along(verdict.path, self.features(params, output))
+        unread = pending.add(state.pending, features, now.lengths - 1, state.cache.lengths)
+        return dataclasses.replace(state, pending=unread)
 
     def _extended(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B) -> State:
         """Returns the state of `pairs_B` pairs, the last of which begin at `starts_B`.
@@ -168,7 +156,7 @@ class Drafter(features.FeatureDrafter):
             cache.at(starts_B).write(block, None, pairs_B, read),
             tree.along(index, jnp.concatenate([state.read, read], axis=1)),
             tree.along(at, carries)[:, 0],
-            state.unread,
+            state.pending,
         )
 
     def propose(self, params, state, now):
@@ -176,7 +164,7 @@ class Drafter(features.FeatureDrafter):
         cache = state.cache.at(jnp.maximum(now.lengths - 1 - k, 0))
 
         def feed(draft, level):
-            """Runs the layer where units begin, at every k-th level (`growth.Feed`)."""
+            """Runs the layer where units begin, at every k-th level (`sample.Feed`)."""
             units = tree.along(level.parents, draft.units)
             draft = dataclasses.replace(
                 draft,
@@ -201,9 +189,8 @@ class Drafter(features.FeatureDrafter):
             outputs = tree.along(units, outputs)
             return self.logits(params, outputs, level.depth), outputs, draft
 
-        start = self._no_draft(draft_shapes.fed_levels(self.tree, K), state)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, now)
-        return proposal, ()
+        start = self._no_draft(shapes.fed_levels(self.tree, K), state)
+        return sample.grow(self.tree, K, feed, start, now)[0]
 
     def _no_draft(self, fed_levels: list[int], state: State) -> _Draft:
         config, B, dtype = self.config, len(state.read), state.read.dtype

@@ -16,12 +16,13 @@ from helpers.numpy_models import numpy_spread_model
 
 import spsjax
 from spsjax import Tree, loading
-from spsjax.drafters import falcon
+from spsjax.drafters.contrib import falcon
 from spsjax.models import pure, transformer
 from spsjax.models.layers import context_of
 from spsjax.training import feature_losses
 from spsjax.training.feature_losses import FeatureObjective
 from spsjax.training.step import Precision
+from spsjax.types import Chunk
 
 VOCAB = 48
 
@@ -148,7 +149,7 @@ def test_prompts_in_chunks_that_overlap_end_in_the_same_state(target):
             part = slice(start, start + width)
             seen = dataclasses.replace(output, hidden=output.hidden[:, part])
             where = np.asarray([start]), np.asarray([length])
-            state = prefill(state, tokens[:, part], following[:, part], *where, seen)
+            state = prefill(state, Chunk(tokens[:, part], following[:, part], *where, None), seen)
         return state
 
     for length in (12, 9, 5, 2, 1):

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 from jax import lax
 
-from spsjax.drafters import stopping
+from spsjax.drafters import base, sample, stopping
 from spsjax.errors import InputError, check_integer, check_number, one_line
 from spsjax.types import Array, PyTree
 from spsjax.utils import atomic_files, traced
@@ -42,6 +42,10 @@ class LearnedRule(stopping.Rule):
         check_number("threshold", self.threshold, 0, 1)
 
     @abc.abstractmethod
+    def log(self, drawn: sample.Drawn) -> Array:
+        """Returns what a log keeps of a token, and what the rule judges it by: [B, F] float32."""
+
+    @abc.abstractmethod
     def param_shapes(self, width: int) -> PyTree:
         """Returns the weights' shapes, float32, for a draft with hidden states of this width."""
 
@@ -61,7 +65,7 @@ class LearnedRule(stopping.Rule):
                 "stop_rule: expected a trained rule with its weights, as learned_stopping.read "
                 "returns it, found one without"
             )
-        return self.judge(params, state, self.note(drawn), drawn.depth)
+        return self.judge(params, state, self.log(drawn), drawn.depth)
 
     def init_params(self, key: Array, width: int) -> PyTree:
         """Returns random weights: kernels of unit gain, and biases of 0."""
@@ -104,7 +108,7 @@ class Disco(LearnedRule):
     def param_shapes(self, width):
         return {"first": _linear(self.top + 2, self.width), "last": _linear(self.width, 1)}
 
-    def note(self, drawn):
+    def log(self, drawn):
         probs = jax.nn.softmax(drawn.logits.astype(jnp.float32))
         if probs.shape[-1] < self.top:
             raise InputError(
@@ -156,7 +160,7 @@ class SpecDec(LearnedRule):
     def start(self, between, batch):
         return jnp.ones(batch)  # probability that all tokens so far are accepted
 
-    def note(self, drawn):
+    def log(self, drawn):
         if drawn.hidden is None:
             raise InputError("stop_rule: expected a drafter with hidden states, found one without")
         return drawn.hidden.astype(jnp.float32)
@@ -176,6 +180,39 @@ class SpecDec(LearnedRule):
         accepted = jax.nn.sigmoid(self.acceptance(params, noted))
         state = jnp.where(depth > 0, state * accepted, state)  # the root is no draft token
         return (1 - state > self.threshold) & (depth + 1 >= self.least), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Logging(base.Wrapper):
+    """Drafts whole chains, and keeps what a rule judges each token by. Lossless.
+
+    `aux` of its proposals is the other drafter's, and [B, K, F].
+    """
+
+    drafter: base.Drafter
+    rule: LearnedRule
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self):
+        inner, K = self.drafter, self.num_speculative_tokens
+        if K is not None:
+            inner = dataclasses.replace(inner, num_speculative_tokens=K)
+        object.__setattr__(self, "drafter", inner)
+        object.__setattr__(self, "num_speculative_tokens", inner.num_speculative_tokens)
+
+    def propose(self, params, state, now):
+        logs = []
+
+        def ends(chain, drawn):
+            return jnp.zeros(len(drawn.tokens), bool), chain
+
+        now = dataclasses.replace(now, stops=sample.Stops((), ends, self.rule.log, logs.append))
+        proposal = self.drafter.propose(params, state, now)
+        return dataclasses.replace(proposal, aux=(proposal.aux, *logs))
+
+    def commit(self, params, state, now, proposal, output, verdict):
+        proposal = dataclasses.replace(proposal, aux=proposal.aux[0])
+        return self.drafter.commit(params, state, now, proposal, output, verdict)
 
 
 RULES = {"disco": Disco, "specdec": SpecDec}

@@ -180,3 +180,8 @@ def fed_levels(shape: Shape, num_speculative_tokens: int) -> list[int]:
 def num_fed(shape: Shape, num_speculative_tokens: int) -> int:
     """Returns how many nodes are fed to the draft, the root included."""
     return sum(fed_levels(shape, num_speculative_tokens))
+
+
+def score_sizes(shape: Shape, num_speculative_tokens: int) -> tuple[int]:
+    """Returns the one size of scoring passes that proposals of a shape need: all draft tokens."""
+    return (shape.num_nodes if shape else num_speculative_tokens,)

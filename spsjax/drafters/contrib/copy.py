@@ -60,34 +60,35 @@ class Drafter(base.Drafter):
 
     @property
     def score_sizes(self) -> tuple[int, ...]:
-        return 0, self.num_speculative_tokens // 4
+        K = self.num_speculative_tokens
+        return 0, K // 4, K
 
     def init(self, params, batch, slots):
         zeros = jnp.zeros(batch, jnp.int32)
         return State(zeros, zeros, zeros - 1)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        begin = jnp.where(self.start < lengths_B, self.start, -1).astype(jnp.int32)
-        return State(lengths_B, lengths_B, begin)
+    def prefill(self, params, state, chunk, output):
+        begin = jnp.where(self.start < chunk.lengths, self.start, -1).astype(jnp.int32)
+        return State(chunk.lengths, chunk.lengths, begin)
 
     def propose(self, params, state, now):
         index = state.next[:, None] + jnp.arange(self.num_speculative_tokens)
         known = (state.next[:, None] >= 0) & (index < state.prompts[:, None])
         copied = jnp.take_along_axis(now.tokens, jnp.where(known, index, 0), axis=1)
-        return Proposal(jnp.where(known, copied, -1), None), ()
+        return Proposal(jnp.where(known, copied, -1), None)
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def sync(self, params, state, now):
         rule = functools.partial(_follow, most=self.max_suffix, replaces=self.replaces)
         follow = jax.vmap(rule)
 
         def compare(step, place):
             end = state.lengths + step
-            inside = jnp.minimum(end, tokens_BS.shape[1] - 1)
-            later = follow(tokens_BS, state.prompts, inside, place)
-            return jnp.where(end < lengths_B, later, place)
+            inside = jnp.minimum(end, now.tokens.shape[1] - 1)
+            later = follow(now.tokens, state.prompts, inside, place)
+            return jnp.where(end < now.lengths, later, place)
 
-        steps = jnp.max(lengths_B - state.lengths)
-        return State(state.prompts, lengths_B, lax.fori_loop(0, steps, compare, state.next))
+        steps = jnp.max(now.lengths - state.lengths)
+        return State(state.prompts, now.lengths, lax.fori_loop(0, steps, compare, state.next))
 
 
 def _follow(

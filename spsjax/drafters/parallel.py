@@ -1,4 +1,4 @@
-"""Drafters on the last feature alone, without attention and without a cache."""
+"""Drafters of K distributions at once, from the last feature alone: without a cache."""
 
 import abc
 import dataclasses
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax import draft_shapes, growth, tree
-from spsjax.drafters import features
+from spsjax import tree
+from spsjax.drafters import features, sample, shapes
 from spsjax.errors import check_integer
 from spsjax.models.config import Config
 from spsjax.types import Array, PyTree
@@ -25,7 +25,7 @@ class StateDrafter(features.FeatureDrafter):
 
     target: Config
     num_speculative_tokens: int | None = None
-    tree: draft_shapes.Shape = None
+    tree: shapes.Shape = None
 
     @property
     def split_like(self):
@@ -38,10 +38,10 @@ class StateDrafter(features.FeatureDrafter):
         dtype = jax.tree.leaves(params["drafter"])[0].dtype
         return jnp.zeros((batch, self.target.d_model), dtype)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        return _replaced(state, output.hidden, lengths_B - 2 - starts_B)
+    def prefill(self, params, state, chunk, output):
+        return _replaced(state, output.hidden, chunk.lengths - 2 - chunk.starts)
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, now, proposal, output, verdict):
         return _replaced(state, tree.along(verdict.path, output.hidden), verdict.num_tokens - 1)
 
 
@@ -96,8 +96,7 @@ class HeadsDrafter(StateDrafter):
             row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
             return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
 
-        proposal, _, _ = growth.grow(self.tree, K, feed, (), now)
-        return proposal, ()
+        return sample.grow(self.tree, K, feed, (), now)[0]
 
     def _head_logits(self, params, state_BD, depth: int, depths_B: Array | None) -> Array:
         """Returns the logits [B, 1, V] of a head, zeros if no row drafts as deep."""

@@ -11,7 +11,7 @@ from helpers import drafting
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, sampling, tree
-from spsjax.drafters import lookahead
+from spsjax.drafters.contrib import lookahead
 from spsjax.models import transformer
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled
@@ -168,7 +168,7 @@ def test_ngrams_that_begin_alike_are_merged():
         next=jnp.asarray([5]),
     )
     now = drafting.round_of(jnp.asarray([[8, 1, 0]]), jnp.asarray([2]))
-    proposal, _ = jax.jit(drafter.propose)(None, state, now)
+    proposal = jax.jit(drafter.propose)(None, state, now)
     tokens = np.asarray(proposal.tokens)[0, 1:].reshape(5, 2).tolist()
     # Newest first: 2 3, 2 6, 4 5, 2 3; the fifth place is empty.
     assert tokens == [[2, 3], [-1, 6], [4, 5], [-1, -1], [-1, -1]]

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from spsjax import sampling
-from spsjax.draft_shapes import DynamicTree, Shape, Tree, num_fed
+from spsjax.drafters.shapes import DynamicTree, Shape, Tree, num_fed
 from spsjax.sampling import RowParams
-from spsjax.types import Array, Proposal, PyTree, Round
+from spsjax.types import Array, Independent, Proposal, PyTree, Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +75,14 @@ class Stops:
         start: state before the first token.
         ends: takes the state and a `Drawn`; returns [B] bool, whether a row's chain ends with its
             token, and the new state.
-        note: takes a `Drawn`, and returns what `Proposal.notes` keeps of it, arrays [B, ...].
+        log: takes a `Drawn`, and returns what a log keeps of it, arrays [B, ...].
+        logged: called when traced with the logs of all tokens, [B, K, ...].
     """
 
     start: PyTree
     ends: Callable[[PyTree, Drawn], tuple[Array, PyTree]]
-    note: Callable[[Drawn], PyTree] = lambda drawn: None
+    log: Callable[[Drawn], PyTree] = lambda drawn: None
+    logged: Callable[[PyTree], None] = lambda logs: None
 
 
 def grow(
@@ -89,9 +91,10 @@ def grow(
     feed: Feed,
     state: PyTree,
     now: Round,
-    stops: Stops | None = None,
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a shape. (Only chains heed `now.depths`; trees are grown whole.)
+    """Returns a proposal of a shape.
+
+    Only chains heed `now.depths` and `now.stops`; trees are grown whole.
 
     Args:
         shape: the shape.
@@ -99,7 +102,6 @@ def grow(
         feed: see `Feed`.
         state: first state of `feed`.
         now: the round.
-        stops: for chains, when to end one early. None: never.
 
     Returns:
         The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
@@ -111,8 +113,8 @@ def grow(
     uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
     draw = functools.partial(draw_tree, shape)
     if shape is None:
-        may_end = stops is not None or now.depths is not None
-        draw = functools.partial(_draw_chain, stops, now.wanted(N) if may_end else None)
+        may_end = now.stops is not None or now.depths is not None
+        draw = functools.partial(_draw_chain, now.stops, now.wanted(N) if may_end else None)
     return draw(feed, state, now.root, now.rows, uniforms)
 
 
@@ -146,7 +148,7 @@ def _draw_chain(
         if stops is not None:
             drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
             ends, stopping = stops.ends(stopping, drawn)
-            unended, note = unended & ~ends, stops.note(drawn)
+            unended, note = unended & ~ends, stops.log(drawn)
         return (token, state, unended, stopping), (proposed, probs, note)
 
     def draft_if_any(carry, inputs):
@@ -168,10 +170,12 @@ def _draw_chain(
         later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]
         carry, rest = lax.scan(draft_if_any, carry, later)
         drafted = jax.tree.map(lambda *both: jnp.concatenate(both), drafted, rest)
-    tokens, probs, notes = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
+    tokens, probs, logs = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
+    if stops is not None:
+        stops.logged(logs)
     # The last token of a chain is not fed, but counts as if: nothing ever looks at its row.
     fed_as = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
-    return Proposal(tokens, probs, notes=notes), fed_as, carry[1]
+    return Proposal(tokens, probs), fed_as, carry[1]
 
 
 def draw_tree(
@@ -203,11 +207,11 @@ def draw_tree(
     if not tree.chosen:
         nothing = jnp.zeros_like(probs[0])
         all_probs = jnp.stack([probs.get(node, nothing) for node in range(N + 1)], axis=1)
-    proposal = Proposal(
+    kind = Independent if tree.replacement else Proposal
+    proposal = kind(
         tokens=jnp.stack([tokens[node] for node in range(1, N + 1)], axis=1),
         probs=all_probs,
         parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, N)),
-        distinct=not (tree.replacement or tree.chosen),
     )
     fed_as = [tree.inner.index(node) if node in tree.inner else 0 for node in range(N + 1)]
     return proposal, jnp.broadcast_to(jnp.asarray(fed_as, jnp.int32), (B, N + 1)), state

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import caches, draft_shapes, growth
-from spsjax.drafters import features, stopping
+from spsjax import caches
+from spsjax.drafters import features, sample, shapes
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
@@ -87,7 +87,6 @@ class Drafter(features.FeatureDrafter):
     Attributes:
         num_layers: layers, of which each is a copy of one of the target's last.
         sinks, recent: first and last tokens that are seen (`Config.sinks`), in training and in use.
-        stop_rule: rule that ends a chain early; None: all have K tokens.
     """
 
     target: Config
@@ -95,11 +94,9 @@ class Drafter(features.FeatureDrafter):
     num_layers: int = 2
     sinks: int = 1
     recent: int = 64
-    tree: draft_shapes.Shape = None
-    stop_rule: stopping.Rule | None = None
+    tree: shapes.Shape = None
 
     def __post_init__(self):
-        stopping.check(self.stop_rule, self.tree)
         check_integer("num_layers", self.num_layers, 1)
         check_integer("sinks", self.sinks, 0)
         check_integer("recent", self.recent, 1)
@@ -132,10 +129,6 @@ class Drafter(features.FeatureDrafter):
     @property
     def split_like(self):
         return self.config
-
-    @property
-    def score_sizes(self):
-        return stopping.score_sizes(self.stop_rule, self.num_speculative_tokens)
 
     def param_shapes(self, dtype):
         return pure.param_shapes(Spire, self._shape, dtype)
@@ -171,31 +164,29 @@ class Drafter(features.FeatureDrafter):
         layers = self._bind(params).layers
         return transformer.cache_of_layers(self.config, layers, _dtype(params), batch, slots)
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        ends = jnp.minimum(starts_B + tokens_BT.shape[1], lengths_B - 1)
+    def prefill(self, params, state, chunk, output):
+        ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths - 1)
         block = self._of_target(params, output.taps, output.block.positions)
-        return state.at(starts_B).write(block, None, ends, output.hidden)
+        return state.at(chunk.starts).write(block, None, ends, output.hidden)
 
     def propose(self, params, state, now):
         K, before = self.num_speculative_tokens, now.lengths[:, None] - 1
 
         def feed(block, level):
-            """Runs the layers over one level of nodes (`growth.Feed`)."""
+            """Runs the layers over one level of nodes (`sample.Feed`)."""
             positions = jnp.broadcast_to(before + level.depth, level.tokens.shape)
             where = positions, level.above
             outputs, block = self._run(params, level.tokens, state, block, *where)
             return self.logits(params, outputs, level.depth), outputs, block
 
-        num_fed = draft_shapes.num_fed(self.tree, K)
+        num_fed = shapes.num_fed(self.tree, K)
         start = transformer.empty_block(self.config, params["drafter"], len(before), num_fed)
-        stops = stopping.bound(self.stop_rule, params, now)
-        proposal, _, _ = growth.grow(self.tree, K, feed, start, now, stops)
-        return proposal, ()
+        return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, now, proposal, output, verdict):
         block = self._of_target(params, output.taps, output.block.positions)
         path = None if proposal.parents is None else verdict.path
-        return state.write(block, path, lengths_B - 1, output.hidden)
+        return state.write(block, path, now.lengths - 1, output.hidden)
 
     def unrolled(
         self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None

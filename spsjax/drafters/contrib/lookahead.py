@@ -68,24 +68,13 @@ class Drafter(base.Drafter):
         check_flag("follow", self.follow)
 
     @property
-    def trees(self) -> bool:
-        return True
-
-    @property
     def num_window_tokens(self) -> int:
         return max(self.num_speculative_tokens * self.window - 1, 0)
 
     @property
-    def num_nodes(self) -> int:
-        return self.num_window_tokens + self.num_guesses * self.num_speculative_tokens
-
-    @property
     def score_sizes(self) -> tuple[int, ...]:
-        few = self.num_guesses // 4 * self.num_speculative_tokens
-        return self.num_window_tokens, self.num_window_tokens + few
-
-    def paced(self):
-        return self  # its n-grams have one length
+        first, K, G = self.num_window_tokens, self.num_speculative_tokens, self.num_guesses
+        return first, first + G // 4 * K, first + G * K
 
     def init(self, params, batch, slots):
         K, Q = self.num_speculative_tokens, self.pool
@@ -98,29 +87,32 @@ class Drafter(base.Drafter):
             prompts=zeros,
         )
 
-    def prefill(self, params, state, tokens_BT, next_BT, starts_B, lengths_B, output):
-        index = self._places(lengths_B, 0) - starts_B[:, None, None]
-        inside = (index >= 0) & (index < tokens_BT.shape[1])
-        window = jnp.where(inside, _taken(tokens_BT, index), state.window)
-        return dataclasses.replace(state, window=window, prompts=lengths_B)
+    def prefill(self, params, state, chunk, output):
+        index = self._places(chunk.lengths, 0) - chunk.starts[:, None, None]
+        inside = (index >= 0) & (index < chunk.tokens.shape[1])
+        window = jnp.where(inside, _taken(chunk.tokens, index), state.window)
+        return dataclasses.replace(state, window=window, prompts=chunk.lengths)
 
     def propose(self, params, state, now):
         B = len(now.tokens)
         tokens, parents = jax.vmap(self._guesses)(state, now.root)
         own = jnp.broadcast_to(jnp.asarray(self._window_parents), (B, self.num_window_tokens))
         window = state.window.reshape(B, -1)[:, 1:]  # but for the root
-        eligible = jnp.arange(self.num_nodes) >= self.num_window_tokens
-        proposal = Proposal(
+        N = base.num_nodes(self)
+        eligible = jnp.arange(N) >= self.num_window_tokens
+        return Proposal(
             jnp.concatenate([window, tokens], axis=1),
             None,
             jnp.concatenate([own, parents], axis=1),
-            jnp.broadcast_to(eligible, (B, self.num_nodes)),
+            jnp.broadcast_to(eligible, (B, N)),
+            aux=(now.root, jnp.ones(B, bool)),
         )
-        return proposal, (now.root, jnp.ones(B, bool))
 
-    def commit(self, params, state, drafted, tokens_BS, lengths_B, proposal, output, verdict):
+    def commit(self, params, state, now, proposal, output, verdict):
+        if proposal.aux == ():  # the window was not scored
+            return state
         K, W = self.num_speculative_tokens, self.window
-        root, scored = drafted
+        root, scored = proposal.aux
         newest = output.logits[:, (K - 1) * W : K * W]  # nodes of the last row, the root included
         newest = jnp.argmax(newest, axis=-1).astype(jnp.int32)
         grown = jnp.concatenate([state.window, newest[:, None]], axis=1)  # [B, K + 1, W]
@@ -132,7 +124,8 @@ class Drafter(base.Drafter):
             more = jnp.maximum(verdict.num_tokens - 1, 0)[:, None, None]
             column = jnp.arange(W) + more
             moved = jnp.take_along_axis(window, jnp.minimum(column, W - 1), axis=2)
-            fresh = _taken(tokens_BS, self._places(state.prompts, lengths_B[:, None, None]))
+            places = self._places(state.prompts, now.lengths[:, None, None])
+            fresh = _taken(now.tokens, places)
             window = jnp.where(column < W, moved, fresh)
         moved = dataclasses.replace(kept, window=window)
 

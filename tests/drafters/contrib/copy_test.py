@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 import spsjax
 from spsjax import InputError
 from spsjax.cli import configs
-from spsjax.drafters import copy
+from spsjax.drafters.contrib import copy
+from spsjax.types import Chunk
 
 SLOTS = 40
 
@@ -38,12 +39,12 @@ def test_place_is_that_of_a_plain_loop(K, start, suffix, replaces):
         noisy = [token if rng.random() < 0.9 else int(rng.integers(9)) for token in edited]
         text = [*prompt, *noisy, *rng.integers(0, 9, SLOTS)][:SLOTS]
         tokens[row] = text
-    commit, propose = jax.jit(drafter.commit), jax.jit(drafter.propose)
-    state = drafter.prefill(None, None, None, None, None, sizes.astype(np.int32), None)
+    sync, propose = jax.jit(drafter.sync), jax.jit(drafter.propose)
+    state = drafter.prefill(None, None, after_prompts(sizes.astype(np.int32)), None)
     lengths, patterns = sizes.astype(np.int32), set()
     for _ in range(6):
         now = drafting.round_of(tokens, lengths)
-        proposed = np.asarray(propose(None, state, now)[0].tokens)
+        proposed = np.asarray(propose(None, state, now).tokens)
         for row, size in enumerate(sizes):
             text = tokens[row, : lengths[row]].tolist()
             place = reference.aggressive_place(text[:size], text[size:], start, suffix, replaces)
@@ -51,16 +52,24 @@ def test_place_is_that_of_a_plain_loop(K, start, suffix, replaces):
             assert proposed[row].tolist() == [*copied, *[-1] * (K - len(copied))], text
             patterns.add(len(copied))
         lengths = np.minimum(lengths + rng.integers(1, K + 2, rows), SLOTS).astype(np.int32)
-        state = commit(None, state, (), tokens, lengths, None, None, None)
+        state = sync(None, state, drafting.round_of(tokens, lengths))
     assert patterns == set(range(K + 1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _proposed(drafter, text, prompt, length):
     """Returns the tokens that are proposed after a round that wrote all behind the prompt."""
-    state = drafter.prefill(None, None, None, None, None, prompt, None)
-    state = drafter.commit(None, state, (), text, length, None, None, None)
-    return drafter.propose(None, state, drafting.round_of(text, length))[0].tokens
+    state, now = (
+        drafter.prefill(None, None, after_prompts(prompt), None),
+        drafting.round_of(text, length),
+    )
+    state = drafter.sync(None, state, now)
+    return drafter.propose(None, state, now).tokens
+
+
+def after_prompts(lengths) -> Chunk:
+    """Returns a chunk of prompts of which the drafter needs the lengths only."""
+    return Chunk(None, None, None, lengths, None)
 
 
 def proposed(drafter, prompt, output):

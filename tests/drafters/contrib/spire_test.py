@@ -13,7 +13,7 @@ from helpers.numpy_models import numpy_spread_model
 
 import spsjax
 from spsjax import InputError, SamplingParams, Tree, decode, loading
-from spsjax.drafters import spire
+from spsjax.drafters.contrib import spire
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.verifiers import match
@@ -64,7 +64,8 @@ def test_copy_of_all_layers_is_the_target():
 def _proposed(program, params, tokens, lengths):
     rows, keys = SamplingParams().rows(1), jax.random.split(jax.random.key(3), 1)
     state = decode.prefill(program, 32, params, rows, tokens, lengths, lengths + 8, keys)
-    return decode.propose(program, params, state, state.keys)[0]
+    state, now = decode.next_round(program, params, state)
+    return dataclasses.replace(decode.propose(program, params, state, now), aux=())
 
 
 def proposed(target, prompt, loaded):

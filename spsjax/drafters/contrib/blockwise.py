@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import states
+from spsjax.drafters import parallel
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.linear import make_linear, two_rows
@@ -33,7 +33,7 @@ class Blockwise(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(states.HeadsDrafter):
+class Drafter(parallel.HeadsDrafter):
     """Drafts with heads that share a hidden layer, and the target's vocabulary matrix. Lossless.
 
     Attributes:
