@@ -163,7 +163,7 @@ def name_of(K: int | str | None) -> str:
         return "K chosen" if K == spsjax.request.AUTO else f"K by {K}"
     if not isinstance(K, int):
         raise InputError(
-            f'num_speculative_tokens: expected numbers, "auto" or "utility", found {short_repr(K)}'
+            f'num_speculative_tokens: expected numbers or "auto", found {short_repr(K)}'
         )
     return f"K = {K}" if K else "plain"
 

@@ -88,7 +88,7 @@ def generate(
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
             costs (`spsjax.pacing.Fastest`), for which the first call of its shapes runs rounds for
-            about three seconds; "utility" or a `spsjax.pacing.Pacer`: by another rule. Chains are
+            about three seconds; a `spsjax.pacing.Pacer`: by another rule. Chains are
             then up to 7 tokens long, or as long as the drafter's own K if that is greater. Without
             a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.

@@ -188,8 +188,7 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     automatic = pacer_of(count) is not None
     if count is not None and not automatic and (not _is_integer(count) or count < 0):
         raise InputError(
-            'num_speculative_tokens: expected an integer >= 0, "auto" or "utility", '
-            f"found {short_repr(count)}"
+            f'num_speculative_tokens: expected an integer >= 0 or "auto", found {short_repr(count)}'
         )
     if drafter is None or (isinstance(drafter, LoadedDrafter) and count == 0):
         return _NO_DRAFTER

@@ -1,7 +1,7 @@
 """Mixtures of experts of no published model, small enough to time on a CPU, and a draft for them.
 
 python scripts/benchmark.py --random --config.target=mixture:64 --config.draft=mixture:draft \\
-    --config.forced_acceptance=0.7 --config.num_speculative_tokens="(2,4,'auto','utility')"
+    --config.forced_acceptance=0.7 --config.num_speculative_tokens="(2,4,'auto')"
 
 Sizes: 8 and 64 experts, of which each token uses 2 and 4; and the draft, which has none.
 Hardware: any; 64 experts have 208M weights.

@@ -7,10 +7,9 @@ row may share with the other rows of its batch.
 
 from spsjax.pacing.base import Costs, Pacer, forced, scored_depths
 from spsjax.pacing.fastest import Fastest, History
-from spsjax.pacing.utility import Utility
 
 # Rules by the names that stand for a number of draft tokens.
-NAMES = {"auto": Fastest, "utility": Utility}
+NAMES = {"auto": Fastest}
 
 __all__ = [
     "NAMES",
@@ -18,7 +17,6 @@ __all__ = [
     "Fastest",
     "History",
     "Pacer",
-    "Utility",
     "forced",
     "scored_depths",
 ]

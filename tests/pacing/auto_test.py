@@ -195,6 +195,36 @@ def test_few_costs_are_kept(target, draft, monkeypatch):
 
 
 @pytest.mark.slow
+def test_rows_that_are_done_learn_nothing(target, draft, chain):
+    """A row goes on with what it knew, however long it was empty before the next text."""
+    arguments = [[3, 4], [5, 6]], chain(draft), "auto", GREEDY, [4, 60], 0, None, False
+    call = request.Request("test", target, *arguments)
+    score = np.asarray([1, 1.2], np.float32)
+    call.params["costs"] = execution.placed(call, pacing.Costs(0 * score, score, np.int32(0)))
+    state, _ = execution.prefill(call)
+    pace = []
+    while not np.asarray(state.done).all():
+        state, _ = execution.run(call, state, 2)
+        if state.done[0]:
+            pace.append(jax.tree.map(lambda leaf: np.asarray(leaf)[0].tolist(), state.pace))
+    assert len(pace) > 5 and all(one == pace[0] for one in pace)
+
+
+@pytest.mark.slow
+def test_calls_take_a_rule_with_other_numbers(target, draft, chain):
+    """They need no other program."""
+    options = {"sampling": GREEDY, "max_new_tokens": 20, "stop_at_eos": False}
+    plain = spsjax.generate(target, PROMPTS[:1], **options)
+    outputs = [
+        spsjax.generate(target, PROMPTS[:1], chain(draft), rule, **options)
+        for rule in (pacing.Fastest(), pacing.Fastest(hope=0.5, prior=2.0))
+    ]
+    for out in outputs:
+        assert_greedy(out, plain)
+    assert outputs[1].stats.compile_seconds < 0.01
+
+
+@pytest.mark.slow
 def test_rounds_of_trees_take_auto(target, draft):
     trees = spsjax.loading.as_drafter(draft, target, spsjax.Tree.branching(2, 1))
     options = {"sampling": GREEDY, "max_new_tokens": 12}
@@ -227,5 +257,5 @@ def test_auto_on_eight_devices(target, draft, chain, monkeypatch):
 
 @pytest.mark.parametrize("count", ["Auto", "4", -1, 2.0, True])
 def test_odd_k_is_refused(target, draft, count):
-    with pytest.raises(InputError, match='expected an integer >= 0, "auto" or "utility", found'):
+    with pytest.raises(InputError, match='expected an integer >= 0 or "auto", found'):
         spsjax.generate(target, PROMPTS, draft, count, max_new_tokens=4)

@@ -105,7 +105,7 @@ def test_every_float_of_a_drafter_or_rule_is_a_number():
     expected = {suffix.Drafter, hybrid.Drafter, rejection.Verifier, typical.Verifier}
     expected |= {stopping.Confidence, stopping.Entropy, stopping.Adaptive}
     expected |= {learned_stopping.Disco, learned_stopping.SpecDec, forced_acceptance.Verifier}
-    assert numbers == expected | {pacing.Fastest, pacing.Utility}
+    assert numbers == expected | {pacing.Fastest}
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,12 @@ def accepted(rule):
     ("function", "first", "second"),
     [
         (paced, pacing.Fastest(), pacing.Fastest(0.5, 0.6, 0.2, 3.0, 1.0)),
-        (paced, pacing.Utility(), pacing.Utility(1, 5, 7)),
         (ended, stopping.Adaptive(stopping.Entropy()), stopping.Adaptive(stopping.Entropy(1, 0.9))),
         (accepted, typical.Verifier(), typical.Verifier(0.5, 5.0)),
         (accepted, rejection.Verifier(0.9), rejection.Verifier(0.3)),
         (accepted, forced_acceptance.Verifier(0.9), forced_acceptance.Verifier(0.3)),
     ],
-    ids=("fastest", "utility", "entropy", "typical", "rejection", "forced"),
+    ids=("fastest", "entropy", "typical", "rejection", "forced"),
 )
 def test_traced_numbers_give_what_static_ones_give(function, first, second):
     before, _ = compiled(function, first)()
