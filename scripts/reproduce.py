@@ -62,8 +62,7 @@ def run():
     draft = drafter if isinstance(drafter, loading.Model) else None
     others = peers.systems(_PEER.value, config.peer, target, draft)
     prepared = paper.prepare(experiment, config, target, drafter, others, workdir)
-    loaded = isinstance(drafter, (loading.Model, loading.LoadedDrafter))
-    name = config.draft if loaded else config.drafter
+    name = config.draft if config.drafter in configs.OF_DRAFT else config.drafter
     configs.begin(
         f"{TITLES[experiment]}. Target: {config.target}. Drafter: {name}", config, workdir
     )

@@ -87,7 +87,8 @@ def step(
     Args:
         program, params: static configuration of the loop; parameters of target and drafter.
         state: state between rounds.
-        depths_B: how deep each row is drafted; None: as the pacer says, or K without one.
+        depths_B: how deep each row is drafted; None: as the pacer says, or K without one. Without
+            a pacer it is given in all rounds or in none, because drafters rely on K.
     """
     # The drafter reads what was committed since its last draft.
     state, now = next_round(program, params, state, depths_B)

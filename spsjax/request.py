@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spsjax import decode, loading, memory, pacing, sampling, verifiers
-from spsjax.drafters import base, draft_model, none, stopping
+from spsjax.drafters import base, none, stopping
 from spsjax.errors import InputError, check_flag, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import quantization, transformer
@@ -59,9 +59,9 @@ class Request:
         check_flag("stop_at_eos", stop_at_eos)
         loaded = speculation(model, drafter, num_speculative_tokens)
         if verifier is None:
-            verifier = "rejection" if base.drafts_chains(loaded.drafter) else "recursive"
+            verifier = "recursive"  # of chains, modified rejection sampling
         verifier = check_verifier(verifier)
-        if isinstance(loaded.drafter, none.Drafter):  # there is nothing to verify
+        if not loaded.drafter.num_speculative_tokens:  # there is nothing to verify
             verifier = verifiers.by_name("rejection")
         self.model = model
         name = "prompts[{}]" if caller == "generate" else "prompt"
@@ -203,14 +203,14 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     method = drafter.drafter
     if not isinstance(method, base.Drafter):
         raise InputError(f"drafter {drafter.name}: expected a drafter in it, found {_kind(method)}")
-    if isinstance(method, none.Drafter):
+    if not method.num_speculative_tokens:
         return _NO_DRAFTER
-    if isinstance(method, (draft_model.Drafter, base.TrainableDrafter)) and not drafter.params:
+    if isinstance(method, base.TrainableDrafter) and not drafter.params:
         raise InputError(
             "drafter: expected the loaded draft model itself, found a drafter without its weights"
         )
     _check_frozen("drafter", method)
-    if automatic and method.num_speculative_tokens and base.drafts_chains(method):
+    if automatic and method.num_speculative_tokens:
         method = _deepened(method, context)
     elif count is not None and not automatic:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
@@ -223,7 +223,8 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     if not count:
         return _NO_DRAFTER
     inner, (weights, _) = base.unwrapped(method), stopping.split(drafter.params)
-    if getattr(inner, "target", model.config) != model.config:
+    made_for = getattr(inner, "target", None)
+    if isinstance(made_for, transformer.Config) and made_for != model.config:
         raise InputError(
             f"drafter {drafter.name}: expected a drafter of this target's features, found one of "
             "another shape of target. Load it for this target with load_drafter."
@@ -243,14 +244,19 @@ def speculation(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
 
 
 def _deepened(drafter: base.Drafter, context: int) -> base.Drafter:
-    """Returns a drafter of chains as long as a loop drafts that chooses the depth of every round.
+    """Returns a drafter as a loop takes it that chooses the depth of every round.
 
-    That is its own K if that is greater than `PACED_TOKENS`, and no more than its weights allow and
-    the context has room for.
+    Chains are as long as its own K or `PACED_TOKENS`, whichever is greater, but no longer than its
+    weights allow and the context has room for. Trees stay as they are.
     """
     longest = max(drafter.num_speculative_tokens, base.PACED_TOKENS)
-    longest = min(base.max_steps(drafter) or longest, max(context - 1, 1))
-    return dataclasses.replace(drafter, num_speculative_tokens=longest)
+    longest = min(base.max_steps(drafter) or longest, longest, max(context - 1, 1))
+    if base.num_nodes(drafter) != drafter.num_speculative_tokens:
+        return drafter
+    try:
+        return dataclasses.replace(drafter, num_speculative_tokens=longest)
+    except InputError:  # a tree with one node per depth
+        return drafter
 
 
 def _check_method(name: str, method: base.Drafter, params) -> None:
@@ -262,12 +268,8 @@ def _check_method(name: str, method: base.Drafter, params) -> None:
             f"{name}: expected score_sizes, integers >= 0 of which the last is the greatest, "
             f"found {short_repr(sizes)}"
         )
-    shapes = None
-    if isinstance(method, draft_model.Drafter):
-        shapes = _shapes(method.config)
-    elif isinstance(method, base.TrainableDrafter):
-        shapes = _by_name(method.param_shapes(np.float32))
-    _check_weights(name, params, shapes)
+    has_weights = isinstance(method, base.TrainableDrafter)
+    _check_weights(name, params, _shapes_of_drafter(method) if has_weights else None)
 
 
 def _check_weights(name: str, params, shapes: dict[str, list] | None) -> None:
@@ -291,6 +293,11 @@ def _by_name(tree) -> dict[str, list[int]]:
     """Returns the shapes of arrays by their paths in a tree; a matrix in int8 is one of them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=quantization.is_matrix)
     return {jax.tree_util.keystr(path): [*leaf.shape] for path, leaf in leaves}
+
+
+@functools.lru_cache
+def _shapes_of_drafter(drafter: base.TrainableDrafter) -> dict[str, list[int]]:
+    return _by_name(drafter.param_shapes(np.float32))
 
 
 @functools.lru_cache

@@ -26,7 +26,8 @@ def at_smallest_size(
     sizes = {*drafter.score_sizes}
     if least is not None:
         # Of a tree, most draft tokens may be of any depth.
-        within = [depth if N == K else N * (depth > 0) for depth in range(K + 1)]
+        chain = proposal.parents is None
+        within = [depth if chain else N * (depth > 0) for depth in range(K + 1)]
         sizes |= {within[depth] for depth in scored_depths(K)}
     sizes = sorted({size for size in sizes if size < N} | {N})
 

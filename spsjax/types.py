@@ -92,7 +92,8 @@ class Round:
     #   K in every round. Deeper tokens are dropped, so that a drafter need not look at it unless
     #   that saves time
     done: Array | None = None  # [B] bool, rows that want nothing any more; None: none
-    stops: Any = None  # `sample.Stops` that end chains early; None: none does
+    stops: Any = None  # `sample.Stops` that end chains early, which no `jit` takes as an argument;
+    #   None: none does
 
     def wanted(self, most: int) -> Array:
         """Returns [B] int32, how many tokens each row wants, at most `most`."""

@@ -1,6 +1,7 @@
 """Objects from the sections of a config, and checks of config files."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -14,13 +15,16 @@ from ml_collections import ConfigDict
 
 from spsjax import drafters, loading
 from spsjax.cli import terminal
-from spsjax.drafters import base, draft_model, features, shapes, sparse_self, stopping, suffix
+from spsjax.drafters import shapes, stopping
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, check_integer, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
 from spsjax.utils import atomic_files, from_config
+
+# Values of a config's `drafter` with which `draft` is loaded.
+OF_DRAFT = "model", "draft_model"
 
 
 def of_file(name: str) -> ConfigDict:
@@ -111,7 +115,7 @@ def choose_pair(
     alone = given and draft is None and "config.draft" not in flags.FLAGS
     config.target = target or config.target
     config.draft = config.draft if draft is None else draft
-    if not alone or config.get("drafter", "model") not in ("model", "draft_model"):
+    if not alone or config.get("drafter", "model") not in OF_DRAFT:
         return
     shipped = loading.shipped_drafter(config.target, models)
     if (models or weights) and shipped is None:
@@ -164,31 +168,22 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
     """
     if name in (None, "none"):
         return None
-    if name.startswith(("early_exit:", "sparse_self:")):
-        return loading.load_drafter(name, target)
-    if name.startswith("suffix:"):
-        loaded = loading.load_drafter(name, target)
-        own = from_config.build("drafter suffix", suffix.Drafter, options.get("suffix", {}))
-        most = min(own.max_match, loaded.drafter.max_match)  # the store's
-        return dataclasses.replace(loaded, drafter=dataclasses.replace(own, max_match=most))
-    if name in ("model", "draft_model"):
-        if draft in loading.WEIGHTLESS:
+    methods = drafters.methods_with("from_name")
+    if name in OF_DRAFT:
+        if draft.startswith(("suffix+", "window:")) or draft.partition(":")[0] in methods:
             return loading.load_drafter(draft, target)
-        if draft.startswith(("suffix+", "window:")) or loading.is_feature_drafter(draft):
+        if loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)  # in the target's type
         return loading.load(draft, target.mesh, dtype)
-    module = getattr(drafters, name, None) if name.isidentifier() else None
-    drafter = getattr(module, "Drafter", None)
-    if not drafter or drafter is base.Drafter:
-        examples = "early_exit:4", "sparse_self:256"
-        methods = ", ".join(dict.fromkeys(("none", "model", *loading.WEIGHTLESS, *examples)))
-        raise InputError(
-            f"drafter: expected {methods} or another module of spsjax.drafters, found {name!r}"
-        )
-    fields = dict(options.get(name, {}))
-    if name == "copy" and fields.get("start") is None:
-        fields["start"] = loading.load_drafter("copy", target).drafter.start
-    return from_config.build(f"drafter {name}", drafter, fields)
+    method = name.partition(":")[0]
+    if method not in methods:
+        raise InputError(f"drafter: expected {', '.join(['model', *methods])}, found {name!r}")
+    loaded = loading.load_drafter(name, target)
+    fields = {key: value for key, value in options.get(method, {}).items() if value is not None}
+    replace = functools.partial(dataclasses.replace, loaded.drafter)
+    replace.__name__ = "Drafter"  # for messages
+    drafter = from_config.build(f"drafter {method}", replace, fields)
+    return dataclasses.replace(loaded, drafter=drafter)
 
 
 def draft_length(text: str | None) -> int | str | None:
@@ -216,8 +211,8 @@ def with_tree(drafter, target: loading.Model, path: str):
     tree = read_tree(path)
     if isinstance(drafter, loading.Model):
         return loading.as_drafter(drafter, target, tree)
-    takes = draft_model.Drafter, features.FeatureDrafter, sparse_self.Drafter
-    if not isinstance(getattr(drafter, "drafter", None), takes):
+    fields = dataclasses.fields(drafter.drafter) if drafter else ()
+    if "tree" not in {field.name for field in fields}:
         raise InputError("tree: expected none without a draft model, found one")
     shaped = dataclasses.replace(drafter.drafter, tree=tree, num_speculative_tokens=tree.depth)
     return dataclasses.replace(drafter, drafter=shaped)

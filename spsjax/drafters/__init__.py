@@ -3,7 +3,9 @@
 Those of `contrib` follow the same contract, and are tested in the full suite only.
 """
 
+import functools
 import importlib
+import pkgutil
 
 _PACKAGES = __name__, f"{__name__}.contrib"
 
@@ -18,3 +20,14 @@ def __getattr__(name: str):
             if error.name != f"{package}.{name}":
                 raise
     raise AttributeError(f"spsjax.drafters: expected a drafter's module, found {name!r}")
+
+
+@functools.cache
+def methods_with(attribute: str) -> dict[str, object]:
+    """Returns the modules of drafters that have an attribute, such as `LAYOUT`, by their names."""
+    packages = map(importlib.import_module, _PACKAGES)
+    names = sorted(
+        module.name for package in packages for module in pkgutil.iter_modules(package.__path__)
+    )
+    modules = {name: __getattr__(name) for name in names if name != "contrib"}
+    return {name: module for name, module in modules.items() if hasattr(module, attribute)}

@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 
 # How deep a loop that chooses the depth of every round drafts chains, if the drafter's own K is not
@@ -64,7 +64,7 @@ class Drafter(abc.ABC):
         """Returns the state before a round's draft, after what `commit` has left unread was read.
 
         It is called before every round, and after rounds without a draft there is more to read. If
-        no row wants a token (`round.depths`), it may be left unread for longer.
+        no row wants a token (`now.depths`), it may be left unread for longer.
         """
         return state
 
@@ -88,7 +88,8 @@ class Drafter(abc.ABC):
 
         (States that hold how the text came about, like those of `copy` and `lookahead`, are the
         exceptions.) In a round without a draft, `propose` was not called: `aux` is () if the
-        proposal has no nodes, and zeros if none of its nodes has a token.
+        proposal has no nodes, and zeros if none of its nodes has a token. Rows that wanted no token
+        in a round of others have their `aux`, though their tokens were dropped (`now.depths`).
 
         Args:
             params: parameters of target and drafter.
@@ -124,6 +125,8 @@ class TrainableDrafter(Drafter):
 class Wrapper(Drafter):
     """A drafter that proposes what another one does, or some of it.
 
+    `num_speculative_tokens`, `score_sizes` and `propose` are its own.
+
     Attributes:
         drafter: the other drafter.
     """
@@ -158,6 +161,12 @@ class Resting(Wrapper):
         return Proposal(jnp.zeros((len(now.lengths), 0), jnp.int32), None)
 
 
+def check_alone(name: str, text: str) -> None:
+    """Raises InputError if anything stands behind the name of a method that takes nothing."""
+    if text:
+        raise InputError(f"{name}: expected nothing behind it, found {short_repr(':' + text)}")
+
+
 def unwrapped(drafter: Drafter) -> Drafter:
     """Returns the drafter inside all wrappers."""
     while isinstance(drafter, Wrapper):
@@ -174,11 +183,6 @@ def max_steps(drafter: Drafter) -> int | None:
 def num_nodes(drafter: Drafter) -> int:
     """Returns N, the draft tokens of a proposal."""
     return drafter.score_sizes[-1]
-
-
-def drafts_chains(drafter: Drafter) -> bool:
-    """Returns whether proposals have one node per depth."""
-    return num_nodes(drafter) == drafter.num_speculative_tokens
 
 
 def nothing(shapes: Proposal) -> Proposal:

@@ -1,6 +1,7 @@
 """Texts to look up beside a row's own: finished outputs, or a corpus (REST, arXiv 2311.08252)."""
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import lax
 
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.types import Array, pytree_dataclass
+from spsjax.utils import jsonl
 
 
 @pytree_dataclass
@@ -18,11 +20,13 @@ class Sorted:
     Attributes:
         tokens: [C] int32; -1 between texts and behind them.
         order: [C] int32, all places, sorted by their token, then by the one before it, and so on
-            for so many tokens as a match can have.
+            for `max_match` tokens.
+        max_match: longest match that can be looked up.
     """
 
     tokens: Array
     order: Array
+    max_match: int = dataclasses.field(metadata={"static": True})
 
 
 class Store:
@@ -77,7 +81,7 @@ class Store:
         for text in self._texts:
             tokens[end : end + len(text)] = text
             end += len(text) + 1
-        return Sorted(tokens, _sorted_places(tokens, self.max_match))
+        return Sorted(tokens, _sorted_places(tokens, self.max_match), self.max_match)
 
 
 def _sorted_places(tokens: np.ndarray, depth: int) -> np.ndarray:
@@ -90,6 +94,26 @@ def _sorted_places(tokens: np.ndarray, depth: int) -> np.ndarray:
         rank = np.unique(rank * (count + 1) + before, return_inverse=True)[1].astype(np.int64) + 1
         known *= 2
     return np.argsort(rank, kind="stable").astype(np.int32)
+
+
+def read(path: str, tokenizer) -> Store:
+    """Returns a store of the texts of a file, JSON lines with `text`; InputError for another."""
+    texts = []
+    for number, record in jsonl.read(path):
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise InputError(
+                f"{path}, line {number}: expected an object with a text, found {short_repr(record)}"
+            )
+        try:
+            texts += [tokenizer.encode(text)] if text else []
+        except InputError as error:
+            raise InputError(f"{path}, line {number}: {error}") from None
+    store = Store(max(sum(len(text) + 1 for text in texts), 2))
+    store.extend(texts)
+    if not len(store):
+        raise InputError(f"{path}: expected texts, found none")
+    return store
 
 
 def longest_match(store: Sorted, recent_P: Array) -> Array:

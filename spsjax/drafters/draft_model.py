@@ -7,6 +7,7 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import base, sample, shapes
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
@@ -27,7 +28,7 @@ class Drafted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(base.Drafter):
+class Drafter(base.TrainableDrafter):
     """Proposes what a draft model finds probable: a chain, or a tree. Lossless.
 
     A chain is sampled token by token. `params["drafter"]` are the draft's parameters; the state is
@@ -51,6 +52,12 @@ class Drafter(base.Drafter):
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
         K = shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
+
+    def param_shapes(self, dtype):
+        return transformer.param_shapes(self.config, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return transformer.init(self.config, key, dtype)
 
     @property
     def score_sizes(self):
@@ -147,3 +154,10 @@ class Drafter(base.Drafter):
         lengths = jnp.where(drafted.valid, jnp.maximum(now.lengths - 2, 0), state.lengths)
         state = state.at(jnp.where(drafted.valid, drafted.starts, state.lengths))
         return state.write(drafted.block, path, lengths, output.hidden)
+
+
+def checked(name: str, drafter: base.Drafter) -> Drafter:
+    """Returns a drafter; raises InputError unless it is a draft model."""
+    if not isinstance(drafter, Drafter):
+        raise InputError(f"{name}: expected a draft model behind the number, found another drafter")
+    return drafter

@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import pairs
+from spsjax.drafters import pair_folders, pairs
 from spsjax.drafters.shapes import DynamicTree, Tree
 from spsjax.errors import InputError
 from spsjax.models import pure, transformer
@@ -74,3 +74,17 @@ class Drafter(pairs.PairDrafter):
 
     def init_params(self, key, dtype=jnp.float32):
         return pure.init(Eagle, self.config, key, dtype)
+
+
+class _Layout(pair_folders.PairLayout):
+    """The authors' layout."""
+
+    def recognizes(self, raw, tensors):
+        return pair_folders.holds_layer(raw, tensors) and not pair_folders.is_eagle3(raw, tensors)
+
+    def to_json(self, drafter, target_name, dtype):
+        layer = self.layer_json(drafter, dtype)
+        return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
+
+
+LAYOUT = _Layout()

@@ -8,18 +8,21 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from spsjax.drafters import pairs
+from spsjax.drafters import eagle3_config, pair_folders, pairs
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.feature_layer import FeatureLayer
+from spsjax.models.hf import weights
+from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import Norm
 from spsjax.models.linear import INIT, head_logits, make_linear
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree
 
-IDS = "ids"
+IDS = pair_folders.IDS
 
 
 class Eagle3(nnx.Module):
@@ -191,3 +194,85 @@ def _trained(params: PyTree) -> PyTree:
 
 def _dtype(weights: PyTree):
     return weights["norm"]["scale"].dtype
+
+
+class _Layout(pair_folders.PairLayout):
+    """The authors' layout and that of `speculators`, in which it is written."""
+
+    def recognizes(self, raw, tensors):
+        return pair_folders.holds_layer(raw, tensors) and pair_folders.is_eagle3(raw, tensors)
+
+    def drafter_fields(self, folder, target):
+        fields = super().drafter_fields(folder, target)
+        path, stored = folder.path / "config.json", folder.stored
+        config, query = fields["config"], f"{pair_folders.prefix(stored.keys())}self_attn.q_proj"
+        width = folder.fields.get("target_hidden_size", COUNT, None) or config.d_model
+        fc, head, ids, query = _shapes(
+            stored, "fc.weight", "lm_head.weight", "d2t", f"{query}.weight"
+        )
+        if query and config.d_model != width and query[1:] != [config.d_model + width]:
+            raise InputError(
+                f"{path}: heads of another width ({config.d_model}) than the target's ({width}) "
+                f"are supported if their layer reads {config.d_model + width} numbers, found "
+                f"{query[1:]}"
+            )
+        size = folder.fields.get("draft_vocab_size", COUNT, None)
+        rows = (head or ids or [size or target.vocab_size])[0]
+        whole = target.vocab_size, target.vocab_rows
+        if not ids and rows not in whole:
+            raise InputError(
+                f"{folder.path}: expected a tensor d2t, the draft's vocabulary, found none"
+            )
+        if ids and not head:
+            raise InputError(
+                f"{folder.path}: expected a tensor lm_head.weight beside d2t, found none"
+            )
+        if size not in (None, rows) and not (size in whole and rows in whole):
+            raise folder.fields.error("draft_vocab_size", f"{rows}, the rows of the head", size)
+        taps = fc[1] // width if len(fc or ()) == 2 and fc[1] % width == 0 else None
+        fields |= eagle3_config.read(path, folder.raw, target.num_layers, taps)
+        return fields | {"vocab_size": rows if ids else target.vocab_size, "own_head": bool(head)}
+
+    def tensors(self, drafter, params, dtype):
+        tensors = super().tensors(drafter, params, dtype)
+        if drafter.own_head:
+            ids = np.asarray(params[IDS])
+            tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
+            tensors["t2d"] = np.isin(np.arange(drafter.target.vocab_rows), ids)
+        return tensors
+
+    def to_json(self, drafter, target_name, dtype):
+        layer = self.layer_json(drafter, dtype)
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": drafter.num_speculative_tokens,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": drafter.vocab_size,
+            "target_hidden_size": drafter.target.d_model,
+            "eagle_aux_hidden_state_layer_ids": list(drafter.tap_layers),
+            **{flag: getattr(drafter, flag) for flag in eagle3_config.FLAGS},
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target_name, "architectures": layer["architectures"]},
+            },
+        }
+
+
+def _shapes(stored, *names: str) -> list[list[int] | None]:
+    """Returns the shapes of tensors; None: there is no such tensor."""
+    files = weights.open_all({stored[name] for name in names if name in stored})
+    return [
+        files[stored[name]].get_slice(name).get_shape() if name in stored else None
+        for name in names
+    ]
+
+
+LAYOUT = _Layout()

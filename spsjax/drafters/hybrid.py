@@ -18,6 +18,7 @@ _LOOKUP = (
     "expected a drafter without a state, such as suffix, whose proposals say how many of their "
     "tokens they expect to be accepted, found another"
 )
+_CHAINS = "expected a drafter of chains, found another"
 _WITH_STATE = "init", "prefill", "sync", "commit"  # what such a drafter does not have
 
 
@@ -48,25 +49,26 @@ class Drafter(base.Wrapper):
     missed before its next draft.
 
     Attributes:
-        model: drafter of chains with weights.
+        drafter: drafter of chains with weights, the model.
         lookup: drafter of chains without weights or state that says what it expects: `suffix`.
         num_speculative_tokens: K, the most tokens that are looked up; None: as `lookup` has it, but
             no more than the model can draft.
-        model_tokens: the most tokens that the model drafts; None: as `model` has it.
+        model_tokens: the most tokens that the model drafts; None: as the model has it.
         memory: share of the average that stays in every round of the model.
     """
 
-    model: base.Drafter
+    drafter: base.Drafter
     lookup: base.Drafter
     num_speculative_tokens: int | None = None
     model_tokens: int | None = None
     memory: float = traced.number(0.8)
 
     def __post_init__(self):
-        for name in ("model", "lookup"):
+        for name in ("drafter", "lookup"):
             drafter = getattr(self, name)
-            if not isinstance(drafter, base.Drafter) or not base.drafts_chains(drafter):
-                raise InputError(f"{name}: expected a drafter of chains, found another")
+            known = isinstance(drafter, base.Drafter)
+            if not known or base.num_nodes(drafter) != drafter.num_speculative_tokens:
+                raise InputError(f"{name}: {_CHAINS}")
         methods = (getattr(type(self.lookup), name) for name in _WITH_STATE)
         if any(method is not getattr(base.Drafter, method.__name__) for method in methods):
             raise InputError(f"lookup: {_LOOKUP}")
@@ -74,48 +76,46 @@ class Drafter(base.Wrapper):
         K, most = self.num_speculative_tokens, self.model_tokens
         if K is None:
             K = self.lookup.num_speculative_tokens
-            K = min(K, base.max_steps(self.model) or K)
-        most = self.model.num_speculative_tokens if most is None else most
+            K = min(K, base.max_steps(self.drafter) or K)
+        most = self.drafter.num_speculative_tokens if most is None else most
         check_integer("num_speculative_tokens", K, 0)
         check_integer("model_tokens", most, 0)
-        if K and not self.model.num_speculative_tokens:
-            raise InputError("model: expected a drafter with K >= 1, found one that drafts nothing")
+        if K and not self.drafter.num_speculative_tokens:
+            raise InputError("drafter: expected one with K >= 1, found one that drafts nothing")
         # The model's buffers have room for whatever a round commits.
-        model = dataclasses.replace(self.model, num_speculative_tokens=K)
+        model = dataclasses.replace(self.drafter, num_speculative_tokens=K)
         lookup = dataclasses.replace(self.lookup, num_speculative_tokens=K)
-        for name, value in (("model", model), ("lookup", lookup), ("model_tokens", most)):
+        for name, value in (("drafter", model), ("lookup", lookup), ("model_tokens", most)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @property
-    def drafter(self):
-        return self.model
-
-    @property
     def score_sizes(self):
         K = self.num_speculative_tokens
-        sizes = {*self.lookup.score_sizes, *self.model.score_sizes, min(self.model_tokens, K)}
+        sizes = {*self.lookup.score_sizes, *self.drafter.score_sizes, min(self.model_tokens, K)}
         return *sorted(size for size in sizes if size < K), K
 
     def init(self, params, batch, slots):
         K = self.num_speculative_tokens
         return State(
-            self.model.init(params, batch, slots),
+            self.drafter.init(params, batch, slots),
             jnp.full((batch, K), -1, jnp.int32),
             jnp.zeros(batch),
             jnp.full(batch, min(self.model_tokens, K) / 2),
         )
 
     def prefill(self, params, state, chunk, output):
-        model = self.model.prefill(params, state.model, chunk, output)
+        model = self.drafter.prefill(params, state.model, chunk, output)
         return dataclasses.replace(state, model=model)
 
     def sync(self, params, state, now):
         found = self.lookup.propose({"drafter": {}}, (), now)
         if getattr(found.aux, "shape", None) != now.lengths.shape:
             raise InputError(f"lookup: {_LOOKUP}")
+        if found.parents is not None:
+            raise InputError(f"lookup: {_CHAINS}")
         state = dataclasses.replace(state, found=found.tokens, score=found.aux)
-        model = self.model.sync(params, state.model, self._of_model(state, now))
+        model = self.drafter.sync(params, state.model, self._of_model(state, now))
         return dataclasses.replace(state, model=model)
 
     def propose(self, params, state, now):
@@ -123,9 +123,11 @@ class Drafter(base.Wrapper):
         looks = looks_up(state, now.wanted(K))[:, None]
 
         def draft():
-            return self.model.propose(params, state.model, own)
+            return self.drafter.propose(params, state.model, own)
 
         nothing = base.nothing(jax.eval_shape(draft))
+        if nothing.parents is not None:
+            raise InputError(f"drafter: {_CHAINS}")
         proposal = lax.cond(jnp.any(own.depths > 0), draft, lambda: nothing)
         tokens = jnp.where(jnp.arange(1, K + 1) <= own.depths[:, None], proposal.tokens, -1)
         tokens, probs = jnp.where(looks, state.found, tokens), proposal.probs
@@ -141,7 +143,7 @@ class Drafter(base.Wrapper):
         accepted = verdict.num_tokens - verdict.valid
         average = self.memory * state.expected + (1 - self.memory) * accepted
         proposal = dataclasses.replace(proposal, tokens=tokens)
-        model = self.model.commit(params, state.model, own, proposal, output, verdict)
+        model = self.drafter.commit(params, state.model, own, proposal, output, verdict)
         expected = jnp.where(drafted, average, state.expected)
         return dataclasses.replace(state, model=model, expected=expected)
 

@@ -7,13 +7,15 @@ not.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import parallel
+from spsjax.drafters import folders, parallel
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.attention import capped
+from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import INIT, head_logits, two_rows
 
 
@@ -110,3 +112,42 @@ class Drafter(parallel.HeadsDrafter):
         return pure.bind(
             Medusa, self, weights, weights["heads"][0]["blocks"][0]["linear"]["bias"].dtype
         )
+
+
+class _Layout(folders.Layout):
+    """The authors' layout, with or without vocabulary matrices."""
+
+    file = "medusa_lm_head.safetensors"
+
+    def recognizes(self, raw, tensors):
+        return "medusa_num_heads" in raw
+
+    def drafter_fields(self, folder, target):
+        folders.check_sizes(folder, target)
+        heads = {name.partition(".")[0] for name in folder.stored}
+        blocks = folder.fields.get("medusa_num_layers", COUNT, 1)
+        own = f"0.{blocks}.weight" in folder.stored
+        return {"num_heads": len(heads), "num_blocks": blocks, "own_heads": own}
+
+    def names(self, drafter, params, stored=frozenset()):
+        names = {}
+        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
+            path = tuple(entry.key for entry in entries)
+            is_head = path[2] == "head"
+            part = drafter.num_blocks if is_head else f"{path[3]}.linear"
+            names[path] = f"{path[1]}.{part}.{folders.kind_of(path)}", path[-1] == "kernel"
+        return names
+
+    def to_json(self, drafter, target_name, dtype):
+        return {
+            "hidden_size": drafter.target.d_model,
+            "vocab_size": drafter.target.vocab_rows,
+            "model_type": "medusa",
+            "medusa_num_heads": drafter.num_heads,
+            "medusa_num_layers": drafter.num_blocks,
+            "base_model_name_or_path": target_name,
+            "torch_dtype": dtype,
+        }
+
+
+LAYOUT = _Layout()

@@ -12,9 +12,10 @@ from flax import nnx
 from jax import lax
 
 from spsjax import tree
-from spsjax.drafters import parallel, sample, shapes
+from spsjax.drafters import folders, parallel, sample, shapes
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure
+from spsjax.models.hf.fields import COUNT, FLAG, NUMBER
 from spsjax.models.linear import head_logits, two_rows
 from spsjax.types import Array
 
@@ -169,3 +170,55 @@ class Drafter(parallel.StateDrafter):
             return run(1, network)
         later = [lambda index=index: run(index, network) for index in range(1, self.num_steps)]
         return lax.switch(depth - 1, later)
+
+
+_NAMES = {"project": "proj", "embed": "emb", "norm": "ln", "head": "head"}
+
+
+class _Layout(folders.Layout):
+    """The layout of IBM's published accelerators."""
+
+    def recognizes(self, raw, tensors):
+        return raw.get("model_type") == "mlp_speculator"
+
+    def drafter_fields(self, folder, target):
+        folders.check_sizes(folder, target)
+        fields = folder.fields
+        return {
+            "num_steps": fields.get("n_predict", COUNT),
+            "width": fields.get("inner_dim", NUMBER, 0) or fields.get("emb_dim", COUNT),
+            "tied": fields.get("tie_weights", FLAG, False),
+            "scale_input": fields.get("scale_input", FLAG, False),
+        }
+
+    def names(self, drafter, params, stored=frozenset()):
+        names = {}
+        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
+            path = tuple(entry.key for entry in entries)
+            name = f"speculator.{_NAMES[path[2]]}.{path[1]}.{folders.kind_of(path)}"
+            names[path] = name, path[-1] == "kernel"
+        return names
+
+    def is_copy(self, name, drafter):
+        # A tied speculator may be stored with the weights of all steps.
+        kind, _, index = name.removeprefix("speculator.").partition(".")
+        index = index.partition(".")[0]
+        known = index.isdecimal() and int(index) < drafter.num_steps
+        return drafter.tied and kind in _NAMES.values() and known
+
+    def to_json(self, drafter, target_name, dtype):
+        return {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "emb_dim": drafter.target.d_model,
+            "inner_dim": drafter.width,
+            "n_predict": drafter.num_steps,
+            "tie_weights": drafter.tied,
+            "scale_input": drafter.scale_input,
+            "top_k_tokens_per_head": [1] * drafter.num_steps,
+            "vocab_size": drafter.target.vocab_rows,
+            "torch_dtype": dtype,
+        }
+
+
+LAYOUT = _Layout()

@@ -16,3 +16,9 @@ class Drafter(base.Drafter):
 
     def propose(self, params, state, now):
         return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None)
+
+
+def from_name(text: str, target):
+    """Returns the drafter and its weights; nothing may stand behind its name."""
+    base.check_alone("none", text)
+    return Drafter(), {}

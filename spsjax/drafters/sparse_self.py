@@ -171,6 +171,11 @@ def by_name(text: str, target: transformer.Config) -> Drafter:
     return Drafter(target, recent=recent, chosen=slots // 2, observed=observed)
 
 
+def from_name(text: str, target):
+    """Returns the drafter of `by_name` and its weights: none."""
+    return by_name(text, target.config), {}
+
+
 def num_slots(name: str, number: str, config: transformer.Config) -> int:
     """Returns a number of tokens in a model's cache from its text.
 

@@ -228,7 +228,7 @@ class Drafter(base.Wrapper):
     drafter and that of the rule.
 
     Attributes:
-        drafter: drafter that draws chains with `sample.grow`.
+        drafter: drafter that draws chains with `sample.grow`, all of K tokens.
         rule: rule that ends a chain.
         num_speculative_tokens: K, the most tokens of a chain; None: the drafter's.
     """
@@ -246,8 +246,9 @@ class Drafter(base.Wrapper):
         inner, K = self.drafter, self.num_speculative_tokens
         if K is not None:
             inner = dataclasses.replace(inner, num_speculative_tokens=K)
-        if isinstance(inner, Drafter) or inner.score_sizes != (inner.num_speculative_tokens,):
-            raise _refusal(inner)
+        chains = inner.score_sizes == (inner.num_speculative_tokens,)
+        if isinstance(inner, Drafter) or not chains or not self.drafter.num_speculative_tokens:
+            raise refusal(inner)
         object.__setattr__(self, "drafter", inner)
         object.__setattr__(self, "num_speculative_tokens", inner.num_speculative_tokens)
 
@@ -279,7 +280,7 @@ class Drafter(base.Wrapper):
         now = dataclasses.replace(now, stops=stops)
         proposal = self.drafter.propose(_without_rule(params), own, now)
         if not asked:
-            raise _refusal(self.drafter)
+            raise refusal(self.drafter)
         return proposal
 
     def commit(self, params, state, now, proposal, output, verdict):
@@ -295,7 +296,8 @@ def _without_rule(params: PyTree) -> PyTree:
     return params | {"drafter": split(params["drafter"])[0]}
 
 
-def _refusal(drafter: base.Drafter) -> InputError:
+def refusal(drafter: base.Drafter) -> InputError:
+    """Returns the error about a drafter that no rule can end early."""
     name = type(drafter).__module__.rpartition(".")[2]
     return InputError(
         f"stop_rule: expected a drafter that samples chains, as only these end early, found {name}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base, datastore
-from spsjax.errors import check_integer, check_number
+from spsjax.errors import InputError, check_integer, check_number
 from spsjax.types import Array, Proposal, pytree_dataclass
 from spsjax.utils import traced
 
@@ -83,8 +83,8 @@ class Drafter(base.Drafter):
         best = self._longest_score(jnp.max(matched_S), grow)
         if store is None:
             return best
-        recent_P = tokens_S[jnp.maximum(length - 1 - jnp.arange(self.max_match), 0)]
-        recent_P = jnp.where(jnp.arange(self.max_match) < length, recent_P, -1)
+        back = jnp.arange(min(self.max_match, store.max_match))
+        recent_P = jnp.where(back < length, tokens_S[jnp.maximum(length - 1 - back, 0)], -1)
 
         def grow_stored(match):
             begin, end, shorter = datastore.matches(store, recent_P, match)
@@ -278,3 +278,23 @@ def _token_ids(tokens_S: Array) -> Array:
     ordered = tokens_S[order]
     is_new = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]])
     return jnp.zeros_like(tokens_S).at[order].set(jnp.cumsum(is_new, dtype=tokens_S.dtype))
+
+
+def from_name(text: str, target):
+    """Returns the drafter and its weights: "suffix", or "suffix:FILE" with texts to look into."""
+    if not text:
+        return Drafter(), {}
+    if target.tokenizer is None:
+        raise InputError(f"suffix:{text}: expected a target with a tokenizer, found none")
+    return with_store(Drafter(), datastore.read(text, target.tokenizer), target.config.vocab_size)
+
+
+def with_store(drafter: Drafter, store: datastore.Store, vocab_size: int):
+    """Returns a drafter that also looks into a store, and its weights: the texts.
+
+    Raises InputError for token ids that the target does not have.
+    """
+    texts = store.sorted()
+    if (most := int(texts.tokens.max())) >= vocab_size:
+        raise InputError(f"store: expected token ids in [0, {vocab_size}), found {most}")
+    return drafter, texts

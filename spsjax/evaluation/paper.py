@@ -206,7 +206,7 @@ def _dependencies(config, target: Model, drafter, systems: Sequence[System], pla
     return {
         "target": config.target,
         "drafter": config.drafter,
-        **({"draft": config.draft} if isinstance(drafter, (Model, LoadedDrafter)) else options),
+        **({"draft": config.draft} if getattr(drafter, "name", None) == config.draft else options),
         "plan": dataclasses.asdict(plan),
         "target model": _identity(target),
         "draft model": _identity(drafter),

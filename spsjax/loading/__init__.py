@@ -1,7 +1,6 @@
 """Loading and saving of models and drafters."""
 
 from spsjax.loading.drafters import (
-    WEIGHTLESS,
     LoadedDrafter,
     as_drafter,
     load_drafter,
@@ -24,7 +23,6 @@ from spsjax.loading.names import is_feature_drafter, shipped_drafter
 
 __all__ = [
     "FILES",
-    "WEIGHTLESS",
     "LoadedDrafter",
     "Model",
     "as_drafter",

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import pathlib
+import sys
 import warnings
 
 import jax
@@ -15,13 +16,12 @@ from spsjax.drafters import (
     draft_model,
     features,
     hybrid,
-    pairs,
     shapes,
     sparse_self,
     stopping,
     suffix,
 )
-from spsjax.drafters.contrib import early_exit, learned_stopping
+from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
 from spsjax.loading.models import (
     Model,
@@ -31,17 +31,12 @@ from spsjax.loading.models import (
     load_tokenizer,
     quantized,
 )
-from spsjax.loading.names import folder_of, is_shipped, layout_of
+from spsjax.loading.names import folder_of, is_shipped, method_of
 from spsjax.models import quantization
-from spsjax.models.hf import feature_weights, head_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
 from spsjax.tokenization.base import difference
 from spsjax.types import PyTree
-from spsjax.utils import jsonl
-
-# Drafting methods that need no weights, by the names of their modules.
-WEIGHTLESS = "none", "ngram", "suffix", "copy", "lookahead"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,9 +88,8 @@ def load_drafter(
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
             features whole, and a draft model split.
         tree: shape of the trees that are drafted (`Tree`, `DynamicTree`); None: a chain.
-        stop_rule: rule that ends chains early, for draft models, EAGLE, SPiRE, "early_exit" and
-            "sparse_self": one of `drafters.stopping`, or what `learned_stopping.read` returns;
-            None: all have K tokens.
+        stop_rule: rule that ends chains early, for drafters that sample them: one of
+            `drafters.stopping`, or what `learned_stopping.read` returns; None: all have K tokens.
         store: for "suffix", texts in which it also looks, as they are now; None: none.
 
     Raises:
@@ -145,13 +139,10 @@ def save_drafter(
     if jax.tree.map(jnp.shape, drafter.params) != shapes:
         raise InputError("drafter: expected the weights of its shape, found others")
     check_path("folder", folder)
-    method = type(inner).__module__.rpartition(".")[2]
-    fields = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
-    about = target.config, target.name, inner.num_speculative_tokens, compute_type(dtype)
+    layout = sys.modules[type(inner).__module__].LAYOUT
+    about = drafter.params, target.name, compute_type(dtype)
     try:
-        layer = isinstance(inner, pairs.PairDrafter)
-        files = feature_weights if layer else head_weights
-        files.save(pathlib.Path(folder), method, fields, drafter.params, *about)
+        layout.write(pathlib.Path(folder), inner, *about)
     except OSError as error:
         path = error.filename or folder
         raise InputError(f"{path}: expected a place to write to, found {one_line(error)}") from None
@@ -165,11 +156,11 @@ def with_stop_rule(
     if isinstance(rule, learned_stopping.LoadedRule):
         weights = jax.device_put(rule.params, sharding.replicated(target.mesh))
         params, rule = stopping.WithRule(params, weights), rule.rule
-    if isinstance(loaded.drafter, hybrid.Drafter):
-        model = stopping.Drafter(loaded.drafter.model, rule)
-        drafter = dataclasses.replace(loaded.drafter, model=model)
+    drafter = loaded.drafter
+    if isinstance(drafter, base.Wrapper):
+        drafter = dataclasses.replace(drafter, drafter=stopping.Drafter(drafter.drafter, rule))
     else:
-        drafter = stopping.Drafter(loaded.drafter, rule)
+        drafter = stopping.Drafter(drafter, rule)
     return dataclasses.replace(loaded, drafter=drafter, params=params)
 
 
@@ -177,31 +168,13 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
     """Returns a drafter as `load_drafter` does, without a rule that ends chains."""
     if not isinstance(tree, shapes.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
-    if isinstance(name, str) and name in WEIGHTLESS:
-        if tree is not None:
-            raise InputError(f"tree: expected none for {name}, which drafts chains, found a tree")
-        options = {}
-        if name == "copy" and target.tokenizer is not None:
-            options["start"] = len(target.tokenizer.encode(""))
-        return LoadedDrafter(name, getattr(drafters, name).Drafter(**options), {})
     method, _, rest = str(name).partition(":")
-    if method == "suffix" and rest:
-        if tree is not None:
-            raise InputError("tree: expected none for suffix, which drafts chains, found a tree")
-        stored = _with_store("suffix", target, _stored(rest, target))
-        return dataclasses.replace(stored, name=name)
-    if method == "sparse_self":
-        drafter = sparse_self.by_name(rest, target.config)
-        return LoadedDrafter(str(name), dataclasses.replace(drafter, **_of_tree(tree)), {})
+    methods = drafters.methods_with("from_name")
+    if method in methods:
+        return _of_name(method, rest, target, tree)
     if method == "window":
         return _with_window(str(name), rest, target, replicate, tree)
-    if method == "early_exit":
-        if tree is not None:
-            raise InputError(
-                "tree: expected none for early_exit, which drafts chains, found a tree"
-            )
-        return LoadedDrafter(str(name), early_exit.by_name(rest, target.config), {})
-    near = isinstance(name, str) and difflib.get_close_matches(name.lower(), WEIGHTLESS, 1, 0.8)
+    near = isinstance(name, str) and difflib.get_close_matches(name.lower(), methods, 1, 0.8)
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
     dtype = target.params["norm"]["scale"].dtype
@@ -214,14 +187,20 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
             draft = dataclasses.replace(draft, params=copies)
         return dataclasses.replace(as_drafter(draft, target, tree), name=str(name))
     folder = folder_of(name, weights=True)
-    if layout_of(folder):
+    if method_of(folder):
         return _load_head(str(name), folder, target, dtype, tree, replicate)
     return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)
 
 
-def _of_tree(tree: shapes.Shape) -> dict:
-    """Returns the fields of a drafter of trees, whose K is their depth."""
-    return {} if tree is None else {"tree": tree, "num_speculative_tokens": None}
+def _of_name(method: str, text: str, target: Model, tree: shapes.Shape) -> LoadedDrafter:
+    """Returns the drafter that a method's own module makes of what stands behind its name."""
+    drafter, params = drafters.methods_with("from_name")[method].from_name(text, target)
+    if tree is not None:
+        if "tree" not in {field.name for field in dataclasses.fields(drafter)}:
+            raise InputError(f"tree: expected none for {method}, which drafts chains, found a tree")
+        drafter = dataclasses.replace(drafter, tree=tree, num_speculative_tokens=None)
+    params = jax.device_put(params, sharding.replicated(target.mesh))
+    return LoadedDrafter(f"{method}:{text}" if text else method, drafter, params)
 
 
 def _with_window(name: str, rest: str, target: Model, replicate, tree) -> LoadedDrafter:
@@ -233,9 +212,7 @@ def _with_window(name: str, rest: str, target: Model, replicate, tree) -> Loaded
             '"suffix+" if both are wanted), found another form'
         )
     loaded = _load_drafter(folder, target, replicate, tree)
-    drafter = loaded.drafter
-    if not isinstance(drafter, draft_model.Drafter):
-        raise InputError(f"{name}: expected a draft model behind the number, found another drafter")
+    drafter = draft_model.checked(name, loaded.drafter)
     slots = sparse_self.num_slots(name, number, drafter.config)
     config = sparse_self.windowed(drafter.config, slots)
     # Positions that are learned end with the context; others are those within the window.
@@ -248,8 +225,9 @@ def _load_head(
     name: str, folder: pathlib.Path, target: Model, dtype, tree: shapes.Shape, replicate
 ) -> LoadedDrafter:
     """Returns a drafter that continues the target's features."""
-    files = layout_of(folder)
-    layout = files.describe(folder, target.config)
+    module = method_of(folder)
+    content = module.LAYOUT.open(folder)
+    fields = module.LAYOUT.drafter_fields(content, target.config)
     if is_shipped(folder) and target.tokenizer is not None:
         own = folder.parent / "target"
         if load_tokenizer(own) != target.tokenizer:
@@ -257,16 +235,13 @@ def _load_head(
                 f"drafter {name}: expected the tokenizer of {own.parent.name}/target, which it was "
                 f"trained for, found that of {target.name}"
             )
-    module = getattr(drafters, layout.method)
-    drafter = module.Drafter(target=target.config, tree=tree, **layout.fields)
+    drafter = module.Drafter(target=target.config, tree=tree, **fields)
     where = drafter.shardings(target.mesh, replicate)
-    params = files.read(layout, drafter.param_shapes(dtype), target.config, where)
-    embedding = target.params["embed"]["embedding"]
-    local = files is feature_weights and getattr(embedding, "is_fully_addressable", False)
-    if local and feature_weights.reads_other_embedding(layout, embedding):
+    params = module.LAYOUT.read(content, drafter, dtype, where)
+    if other := module.LAYOUT.difference(content, target.params):
         warnings.warn(
-            f"{folder}: embed_tokens differs from the target's and is not used, so that fewer "
-            "drafts may be accepted",
+            f"{folder}: {other} differs from the target's and is not used, so that fewer drafts "
+            "may be accepted",
             stacklevel=2,
         )
     return LoadedDrafter(name, drafter, params, target.config.max_positions)
@@ -279,46 +254,18 @@ def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
             f'store: expected a Store, and "suffix" as the drafter, found {short_repr(store)} and '
             f"{short_repr(name)}"
         )
-    held = store.sorted()
-    if (most := int(held.tokens.max())) >= target.config.vocab_size:
-        raise InputError(
-            f"store: expected token ids in [0, {target.config.vocab_size}), found {most}"
-        )
-    loaded = _load_drafter(name, target, None, None)
-    most = min(loaded.drafter.max_match, store.max_match)
-    drafter = dataclasses.replace(loaded.drafter, max_match=most)
-    params = jax.device_put(held, sharding.replicated(target.mesh))
+    loaded = _of_name(name, "", target, None)
+    drafter, texts = suffix.with_store(loaded.drafter, store, target.config.vocab_size)
+    params = jax.device_put(texts, sharding.replicated(target.mesh))
     return dataclasses.replace(loaded, drafter=drafter, params=params)
-
-
-def _stored(path: str, target: Model) -> datastore.Store:
-    """Returns a store of the texts of a file, JSON lines with `text`."""
-    if target.tokenizer is None:
-        raise InputError(f"suffix:{path}: expected a target with a tokenizer, found none")
-    texts = []
-    for number, record in jsonl.read(path):
-        text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise InputError(
-                f"{path}, line {number}: expected an object with a text, found {short_repr(record)}"
-            )
-        try:
-            texts += [target.tokenizer.encode(text)] if text else []
-        except InputError as error:
-            raise InputError(f"{path}, line {number}: {error}") from None
-    store = datastore.Store(max(sum(len(text) + 1 for text in texts), 2))
-    store.extend(texts)
-    if not len(store):
-        raise InputError(f"{path}: expected texts, found none")
-    return store
 
 
 def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
     """Returns a drafter that leaves to suffix decoding what that does better."""
-    trained = draft_model.Drafter, features.FeatureDrafter
-    if not isinstance(loaded.drafter, trained) or not base.drafts_chains(loaded.drafter):
+    drafter = loaded.drafter
+    if not isinstance(drafter, base.TrainableDrafter) or getattr(drafter, "tree", None):
         raise InputError(f"{name}: expected a drafter with weights, of chains, found another")
-    drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter())
+    drafter = hybrid.Drafter(drafter, suffix.Drafter())
     return dataclasses.replace(loaded, name=str(name), drafter=drafter)
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import tokenization
+from spsjax.drafters import medusa
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
-from spsjax.loading.names import folder_of, layout_of
+from spsjax.loading.names import folder_of, method_of
 from spsjax.models import quantization, transformer
-from spsjax.models.hf import head_weights
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
@@ -24,7 +24,7 @@ FILES = (
     "config.json",
     "generation_config.json",
     hf_weights.SINGLE,
-    head_weights.MEDUSA_FILE,
+    medusa.LAYOUT.file,
     *tokenization.NAMES,
 )
 # Weights of so many bytes stay in a CPU's caches between two passes.
@@ -140,7 +140,7 @@ def load(
     compute_type(dtype)
     quantization.check_kind(quantize)
     folder = folder_of(name, weights=True)
-    if layout_of(folder):
+    if method_of(folder):
         raise InputError(
             f"{name}: expected a language model, found a drafter of a target's features, "
             "which load_drafter takes"

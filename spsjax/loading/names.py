@@ -1,10 +1,13 @@
 """Names of models and drafters: the folders and layouts that they stand for."""
 
+import functools
 import pathlib
 
-from spsjax import tokenization
+from spsjax import drafters, tokenization
 from spsjax.errors import InputError, check_path, one_line, short_repr
-from spsjax.models.hf import feature_weights, head_weights, hub
+from spsjax.models.hf import hub
+from spsjax.models.hf import weights as hf_weights
+from spsjax.models.hf.fields import read_json
 
 _SHIPPED = pathlib.Path(__file__).parent.parent / "pretrained"
 
@@ -54,11 +57,22 @@ def shipped_drafter(target: str | pathlib.Path, models: bool = False) -> str | N
     return drafts[0].as_posix() if drafts else None
 
 
-def layout_of(folder: pathlib.Path):
-    """Returns the module that reads the drafter in a folder; None: it holds a model."""
-    if head_weights.method_of(folder):
-        return head_weights
-    return feature_weights if feature_weights.is_drafter(folder) else None
+def method_of(folder: pathlib.Path):
+    """Returns the module of the drafter in a folder; None: it holds a model, or nothing."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    raw = read_json(path)
+
+    @functools.cache
+    def tensors():
+        try:
+            return hf_weights.shards(folder).keys()
+        except InputError:
+            return frozenset()
+
+    modules = drafters.methods_with("LAYOUT").values()
+    return next((module for module in modules if module.LAYOUT.recognizes(raw, tensors)), None)
 
 
 def is_feature_drafter(name: str | pathlib.Path) -> bool:
@@ -66,4 +80,4 @@ def is_feature_drafter(name: str | pathlib.Path) -> bool:
 
     Raises InputError if there is neither.
     """
-    return layout_of(folder_of(name, weights=True)) is not None
+    return method_of(folder_of(name, weights=True)) is not None

@@ -257,7 +257,7 @@ class Plan:
         `inputs` are those of prefill, and `state` is its result.
         """
         rejects = rejection.Verifier()
-        rule = rejects if base.drafts_chains(self.drafter) else recursive.Verifier()
+        rule = recursive.Verifier()
         fast = decode.Program(self.target, self.drafter, rule, (0,))
         if name == "prefill":
             return decode.prefill, (fast, self.slots), (self.params, *inputs), None

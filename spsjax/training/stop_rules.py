@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from spsjax import decode, execution, sampling
-from spsjax.drafters import stopping
+from spsjax.drafters import base, stopping
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.drafters.contrib.learned_stopping import LearnedRule, LoadedRule
 from spsjax.errors import InputError, check_integer, check_number
@@ -27,7 +27,7 @@ class Rounds:
     """Logged rounds, each a chain of K tokens.
 
     Attributes:
-        notes: [rounds, K, F] float32, what the rule's `note` keeps of each token.
+        notes: [rounds, K, F] float32, what the rule's `log` keeps of each token.
         acceptance: [rounds, K] float32, probability to accept each token if the earlier ones are.
         text: [rounds] int, index of the prompt.
     """
@@ -107,7 +107,9 @@ def log(
     Raises:
         InputError: the drafter takes no rules, or K is too small for this one.
     """
-    if drafter.drafter.score_sizes != (drafter.drafter.num_speculative_tokens,):
+    method = drafter.drafter
+    whole = method.score_sizes == (method.num_speculative_tokens,)
+    if isinstance(method, base.Wrapper) or not whole:
         # Who drafts, or how many tokens, depends on the text.
         raise InputError(f"draft: expected a draft model or EAGLE, found {drafter.name}")
     if num_speculative_tokens <= rule.delay:

@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax import sampling, tree
-from spsjax.verifiers import base, siblings, verdicts
+from spsjax.verifiers import base, rejection, siblings, verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +18,15 @@ class Verifier(base.Verifier):
     """Walks from the root to the first child that is accepted, until there is none. Lossless.
 
     A rejected child leaves less of the target's distribution to its later siblings, and to the
-    token that is drawn when all are rejected.
+    token that is drawn when all are rejected. A chain is judged as `rejection` does it.
     """
 
     lossless = True
     trees = True
 
     def verify(self, keys_B, proposal, target_probs):
+        if proposal.parents is None:
+            return rejection.rejection(keys_B, proposal, target_probs)
         parents = verdicts.parents_of(proposal)
         accept, _, left = siblings.reject_in_turn(proposal, target_probs, joint=False)
         accepted = sampling.uniforms(keys_B, sampling.ACCEPT, accept.shape[1]) < accept

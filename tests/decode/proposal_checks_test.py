@@ -192,8 +192,7 @@ def test_drafter_name_gets_a_hint(model):
         with one_line("expected 'ngram' or a model", repr(name)):
             spsjax.load_drafter(name, model)
     with one_line(
-        "expected none, model, ngram, suffix, copy, lookahead, early_exit:4, sparse_self:256 or "
-        "another",
+        "expected model, copy, early_exit, lookahead, ngram, none, sparse_self, suffix",
         "'n-gram'",
     ):
         configs.load_drafter("n-gram", "", ConfigDict(), None)

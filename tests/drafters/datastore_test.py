@@ -171,7 +171,7 @@ def test_what_is_no_store_or_no_text_is_refused(target):
         with pytest.raises(InputError, match=r"^store: expected a Store"):
             spsjax.load_drafter(name, target, store=held)
     assert suffix.Drafter().max_match == 64
-    assert spsjax.load_drafter("suffix", target, store=store).drafter.max_match == 16
+    assert spsjax.load_drafter("suffix", target, store=store).params.max_match == 16
     with pytest.raises(InputError, match=r"^store: expected neither a tree nor a stop_rule"):
         spsjax.load_drafter("suffix", target, stop_rule=stopping.Entropy(), store=store)
     with pytest.raises(InputError, match=r"^store: expected neither a tree nor a stop_rule"):

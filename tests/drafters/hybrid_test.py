@@ -255,8 +255,21 @@ def test_parts_that_do_not_fit_are_refused(draft):
     for lookup in (model, whole, copy.Drafter(K)):
         with pytest.raises(InputError, match=r"^lookup: expected a drafter without a state"):
             hybrid.Drafter(model, lookup)
-    with pytest.raises(InputError, match=r"^model: expected a drafter with K >= 1"):
+    with pytest.raises(InputError, match=r"^drafter: expected one with K >= 1"):
         hybrid.Drafter(none.Drafter(), suffix.Drafter(K))
+
+
+def test_paths_of_trees_are_refused(target, draft):
+    """They have as many nodes as a chain. That they are trees is seen when they are traced."""
+    model = draft_model.Drafter(draft.config, tree=Tree((0, 1)))
+    chain = draft_model.Drafter(draft.config, 4)
+    for drafter, name in (
+        (hybrid.Drafter(model, suffix.Drafter(2)), "drafter"),
+        (hybrid.Drafter(chain, suffix.Drafter(4, num_tree_tokens=4)), "lookup"),
+    ):
+        loaded = LoadedDrafter("x", drafter, draft.params)
+        with pytest.raises(InputError, match=f"^{name}: expected a drafter of chains"):
+            spsjax.generate(target, PROMPTS, loaded, max_new_tokens=4)
 
 
 def test_load_drafter_takes_both_by_one_name(target, draft):
@@ -264,8 +277,8 @@ def test_load_drafter_takes_both_by_one_name(target, draft):
     loaded = spsjax.load_drafter(
         "suffix+pystdlib/draft", spsjax.load("pystdlib/target"), stop_rule=rule
     )
-    assert loaded.drafter.model.rule == rule
-    assert isinstance(loaded.drafter.model.drafter, draft_model.Drafter)
+    assert loaded.drafter.drafter.rule == rule
+    assert isinstance(loaded.drafter.drafter.drafter, draft_model.Drafter)
     assert isinstance(loaded.drafter.lookup, suffix.Drafter)
     with pytest.raises(InputError, match=r"^suffix\+ngram: expected a drafter with weights"):
         spsjax.load_drafter("suffix+ngram", target)
@@ -278,7 +291,7 @@ def test_load_drafter_takes_both_by_one_name(target, draft):
     ):
         spsjax.generate(target, PROMPTS, stranger)
     chosen = draft_model.Drafter(draft.config, tree=Tree((0, 0)))
-    with pytest.raises(InputError, match=r"^model: expected a drafter of chains"):
+    with pytest.raises(InputError, match=r"^drafter: expected a drafter of chains"):
         hybrid.Drafter(chosen, suffix.Drafter())
     with pytest.raises(InputError, match=r"^memory: expected"):
         hybrid.Drafter(draft_model.Drafter(draft.config), suffix.Drafter(), memory=2.0)

@@ -13,7 +13,6 @@ from helpers.models import spread_model
 import spsjax
 from spsjax import loading
 from spsjax.drafters import medusa
-from spsjax.models.hf import head_weights
 
 pytestmark = pytest.mark.slow  # where the package is installed
 
@@ -45,7 +44,7 @@ def test_saved_heads_give_the_logits_of_their_module(theirs, tmp_path):
     )
     head = loading.LoadedDrafter("", drafter, weights)
     spsjax.save_drafter(tmp_path, head, target, "float32")
-    stored = safetensors.numpy.load_file(tmp_path / head_weights.MEDUSA_FILE)
+    stored = safetensors.numpy.load_file(tmp_path / medusa.LAYOUT.file)
     # As the constructor of their model puts the heads together.
     width = target.config.d_model
     heads = torch.nn.ModuleList(

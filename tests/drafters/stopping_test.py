@@ -155,6 +155,8 @@ def test_rule_that_does_not_fit_is_refused(target, draft):
         spsjax.load_drafter("ngram", target, stop_rule=rule)
     with pytest.raises(InputError, match=refusal + "draft_model"):
         stopping.Drafter(loading.as_drafter(draft, target, Tree((0, 0))).drafter, rule)
+    with pytest.raises(InputError, match=refusal + "none"):
+        spsjax.load_drafter("none", target, stop_rule=rule)
     with pytest.raises(InputError, match=refusal + "stopping"):
         stopping.Drafter(stopping.Drafter(loaded.drafter, rule), rule)
     with pytest.raises(InputError, match=r"^stop_rule: expected a rule of drafters.stopping"):

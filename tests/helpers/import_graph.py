@@ -35,6 +35,9 @@ PLUG_INS = {
         "pending",
         "stopping",
         "datastore",
+        "folders",
+        "pair_folders",
+        "eagle3_config",
         "contrib.lstm",
     )
 }

@@ -56,6 +56,25 @@ def test_auto_drafts_chains_of_at_most_seven_tokens(target, draft):
     assert call_of(target, loaded).program.drafter.num_speculative_tokens == 4
 
 
+PATHS = spsjax.Tree((0, 1)), spsjax.DynamicTree(4, 4, 2)  # as many nodes as levels
+
+
+@pytest.mark.parametrize("tree", PATHS, ids=str)
+def test_auto_leaves_trees_as_they_are(target, draft, tree):
+    drafter = spsjax.loading.as_drafter(draft, target, tree)
+    assert call_of(target, drafter).program.drafter == drafter.drafter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", (None, "auto"))
+def test_tree_that_is_a_path_gives_the_targets_greedy_tokens(target, draft, count):
+    """By the default rule, which takes chains and trees."""
+    drafter = spsjax.loading.as_drafter(draft, target, PATHS[0])
+    options = {"sampling": GREEDY, "max_new_tokens": 12}
+    expected = spsjax.generate(target, PROMPTS, **options)
+    assert_greedy(spsjax.generate(target, PROMPTS, drafter, count, **options), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("useful", (True, False))
 def test_acceptance_is_met_where_costs_are_measured(target, chain, useful):

@@ -202,7 +202,7 @@ def test_head_on_features_needs_few_collectives_and_gathers_no_weights(plan_head
     assert counts(sps, "/propose/while/") == {"all-reduce": 4}
     assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     # One sum serves the embedding and the fused features; two more follow in the layer.
-    assert counts(sps, "/commit/") == {"all-reduce": 3}
+    assert counts(sps, "/sync/") == {"all-reduce": 3}
     assert set(counts(sps, "")) == {"all-reduce", "all-gather"}
     assert max(op.num_bytes for op in sps.collectives) <= (K + 1) * VOCAB * 4
     assert sps.temporary < 0.05e9

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import parallel
+from spsjax.drafters import folders, parallel
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
+from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import make_linear, two_rows
 
 
@@ -75,3 +76,6 @@ class Drafter(parallel.HeadsDrafter):
 
     def init_params(self, key, dtype=jnp.float32):
         return pure.init(Blockwise, self, key, dtype)
+
+
+LAYOUT = folders.OwnLayout("blockwise", {"num_heads": COUNT, "d_ff": COUNT})

@@ -57,24 +57,27 @@ class Drafter(base.Drafter):
         return sample.grow(None, K, feed, start, now)[0]
 
 
-def by_name(text: str, target: transformer.Config) -> Drafter:
+def from_name(text: str, target):
     """Returns the drafter of a number of layers, "4", or of a file of `scripts/plan_skips.py`.
+
+    And its weights: none.
 
     Raises InputError for a file that cannot be used, and for layers that the target does not have.
     """
     if text.isascii() and text.isdecimal() and len(text) < 6:
-        if not 1 <= int(text) <= target.num_layers:
+        if not 1 <= int(text) <= target.config.num_layers:
             raise InputError(
-                f"early_exit: expected 1 to {target.num_layers} layers, as the target has, "
+                f"early_exit: expected 1 to {target.config.num_layers} layers, as the target has, "
                 f"found {text}"
             )
-        return Drafter(target, Skipped.after(int(text), target.num_layers))
+        layers = Skipped.after(int(text), target.config.num_layers)
+        return Drafter(target.config, layers), {}
     expected = (
         'early_exit: expected "early_exit:" and a number of layers or a file of plan_skips.py'
     )
     try:
         plan = json.loads(pathlib.Path(text).read_text(encoding="utf-8"))
         skipped = Skipped(tuple(plan["attention"]), tuple(plan["ffn"]))
-        return Drafter(target, skipped, plan.get("num_speculative_tokens", 4))
+        return Drafter(target.config, skipped, plan.get("num_speculative_tokens", 4)), {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{expected}, found {short_repr(text)} ({one_line(error)})") from None

@@ -14,12 +14,14 @@ from jax import lax
 
 from spsjax import caches as kv
 from spsjax import tree
-from spsjax.drafters import features, pending, sample, shapes
+from spsjax.drafters import features, folders, pending, sample, shapes
 from spsjax.drafters.contrib.lstm import LSTM
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
+from spsjax.models.hf import config_json
+from spsjax.models.hf.fields import COUNT, OBJECT
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
 
 LSTM_LAYERS = 2
@@ -371,3 +373,20 @@ def _last(array_BT: Array, k: int) -> Array:
     padding = [(0, 0), (k - 1, 0)] + [(0, 0)] * (array_BT.ndim - 2)
     index = jnp.arange(array_BT.shape[1])[:, None] + jnp.arange(k)
     return jnp.pad(array_BT, padding)[:, index]
+
+
+class _Layout(folders.OwnLayout):
+    """Its config.json holds that of the layer."""
+
+    def drafter_fields(self, folder, target):
+        fields = super().drafter_fields(folder, target)
+        layer = config_json.parse(folder.path / "config.json", folder.fields.get("layer", OBJECT))
+        layer = dataclasses.replace(layer, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
+        return fields | {"config": layer}
+
+    def to_json(self, drafter, target_name, dtype):
+        raw = super().to_json(drafter, target_name, dtype)
+        return raw | {"layer": config_json.to_json(drafter.config, dtype)}
+
+
+LAYOUT = _Layout("falcon", {"tokens_per_step": COUNT})

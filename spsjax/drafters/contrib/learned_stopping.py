@@ -28,13 +28,11 @@ class LearnedRule(stopping.Rule):
 
     Attributes:
         threshold: bound on a probability; see the rules.
-        never: the threshold with which no chain ends.
         delay: tokens between the one that a note is of and the one that it judges.
         rejection_weight: weight of a rejected token in training; an accepted one has 1.
     """
 
     threshold: float
-    never: ClassVar[float]
     delay: ClassVar[int] = 0
     rejection_weight: ClassVar[float] = 1.0
 
@@ -98,8 +96,6 @@ class Disco(LearnedRule):
     top: int = 10
     width: int = 64
 
-    never = 0.0
-
     def __post_init__(self):
         super().__post_init__()
         check_integer("top", self.top, 1)
@@ -145,7 +141,6 @@ class SpecDec(LearnedRule):
     least: int = traced.number(2)
     blocks: int = 3
 
-    never = 1.0
     delay = 1
     rejection_weight = 6.0
 
@@ -208,10 +203,12 @@ class Logging(base.Wrapper):
 
         now = dataclasses.replace(now, stops=sample.Stops((), ends, self.rule.log, logs.append))
         proposal = self.drafter.propose(params, state, now)
+        if not logs:
+            raise stopping.refusal(self.drafter)
         return dataclasses.replace(proposal, aux=(proposal.aux, *logs))
 
     def commit(self, params, state, now, proposal, output, verdict):
-        proposal = dataclasses.replace(proposal, aux=proposal.aux[0])
+        proposal = dataclasses.replace(proposal, aux=proposal.aux[0] if proposal.aux else ())
         return self.drafter.commit(params, state, now, proposal, output, verdict)
 
 

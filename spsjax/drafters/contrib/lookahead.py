@@ -187,3 +187,9 @@ def _taken(tokens_BT: Array, index_BKW: Array) -> Array:
     B, K, W = index_BKW.shape
     index = jnp.clip(index_BKW.reshape(B, K * W), 0, tokens_BT.shape[1] - 1)
     return tree.along(index, tokens_BT).reshape(B, K, W)
+
+
+def from_name(text: str, target):
+    """Returns the drafter and its weights; nothing may stand behind its name."""
+    base.check_alone("lookahead", text)
+    return Drafter(), {}

@@ -12,10 +12,11 @@ from flax import nnx
 from jax import lax
 
 from spsjax import caches
-from spsjax.drafters import features, sample, shapes
+from spsjax.drafters import features, folders, sample, shapes
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
+from spsjax.models.hf.fields import COUNT, NUMBER
 from spsjax.models.layers import Context, DecoderBlock, KeysValues, Norm, context_of
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, Block, PyTree
@@ -251,3 +252,17 @@ def _of_indices(block: Block, batch: int, index: Array) -> Block:
 
 def _dtype(params: PyTree):
     return params["drafter"]["norm"]["scale"].dtype
+
+
+class _Layout(folders.OwnLayout):
+    def drafter_fields(self, folder, target):
+        fields = super().drafter_fields(folder, target)
+        if fields["num_layers"] > target.num_layers:
+            raise InputError(
+                f"{folder.path / 'config.json'}: expected num_layers up to the target's "
+                f"{target.num_layers}, found {fields['num_layers']}"
+            )
+        return fields
+
+
+LAYOUT = _Layout("spire", {"num_layers": COUNT, "sinks": NUMBER, "recent": COUNT})

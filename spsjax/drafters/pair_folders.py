@@ -1,0 +1,171 @@
+"""Folders of layers over features and tokens: EAGLE's own layout and `speculators`'.
+
+EAGLE-1 has the layout of its authors (SafeAILab). EAGLE-3 is read in either layout, and written in
+that of `speculators`, which vLLM serves.
+"""
+
+import dataclasses
+from collections.abc import Callable, Set
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax.drafters.folders import Folder, Layout, check_names, kind_of
+from spsjax.errors import InputError
+from spsjax.models.config import Config
+from spsjax.models.hf import config_json, families, weights
+from spsjax.models.hf.fields import COUNT, OBJECT, TEXT
+
+_OTHER = {
+    "fc": "fc",
+    "embed_norm": "{layer}input_layernorm",
+    "feature_norm": "{layer}hidden_norm",
+    "norm": "norm",
+    "head": "lm_head",
+    "tap_norms": "fc_norm",
+}
+# Copies of what the target has, and tables that follow from `d2t`.
+_EMBEDDING = "embed_tokens.weight"
+_IGNORED = (_EMBEDDING, "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "d2t")
+IDS = "ids"  # the parameter that `d2t` holds
+
+
+def holds_layer(raw: dict, tensors: Callable[[], Set[str]]) -> bool:
+    """Returns whether a folder holds such a layer."""
+    named = "speculators_model_type" in raw or "draft_vocab_size" in raw
+    return named or "fc.weight" in tensors()
+
+
+def is_eagle3(raw: dict, tensors: Callable[[], Set[str]]) -> bool:
+    """Returns whether a folder holds EAGLE-3, whose layer normalises two inputs; EAGLE-1's none."""
+    return (
+        raw.get("speculators_model_type") == "eagle3"
+        or "Eagle3" in str(raw.get("architectures"))
+        or raw.get("draft_vocab_size") is not None
+        or "d2t" in tensors()
+        or f"{prefix(tensors())}hidden_norm.weight" in tensors()
+    )
+
+
+def prefix(stored: Set[str]) -> str:
+    """Returns the beginning of the layer's tensor names. Both have been written for one layer."""
+    midlayer = any(name.startswith("midlayer.") for name in stored)
+    return "midlayer." if midlayer else "layers.0."
+
+
+class PairLayout(Layout):
+    """Layout of a layer over features and tokens."""
+
+    def drafter_fields(self, folder, target):
+        fields, path = folder.fields, folder.path / "config.json"
+        kind = fields.get("speculators_model_type", TEXT, None)
+        if kind not in (None, "eagle3"):
+            raise fields.error("speculators_model_type", '"eagle3"', kind)
+        nested = kind == "eagle3"
+        layer = fields.get("transformer_layer_config", OBJECT) if nested else folder.raw
+        config = config_json.parse(path, {"tie_word_embeddings": False} | layer)
+        width = fields.get("target_hidden_size", COUNT, None) or config.d_model
+        size = fields.get("target_vocab_size", COUNT, None) or config.vocab_size
+        for field, stated in (("d_model", width), ("vocab_size", size)):
+            wanted = target.vocab_rows if field == "vocab_size" else target.d_model
+            if stated not in (wanted, getattr(target, field)):
+                raise InputError(
+                    f"{path}: expected a drafter for a target with {field}={wanted}, found {stated}"
+                )
+        config = dataclasses.replace(config, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
+        return {"config": config}
+
+    def names(self, drafter, params, stored=frozenset()):
+        layer, names = prefix(stored), {}
+        config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
+        family = config_json.family_of(config)
+        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
+            path = tuple(entry.key for entry in entries)
+            if path == (IDS,):
+                continue
+            if path[0] == "layer":
+                location = families.locate(family, config, ("layers", 0, *path[1:]))
+                name = layer + location.names[0].removeprefix("model.layers.0.")
+            else:
+                index = f".{path[1]}" if path[0] == "tap_norms" else ""
+                name = f"{_OTHER[path[0]].format(layer=layer)}{index}.{kind_of(path)}"
+            names[path] = name, path[-1] == "kernel"
+        return names
+
+    def layer_json(self, drafter, dtype: str) -> dict:
+        """Returns the part of a config.json that describes the layer."""
+        config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
+        return config_json.to_json(config, dtype)
+
+    def read(self, folder, drafter, dtype, sharding_of):
+        shapes, stored = drafter.param_shapes(dtype), folder.stored
+        names = self.names(drafter, shapes, stored.keys())
+        missing_bias = {"fc.bias"} - stored.keys()  # some EAGLE-1 drafters have none
+        expected = {name for name, _ in names.values()} - missing_bias
+        check_names(folder, expected, _IGNORED.__contains__)
+        files = weights.open_all(set(stored.values()))
+        target = drafter.target
+        ids = _ids(folder, files, shapes[IDS].shape, target) if IDS in shapes else None
+
+        def tensor(name, shape):
+            file = files[stored[name]]
+            if name == "lm_head.weight" and "d2t" not in stored:
+                # It may have rows for the padding of the target's vocabulary, too.
+                padded = target.vocab_rows, *shape[1:]
+                if tuple(file.get_slice(name).get_shape()) == padded:
+                    return weights.checked(file, stored[name], name, padded)[: shape[0]]
+            return weights.checked(file, stored[name], name, shape)[...]
+
+        def leaf(path, shape):
+            path = tuple(entry.key for entry in path)
+            if path == (IDS,):
+                return jax.device_put(np.sort(ids).astype(np.int32), sharding_of(path))
+            name, transposed = names[path]
+            if name in missing_bias:
+                return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding_of(path))
+            array = tensor(name, shape.shape[::-1] if transposed else shape.shape)
+            if path[0] == "head":
+                array = array[np.argsort(ids)]
+            array = (array.T if transposed else array).astype(shape.dtype)
+            return jax.device_put(array, sharding_of(path))
+
+        return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+    def difference(self, folder, target_params):
+        embedding = target_params["embed"]["embedding"]
+        path = folder.stored.get(_EMBEDDING)
+        if path is None or not getattr(embedding, "is_fully_addressable", False):
+            return None
+        stored = weights.open_all([path])[path].get_slice(_EMBEDDING)
+        differs = stored.get_shape()[1:] != [embedding.shape[1]]
+        if not differs:  # by some of its rows
+            size = min(len(embedding), stored.get_shape()[0])
+            rows = np.arange(0, size, max(size // 64, 1))
+            own = np.concatenate([stored[row : row + 1] for row in rows.tolist()])
+            others = np.asarray(embedding[rows]).astype(np.float32)
+            distance = np.abs(own.astype(np.float32) - others).mean()
+            differs = distance > 0.05 * np.abs(others).mean()
+        return "embed_tokens" if differs else None
+
+
+def _ids(folder: Folder, files, shape: tuple[int, ...], target: Config) -> np.ndarray:
+    """Returns the target's ids of the head's rows; the file has the differences to 0, 1, ..."""
+    count = np.arange(shape[0])
+    if "d2t" not in folder.stored:
+        return count
+    path = folder.stored["d2t"]
+    offsets = files[path].get_slice("d2t")
+    if offsets.get_shape() != [len(count)]:
+        raise InputError(f"{path}: d2t: expected shape {[len(count)]}, found {offsets.get_shape()}")
+    if offsets.get_dtype() not in ("I64", "I32"):
+        raise InputError(f"{path}: d2t: expected integers, found {offsets.get_dtype()}")
+    ids = count + offsets[...].astype(np.int64)
+    found = f"ids from {ids.min()} to {ids.max()}"
+    if len(np.unique(ids)) < len(ids):
+        found += ", some of them twice"
+    elif ids.min() >= 0 and ids.max() < target.vocab_size:
+        return ids
+    raise InputError(
+        f"{path}: d2t: expected offsets of different ids in [0, {target.vocab_size}), found {found}"
+    )
