@@ -5,11 +5,12 @@ weights otherwise. **Lossless**, as is every drafter.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax.drafters import pair_folders, pairs
+from spsjax.drafters import features, pair_folders, pairs
 from spsjax.drafters.shapes import DynamicTree, Tree
 from spsjax.errors import InputError
 from spsjax.models import pure, transformer
@@ -17,6 +18,7 @@ from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.linear import make_linear
 from spsjax.parallel import sharding
+from spsjax.utils.from_config import build
 
 # The fixed tree of EAGLE-1: 25 tokens in five levels.
 TREE = Tree(
@@ -74,6 +76,12 @@ class Drafter(pairs.PairDrafter):
 
     def init_params(self, key, dtype=jnp.float32):
         return pure.init(Eagle, self.config, key, dtype)
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config."""
+    layer, others = features.layer_from_config(options, target)
+    return build("drafter", Drafter, others, config=layer, target=target)
 
 
 class _Layout(pair_folders.PairLayout):

@@ -5,15 +5,17 @@ It is trained to continue its own outputs, so that its drafts stay good as they 
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spsjax.drafters import eagle3_config, pair_folders, pairs
+from spsjax.drafters import eagle3_config, features, pair_folders, pairs
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.models import pure, transformer
+from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import weights
 from spsjax.models.hf.fields import COUNT
@@ -21,6 +23,7 @@ from spsjax.models.layers import Norm
 from spsjax.models.linear import INIT, head_logits, make_linear
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree
+from spsjax.utils.from_config import build
 
 IDS = pair_folders.IDS
 
@@ -194,6 +197,18 @@ def _trained(params: PyTree) -> PyTree:
 
 def _dtype(weights: PyTree):
     return weights["norm"]["scale"].dtype
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config.
+
+    Without `tap_layers` it reads the default ones; a `vocab_size` of 0 is the target's.
+    """
+    layer, others = features.layer_from_config(options, target)
+    taps = others.get("tap_layers") or default_tap_layers(target.num_layers)
+    others["tap_layers"] = tuple(taps) if isinstance(taps, list) else taps
+    others["vocab_size"] = others.get("vocab_size") or target.vocab_size
+    return build("drafter", Drafter, others, config=layer, target=target)
 
 
 class _Layout(pair_folders.PairLayout):

@@ -4,7 +4,7 @@ A feature is what the target has computed of a token, such as its final hidden s
 """
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from spsjax.models.config import Config
 from spsjax.models.layers import Context, KeysValues, context_of
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
+from spsjax.utils.from_config import build
 
 
 class FeatureDrafter(base.TrainableDrafter):
@@ -154,6 +155,23 @@ class FeatureDrafter(base.TrainableDrafter):
             remat: whether each step is computed again in the backward pass.
             later: indices that go on after the first step.
         """
+
+
+def layer_from_config(options: Mapping[str, object], target: Config) -> tuple[Config, dict]:
+    """Returns the shape of a layer and the other options of a training's section `drafter`.
+
+    Sizes that are 0 or missing are the target's.
+    """
+    others = dict(options)
+    sizes = {
+        field: others.pop(field, 0) or getattr(target, field)
+        for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
+    }
+    shared = {
+        field: getattr(target, field)
+        for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
+    }
+    return build("drafter", Config, sizes, num_layers=1, **shared), others
 
 
 def run_layer(

@@ -6,6 +6,7 @@ not.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from spsjax.drafters import folders, parallel
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure, transformer
 from spsjax.models.attention import capped
+from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import INIT, head_logits, two_rows
+from spsjax.utils.from_config import build
 
 
 class _Block(nnx.Module):
@@ -112,6 +115,11 @@ class Drafter(parallel.HeadsDrafter):
         return pure.bind(
             Medusa, self, weights, weights["heads"][0]["blocks"][0]["linear"]["bias"].dtype
         )
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config."""
+    return build("drafter", Drafter, options, target=target)
 
 
 class _Layout(folders.Layout):

@@ -5,6 +5,7 @@ tokens, and goes on with the target's. **Lossless**, as is every drafter.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from spsjax import tree
 from spsjax.drafters import folders, parallel, sample, shapes
 from spsjax.errors import check_flag, check_integer
 from spsjax.models import pure
+from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT, FLAG, NUMBER
 from spsjax.models.linear import head_logits, two_rows
 from spsjax.types import Array
+from spsjax.utils.from_config import build
 
 _NORM_EPS = 1e-6
 
@@ -170,6 +173,11 @@ class Drafter(parallel.StateDrafter):
             return run(1, network)
         later = [lambda index=index: run(index, network) for index in range(1, self.num_steps)]
         return lax.switch(depth - 1, later)
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config."""
+    return build("drafter", Drafter, options, target=target)
 
 
 _NAMES = {"project": "proj", "embed": "emb", "norm": "ln", "head": "head"}

@@ -25,7 +25,6 @@ from spsjax.types import PyTree
 from spsjax.utils import from_config, hashing
 
 LAYERS = "eagle", "eagle3"
-METHODS = (*LAYERS, "falcon", "medusa", "blockwise", "mlp_speculator", "spire")
 
 
 def default_config() -> ConfigDict:
@@ -337,29 +336,11 @@ def build_drafter(options: ConfigDict, target: transformer.Config) -> FeatureDra
             raise InputError(
                 f"drafter: expected no {field}, which training does not have, found one"
             )
-    method = options.pop("method", None)
-    if method not in METHODS:
-        expected = ", ".join(METHODS)
+    method, methods = options.pop("method", None), drafters.methods_with("from_config")
+    if method not in methods:
+        expected = ", ".join(methods)
         raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
-    module = getattr(drafters, method)
-    if method not in (*LAYERS, "falcon"):
-        return from_config.build("drafter", module.Drafter, options, target=target)
-    sizes = {
-        field: options.pop(field, 0) or getattr(target, field)
-        for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-    }
-    shared = {
-        field: getattr(target, field)
-        for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
-    }
-    layer = from_config.build("drafter", transformer.Config, sizes, num_layers=1, **shared)
-    if method == "eagle3":
-        taps = options.pop("tap_layers", ())
-        taps = taps or drafters.eagle3.default_tap_layers(target.num_layers)
-        options["tap_layers"] = tuple(taps) if isinstance(taps, list) else taps
-        if options.get("vocab_size", 0) == 0:
-            options["vocab_size"] = target.vocab_size
-    return from_config.build("drafter", module.Drafter, options, config=layer, target=target)
+    return methods[method].from_config(options, target)
 
 
 def _constants(drafter: FeatureDrafter, corpus: TrainingCorpus) -> PyTree:
@@ -371,4 +352,5 @@ def _constants(drafter: FeatureDrafter, corpus: TrainingCorpus) -> PyTree:
         rows = corpus.train[np.arange(start, min(start + 1024, len(corpus.train)))]
         counts += np.bincount(rows.ravel(), minlength=len(counts))
     frequent = np.argsort(-counts, kind="stable")[: drafter.vocab_size]
-    return {drafters.eagle3.IDS: np.sort(frequent).astype(np.int32)}
+    (name,) = drafter.constants
+    return {name: np.sort(frequent).astype(np.int32)}

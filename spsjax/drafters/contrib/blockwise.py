@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from flax import nnx
 from spsjax.drafters import folders, parallel
 from spsjax.errors import InputError, check_integer
 from spsjax.models import pure, transformer
+from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import make_linear, two_rows
+from spsjax.utils.from_config import build
 
 
 class Blockwise(nnx.Module):
@@ -76,6 +79,11 @@ class Drafter(parallel.HeadsDrafter):
 
     def init_params(self, key, dtype=jnp.float32):
         return pure.init(Blockwise, self, key, dtype)
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config."""
+    return build("drafter", Drafter, options, target=target)
 
 
 LAYOUT = folders.OwnLayout("blockwise", {"num_heads": COUNT, "d_ff": COUNT})

@@ -6,6 +6,7 @@ pairs, which all see each other, and gives k tokens, none of which depends on th
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import config_json
 from spsjax.models.hf.fields import COUNT, OBJECT
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
+from spsjax.utils.from_config import build
 
 LSTM_LAYERS = 2
 
@@ -373,6 +375,12 @@ def _last(array_BT: Array, k: int) -> Array:
     padding = [(0, 0), (k - 1, 0)] + [(0, 0)] * (array_BT.ndim - 2)
     index = jnp.arange(array_BT.shape[1])[:, None] + jnp.arange(k)
     return jnp.pad(array_BT, padding)[:, index]
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config."""
+    layer, others = features.layer_from_config(options, target)
+    return build("drafter", Drafter, others, config=layer, target=target)
 
 
 class _Layout(folders.OwnLayout):

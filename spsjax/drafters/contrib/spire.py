@@ -5,6 +5,7 @@ target's own activations wherever the target has been.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from spsjax.models.hf.fields import COUNT, NUMBER
 from spsjax.models.layers import Context, DecoderBlock, KeysValues, Norm, context_of
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, Block, PyTree
+from spsjax.utils.from_config import build
 
 _OWN = 4.0  # at first, a layer remembers its own input e^4 times as much as each other stream
 
@@ -252,6 +254,11 @@ def _of_indices(block: Block, batch: int, index: Array) -> Block:
 
 def _dtype(params: PyTree):
     return params["drafter"]["norm"]["scale"].dtype
+
+
+def from_config(options: Mapping[str, object], target: Config) -> Drafter:
+    """Returns the drafter of the section `drafter` of a training's config."""
+    return build("drafter", Drafter, options, target=target)
 
 
 class _Layout(folders.OwnLayout):

@@ -105,7 +105,7 @@ def test_loaded_drafter_begins_after_what_the_tokenizer_puts_before_a_text():
     for start, expected in ((None, 1), (0, 0), (5, 5)):  # scripts do the same, unless they are told
         options = ConfigDict({"copy": {"start": start, "max_suffix": 2}})
         drafter = configs.load_drafter("copy", "", options, target)
-        assert drafter == copy.Drafter(start=expected, max_suffix=2)
+        assert drafter.drafter == copy.Drafter(start=expected, max_suffix=2)
 
 
 @pytest.mark.parametrize(
