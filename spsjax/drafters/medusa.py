@@ -1,4 +1,4 @@
-"""One head per draft token, on the target's last state (Medusa; Cai et al. 2024, arXiv 2401.10774).
+"""Heads on the target's last state, one per draft token (Medusa; Cai et al., arXiv 2401.10774).
 
 Head i predicts token t + 2 + i from the state after token t, and sees nothing of what comes
 between. **Lossless**, as is every drafter; the paper's typical acceptance is a verifier, and is

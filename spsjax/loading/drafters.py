@@ -14,7 +14,6 @@ from spsjax.drafters import (
     base,
     datastore,
     draft_model,
-    features,
     hybrid,
     shapes,
     sparse_self,
@@ -128,18 +127,18 @@ def save_drafter(
     InputError for another drafter, or if the folder cannot be written.
     """
     inner = getattr(drafter, "drafter", drafter)
-    if not isinstance(drafter, LoadedDrafter) or not isinstance(inner, features.FeatureDrafter):
+    layout = getattr(sys.modules[type(inner).__module__], "LAYOUT", None)
+    if not isinstance(drafter, LoadedDrafter) or layout is None:
         raise InputError(
             "drafter: expected a loaded drafter of the target's features, found "
             f"{type(inner).__module__.rpartition('.')[2]}.{type(inner).__name__}"
         )
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
-    shapes = jax.tree.map(jnp.shape, inner.param_shapes(jnp.float32))
-    if jax.tree.map(jnp.shape, drafter.params) != shapes:
+    expected = jax.tree.map(jnp.shape, inner.param_shapes(jnp.float32))
+    if jax.tree.map(jnp.shape, drafter.params) != expected:
         raise InputError("drafter: expected the weights of its shape, found others")
     check_path("folder", folder)
-    layout = sys.modules[type(inner).__module__].LAYOUT
     about = drafter.params, target.name, compute_type(dtype)
     try:
         layout.write(pathlib.Path(folder), inner, *about)
@@ -170,7 +169,7 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     method, _, rest = str(name).partition(":")
     methods = drafters.methods_with("from_name")
-    if method in methods:
+    if method in methods and (rest or isinstance(name, str)):  # a path may have such a name
         return _of_name(method, rest, target, tree)
     if method == "window":
         return _with_window(str(name), rest, target, replicate, tree)
