@@ -1,4 +1,4 @@
-"""Compiles a pair for a TPU slice that is not attached, and reports what it needs there.
+"""Compiles a pair for a TPU slice that is not attached, and reports memory and lower bounds.
 
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
@@ -20,11 +20,12 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
+from spsjax import drafters
 from spsjax.cli import configs, main, terminal
-from spsjax.drafters import sparse_self
+from spsjax.drafters import base, draft_model, sparse_self
 from spsjax.errors import InputError
-from spsjax.performance import aot, compiled_program
-from spsjax.training import train_head
+from spsjax.models.config import Config
+from spsjax.planning import aot, compile_report, compiled_program
 from spsjax.utils import atomic_files
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -33,42 +34,53 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the 
 _DRAFTER = flags.DEFINE_string(
     "drafter",
     None,
-    f"Draft without config.draft: {', '.join(train_head.LAYERS)} (from the target's features), or "
-    "sparse_self:512 (the target with a cache of 512 tokens).",
+    "Draft without config.draft: eagle, eagle3 (from the target's features), or sparse_self:512 "
+    "(the target with a cache of 512 tokens).",
 )
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
+
+# Keys of the config that describe the drafter, and those that `report` takes.
+OF_DRAFTER = "draft", "head", "num_speculative_tokens", "tree"
+OF_REPORT = "acceptance", "collective_us", "compiler_options"
 
 
 def run():
     config = _CONFIG.value.to_dict()
     main.check_writable(_JSON.value)
-    head = config.pop("head", {})
-    known = inspect.signature(aot.compile_pair).parameters
-    for key in config:
-        if key not in known:
-            raise InputError(f"--config: expected no key {key}, found one")
     target = configs.model_config(config.pop("target"), _CONFIGS / "models")
-    draft = config.pop("draft")
-    method, _, slots = (_DRAFTER.value or "").partition(":")
-    if method == "sparse_self":
-        draft = sparse_self.by_name(slots, target)
-    elif _DRAFTER.value:
-        if method not in train_head.LAYERS or slots:
-            known = ", ".join((*train_head.LAYERS, "sparse_self:512"))
-            raise InputError(f"--drafter: expected one of {known}, found {_DRAFTER.value}")
-        chosen = {field: value for field, value in head.items() if value}
-        draft = train_head.build_drafter({"method": _DRAFTER.value} | chosen, target)
-    else:
-        draft = configs.model_config(draft, _CONFIGS / "models")
+    drafter = _drafter(target, *(config.pop(key) for key in OF_DRAFTER))
+    options = {key: config.pop(key) for key in OF_REPORT}
+    options["compiler_options"] = _options(options["compiler_options"])
     config["quantize"] = config["quantize"] or None
-    config["compiler_options"] = _options(config["compiler_options"])
-    config["tree"] = configs.read_tree(config["tree"]) if config["tree"] else None
-    report = aot.compile_pair(
-        target, draft, _TOPOLOGY.value, progress=terminal.progress("compiling"), **config
-    )
-    show(report, config["num_speculative_tokens"])
+    for key in config:
+        if key not in inspect.signature(aot.plan_pair).parameters:
+            raise InputError(f"--config: expected no key {key}, found one")
+    plan = aot.plan_pair(target, drafter, _TOPOLOGY.value, **config)
+    report = compile_report.report(plan, **options, progress=terminal.progress("compiling"))
+    show(report, drafter.num_speculative_tokens)
     if _JSON.value:
         atomic_files.write(_JSON.value, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+
+
+def _drafter(target: Config, draft: str, head: dict, K: int, tree: str) -> base.Stepwise:
+    """Returns the drafter of --drafter, or a draft model of the shape `draft`."""
+    shape = {"tree": configs.read_tree(tree) if tree else None, "num_speculative_tokens": K}
+    method, _, slots = (_DRAFTER.value or "").partition(":")
+    if not method:
+        config = configs.model_config(draft, _CONFIGS / "models")
+        return draft_model.Drafter(config, **shape)
+    if method == "sparse_self":
+        return dataclasses.replace(sparse_self.by_name(slots, target), **shape)
+    methods = {
+        name: module
+        for name, module in drafters.methods_with("from_config").items()
+        if hasattr(module.Drafter, "cache_slots")  # `base.Stepwise`
+    }
+    if method not in methods or slots:
+        known = ", ".join((*methods, "sparse_self:512"))
+        raise InputError(f"--drafter: expected one of {known}, found {_DRAFTER.value}")
+    fields = {field: value for field, value in head.items() if value}
+    return dataclasses.replace(methods[method].from_config(fields, target), **shape)
 
 
 def _options(text: str) -> dict[str, str]:
@@ -80,7 +92,7 @@ def _options(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def show(report: aot.CompileReport, K: int) -> None:
+def show(report: compile_report.CompileReport, K: int) -> None:
     """Prints tables of the programs and of their passes, and the predicted speed-up."""
     print(
         f"{report.device}: {report.needed / 1e9:.2f} of {report.memory / 1e9:.2f} GB per chip: "
@@ -96,7 +108,7 @@ def show(report: aot.CompileReport, K: int) -> None:
     )
 
 
-def show_programs(report: aot.CompileReport) -> None:
+def show_programs(report: compile_report.CompileReport) -> None:
     """Prints memory, cycles and collectives of each program."""
     programs = [
         (
@@ -114,7 +126,7 @@ def show_programs(report: aot.CompileReport) -> None:
     print("(the body of a loop, and of the loop of draft steps within it, is counted once)\n")
     scopes = [
         scope
-        for scope in compiled_program.PARTS
+        for scope in compiled_program.PHASES
         if any(scope in program.cycles for program in report.programs.values())
     ]
     cycles = (
@@ -136,7 +148,7 @@ def show_programs(report: aot.CompileReport) -> None:
     terminal.print_table(header, collectives, left=(0, 1, 3))
 
 
-def show_passes(report: aot.CompileReport) -> None:
+def show_passes(report: compile_report.CompileReport) -> None:
     """Prints the lower bounds on the time of each pass."""
     passes = []
     for name, cost in report.passes.items():
@@ -148,8 +160,8 @@ def show_passes(report: aot.CompileReport) -> None:
 
 
 def _where(scope: str) -> str:
-    """Returns the part of the round that a scope belongs to; the draft's later steps are a loop."""
-    return compiled_program.part(scope) + ", each step" * ("/propose/while/" in scope)
+    """Returns the phase of a round that a scope belongs to; the draft's later steps are a loop."""
+    return compiled_program.phase(scope) + ", each step" * ("/propose/while/" in scope)
 
 
 if __name__ == "__main__":

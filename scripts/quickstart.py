@@ -12,10 +12,10 @@ from absl import flags
 from ml_collections import config_flags
 
 import spsjax
+from spsjax.benchmarks import speed, speed_report, workloads
+from spsjax.benchmarks.summary import SystemSummary, fastest
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import check_integer
-from spsjax.evaluation import speed
-from spsjax.evaluation.summary import SystemSummary
 from spsjax.models import transformer
 
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -38,13 +38,13 @@ def run():
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
 
-    fastest = terminal.fastest(speed.trial(config, target, draft, terminal.progress("trying K")))
-    counts = {name: system.num_speculative_tokens for name, system in fastest.items()}
-    found = ", ".join(f"K = {count} ({name})" for name, count in counts.items())
-    print(f"Fastest of K = {config.num_speculative_tokens} in a short trial here: {found}")
+    trial = fastest(speed.trial(config, target, draft, terminal.progress("trying K")))
+    counts = {name: system.num_speculative_tokens for name, system in trial.items()}
+    best = ", ".join(f"K = {count} ({name})" for name, count in counts.items())
+    print(f"Fastest of K = {config.num_speculative_tokens} in a short trial here: {best}")
     config.num_speculative_tokens = tuple(sorted(set(counts.values())))
 
-    settings = speed.sampling_settings(config, [config.preview])
+    settings = workloads.sampling_settings(config, [config.preview])
     K = counts.get(config.preview, config.num_speculative_tokens[0])
     options = {
         "sampling": settings[config.preview],
@@ -61,8 +61,8 @@ def run():
     terminal.heading(f"{config.max_new_tokens} tokens after held-out code, one text at a time")
     progress = terminal.progress("measuring")
     report = speed.speed_benchmark(config, target, draft, progress=progress)
-    terminal.speed_table(report.systems)
-    terminal.speed_summary(report)
+    terminal.print_tables(speed_report.tables(report)[:1])
+    print("\n".join(speed_report.sentences(report)))
     print(f"\n{verdict(report.systems)}\nTests of exactness: bash scripts/test.sh")
 
 
@@ -70,7 +70,7 @@ def verdict(systems: list[SystemSummary]) -> str:
     """Returns a sentence with the best K and speed-up of each setting."""
     clauses = (
         f"{system.speedup:.2f} x as fast, {setting} (K = {system.num_speculative_tokens})"
-        for setting, system in terminal.fastest(systems).items()
+        for setting, system in fastest(systems).items()
     )
     return "Speculative sampling at its best K: " + "; ".join(clauses) + "."
 

@@ -1,4 +1,4 @@
-"""Serves a pair with the endpoints of OpenAI's API, and a page that shows how texts come about.
+"""Serves a pair with the endpoints of OpenAI's API, and a page that colours tokens by kind.
 
 python scripts/serve.py --target=FOLDER --draft=FOLDER
 SPSJAX_API_KEY=... python scripts/serve.py --config.host=0.0.0.0   # clients must send the key
@@ -49,15 +49,11 @@ def run():
     config = _CONFIG.value
     configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     main.check_installed("serving", "starlette", "uvicorn", "pydantic", "prometheus_client")
-    import uvicorn
-
     from spsjax.serving import app
-    from spsjax.serving.worker import Worker
 
     for field in ("most_waiting", "most_bytes", "most_tokens", "grace_seconds"):
         check_integer(field, config[field], 1)
-    first = multihost.is_main_process()
-    listening, loopback = bound(config.host, config.port) if first else (None, False)
+    address = bound(config.host, config.port) if multihost.is_main_process() else None
     target = loading.load(
         config.target, configs.mesh(config.mesh), config.dtype, quantize=config.quantize
     )
@@ -76,22 +72,33 @@ def run():
     lengths = (config.chunk + 1, config.chunk, 128, 96, 64, 48, 32)
     lengths = dict.fromkeys(min(length, room) for length in lengths)
     prompts = [_PROMPT * length for length in lengths]
-    if not first:
-        if config.warm_up:
-            engine.warm_up(prompts)
-        engine.follow()
+    if address is not None:
+        serve(config, engine, prompts, page, address, app.Options(target.name, key, **limits))
         return
+    if config.warm_up:
+        engine.warm_up(prompts)
+    engine.follow()
+
+
+def serve(config, engine, prompts: list, page, address: tuple[socket.socket, bool], options):
+    """Serves an engine at an address that `bound` returned, until the server is stopped."""
+    import uvicorn
+
+    from spsjax.serving import app
+    from spsjax.serving.worker import Worker
+
+    listening, loopback = address
     host, port = listening.getsockname()[:2]
     # Without a key, pages of other names must not reach it through a browser on this machine.
-    hosts = (host, "localhost") if loopback and not key and ":" not in host else ()
-    options = app.Options(target.name, key, **limits, hosts=hosts)
+    if loopback and not options.api_key and ":" not in host:
+        options = dataclasses.replace(options, hosts=(host, "localhost"))
     failure, serving = [], threading.Event()
 
     def prepare():
         serving.wait()
         try:
             engine.warm_up(prompts, progress=progress())
-        except Exception as error:  # told when the server has ended
+        except Exception as error:  # raised when the server has ended
             failure.append(error)
             server.should_exit = True
             sys.exit()  # this thread: the engine is not ready
@@ -99,18 +106,17 @@ def run():
     worker = Worker(engine, config.most_waiting, prepare if config.warm_up else None)
     served = app.make(worker, options, page)
     host = f"[{host}]" if ":" in host else host
-    if not key and not loopback:
+    if not options.api_key and not loopback:
         terminal.note(
             "warning: whoever reaches this machine can use the server; set SPSJAX_API_KEY"
         )
     print(f"Serving {options.name} at http://{host}:{port}/v1", flush=True)
     if jax.process_count() == 1:
         print(f"A page that shows how a text comes about: http://{host}:{port}/", flush=True)
-    # Clients hear from the worker why their requests end; uvicorn need not cut them off. A client
-    # that uses a connection again just when it is closed for being idle would lose a request.
+    # The worker tells clients why their requests end, before uvicorn closes connections. A client
+    # that reuses a connection while it is closed for being idle would lose a request.
     late = config.grace_seconds + _SECONDS_TO_END
     times = {"timeout_keep_alive": 60, "timeout_graceful_shutdown": late}
-    how = uvicorn.Config(served, log_level="warning", **times)
     # uvicorn lets requests end, then raises the signal again. Other processes wait for a clean end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 
@@ -125,14 +131,14 @@ def run():
             await super().shutdown(sockets)
             stop.cancel()
 
-    server = Server(how)
+    server = Server(uvicorn.Config(served, log_level="warning", **times))
     server.run(sockets=[listening])
     if failure:
         raise failure[0]
 
 
 def public(name: str) -> str:
-    """Returns the name of a model or drafter without the place of its folder on this machine."""
+    """Returns the name of a model or drafter without the path of its folder."""
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name).resolve().name
     method, folder = re.fullmatch(r"(.*[:+])?(.*)", name, re.DOTALL).groups("")
@@ -180,7 +186,7 @@ def bound(host: str, port: int) -> tuple[socket.socket, bool]:
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen()  # so that whoever reads the address can connect at once
+        listening.listen()  # so that a client can connect as soon as it reads the address
     except (OSError, UnicodeError) as error:
         raise InputError(
             f"host, port: {host}:{port}: expected a free address, found {one_line(error)}"

@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TPU=${TPU:-spsjax} ZONE=${ZONE:-us-east5-a} TYPE=${TYPE:-v5p-32} RESULTS=${RESULTS:-runs}
 COMMAND=${COMMAND:-"python scripts/benchmark.py --distributed \
---config.mesh.data=2 --config.mesh.model=8 --json=$RESULTS/pod.json"}
+--config.mesh.data=2 --config.mesh.model=8 --workdir=$RESULTS/pod"}
 
 version() {
   case $TYPE in

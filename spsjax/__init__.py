@@ -5,11 +5,11 @@ Everything exported here is public; all else is internal and may change.
 
 from spsjax import drafters, verifiers
 from spsjax.drafters.shapes import DynamicTree, Tree
-from spsjax.engine import Engine
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream
 from spsjax.loading import LoadedDrafter, Model, load, load_drafter, save_drafter
 from spsjax.parallel import sharding
+from spsjax.runtime.engine import Engine
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal, Verdict
 from spsjax.verifiers.lenience import lenience_bias

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each with one line that names the thing, and input checks."""
+"""Errors that a user can cause, with one-line messages, and checks of inputs."""
 
 import os
 import pathlib
@@ -16,18 +16,18 @@ class NonFiniteError(ArithmeticError):
 
 
 class Stopped(Exception):
-    """The end of a run that was told to stop, after everything was saved."""
+    """The end of a run that received a stop signal and has saved its state."""
 
 
 def short_repr(value) -> str:
-    """Returns `repr(value)` on one line, without the middle of a long one, for a message."""
+    """Returns `repr(value)` on one line for a message; the middle of a long one is cut out."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     return " ".join(short.repr(value).split())
 
 
 def check_integer(name: str, value, least: int, most: int | None = None) -> None:
-    """Raises InputError unless `value` is an integer from `least` to `most`; a bool is not one."""
+    """Raises InputError unless `value` is an integer in [least, most]; a bool is not an integer."""
     if type(value) is int and least <= value and (most is None or value <= most):
         return
     bound = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
@@ -41,9 +41,9 @@ def check_flag(name: str, value) -> None:
 
 
 def check_path(name: str, value) -> None:
-    """Raises InputError unless `value` is a path that a file can have.
+    """Raises InputError unless `value` is a valid path of a file.
 
-    An empty text is refused, because it would be the current folder.
+    An empty text is refused, because it would mean the current folder.
     """
     if not isinstance(value, (str, pathlib.Path)):
         raise InputError(f"{name}: expected a text or a path, found {type(value).__name__}")
@@ -73,9 +73,9 @@ def one_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Returns a text on one line, with an escape such as `\x1b` for what is not printable.
+    r"""Returns a text on one line, with escapes such as `\x1b` for unprintable characters.
 
-    Messages quote files from elsewhere, and a terminal obeys control characters.
+    Messages quote downloaded files, and a terminal would obey their control characters.
     """
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()

@@ -7,17 +7,20 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import numpy as np
 
-from spsjax import chance, decode, execution, pacing
+from spsjax.decode import DecodeState, Program, step
+from spsjax.decode.schedule import Schedule
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
-from spsjax.request import Request, check_model
-from spsjax.rounds import Round
+from spsjax.runtime import costs, drafting, low_acceptance
+from spsjax.runtime.batch import Batch
+from spsjax.runtime.loop import Loop
+from spsjax.runtime.rounds import Round
+from spsjax.runtime.setup import Setup
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization.base import incremental_text
 from spsjax.types import Proposal
-from spsjax.utils.compilation import compiled
 from spsjax.verifiers import match
 from spsjax.verifiers.base import Verifier
 
@@ -69,7 +72,7 @@ def generate(
     model: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | str | pacing.Pacer | None = None,
+    num_speculative_tokens: int | str | Schedule | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int | Sequence[int] = 128,
     seed: int = 0,
@@ -87,10 +90,10 @@ def generate(
             `load_drafter` returns; or a `spsjax.drafters.*.Drafter` that has no weights.
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
-            costs (`spsjax.pacing.Fastest`), for which the first call of its shapes runs rounds for
-            about three seconds; a `spsjax.pacing.Pacer`: by another rule. Chains are
-            then up to 7 tokens long, or as long as the drafter's own K if that is greater. Without
-            a drafter it is ignored.
+            costs (`spsjax.decode.schedule.Fastest`), for which the first call of its shapes times
+            rounds for a few seconds; a `spsjax.decode.schedule.Schedule`: by another rule. Chains
+            are then up to 7 tokens long, or as long as the drafter's own K if that is greater.
+            Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
         seed: integer in [0, 2**32); row b of any call with this seed draws the same random numbers.
@@ -105,27 +108,16 @@ def generate(
         InputError: an argument that cannot be used; the message names it.
         NonFiniteError: a model gave a NaN or an infinity; the message names row and position.
     """
-    request = Request(
-        "generate",
-        model,
-        prompts,
-        drafter,
-        num_speculative_tokens,
-        sampling,
-        max_new_tokens,
-        seed,
-        verifier,
-        stop_at_eos,
-        stop_token_ids,
-    )
-    return _run(request)
+    setup = Setup(model, drafter, num_speculative_tokens, verifier, stop_at_eos, stop_token_ids)
+    batch = setup.batch(prompts, sampling, max_new_tokens, seed)
+    return _run(setup, setup.loop_for(batch, "generate"), batch)
 
 
 def stream(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | str | pacing.Pacer | None = None,
+    num_speculative_tokens: int | str | Schedule | None = None,
     **options,
 ) -> Iterator[str]:
     """Yields the text of one continuation as it grows; the pieces join to `generate`'s text.
@@ -133,7 +125,7 @@ def stream(
     Takes what `generate` takes, and raises what it raises. A character that spans tokens is held
     back until it is complete.
     """
-    check_model(model)
+    drafting.check_model(model)
     if model.tokenizer is None:
         raise InputError(f"{model.name}: expected a model with a tokenizer, found none")
     ids, steps = rounds(model, prompt, drafter, num_speculative_tokens, **options)
@@ -145,7 +137,7 @@ def rounds(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter | None = None,
-    num_speculative_tokens: int | str | pacing.Pacer | None = None,
+    num_speculative_tokens: int | str | Schedule | None = None,
     sampling: SamplingParams = SamplingParams(),
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -155,27 +147,16 @@ def rounds(
     stop_token_ids: Sequence[int] = (),
 ) -> tuple[list[int], Iterator[Round]]:
     """Returns the prompt's token ids, and the rounds of one continuation as they happen."""
-    request = Request(
-        "rounds",
-        model,
-        [prompt],
-        drafter,
-        num_speculative_tokens,
-        sampling,
-        max_new_tokens,
-        seed,
-        verifier,
-        stop_at_eos,
-        stop_token_ids,
-    )
-    return request.prompts[0], _rounds(request)
+    setup = Setup(model, drafter, num_speculative_tokens, verifier, stop_at_eos, stop_token_ids)
+    batch = setup.batch([prompt], sampling, max_new_tokens, seed, "prompt")
+    return batch.prompts[0], _rounds(setup, setup.loop_for(batch, "rounds"), batch)
 
 
 def propose(
     model: Model,
     prompt: str | Sequence[int],
     drafter: Model | LoadedDrafter | base.Drafter,
-    num_speculative_tokens: int | str | pacing.Pacer | None = None,
+    num_speculative_tokens: int | str | Schedule | None = None,
     sampling: SamplingParams = SamplingParams(),
     seed: int = 0,
 ) -> Proposal:
@@ -186,48 +167,38 @@ def propose(
     """
     if drafter is None:
         raise InputError("drafter: expected a loaded model or a drafter, found None")
-    request = Request(
-        "propose",
-        model,
-        [prompt],
-        drafter,
-        num_speculative_tokens,
-        sampling,
-        0,
-        seed,
-        match.Verifier(),  # verifies nothing here, but allows chains and trees
-        False,
-    )
-    state, _ = execution.prefill(request)
-    with model.in_mesh():
-        proposal, _ = compiled(_propose, request.program)(request.params, state)
+    rule = match.Verifier()  # verifies nothing here, but allows chains and trees
+    setup = Setup(model, drafter, num_speculative_tokens, rule, False)
+    batch = setup.batch([prompt], sampling, 0, seed, "prompt")
+    loop = setup.loop_for(batch, "propose")
+    loop.program = dataclasses.replace(loop.program, schedule=None)
+    proposal = loop.call(_propose, loop.program)(loop.params, loop.read(batch))
     return jax.tree.map(lambda leaf: leaf[:1], multihost.to_host(proposal))
 
 
-def _propose(program: decode.Program, params, state: decode.DecodeState) -> Proposal:
-    program = dataclasses.replace(program, pacer=None)
-    state, now = decode.next_round(program, params, state)
-    return dataclasses.replace(decode.propose(program, params, state, now), aux=())
+def _propose(program: Program, params, state: DecodeState) -> Proposal:
+    state, now = step.next_round(program, params, state)
+    return dataclasses.replace(step.propose(program, params, state, now), aux=())
 
 
-def _run(request: Request) -> Generation:
-    """Runs the whole request in one jitted loop."""
-    preparing = execution.prepare(request)
-    start = time.perf_counter()
-    state, first = execution.prefill(request)
+def _run(setup: Setup, loop: Loop, batch: Batch) -> Generation:
+    """Runs all rows of a batch in one jitted loop."""
+    known = costs.of(loop, batch)
+    start, before = time.perf_counter(), loop.compile_seconds
+    state = loop.read(batch, known)
     jax.block_until_ready(state)
-    prompt_seconds = time.perf_counter() - start - first
-    state, second = execution.run(request, state)
+    prompt_seconds = time.perf_counter() - start - (loop.compile_seconds - before)
+    state = loop.run(state, costs=known)
     result = multihost.to_host(_small(state))
-    seconds = time.perf_counter() - start - first - second
+    seconds = time.perf_counter() - start - (loop.compile_seconds - before)
     _check_finite(result)
-    count = len(request.prompts)
-    spans = zip(request.lengths[:count], result["lengths"])
+    count = len(batch.prompts)
+    spans = zip(batch.lengths[:count], result["lengths"])
     tokens = [row[start:end] for row, (start, end) in zip(result["tokens"], spans)]
     histogram = result["accepted"][:count].sum(axis=0)
     proposed = int(result["proposed"][:count].sum())
     calls = result["rounds"][:count]
-    chance.note(request, proposed, histogram)
+    low_acceptance.count(setup, proposed, histogram)
     stats = Stats(
         target_calls=int(calls.max()),
         proposed_tokens=proposed,
@@ -236,23 +207,23 @@ def _run(request: Request) -> Generation:
         accepted_histogram=histogram.tolist(),
         seconds=seconds,
         prompt_seconds=prompt_seconds,
-        compile_seconds=preparing + first + second,
+        compile_seconds=loop.compile_seconds,
     )
-    texts, tokenizer = None, request.model.tokenizer
+    texts, tokenizer = None, setup.model.tokenizer
     if tokenizer is not None:
-        pairs = zip(request.prompts, tokens)
-        ends = request.program.eos_ids
+        pairs = zip(batch.prompts, tokens)
+        ends = setup.program.eos_ids
         texts = [incremental_text(tokenizer, prompt, new, ends) for prompt, new in pairs]
     return Generation(tokens, texts, stats)
 
 
-def _rounds(request: Request) -> Iterator[Round]:
-    """Yields the rounds of a request of one row: the same step, called from here."""
-    execution.prepare(request)
-    state, _ = execution.prefill(request)
+def _rounds(setup: Setup, loop: Loop, batch: Batch) -> Iterator[Round]:
+    """Yields the rounds of a batch of one prompt: the same loop, one round at a time."""
+    known = costs.of(loop, batch)
+    state = loop.read(batch, known)
     before = multihost.to_host(_small(state))
     while not before["done"].all():
-        state, _ = execution.run(request, state, 1)
+        state = loop.run(state, 1, known)
         after = multihost.to_host(_small(state))
         _check_finite(after)
         proposed = int(after["proposed"][0] - before["proposed"][0])
@@ -260,13 +231,13 @@ def _rounds(request: Request) -> Iterator[Round]:
             tokens=after["tokens"][0, before["lengths"][0] : after["lengths"][0]],
             accepted=int(np.argmax(after["accepted"][0] - before["accepted"][0])),
             proposed=proposed,
-            longest=min(proposed, request.program.drafter.num_speculative_tokens),
+            longest=min(proposed, setup.num_speculative_tokens),
         )
         before = after
-    chance.note(request, int(before["proposed"][0]), before["accepted"][0])
+    low_acceptance.count(setup, int(before["proposed"][0]), before["accepted"][0])
 
 
-def _small(state: decode.DecodeState) -> dict[str, jax.Array]:
+def _small(state: DecodeState) -> dict[str, jax.Array]:
     """Returns what the host reads of a state: everything but caches and keys."""
     fields = ("tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted")
     return {field: getattr(state, field) for field in fields}
@@ -284,8 +255,8 @@ def _texts(
     model: Model, prompt: list[int], steps: Iterator[Round], ends: Collection[int] = ()
 ) -> Iterator[str]:
     tokens, sent = [], 0
-    for step in steps:
-        tokens += step.tokens.tolist()
+    for decoded in steps:
+        tokens += decoded.tokens.tolist()
         text = incremental_text(model.tokenizer, prompt, tokens, ends)
         whole = text.rstrip("\ufffd")
         if len(whole) > sent:

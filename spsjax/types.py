@@ -36,21 +36,21 @@ PyTree = Any
 
 
 def pytree_dataclass(cls):
-    """Makes a frozen dataclass whose fields are pytrees of arrays, unless they are static."""
+    """Returns a class as a frozen dataclass and pytree; its fields are pytrees or static."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
 @pytree_dataclass
 class Block:
-    """Keys and values of one round's nodes, in node order, that are not in a cache yet.
+    """Keys and values of one round's nodes, in node order, before they are written to a cache.
 
-    A chunk of a prompt is a block, too.
+    The keys and values of a prompt's chunk are also passed as a block.
     """
 
     keys: tuple[Array, ...]  # one [B, G, P, C] per layer
     values: tuple[Array, ...]  # one [B, G, P, C] per layer
-    positions: Array  # [B, P] int32; -1: no node is here, or not yet
-    size: Array  # [] int32, nodes so far; the next ones go behind them
+    positions: Array  # [B, P] int32; -1: an empty place
+    size: Array  # [] int32, number of nodes so far; new nodes are appended at this index
 
 
 @pytree_dataclass
@@ -60,43 +60,42 @@ class ModelOutput:
     logits: Array  # [B, T, V] float32
     hidden: Array  # [B, T, D] after the final norm
     taps: tuple[Array, ...]  # one [B, T, D] per tapped layer: the residual stream that enters it
-    block: Block  # the block that was given, if any, then these T tokens
+    block: Block  # the input block, if there was one, followed by these T tokens
 
 
 @pytree_dataclass
 class Chunk:
-    """A chunk of the prompts, which the target has read.
+    """Chunk of the prompts that the target has read.
 
-    Chunks come in order. The last one may repeat tokens of the one before, and a chunk has padding
-    behind shorter prompts.
+    Chunks come in order. The last chunk may repeat tokens of the previous one. Shorter prompts are
+    padded at their end.
     """
 
     tokens: Array  # [B, T] int32
     following: Array  # [B, T] int32, the token after each
     starts: Array  # [B] int32, position of the first token
-    lengths: Array  # [B] int32, lengths of the whole prompts. Their last token is the root of the
-    #   first round, and counts as not read yet
-    cache: PyTree  # the target's `caches.KVCache`, with this chunk
+    lengths: Array  # [B] int32, lengths of the whole prompts. A prompt's last token is the root of
+    #   the first round, so its key and value do not count as cached
+    cache: PyTree  # the target's `caches.KVCache`, which includes this chunk
 
 
 @pytree_dataclass
 class Round:
-    """Inputs of one round of a drafter, which it only reads."""
+    """Inputs of one round of a drafter. The drafter does not change them."""
 
     tokens: Array  # [B, S] int32, the token buffer
     lengths: Array  # [B] int32, committed tokens per row
     rows: PyTree  # sampling parameters per row, `sampling.RowParams`
     keys: Array  # [B] keys of the round
     cache: PyTree  # the target's `caches.KVCache`, which holds all tokens before the root
-    depths: Array | None = None  # [B] int32, the greatest depth at which a row wants a token; None:
-    #   K in every round. Deeper tokens are dropped, so that a drafter need not look at it unless
-    #   that saves time
-    done: Array | None = None  # [B] bool, rows that want nothing any more; None: none
-    stops: Any = None  # `sample.Stops` that end chains early, which no `jit` takes as an argument;
-    #   None: none does
+    depths: Array | None = None  # [B] int32, draft length per row; None: K in every round. The loop
+    #   drops deeper tokens, so a drafter uses `depths` only to save time
+    done: Array | None = None  # [B] bool, rows that are finished; None: no row is
+    stops: Any = None  # `sample.Stops`, a rule that ends chains early; None: no rule. It holds
+    #   functions, so a round with a rule cannot be an argument of `jit`
 
     def wanted(self, most: int) -> Array:
-        """Returns [B] int32, how many tokens each row wants, at most `most`."""
+        """Returns the number of draft tokens per row [B] int32, at most `most`."""
         depths = jnp.full_like(self.lengths, most)
         if self.depths is not None:
             depths = jnp.minimum(depths, self.depths)
@@ -104,7 +103,7 @@ class Round:
 
     @property
     def root(self) -> Array:
-        """The last committed tokens [B]."""
+        """The last committed token per row [B]."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
 
 
@@ -112,23 +111,24 @@ class Round:
 class Proposal:
     """N draft tokens per row: a chain, or a tree whose root is the last committed token.
 
-    A parent comes before its children. The children of one node are in the order in which they
-    were drawn, without replacement: each from what the earlier ones have left of the distribution.
+    A parent comes before its children. The children of a node were drawn without replacement, and
+    are in the order of drawing. Each was drawn from the distribution without the earlier siblings'
+    tokens, renormalised.
     """
 
     tokens: Array  # [B, N] int32; -1: no token here, and nothing below it can be accepted
     probs: Array | None  # [B, P, V] float32: the children of node p were drawn from probs[:, p];
     #   for a chain P = N. None: every token is a point mass
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
-    eligible: Array | None = None  # [B, N] bool: may be accepted; None: all may
-    aux: PyTree = ()  # arrays for the drafter's own `commit`, which nothing else looks at
+    eligible: Array | None = None  # [B, N] bool, whether a token may be accepted; None: all may
+    aux: PyTree = ()  # arrays for the drafter's own `commit`; no other code reads them
 
 
 @pytree_dataclass
 class Independent(Proposal):
-    """A proposal whose siblings were drawn independently of each other, so that some may be equal.
+    """Proposal whose siblings were drawn independently of each other, so that some may be equal.
 
-    It is a type because this is a property of the compiled program, on which rules depend.
+    It is a type, not a field: verifiers choose their rule by it when the program is traced.
     """
 
 
@@ -137,7 +137,7 @@ class Verdict:
     """Decision of a verifier about one proposal; K is the greatest depth of a node."""
 
     tokens: Array  # [B, K+1] int32: accepted tokens, the residual or bonus token, then -1
-    num_tokens: Array  # [B] int32, 1..K+1; 0..K, without the last token, if the row is not valid
+    num_tokens: Array  # [B] int32, 1..K+1. An invalid row has no last token: 0..K
     path: Array  # [B, K+1] int32: the root, the accepted nodes, then -1
-    valid: Array  # [B] bool: False if no next token could be drawn: its distribution was
-    #   non-finite or all zeros
+    valid: Array  # [B] bool; False: the next token's distribution was not finite or all zeros, so
+    #   that no token could be drawn

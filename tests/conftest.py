@@ -21,9 +21,10 @@ from helpers import drafting, touched
 from helpers.models import nearby_model, spread_model, spread_params, tiny_config
 from helpers.tiny_training import write_texts
 
-from spsjax import decode, execution, loading, tokenization
+from spsjax import decode, loading, tokenization
 from spsjax.models.hf import weights as hf_weights
-from spsjax.performance import aot
+from spsjax.planning import aot, compile_report
+from spsjax.runtime import costs
 from spsjax.utils import compilation
 
 TIERS = {
@@ -37,20 +38,21 @@ _START = time.perf_counter()
 LONGEST = 10.0  # seconds of a test in the gate
 # Files that take longest, which begin first so that no process waits for another at the end.
 FIRST = (
-    *("mutation", "whole_texts", "train_head", "eagle", "aot", "distributed"),
+    *("mutation", "whole_texts", "fit", "eagle", "aot", "distributed"),
     *("sampled_texts", "exactness"),
-    *("verifiers", "notebooks", "scripts", "tree_scripts", "chunks_and_rows", "families"),
-    *("sharding", "tree_texts", "loop", "resume", "trainer", "recorded_tokens", "paper"),
+    *("verifiers", "notebooks", "scripts", "chunks_and_rows", "families"),
+    *("sharding", "tree_texts", "loop", "resume", "recorded_tokens", "paper"),
 )
 
 # Tracing and compiling make Python look for garbage often, which takes up to a fifth of their time.
 # It is collected once per group instead.
 gc.disable()
 
-execution._SECONDS, execution._LEAST_SWEEPS = 0.0, 1  # costs need not be exact here
+costs._SECONDS, costs._LEAST_SWEEPS = 0.0, 1  # costs need not be exact here
 
 # Tests and a notebook plan for the same slice: it is compiled once.
-aot.compile_pair = functools.cache(aot.compile_pair)
+aot.plan_pair = functools.cache(aot.plan_pair)
+compile_report.report = functools.cache(compile_report.report)
 
 
 def pytest_addoption(parser):
@@ -199,7 +201,7 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture
 def exact_buffers(monkeypatch):
     """Buffers as long as needed, not of 32 slots or more: large batches run 7 times faster."""
-    monkeypatch.setattr(decode, "num_slots", lambda length: length)
+    monkeypatch.setattr(decode.sizes, "num_slots", lambda length: length)
 
 
 @pytest.fixture(scope="session")
@@ -247,6 +249,33 @@ def tiny_tokenizer(tmp_path_factory):
     """A tokenizer of 300 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, 300)
+
+
+# `helpers.command_line` and `tokenizers` take long to import, and few tests need them.
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory) -> list[str]:
+    """Flags that name a tiny target and a draft, each with a tokenizer."""
+    from helpers.command_line import tiny_pair
+
+    return tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def sp(tmp_path_factory):
+    """A SentencePiece tokenizer."""
+    from helpers.tokenizer_examples import sentence_piece
+
+    return sentence_piece(tmp_path_factory.mktemp("sp"))
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory):
+    """A byte-level BPE of the `tokenizers` library."""
+    from helpers.tokenizer_examples import byte_level
+
+    return tokenization.load(byte_level(tmp_path_factory.mktemp("bpe") / "folder"))
 
 
 @pytest.fixture(scope="session")

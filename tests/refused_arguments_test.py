@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import drafting
 from helpers.bad_input import one_line, refused
+from helpers.calls import Call
 from helpers.models import build_model, tiny_config
 from helpers.numpy_models import numpy_spread_model
 
@@ -14,7 +14,6 @@ import spsjax
 from spsjax import SamplingParams, errors, tokenization
 from spsjax.drafters import ngram
 from spsjax.parallel import sharding
-from spsjax.request import Request
 from spsjax.verifiers import rejection
 
 NAN = float("nan")
@@ -28,8 +27,7 @@ def model():
 
 def accepted(model, drafter, max_new_tokens):
     """Makes a request of `generate`, which checks all arguments and compiles nothing."""
-    options = SamplingParams(), max_new_tokens, 0, None, True
-    return Request("generate", model, [[1, 2]], drafter, None, *options)
+    return Call(model, [[1, 2]], drafter, max_new_tokens=max_new_tokens)
 
 
 def test_message_of_another_error_is_printable():
@@ -120,7 +118,7 @@ def test_budgets_that_are_not_one_per_row_are_refused(model, budget):
         *[("temperature", value) for value in (-1, NAN, float("inf"), "x", None, [1, None], {})],
         *[("top_p", value) for value in (0, -0.1, 1.1, NAN, "x", None, [0.5, 0])],
         *[("top_k", value) for value in (-1, 1.5, NAN, None, [3, -1])],
-        *[("min_p", value) for value in (-0.1, 1.1, NAN, None, [0.1, 2])],
+        *[("min_p", value) for value in (-0.1, 1.1, NAN, None, [0.1, 2], [[0.1]])],
     ],
 )
 def test_sampling_value_out_of_range_is_refused(field, value):
@@ -149,16 +147,6 @@ def test_lenience_out_of_range_is_refused(model, lenience):
 @pytest.mark.parametrize("verifier", [1.0, rejection])
 def test_verifier_of_another_type_is_refused(model, verifier):
     refused(model, "verifier", type(verifier).__name__, verifier=verifier)
-
-
-def test_verifier_of_another_name_is_refused(model):
-    refused(model, "verifier", "block, kseq", "'blocks'", verifier="blocks")
-
-
-def test_rejection_sampling_of_a_tree_is_refused(model):
-    drafter = drafting.build("random_tree", model, 2)
-    options = {"drafter": drafter, "verifier": "rejection"}
-    refused(model, "verifier", "a rule for trees", "match", **options)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])])

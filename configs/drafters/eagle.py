@@ -1,17 +1,18 @@
 r"""EAGLE-1 for the shipped target: one decoder layer that regresses the target's next feature.
 
-python scripts/train_drafter.py --config=configs/drafters/eagle.py --workdir=runs/eagle
+python scripts/train.py --config=configs/drafters/eagle.py --workdir=runs/eagle
 
 Losses and noise are those of the authors (Li et al. 2024, arXiv 2401.15077).
 Hardware: any. Two CPU cores train on 1,600 tokens per second, of 10 million (AMD EPYC, Zen 3).
 """
 
-from spsjax.training import train_head
+from spsjax.training import config
 
 
 def get_config():
-    """Returns the options of `spsjax.training.train_head.train_head`."""
-    config = train_head.default_config()
-    config.drafter.method = "eagle"
-    config.objective.update({"token": 0.1, "feature": 1.0, "noise": 0.2})
-    return config
+    """Returns the options of the training, a `config.FeaturesConfig`."""
+    return config.default(
+        config.FeaturesConfig,
+        drafter={"method": "eagle", **config.LAYER_SIZES},
+        objective={"token": 0.1, "feature": 1.0, "noise": 0.2},
+    )

@@ -1,30 +1,30 @@
 r"""EAGLE-3 for the shipped target: a decoder layer on three of its layers, trained to draft far.
 
-python scripts/train_drafter.py --config=configs/drafters/eagle3.py --workdir=runs/eagle3
+python scripts/train.py --config=configs/drafters/eagle3.py --workdir=runs/eagle3
 
 Steps and decay are those of the authors (Li et al. 2025, arXiv 2503.01840).
 Hardware: an accelerator. Two CPU cores train a layer 256 wide on 820 tokens per second (Intel Xeon,
 texts of 256 tokens), and a layer 512 wide on 1,400 with objective.every=4.
 """
 
-from spsjax.training import train_head
+from spsjax.training import config
 
 
 def get_config():
-    """Returns the options of `spsjax.training.train_head.train_head`."""
-    config = train_head.default_config()
-    config.drafter.update(
-        {
+    """Returns the options of the training, a `config.FeaturesConfig`."""
+    return config.default(
+        config.FeaturesConfig,
+        drafter={
             "method": "eagle3",
-            # Width of the layer; 0: the target's, as vLLM needs it. The head then begins as the
-            # target's.
+            **config.LAYER_SIZES,
+            # Width of the layer; 0: the target's, as vLLM needs it. The head is then initialized
+            # with the target's.
             "d_model": 0,
-            "vocab_size": 0,  # most frequent tokens of the corpus, which are drafted; 0: all
-            "tap_layers": (),  # whose inputs are read; (): a low, a middle and a high layer
+            "vocab_size": 0,  # number of drafted tokens, the most frequent of the corpus; 0: all
+            "tap_layers": (),  # layers whose inputs are read; (): a low, a middle and a high one
             "fc_norm": False,
             "norm_output": False,
-        }
+        },
+        target_cache={"store": "nothing"},  # its states would take 4 kB per token
+        objective={"steps": 7, "decay": 0.8},
     )
-    config.target_cache.store = "nothing"  # its states would take 4 kB per token
-    config.objective.update({"steps": 7, "decay": 0.8})
-    return config

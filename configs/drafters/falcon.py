@@ -1,20 +1,19 @@
 r"""Falcon for the shipped target: an LSTM and a decoder layer draft two tokens per pass.
 
-python scripts/train_drafter.py --config=configs/drafters/falcon.py --workdir=runs/falcon
+python scripts/train.py --config=configs/drafters/falcon.py --workdir=runs/falcon
 
 Losses and noise are those of Gao et al. 2024 (arXiv 2412.12639). Their share of glances falls from
 0.45 to 0.1 in the course of the training; here it is constant.
 Hardware: any.
 """
 
-from spsjax.training import train_head
+from spsjax.training import config
 
 
 def get_config():
-    """Returns the options of `spsjax.training.train_head.train_head`."""
-    config = train_head.default_config()
-    config.drafter.method = "falcon"
-    config.drafter.tokens_per_step = 2
-    config.objective.update({"steps": 2, "token": 0.1, "feature": 1.0, "noise": 0.2})
-    config.objective.glance = 0.25
-    return config
+    """Returns the options of the training, a `config.FeaturesConfig`."""
+    return config.default(
+        config.FeaturesConfig,
+        drafter={"method": "falcon", **config.LAYER_SIZES, "tokens_per_step": 2},
+        objective={"steps": 2, "token": 0.1, "feature": 1.0, "noise": 0.2, "glance": 0.25},
+    )

@@ -1,19 +1,26 @@
 r"""HASS for the shipped target: EAGLE-1's drafter, trained on its own features of earlier steps.
 
-python scripts/train_drafter.py --config=configs/drafters/hass.py --workdir=runs/hass
+python scripts/train.py --config=configs/drafters/hass.py --workdir=runs/hass
 
 Losses and steps are those of the authors (Zhang et al. 2024, arXiv 2408.15766).
 Hardware: any. Two CPU cores train on 600 tokens per second, of 10 million (AMD EPYC, Zen 3, texts
 of 128 tokens).
 """
 
-from spsjax.training import train_head
+from spsjax.training import config
 
 
 def get_config():
-    """Returns the options of `spsjax.training.train_head.train_head`."""
-    config = train_head.default_config()
-    config.drafter.method = "eagle"
-    config.objective.update({"steps": 3, "detached": True, "token": 0.1, "feature": 1.0})
-    config.objective.update({"top_k": 1.0, "noise": 0.2})
-    return config
+    """Returns the options of the training, a `config.FeaturesConfig`."""
+    return config.default(
+        config.FeaturesConfig,
+        drafter={"method": "eagle", **config.LAYER_SIZES},
+        objective={
+            "steps": 3,
+            "detached": True,
+            "token": 0.1,
+            "feature": 1.0,
+            "top_k": 1.0,
+            "noise": 0.2,
+        },
+    )

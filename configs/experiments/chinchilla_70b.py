@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
         {
             "target": "chinchilla_70b",  # of configs/models
             "draft": "chinchilla_draft_4b",
-            "head": {  # with --drafter; what is 0 or () has its default
+            "head": {  # sizes of --drafter; 0 or (): the default
                 "d_model": 0,
                 "d_ff": 0,
                 "num_heads": 0,
@@ -35,9 +35,9 @@ def get_config() -> ml_collections.ConfigDict:
             "prompt_tokens": 1024,
             "max_new_tokens": 512,
             "num_speculative_tokens": 4,
-            "tree": "",  # file that plan_tree.py wrote, with so many levels; empty: a chain
+            "tree": "",  # file of plan.py, whose tree has K levels; empty: a chain
             "acceptance": 0.8,  # of a draft token, for the predicted speed-up
             "compiler_options": "",  # of the TPU's compiler: name=value,name=value
-            "collective_us": 0.0,  # assumed of each collective, beside bytes over bandwidth
+            "collective_us": 0.0,  # assumed latency per collective; its bytes take further time
         }
     )

@@ -1,6 +1,6 @@
 r"""Distillation of the 4B draft of Chen et al. 2023 (arXiv 2302.01318) from Chinchilla 70B.
 
-python scripts/train_drafter.py --config=configs/experiments/chinchilla_draft.py \
+python scripts/train.py --config=configs/experiments/chinchilla_draft.py \
     --config.target=/mnt/runs/chinchilla/model --config.data.train="('/mnt/text/**/*.jsonl.gz',)" \
     --workdir=/mnt/runs/chinchilla_draft --distributed
 
@@ -13,36 +13,31 @@ Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no ti
 import pathlib
 import runpy
 
-import ml_collections
+from spsjax.training import config
 
-_CONFIGS = pathlib.Path(__file__).parent.parent
+_MODEL = pathlib.Path(__file__).parents[1] / "models" / "chinchilla_draft_4b.py"
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the config of `pystdlib_draft.py` with changes."""
-    config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_draft.py"))["get_config"]()
-    shape = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_draft_4b.py"))["get_config"]()
+def get_config():
+    """Returns the options of the training, a `config.DraftConfig`."""
+    shape = runpy.run_path(str(_MODEL))["get_config"]()
     for field in ("vocab_size", "max_positions"):  # taken from the target
         del shape[field]
-    config.model = shape
-    config.update(
-        {
-            "length": 2048,
-            "batch": 768,
-            "steps": 50_000,
-            "objective": {"name": "lk_hybrid", "temperatures": (1.0,)},
-            "target_cache": {"store": "nothing"},
-            "optimization": {
-                "learning_rate": 2e-4,
-                "warmup": 1500,
-                "final_rate": 0.1,
-                "weight_decay": 0.1,
-                "accumulate": 6,
-            },
-            "compute": {"dtype": "bfloat16", "remat": True},
-            "mesh": {"data": 16, "model": 16},
-            "eval_every": 1000,
-            "eval_examples": 1024,
-        }
+    return config.default(
+        config.DraftConfig,
+        model=shape,
+        target_cache={"store": "nothing"},
+        length=2048,
+        batch=768,
+        steps=50_000,
+        optimization={
+            "learning_rate": 2e-4,
+            "warmup": 1500,
+            "final_rate": 0.1,
+            "weight_decay": 0.1,
+            "accumulate": 6,
+        },
+        compute={"dtype": "bfloat16", "remat": True},
+        mesh={"data": 16, "model": 16},
+        eval_examples=1024,
     )
-    return config

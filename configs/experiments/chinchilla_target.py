@@ -1,6 +1,6 @@
 r"""Training of Chinchilla 70B as in Hoffmann et al. 2022 (arXiv 2203.15556).
 
-python scripts/train_target.py --config=configs/experiments/chinchilla_target.py \
+python scripts/train.py --config=configs/experiments/chinchilla_target.py \
     --config.data.train="('/mnt/text/**/*.jsonl.gz',)" --workdir=/mnt/runs/chinchilla --distributed
 
 Published: 1.4T tokens, 3M tokens per batch (1.5M in the first half), length 2,048, AdamW, a
@@ -14,31 +14,27 @@ Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no ti
 import pathlib
 import runpy
 
-import ml_collections
+from spsjax.training import config
 
-_CONFIGS = pathlib.Path(__file__).parent.parent
+_MODEL = pathlib.Path(__file__).parents[1] / "models" / "chinchilla_70b.py"
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the config of `pystdlib_target.py` with changes."""
-    config = runpy.run_path(str(_CONFIGS / "experiments" / "pystdlib_target.py"))["get_config"]()
-    config.model = runpy.run_path(str(_CONFIGS / "models" / "chinchilla_70b.py"))["get_config"]()
-    config.update(
-        {
-            "length": 2048,
-            "batch": 1536,
-            "steps": 445_000,
-            "optimization": {
-                "learning_rate": 1e-4,
-                "warmup": 1500,
-                "final_rate": 0.1,
-                "weight_decay": 0.1,
-                "accumulate": 12,
-            },
-            "compute": {"dtype": "bfloat16", "remat": True},
-            "mesh": {"data": 16, "model": 16},
-            "eval_every": 1000,
-            "eval_examples": 1024,
-        }
+def get_config():
+    """Returns the options of the training, a `config.TargetConfig`."""
+    return config.default(
+        config.TargetConfig,
+        model=runpy.run_path(str(_MODEL))["get_config"](),
+        length=2048,
+        batch=1536,
+        steps=445_000,
+        optimization={
+            "learning_rate": 1e-4,
+            "warmup": 1500,
+            "final_rate": 0.1,
+            "weight_decay": 0.1,
+            "accumulate": 12,
+        },
+        compute={"dtype": "bfloat16", "remat": True},
+        mesh={"data": 16, "model": 16},
+        eval_examples=1024,
     )
-    return config

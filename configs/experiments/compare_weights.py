@@ -1,38 +1,28 @@
-"""The shipped target with its matrices in int8, beside the one it is made of.
+"""Comparison of the shipped target with the same target with its matrices in int8.
 
-python scripts/compare_weights.py --output=runs/int8.json
-python scripts/compare_weights.py --config.dtype=float32 --target=FOLDER --output=runs/int8.json
+python scripts/compare.py --config=configs/experiments/compare_weights.py --workdir=runs/int8
 
+Alternating passes over some tokens are timed, with a cache of the length of a text.
 Hardware: any.
 """
 
 import ml_collections
-from ml_collections import config_dict
+
+from spsjax.cli import sections
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the target, the sampling parameters and the texts."""
     return ml_collections.ConfigDict(
         {
+            "compare": "weights",
             "target": "pystdlib/target",
-            "dtype": config_dict.placeholder(str),  # None: what suits the device
-            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+            **sections.dtype(),
+            **sections.mesh(),
+            "sampling": sections.sampling(),
             "num_speculative_tokens": 4,  # when int8 drafts for its own model
             "rows": (1, 2, 5, 8, 16),  # tokens of the passes that are timed
             "repetitions": 9,  # of each time, of which the median counts
-            # Texts are the beginnings of held-out documents of these sources.
-            "data": {
-                "train": ("stdlib",),
-                "held_out": (),
-                "field": "text",
-                "separator": "",
-                "exclude": (),
-            },
-            "texts": (),  # or these texts
-            "prompts": 24,
-            "prompt_tokens": 256,
-            "max_new_tokens": 64,  # after the first half of each text
-            "seed": 0,
+            **sections.prompts(24, 256, 64),  # the new tokens follow the first half of each text
         }
     )

@@ -1,11 +1,11 @@
 r"""Comparison of distillation objectives and training texts, as in DistillSpec (arXiv 2310.08461).
 
-python scripts/compare_drafts.py --config=configs/experiments/distillspec.py \
+python scripts/compare.py --config=configs/experiments/distillspec.py \
     --workdir=runs/distillspec
 
 One draft is first trained on text with cross entropy. Each run continues from this draft, with the
 same number of steps and of tokens per step.
-Hardware: any; measured on two CPU cores. Time: 105 minutes, beside other work.
+Hardware: any; measured on two CPU cores. Time: 105 minutes, on a shared machine.
 Figures: distilled drafts yield 16 to 19% more tokens per target call at temperature 1 than the
 draft that continues with cross entropy (docs/distillation.md).
 """
@@ -40,6 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
             }
     return ml_collections.ConfigDict(
         {
+            "compare": "drafts",
             "base": "pystdlib_draft",  # a config in this folder
             "common": {
                 "objective": {"temperatures": (1.0,)},

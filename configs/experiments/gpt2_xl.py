@@ -14,44 +14,23 @@ Figures, on two CPU cores with --random, 64 new tokens and one repetition: a pas
 takes 299 ms, a draft step 23 ms, and a round 630 ms (docs/models.md).
 """
 
-import ml_collections
-from ml_collections import config_dict
+from spsjax.training import config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the pair, the prompt, and the number of repetitions."""
-    return ml_collections.ConfigDict(
-        {
-            "target": "gpt2:xl",  # a shape of configs/models, for --random only
-            "draft": "gpt2:small",
-            "dtype": config_dict.placeholder(str),  # None: what suits the device
-            "quantize": config_dict.placeholder(str),  # the target: int8, int8_dynamic
-            "mesh": {"data": 1, "model": 1, "slots": 1},  # devices; model = 0: all that there are
-            "run_settings": ("greedy",),
-            "settings": {
-                "sampled": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
-                "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
-            },
-            "num_speculative_tokens": (4,),
-            "tree": "",  # file that plan_tree.py wrote: trees beside the chains
-            "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
-            "ngram": {"num_speculative_tokens": 0, "max_ngram": 3, "min_ngram": 1},  # K = 0: off
-            "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
-            "router_skew": 0.0,  # with --random: of a mixture, towards its first experts
-            "time_rounds": True,
-            "data": {
-                "train": ("stdlib",),
-                "held_out": (),
-                "field": "text",
-                "separator": "",
-                "exclude": (),
-            },
-            "texts": ("Alan Turing theorized that computers would one day become",),
-            "prompts": 1,  # of random tokens, with --random
-            "prompt_tokens": 10,
-            "max_new_tokens": 256,
-            "repetitions": 2,
-            "seed": 0,
-            "peer": {"num_speculative_tokens": (4,), "dtypes": ("float32",)},
-        }
+def get_config():
+    """Returns `benchmark.py` with another pair, prompt and number of repetitions."""
+    return config.derived(
+        __file__,
+        "benchmark.py",
+        target="gpt2:xl",  # a shape of configs/models, for --random only
+        draft="gpt2:small",
+        run_settings=("greedy",),
+        num_speculative_tokens=(4,),
+        ngram={"num_speculative_tokens": 0},
+        texts=("Alan Turing theorized that computers would one day become",),
+        prompts=1,  # random tokens, with --random
+        prompt_tokens=10,
+        max_new_tokens=256,
+        repetitions=2,
+        peer={"num_speculative_tokens": (4,), "dtypes": ("float32",)},
     )

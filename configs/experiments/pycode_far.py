@@ -2,7 +2,7 @@ r"""Training of a target that reads far: `pycode/target` on texts of 8,192 token
 
 python -m pip install --no-deps --no-compile --target=runs/packages \
     -r configs/experiments/pycode_packages.txt
-python scripts/train_target.py --config=configs/experiments/pycode_far.py --workdir=runs/far
+python scripts/train.py --config=configs/experiments/pycode_far.py --workdir=runs/far
 
 The shipped target was trained with 512 tokens. Its rotary positions turn more slowly here: with a
 base of a million instead of ten thousand it reads 8,192 tokens at 2.2 nats per token before any
@@ -14,33 +14,21 @@ it.
 Hardware: any. Attention takes most of the time.
 """
 
-import pathlib
-import runpy
-
-import ml_collections
-
-_BASE = pathlib.Path(__file__).with_name("pycode_target.py")
+from spsjax.training import config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the config of `pycode_target.py` with longer texts and a model to begin with."""
-    config = runpy.run_path(str(_BASE))["get_config"]()
-    config.update(
-        {
-            "init": "pycode/target",
-            "length": 8192,
-            "batch": 1,
-            "steps": 30,
-            "optimization": {
-                "learning_rate": 1e-4,
-                "warmup": 5,
-                "final_rate": 0.1,
-                "weight_decay": 0.0,
-            },
-            "eval_every": 15,
-            "eval_examples": 8,
-            "log_every": 1,
-        }
+def get_config():
+    """Returns the config of `pycode_target.py` with changes."""
+    return config.derived(
+        __file__,
+        "pycode_target.py",
+        init="pycode/target",
+        model={"max_positions": 8192, "rope_theta": 1e6},
+        length=8192,
+        batch=1,
+        steps=30,
+        optimization={"learning_rate": 1e-4, "warmup": 5, "final_rate": 0.1, "weight_decay": 0.0},
+        eval_every=15,
+        eval_examples=8,
+        log_every=1,
     )
-    config.model.update({"max_positions": 8192, "rope_theta": 1e6})
-    return config

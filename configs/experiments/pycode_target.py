@@ -2,7 +2,7 @@ r"""Training of a better target: 18.6M parameters, on the standard library and 9
 
 python -m pip install --no-deps --no-compile --target=runs/packages \
     -r configs/experiments/pycode_packages.txt
-python scripts/train_target.py --config=configs/experiments/pycode_target.py --workdir=runs/target
+python scripts/train.py --config=configs/experiments/pycode_target.py --workdir=runs/target
 
 Ten times the text of `pystdlib_target.py`: 20.5 of 64 million tokens. The packages have
 licences of the kinds MIT, BSD, Apache and PSF; pycode_packages.txt has their versions.
@@ -21,29 +21,22 @@ minutes, and has 1.95 nats per token on held-out files (spsjax/pretrained/pycode
 command).
 """
 
-import pathlib
-import runpy
-
-import ml_collections
-
-_BASE = pathlib.Path(__file__).with_name("pystdlib_target.py")
+from spsjax.training import config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the config of `pystdlib_target.py` with more text and more steps."""
-    config = runpy.run_path(str(_BASE))["get_config"]()
-    config.update(
-        {
-            "data": {
-                "train": ("stdlib", "runs/packages/**/*.py"),
-                # Tests repeat each other, and copies of other packages are read twice.
-                "exclude": ("*/tests/*", "*/test/*", "*/test_*", "*/_vendor/*"),
-            },
-            "compute": {"dtype": "bfloat16"},
-            "steps": 20_000,
-            "optimization": {"warmup": 500, "final_rate": 0.05},
-            "eval_every": 1000,
-            "eval_examples": 128,
-        }
+def get_config():
+    """Returns the config of `pystdlib_target.py` with changes."""
+    return config.derived(
+        __file__,
+        "pystdlib_target.py",
+        data={
+            "train": ("stdlib", "runs/packages/**/*.py"),
+            # Tests repeat each other, and copies of other packages are read twice.
+            "exclude": ("*/tests/*", "*/test/*", "*/test_*", "*/_vendor/*"),
+        },
+        compute={"dtype": "bfloat16"},
+        steps=20_000,
+        optimization={"warmup": 500, "final_rate": 0.05},
+        eval_every=1000,
+        eval_examples=128,
     )
-    return config

@@ -14,7 +14,8 @@ sampling, and of 1.16 over all of Spec-Bench (docs/results.md; other machines th
 """
 
 import ml_collections
-from ml_collections import config_dict
+
+from spsjax.cli import sections
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -29,21 +30,11 @@ def get_config() -> ml_collections.ConfigDict:
     }
     return ml_collections.ConfigDict(
         {
-            "target": "pystdlib/target",
-            "draft": "pystdlib/draft",
+            **sections.pair(),
             "drafter": "model",  # or a module of spsjax.drafters
-            "ngram": {"max_ngram": 3, "min_ngram": 1},
-            "suffix": {"num_tree_tokens": 0, "max_match": 64, "factor": 1.0, "min_prob": 0.1},
-            "copy": {
-                # start: index of the first token; None: behind what the tokenizer adds.
-                "start": config_dict.placeholder(int),
-                "max_suffix": 3,
-                "replaces": True,
-            },
-            "lookahead": {"window": 15, "num_guesses": 15, "pool": 1024, "follow": False},
-            "dtype": config_dict.placeholder(str),  # None: what suits the device
-            "mesh": {"data": 1, "model": 1},  # devices; model = 0: all that there are
-            "tasks": {  # fields of spsjax/evaluation/tasks/*.py
+            **sections.drafters(),
+            **sections.mesh(),
+            "tasks": {  # fields of spsjax/benchmarks/tasks/*.py
                 "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
                 "edit": {"characters": 500, "count": 100, "max_new_tokens": 256},
                 # shots: solved example; path: articles; words: number per article, 0 for all.
@@ -61,15 +52,8 @@ def get_config() -> ml_collections.ConfigDict:
                 "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
                 "plan": plan | {"settings": ("nucleus",), "new_tokens": 128, "limit": 30},
             },
-            "specbench": {
-                "tasks": ("spec_bench",),
-                "num_speculative_tokens": (4,),
-                "plan": plan,
-            },
-            "analysed_texts": 40,  # texts per setting whose tokens are analysed one by one
-            "peer": {
-                "num_speculative_tokens": (4,),  # K of assisted generation
-                "dtypes": ("float32",),
-            },
+            "specbench": {"tasks": ("spec_bench",), "num_speculative_tokens": (4,), "plan": plan},
+            "analysed_texts": 40,  # texts per setting whose tokens are analysed
+            **sections.peer(4),
         }
     )

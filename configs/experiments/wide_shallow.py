@@ -1,11 +1,11 @@
 r"""Comparison of drafts of equal size with 1, 2, 4 and 8 layers.
 
-python scripts/compare_drafts.py --config=configs/experiments/wide_shallow.py \
+python scripts/compare.py --config=configs/experiments/wide_shallow.py \
     --workdir=runs/wide_shallow
 
 Each draft has 1.90 million parameters within 0.5%, the tied embedding included. All are trained
 alike.
-Hardware: any; measured on two CPU cores. Time: an hour and three quarters, beside other work.
+Hardware: any; measured on two CPU cores. Time: an hour and three quarters, on a shared machine.
 Figures: 4 layers have the highest acceptance (0.861 on held-out text), and 2 layers the highest
 speed-up (1.00 at temperature 1). A step of 8 layers takes 1.8 times as long as one of 1 layer
 (docs/distillation.md).
@@ -16,7 +16,7 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the runs, as changes to `configs/experiments/pystdlib_draft.py`."""
-    shapes = {  # by number of layers; every draft has 8 heads with keys of their own
+    shapes = {  # by number of layers; every draft has 8 heads and 8 key-value heads
         1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
         2: {"d_model": 200, "d_ff": 624, "head_dim": 26},
         4: {"d_model": 152, "d_ff": 488, "head_dim": 20},
@@ -24,6 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
     }
     return ml_collections.ConfigDict(
         {
+            "compare": "drafts",
             "base": "pystdlib_draft",  # a config in this folder
             "common": {
                 "objective": {"name": "forward_kl", "temperatures": (1.0,)},

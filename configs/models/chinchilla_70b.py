@@ -11,20 +11,17 @@ the TPU compiler's count (docs/results.md).
 
 import ml_collections
 
+from spsjax.models.config import sizes
+
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
             "vocab_size": 32_000,
-            "d_model": 8192,
-            "d_ff": 4 * 8192,
-            "num_layers": 80,
-            "num_heads": 64,
-            "num_kv_heads": 64,
-            "head_dim": 128,
             "max_positions": 2048,
             "positions": "relative",
             "ffn": "gelu",
+            **sizes(80, 8192, 4 * 8192, 64, 64),
         }
     )

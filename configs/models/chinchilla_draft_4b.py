@@ -9,20 +9,17 @@ Hardware: meant for the target's 16 chips.
 
 import ml_collections
 
+from spsjax.models.config import sizes
+
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
             "vocab_size": 32_000,
-            "d_model": 6144,
-            "d_ff": 4 * 6144,
-            "num_layers": 8,
-            "num_heads": 48,
-            "num_kv_heads": 48,
-            "head_dim": 128,
             "max_positions": 2048,
             "positions": "relative",
             "ffn": "gelu",
+            **sizes(8, 6144, 4 * 6144, 48, 48),
         }
     )

@@ -20,11 +20,7 @@ _SECOND = {
     "logit_softcap": 30.0,
 }
 _THIRD = {"qk_norm": True, "rope_theta": 1e6, "rope_theta_local": 10_000.0}
-_SMALL = _THIRD | {
-    "vocab_size": 262_144,
-    "max_positions": 32_768,
-    "windows": (512,) * 5 + (0,),
-}
+_SMALL = _THIRD | {"vocab_size": 262_144, "max_positions": 32_768, "windows": (512,) * 5 + (0,)}
 _LARGE = _THIRD | {
     "vocab_size": 262_145,
     "padded_vocab_size": 262_208,

@@ -8,29 +8,26 @@ takes 299 ms and a draft step of small 23 ms (docs/models.md).
 
 import ml_collections
 
+from spsjax.models.config import sizes
+
 SIZES = {
-    "small": {"num_layers": 12, "d_model": 768},
-    "medium": {"num_layers": 24, "d_model": 1024},
-    "large": {"num_layers": 36, "d_model": 1280},
-    "xl": {"num_layers": 48, "d_model": 1600},
+    "small": sizes(12, 768, 3072, 12, 12),
+    "medium": sizes(24, 1024, 4096, 16, 16),
+    "large": sizes(36, 1280, 5120, 20, 20),
+    "xl": sizes(48, 1600, 6400, 25, 25),
 }
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
     """Returns the fields of `spsjax.models.config.Config`."""
-    shape = SIZES[size]
     return ml_collections.ConfigDict(
         {
             "vocab_size": 50_257,
-            "d_ff": 4 * shape["d_model"],
-            "num_heads": shape["d_model"] // 64,
-            "num_kv_heads": shape["d_model"] // 64,
-            "head_dim": 64,
             "max_positions": 1024,
             "positions": "learned",
             "ffn": "gelu",
             "norm": "layer",
             "biases": "all",
-            **shape,
+            **SIZES[size],
         }
     )

@@ -4,12 +4,13 @@ python scripts/compile_tpu.py --topology=v5e:4x4 --config=configs/experiments/ch
     --config.target=mistral:8x7b --config.draft=mistral:7b
 
 Sizes: 7b, 7b-v0.3 and 8x7b. `mistral:7b` is the model of the paper, with windows of 4,096 tokens.
-The model
-`mistral:7b-v0.3` has no windows.
+`mistral:7b-v0.3` has none.
 Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
 import ml_collections
+
+from spsjax.models.config import sizes
 
 SIZES = {
     "7b": {"windows": (4096,)},
@@ -22,13 +23,7 @@ def get_config(size: str) -> ml_collections.ConfigDict:
     """Returns the fields of `spsjax.models.config.Config`."""
     return ml_collections.ConfigDict(
         {
-            "vocab_size": 32_000,
-            "d_model": 4096,
-            "d_ff": 14_336,
-            "num_layers": 32,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "head_dim": 128,
+            **sizes(32, 4096, 14_336, 32, 8, vocab_size=32_000),
             "max_positions": 32_768,
             "rope_theta": 10_000.0,
             "tie_embeddings": False,

@@ -1,6 +1,6 @@
 """A target of 13B and a wide, shallow draft for one accelerator: `wide_shallow:target`, `:draft`.
 
-bash scripts/gpu_suite.sh runs/gpu
+python scripts/benchmark.py --config=configs/experiments/shapes.py --workdir=runs/gpu
 
 The proportions are those of Chinchilla 70B and its draft (Chen et al. 2023, arXiv 2302.01318,
 Table 2): the draft has a tenth of the target's layers and three quarters of its width. The target
@@ -12,10 +12,7 @@ import ml_collections
 
 from spsjax.models.config import sizes
 
-SIZES = {
-    "target": sizes(40, 5120, 13_824, 40, 40),
-    "draft": sizes(4, 3840, 10_368, 30, 30),
-}
+SIZES = {"target": sizes(40, 5120, 13_824, 40, 40), "draft": sizes(4, 3840, 10_368, 30, 30)}
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:

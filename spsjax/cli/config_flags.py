@@ -12,12 +12,7 @@ _FLAG = "--config."
 
 
 def check(arguments: Iterable[str], config: ConfigDict) -> None:
-    """Raises InputError unless a config has all keys that flags set; the error names the nearest.
-
-    Args:
-        arguments: arguments of the command line.
-        config: the config.
-    """
+    """Raises InputError unless a config has all keys that flags set, naming the nearest ones."""
     known = [key for key, _ in keys(config)]
     for argument in arguments:
         if not re.fullmatch(r"--?config\.[\w.\[\]]+(=.*)?", argument, re.DOTALL):
@@ -26,8 +21,8 @@ def check(arguments: Iterable[str], config: ConfigDict) -> None:
         if re.sub(r"\[\d+\]", "", key) in known:
             continue
         near = nearest(key, known)
-        such = f", such as {' or '.join(map(_FLAG.__add__, near))}" if near else ""
-        raise InputError(f"{_FLAG}{key}: expected a key of the config{such}, found no such key")
+        hint = f", such as {' or '.join(map(_FLAG.__add__, near))}" if near else ""
+        raise InputError(f"{_FLAG}{key}: expected a key of the config{hint}, found no such key")
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
@@ -39,15 +34,11 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
 
 
 def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
-    """Returns an error's message that names the whole flag of the value that it is about.
+    """Returns an error's message with the whole flag of the value that it is about.
 
-    What checks a value knows only the last part of its key, or the value itself. Of several keys
-    that end in that part, those are meant whose value the message quotes.
-
-    Args:
-        message: the error's message.
-        config: the config.
-        flags: values of the other flags of the command line, which replace keys of the config.
+    A check knows only the last part of a key, or the value itself. Of several keys that end in that
+    part, those are meant whose value the message quotes. `flags` are the values of flags that
+    replace keys of the config.
     """
     values = {_FLAG + key: value for key, value in keys(config)}
     name = r"[a-z_]\w*(?:\.\w+)*(?:\[\d+\])?"
@@ -66,13 +57,13 @@ def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
 
 def _flags_of(name: str, values: Mapping[str, object], message: str) -> str:
     """Returns the flags whose key ends in a name, those alone whose value a message quotes."""
-    found = {flag: value for flag, value in values.items() if flag.endswith(f".{name}")}
+    matching = {flag: value for flag, value in values.items() if flag.endswith(f".{name}")}
     quoted = [
         flag
-        for flag, value in found.items()
+        for flag, value in matching.items()
         if re.search(rf"found {re.escape(short_repr(value))}(?!\w|\.\d)", message)
     ]
-    return " or ".join(quoted or found)
+    return " or ".join(quoted or matching)
 
 
 def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, object]]:

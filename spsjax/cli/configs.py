@@ -23,18 +23,15 @@ from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
 from spsjax.utils import atomic_files, from_config
 
-# Values of a config's `drafter` with which `draft` is loaded.
+# Values of a config's `drafter` that load `draft`.
 OF_DRAFT = "model", "draft_model"
 
 
 def of_file(name: str) -> ConfigDict:
-    """Returns the config that a config file gives, which is a program and may fail.
+    """Returns the config of a config file, which is a program and may fail.
 
-    Args:
-        name: path of the file, with an optional argument of `get_config` after a colon.
-
-    Raises:
-        InputError: the file gives none.
+    `name` is the file's path, with an optional argument of `get_config` after a colon. Raises
+    InputError if the file yields no config.
     """
     name, colon, argument = name.partition(":")
     path = pathlib.Path(name)
@@ -59,11 +56,7 @@ def check_keys(
 ) -> None:
     """Raises InputError unless a config has all the keys of the script's own config.
 
-    Args:
-        config: config to check.
-        default: config of the script.
-        name: name of the section with a dot at its end, for messages.
-        free: keys whose values may have any keys.
+    `name` is the section's name with a dot at its end, and keys in `free` may have any keys below.
     """
     for key, value in default.items():
         if key not in config:
@@ -97,25 +90,17 @@ def choose_pair(
     models: bool = False,
     weights: bool = False,
 ) -> None:
-    """Sets `target` and `draft` of a config from their flags.
+    """Sets `target` and `draft` of a config from the values of their flags, if not None.
 
-    A target that comes without a draft gets the drafter that is shipped for it, or else "suffix",
-    which needs none. A line says so.
-
-    Args:
-        config: config with both keys.
-        target, draft: the flags' values; None: those of the config.
-        models: whether the draft must be a model.
-        weights: whether the drafter must have weights.
-
-    Raises:
-        InputError: such a drafter is needed, and none is shipped for the target.
+    A target without a draft gets the drafter that is shipped for it, or else "suffix", which needs
+    no weights. A line says so. The draft must be a model with `models`, and a drafter with weights
+    with `weights`. Raises InputError if no such drafter is shipped for the target.
     """
-    given = target is not None or "config.target" in flags.FLAGS
-    alone = given and draft is None and "config.draft" not in flags.FLAGS
+    has_target = target is not None or "config.target" in flags.FLAGS
+    draft_is_free = has_target and draft is None and "config.draft" not in flags.FLAGS
     config.target = target or config.target
     config.draft = config.draft if draft is None else draft
-    if not alone or config.get("drafter", "model") not in OF_DRAFT:
+    if not draft_is_free or config.get("drafter", "model") not in OF_DRAFT:
         return
     shipped = loading.shipped_drafter(config.target, models)
     if (models or weights) and shipped is None:
@@ -129,9 +114,7 @@ def choose_pair(
 def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
     """Returns the mesh of `data` by `model` devices, or None for one device of one process.
 
-    Args:
-        options: section of a config with `data` and `model`; `model` 0 stands for all devices.
-            Some have `slots`, too.
+    The section has `data` and `model`, where 0 means all devices, and may have `slots`.
     """
     data, model, slots = options.data, options.model, options.get("slots", 1)
     check_integer("mesh.slots", slots, 1)
@@ -154,17 +137,10 @@ def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
 def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Model, dtype=None):
     """Returns the drafter argument of `generate`.
 
-    Args:
-        name: "none"; "model", which loads `draft`; "early_exit:4", "sparse_self:256" or
-            "suffix:FILE", as `loading.load_drafter` takes them; or the name of a module of
-            `spsjax.drafters`.
-        draft: name or folder of a draft model, or of a drafter of the target's features.
-        options: config with the arguments of a drafter under the name of its module.
-        target: the target, whose mesh is taken over.
-        dtype: compute type of a draft model.
-
-    Raises:
-        InputError: the drafter does not exist, or needs other options.
+    `name` is "none"; "model", which loads `draft`; "early_exit:4", "sparse_self:256" or
+    "suffix:FILE", as `loading.load_drafter` takes them; or the name of a module of
+    `spsjax.drafters`, whose options are in the config's section of that name. Raises InputError if
+    the drafter does not exist, or needs other options.
     """
     if name in (None, "none"):
         return None
@@ -193,19 +169,19 @@ def draft_length(text: str | None) -> int | str | None:
 
 
 def read_tree(path: str) -> shapes.Tree:
-    """Returns the tree of a file that plan_tree.py wrote; raises InputError for another file."""
+    """Returns the tree of a file that plan.py wrote; raises InputError for another file."""
     try:
         tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         parents, flags = tree["parents"], (tree["replacement"], tree.get("chosen", False))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"tree: {path}: expected a file that plan_tree.py wrote, found {one_line(error)}"
+            f"tree: {path}: expected a tree that plan.py wrote, found {one_line(error)}"
         ) from None
     return shapes.Tree(tuple(parents) if isinstance(parents, list) else parents, *flags)
 
 
 def with_tree(drafter, target: loading.Model, path: str):
-    """Returns a drafter with weights as one of trees, if a path is given; others draft chains."""
+    """Returns a drafter with weights that drafts the tree of a file; chains for an empty path."""
     if not path:
         return drafter
     tree = read_tree(path)
@@ -219,9 +195,9 @@ def with_tree(drafter, target: loading.Model, path: str):
 
 
 def with_stop_rule(drafter, target: loading.Model, name: str):
-    """Returns a drafter that ends chains early, if a rule is given.
+    """Returns a drafter that ends chains early by a rule; an empty name is no rule.
 
-    `name` is that of a rule such as "entropy:0.5", or a file of train_stop_rule.py.
+    `name` is the name of a rule such as "entropy:0.5", or the file of a trained rule.
     """
     if not name:
         return drafter
@@ -235,15 +211,10 @@ def with_stop_rule(drafter, target: loading.Model, name: str):
 
 
 def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
-    """Returns the config of a model.
+    """Returns the config of a model by name, or of a model folder by path.
 
-    Args:
-        name: file in `folder` with an optional size, such as "chinchilla_70b" or "llama:2-7b"; or
-            path of a model folder.
-        folder: folder of config files.
-
-    Raises:
-        InputError: there is neither, or it does not describe a model.
+    A name is that of a file in `folder` with an optional size, such as "chinchilla_70b" or
+    "llama:2-7b". Raises InputError if there is neither, or if it does not describe a model.
     """
     stem, _, size = name.partition(":")
     path = folder / f"{stem}.py"

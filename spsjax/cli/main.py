@@ -13,10 +13,13 @@ from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
+from ml_collections import ConfigDict
 
-from spsjax.cli import config_flags, configs
-from spsjax.errors import InputError, NonFiniteError, Stopped, one_line
+from spsjax.benchmarks import report
+from spsjax.cli import config_flags, configs, terminal
+from spsjax.errors import InputError, NonFiniteError, Stopped, one_line, short_repr
 from spsjax.parallel import multihost
+from spsjax.utils import atomic_files
 
 _GRACE_SECONDS = 5
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -38,20 +41,20 @@ def run(
     default_config: str | pathlib.Path | None = None,
     saves: bool = False,
     free: Sequence[str] = (),
-    others: Mapping[str, pathlib.Path] = {},
+    others: Mapping[str, str | pathlib.Path] = {},
 ) -> NoReturn:
     """Runs a script. A user's mistake becomes one line on stderr and exit code 1.
 
     Args:
         script: the script's own entry function.
-        default_config: config file used if the command line has no `--config`. It also defines
-            which keys a config must have. As the flag's own default it would be read first, and
-            would refuse every override that only the user's file knows.
-        saves: whether SIGTERM makes the script save before it ends, with exit code 143. A
-            scheduler should then restart the script.
+        default_config: config file used without `--config`. It also defines the keys that a config
+            must have. As the flag's own default it would be read first, and would refuse every
+            override that only the user's file has. None: the script has no config, or requires one
+            and checks its keys.
+        saves: whether SIGTERM makes the script save and end with exit code 143, for a restart.
         free: keys of the config whose values may have any keys.
         others: config files that define the keys of configs of another kind, by a key that only
-            configs of that kind have.
+            configs of that kind have, or by a key and its value as "key=value".
     """
     argv = list(sys.argv)
     if default_config is not None and not any(map(_is_config_flag, argv[1:])):
@@ -67,19 +70,15 @@ def run(
         try:
             if default_config is not None:
                 config = flags.FLAGS["config"].value
-                known = next((others[key] for key in others if key in config), default_config)
-                default = runpy.run_path(str(known))["get_config"]()
-                configs.check_keys(config, default, free=free)
+                configs.check_keys(config, _own_config(config, default_config, others), free=free)
             _join(saves)
             _find_devices()
             script()
         except InputError as error:
             message = str(error)
-            if default_config is not None:
-                own = [name for name in flags.FLAGS if not name.startswith("config")]
-                given = {f"--{name}": flags.FLAGS[name] for name in own}
-                given = {name: flag.value for name, flag in given.items() if flag.present}
-                message = config_flags.whole(message, flags.FLAGS["config"].value, given)
+            if "config" in flags.FLAGS:
+                config = flags.FLAGS["config"].value
+                message = config_flags.whole(message, config, _present_flags())
             fail(InputError(message))
         except (NonFiniteError, OSError) as error:
             fail(error)
@@ -97,6 +96,12 @@ def run(
             sys.exit(130)
 
     app.run(guarded, argv=argv, flags_parser=_parse)
+
+
+def _present_flags() -> dict[str, object]:
+    """Returns the values of the command line's flags, without those of the config."""
+    names = [name for name in flags.FLAGS if not name.startswith("config")]
+    return {f"--{name}": flags.FLAGS[name].value for name in names if flags.FLAGS[name].present}
 
 
 def _prepare_streams() -> None:
@@ -150,7 +155,7 @@ def _find_devices() -> None:
 
 
 def _warn(message, category, filename, lineno, file=None, line=None) -> None:
-    """Prints a warning of this package in one line; those of libraries are for developers."""
+    """Prints a warning of this package in one line, and none of libraries."""
     if issubclass(category, UserWarning) and pathlib.Path(filename).is_relative_to(_PACKAGE):
         print(f"warning: {message}", file=sys.stderr)
 
@@ -204,6 +209,41 @@ def _parse(argv: list[str]) -> list[str]:
     return rest
 
 
+def _own_config(config: ConfigDict, default_config, others: Mapping[str, pathlib.Path]):
+    """Returns the config that defines the keys of a config of its kind."""
+    path = default_config
+    for condition, other in others.items():
+        key, equals, value = condition.partition("=")
+        if key in config and (not equals or config[key] == value):
+            path = other
+            break
+    own = runpy.run_path(str(path))["get_config"]()
+    kinds = {condition.partition("=")[0] for condition in others if "=" in condition}
+    if any(config.get(key) != own.get(key) for key in kinds if key in config):
+        return ConfigDict()  # `kind_of` refuses the kind
+    return own
+
+
+def kind_of(key: str, config, kinds: Mapping[str, Sequence[str]]) -> str:
+    """Returns the kind of measurement of a config, and refuses flags of other kinds.
+
+    `kinds` has the flags that only some kinds take, by kind.
+    """
+    kind = config[key]
+    if kind not in kinds:
+        raise InputError(f"{key}: expected one of {', '.join(kinds)}, found {short_repr(kind)}")
+    for name in dict.fromkeys(name for names in kinds.values() for name in names):
+        if flags.FLAGS[name].present and name not in kinds[kind]:
+            raise InputError(f"--{name}: expected no value with {key} = {kind}, found one")
+    return kind
+
+
+def check_one_process() -> None:
+    """Raises InputError unless this is the only process of a run."""
+    if jax.process_count() > 1:
+        raise InputError(f"expected one process, found {jax.process_count()}")
+
+
 def require(*names: str) -> None:
     """Makes flags required. An empty value counts as none: an empty path is the current folder."""
     for name in names:
@@ -220,6 +260,13 @@ def check_writable(path: str | None) -> None:
     if pathlib.Path(path).is_dir() or not os.access(parent, os.W_OK):
         obstacle = "a folder" if pathlib.Path(path).is_dir() else "a folder that is read-only"
         raise InputError(f"{path}: expected a file that can be written, found {obstacle}")
+
+
+def check_folder(workdir: pathlib.Path) -> None:
+    """Raises InputError unless a folder can hold results; says if there will be no plot."""
+    atomic_files.check_outputs(map(workdir.joinpath, report.OUTPUTS), [workdir])
+    if not report.can_draw():
+        terminal.note(f"no {workdir / 'table.png'}: matplotlib is not installed")
 
 
 def check_installed(flag: str, *modules: str) -> None:

@@ -2,22 +2,19 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import matplotlib
 
-from spsjax.cli import terminal
-from spsjax.evaluation.paper import TaskReport
-from spsjax.evaluation.samplers import Role
-from spsjax.evaluation.summary import SystemSummary
-from spsjax.performance import decode_times
+from spsjax.benchmarks.summary import SystemSummary, largest_k
+from spsjax.benchmarks.systems import Role
 from spsjax.utils import atomic_files
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-_K_LABEL = "K, draft tokens per round"
+K_LABEL = "K, draft tokens per round"
 
 
 @contextlib.contextmanager
@@ -30,6 +27,11 @@ def panels(path, rows: int, columns: int, dpi: int = 150, **options) -> Iterator
             figure.savefig(partial, dpi=dpi, format="png")
     finally:
         pyplot.close(figure)
+
+
+def distinct(rows: Iterable[Mapping], key: str) -> list:
+    """Returns the distinct values of a key in the order of the rows."""
+    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def speed(systems: Sequence[SystemSummary], path, mark: str = "") -> None:
@@ -48,8 +50,8 @@ def speed(systems: Sequence[SystemSummary], path, mark: str = "") -> None:
                     label = f"{setting}, {system.system}"
                     left.axhline(system.speedup, color=colour, ls=":", label=label)
         left.axhline(1, color="grey", lw=0.8)
-        left.set(xlabel=_K_LABEL, ylabel="speed-up over ArS", ylim=(0, None))
-        for index, system in enumerate(terminal.largest_k(systems)):
+        left.set(xlabel=K_LABEL, ylabel="speed-up over ArS", ylim=(0, None))
+        for index, system in enumerate(largest_k(systems)):
             rates = system.acceptance_by_position or []
             values = [float("nan") if rate is None else rate for rate in rates]
             positions = range(1, len(values) + 1)
@@ -76,7 +78,7 @@ def bars(
         figures: figures by row and key; a figure that some row lacks is left out.
         labels: label by key of the figures to draw.
         errors: key of the half-width of a figure's interval, by the figure's key.
-        path: path of the PNG.
+        path: file to write.
     """
     names = list(figures)
     keys = [key for key in labels if all(key in row for row in figures.values())]
@@ -92,117 +94,15 @@ def bars(
         axes[0, 0].invert_yaxis()
 
 
-def figure1(reports: Mapping[str, TaskReport], tokens: int, path) -> None:
-    """Draws time, block efficiency and time per round over K, with the predictions.
-
-    It corresponds to figure 1 of Chen et al. 2023 (arXiv 2302.01318).
-
-    Args:
-        reports: reports by task.
-        tokens: number of tokens whose time is shown.
-        path: path of the PNG.
-    """
-    with panels(path, 1, 3, figsize=(13, 4)) as axes:
-        time, efficiency, loop = axes[0]
-        colours = (f"C{index}" for index in range(10))
-        for task, report in reports.items():
-            settings = dict.fromkeys(system.setting for system in report.systems)
-            for setting in settings:
-                name = f"{task}, {setting}" if len(settings) > 1 else task
-                _curves(axes[0], report, setting, tokens, name, next(colours))
-        time.set(ylabel=f"ms for {tokens} tokens", title="time, with its spread over texts")
-        efficiency.set(ylabel="tokens per call / (K + 1)", title="share of a call's most tokens")
-        loop.set(ylabel="ms per round", title="time per round of the loop")
-        for axis in (time, efficiency, loop):
-            axis.set(xlabel=_K_LABEL, ylim=(0, None))
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        time.legend(fontsize="small")
-        loop.plot([], [], "--", color="grey", label="theory")
-        loop.legend(fontsize="small")
-
-
-def _curves(
-    axes: Sequence, report: TaskReport, setting: str, tokens: int, name: str, colour: str
-) -> None:
-    """Draws the curves of one task and setting on the three axes of figure 1."""
-    time, efficiency, loop = axes
-    of_setting = [system for system in report.systems if system.setting == setting]
-    base = next(system for system in of_setting if system.role == Role.BASELINE)
-    drafted = {
-        system.num_speculative_tokens: system
-        for system in of_setting
-        if system.role == Role.SPECULATIVE
-    }
-    both = [base, *drafted.values()]
-    means = [tokens * system.ms_per_token for system in both]
-    spreads = [tokens * system.ms_per_token_std for system in both]
-    counts = [0, *drafted]
-    time.errorbar(counts, means, spreads, fmt="o", ms=4, capsize=2, color=colour, label=name)
-    ratios = [system.block_efficiency / (K + 1) for K, system in drafted.items()]
-    efficiency.plot(list(drafted), ratios, "o", ms=4, color=colour)
-    loop.plot(counts, [system.ms_per_round for system in both], "o", ms=4, color=colour)
-
-    costs = report.draft.costs.get(setting)
-    predictions = report.draft.predictions.get(setting)
-    if not predictions:
-        return
-    counts = [prediction.num_speculative_tokens for prediction in predictions]
-    # The prediction is of the loop. The rest of a token's time, its share of the prompt, is added.
-    prompts = {
-        K: system.ms_per_token - system.ms_per_round / system.block_efficiency
-        for K, system in drafted.items()
-    }
-    times = [
-        tokens * (prompts[K] + base.ms_per_round / prediction.cost_aware_speedup)
-        for K, prediction in zip(counts, predictions)
-    ]
-    time.plot(counts, times, "--", color=colour)
-    shares = [prediction.block_efficiency / (K + 1) for K, prediction in zip(counts, predictions)]
-    efficiency.plot(counts, shares, "--", color=colour)
-    rounds = [base.ms_per_round * (K * costs.draft_step[K] + costs.scoring[K]) for K in counts]
-    loop.plot(counts, rounds, "--", color=colour)
-
-
-def acceptance(reports: Mapping[str, TaskReport], path) -> None:
-    """Draws the exact acceptance rate by token class and by entropy, for each task."""
-    shares = {
-        f"{task}, {setting}": (
-            report.draft.by_token_class[setting],
-            report.draft.by_entropy[setting],
-        )
-        for task, report in reports.items()
-        for setting in report.draft.by_token_class
-    }
-    with panels(path, 1, 2, figsize=(10, 0.35 * len(shares) + 3)) as axes:
-        for axis, index, title in zip(axes[0], (0, 1), ("class of the token", "entropy, nats")):
-            names = sorted({name for pair in shares.values() for name in pair[index]})
-            width = 0.8 / max(len(shares), 1)
-            for number, (label, pair) in enumerate(shares.items()):
-                offsets = [names.index(name) + number * width for name in pair[index]]
-                values = [share.acceptance for share in pair[index].values()]
-                axis.bar(offsets, values, width, label=label)
-            middle = [tick + 0.4 - width / 2 for tick in range(len(names))]
-            axis.set(xlabel=title, ylabel="acceptance rate, exact", ylim=(0, 1))
-            axis.set_xticks(middle, names)
-        handles = axes[0, 0].get_legend_handles_labels()
-        layout = {"loc": "outside upper center", "ncols": 3}
-        axes[0, 0].get_figure().legend(*handles, fontsize="small", **layout)
-
-
 def predicted(curves: Mapping[str, Mapping[int, tuple]], path) -> None:
-    """Draws the predicted block efficiency and speed-up over K.
-
-    Args:
-        curves: block efficiency and speed-up by K, by name.
-        path: path of the PNG.
-    """
+    """Draws the predicted block efficiency and speed-up over K, one curve per name."""
     with panels(path, 1, 2, figsize=(10, 4)) as axes:
         for index, title in enumerate(("tokens per call", "speed-up over ArS")):
             axis = axes[0, index]
             for name, curve in curves.items():
                 values = [figures[index] for figures in curve.values()]
                 axis.plot(list(curve), values, ".-", label=name or None)
-            axis.set(xlabel=_K_LABEL, ylabel=title, ylim=(0, None))
+            axis.set(xlabel=K_LABEL, ylabel=title, ylim=(0, None))
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0, 1].axhline(1, color="grey", lw=0.8)
         if any(curves):
@@ -211,7 +111,7 @@ def predicted(curves: Mapping[str, Mapping[int, tuple]], path) -> None:
 
 def load(rows: Sequence[Mapping], path) -> None:
     """Draws the mean and the 99th percentile of latency over the load, one line per system."""
-    kinds = list(dict.fromkeys(row["load"] for row in rows))
+    kinds = distinct(rows, "load")
     titles = {"rate": "requests per second", "clients": "clients"}
     with panels(path, len(kinds), 2, figsize=(10, 4 * len(kinds))) as axes:
         for line, kind in enumerate(kinds):
@@ -227,131 +127,9 @@ def load(rows: Sequence[Mapping], path) -> None:
         axes[0, 0].legend(fontsize="small")
 
 
-def decoding(results: Sequence[Mapping], path) -> None:
-    """Draws the time per token at the shapes of scripts/gpu_suite.sh, one panel per pair.
-
-    Args:
-        results: results of the parts "loop" and "huggingface"; others are left out.
-        path: path of the PNG.
-    """
-    bars: dict[str, dict[str, dict[str, tuple]]] = {}  # by pair and shape: order and time
-    bounds: dict[tuple[str, str], float] = {}
-    for result in results:
-        for row in result["rows"] if result["part"] in ("loop", "huggingface") else ():
-            if not row["tokens"]:
-                continue
-            cell = row.get("cell", row)
-            if "variant" in row:
-                name, order = f"HF {row['variant']}", 0
-            else:
-                program = decode_times.Cell(**cell)
-                name, order = program.name, 1 + program.nodes
-            shape = f"batch {cell['batch']}, context {cell['context']}"
-            own = bars.setdefault(result["pair"], {}).setdefault(shape, {})
-            own[name] = order, row["ms"] / row["tokens"]
-            if name == "ArS":
-                bounds[result["pair"], shape] = row["lower_bound_ms"]
-    shapes = list(dict.fromkeys(shape for own in bars.values() for shape in own))
-    if not shapes:
-        return
-    size = 5 * len(bars), 2.6 * len(shapes)
-    with panels(path, len(shapes), len(bars), figsize=size) as axes:
-        for column, (pair, own) in enumerate(bars.items()):
-            for row, shape in enumerate(shapes):
-                axis, times = axes[row, column], own.get(shape, {})
-                if not times:
-                    axis.set_axis_off()
-                    continue
-                names = sorted(times, key=times.get)
-                axis.barh(names, [times[name][1] for name in names], color="C0", height=0.6)
-                bound = bounds.get((pair, shape))
-                if bound is not None:
-                    axis.axvline(bound, color="C3", ls=":", label="lower bound of ArS")
-                    axis.legend(fontsize="small")
-                axis.set(title=f"{pair}, {shape}", xlabel="ms per token and row", xlim=(0, None))
-                axis.invert_yaxis()
-
-
-def verifiers(rows: Sequence[Mapping], path) -> None:
-    """Draws tokens per call over the draft tokens of a round, one panel per sampling setting.
-
-    Args:
-        rows: rows of compare_verifiers.py.
-        path: path of the PNG.
-    """
-    settings = list(dict.fromkeys(row["setting"] for row in rows))
-    kinds = list(dict.fromkeys((row["draft"], row["rule"]) for row in rows))
-    styles = dict(
-        zip(dict.fromkeys(draft for draft, _ in kinds), ("--", "-", ":", "-.", (0, (1, 5))))
-    )
-    colours = {rule: f"C{i}" for i, rule in enumerate(dict.fromkeys(rule for _, rule in kinds))}
-    with panels(path, 1, len(settings), figsize=(4.2 * len(settings), 4.2), sharey=True) as axes:
-        for axis, setting in zip(axes[0], settings):
-            for draft, rule in kinds:
-                line = sorted(
-                    (row["num_nodes"], row["expected"])
-                    for row in rows
-                    if (row["setting"], row["draft"], row["rule"]) == (setting, draft, rule)
-                )
-                label = f"{rule}, {draft}"
-                axis.plot(
-                    *zip(*line),
-                    ls=styles[draft],
-                    marker="o",
-                    ms=3,
-                    color=colours[rule],
-                    label=label,
-                )
-            axis.set(title=setting, xlabel="draft tokens per round")
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter("{x:.0f}")
-        axes[0][0].set(ylabel="tokens per call", ylim=(1, None))
-        axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-
-
-def drafters(rows: Sequence[Mapping], path) -> None:
-    """Draws acceptance by depth and tokens per call, one column per sampling setting.
-
-    Args:
-        rows: rows of compare_drafters.py.
-        path: path of the PNG.
-    """
-    settings = list(dict.fromkeys(row["setting"] for row in rows))
-    palette = matplotlib.colormaps["tab20"].colors
-    palette = [*palette[::2], *palette[1::2]]  # ten strong colours, then ten light ones
-    colours = dict(zip(dict.fromkeys(row["drafter"] for row in rows), itertools.cycle(palette)))
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    size = 4.2 * len(settings), 7
-    with panels(path, 2, len(settings), figsize=size, sharey="row") as axes:
-        for column, setting in enumerate(settings):
-            above, below = axes[:, column]
-            for name, colour in colours.items():
-                own = [row for row in rows if (row["setting"], row["drafter"]) == (setting, name)]
-                deepest = max(own, key=lambda row: len(row["acceptance_by_depth"] or []))
-                rates = deepest["acceptance_by_depth"] or []
-                values = [float("nan") if rate is None else rate for rate in rates]
-                depths = range(1, len(values) + 1)
-                above.plot(depths, values, "o-", color=colour, label=f"{name}, {deepest['shape']}")
-                places = [shapes.index(row["shape"]) for row in own]
-                below.plot(places, [row["tokens_per_call"] for row in own], "o", color=colour)
-            above.set(title=setting, xlabel="depth of the draft token", ylim=(0, 1.02))
-            above.xaxis.set_major_locator(MaxNLocator(integer=True))
-            below.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
-        axes[0][0].set(ylabel="P(accepted | reached)")
-        axes[1][0].set(ylabel="tokens per call", ylim=(1, None))
-        axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-
-
 def contexts(rows: Sequence[Mapping], path) -> None:
-    """Draws the best way to decode by batch and context, one panel per kind of devices.
-
-    Args:
-        rows: rows of plan_context.py.
-        path: path of the PNG.
-    """
-    panel_names, batches, lengths = (
-        list(dict.fromkeys(row[key] for row in rows)) for key in ("devices", "batch", "context")
-    )
+    """Draws the fastest way to decode by batch and context, one panel per kind of devices."""
+    panel_names, batches, lengths = (distinct(rows, key) for key in ("devices", "batch", "context"))
     ways = list(dict.fromkeys(row["name"] for row in rows if row["fits"]))
     colours = {way: f"C{index}" for index, way in enumerate(sorted(filter(None, ways)))}
     colours |= {"": "lightgrey"}
@@ -381,37 +159,29 @@ def contexts(rows: Sequence[Mapping], path) -> None:
         axes[0][-1].legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def tasks(rows: Sequence[Mapping], path) -> None:
-    """Draws the speed-up of every drafter by task, one panel per sampling setting.
-
-    Bars are the fastest drafts of a fixed shape, diamonds those whose K is chosen in every round.
-
-    Args:
-        rows: rows of compare_drafters.py.
-        path: path of the PNG.
-    """
-    settings, names, titles = (
-        list(dict.fromkeys(row[key] for row in rows)) for key in ("setting", "drafter", "task")
-    )
-    width = 0.8 / len(names)
-    size = 2 + 0.5 * len(titles) * max(len(names) / 2, 1), 3.4 * len(settings)
-    with panels(path, len(settings), 1, figsize=size, sharex=True) as axes:
-        for axis, setting in zip(axes[:, 0], settings):
-            for index, name in enumerate(names):
-                fixed, chosen = [], []
-                for task in titles:
-                    key = setting, name, task
-                    own = [r for r in rows if (r["setting"], r["drafter"], r["task"]) == key]
-                    paced = [r["speedup"] for r in own if "K chosen" in r["shape"]]
-                    others = [r["speedup"] for r in own if "K chosen" not in r["shape"]]
-                    fixed.append(max(others, default=float("nan")))
-                    chosen.append(max(paced, default=float("nan")))
-                places = [
-                    task + (index - (len(names) - 1) / 2) * width for task in range(len(titles))
-                ]
-                axis.bar(places, fixed, width, label=name)
-                axis.plot(places, chosen, "kD", markersize=4)
-            axis.axhline(1, color="black", linewidth=0.8)
-            axis.set(title=setting, ylabel="speed-up")
-            axis.set_xticks(range(len(titles)), titles, rotation=25, ha="right")
-        axes[0][0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+def shapes(rows: Sequence[Mapping], path) -> None:
+    """Draws the time per token by shape, one column per pair; rows without it are left out."""
+    rows = [row for row in rows if row["tokens"]]
+    cells = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
+    pairs = distinct(rows, "pair")
+    if not rows:
+        return
+    size = 5 * len(pairs), 2.6 * len(cells)
+    with panels(path, len(cells), len(pairs), figsize=size) as axes:
+        for (line, cell), (column, pair) in itertools.product(enumerate(cells), enumerate(pairs)):
+            axis = axes[line, column]
+            own = [r for r in rows if (r["pair"], r["batch"], r["context"]) == (pair, *cell)]
+            if not own:
+                axis.set_axis_off()
+                continue
+            own.sort(key=lambda row: row["draft_tokens"])
+            names = [row["program"] for row in own]
+            axis.barh(names, [row["ms"] / row["tokens"] for row in own], color="C0", height=0.6)
+            for row in own:
+                if row["program"] == "ArS":
+                    label = "lower bound of ArS"
+                    axis.axvline(row["lower_bound_ms"], color="C3", ls=":", label=label)
+                    axis.legend(fontsize="small")
+            title = f"{pair}, batch {cell[0]}, context {cell[1]}"
+            axis.set(title=title, xlabel="ms per token and row", xlim=(0, None))
+            axis.invert_yaxis()

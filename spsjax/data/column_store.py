@@ -96,12 +96,7 @@ def _compute_all(path: pathlib.Path, count: int, batch: int, compute, label: str
 
 
 class _PartialColumns:
-    """Columns under construction: memory-mapped files, and a counter of the rows that are done.
-
-    Args:
-        folder: folder of the files.
-        count: number of rows.
-    """
+    """Columns under construction: memory-mapped files, and a counter of finished rows."""
 
     def __init__(self, folder: pathlib.Path, count: int):
         self._folder, self._counter, self._count = folder, folder / "rows", count

@@ -119,7 +119,7 @@ def _build(
     vocab_size: int | None,
     recipe: dict,
 ) -> None:
-    """Writes the files of a corpus. A manifest, written last, says that the others are complete."""
+    """Writes the files of a corpus; the manifest, written last, shows that they are complete."""
     files = listing(sources)  # read first: files that change meanwhile make the corpus stale
     documents = Split(sources)
     counts, characters = _count(documents, sources)
@@ -198,11 +198,11 @@ def _write_tokens(
 ) -> tuple[dict[str, int], dict[str, dict]]:
     """Writes the token file of each split.
 
+    Returns the number of tokens per split, and the manifest's entry per file of the sources. Raises
+    InputError, and leaves no file, if a split has too few tokens for one example.
+
     Returns:
         The number of tokens per split, and the manifest's entry per file of the sources.
-
-    Raises:
-        InputError: a split has too few tokens for one example. No file is left.
     """
     tokens, entries = dict.fromkeys(_SPLITS, 0), {}
     with contextlib.ExitStack() as stack:

@@ -16,23 +16,17 @@ from collections.abc import Iterator, Sequence
 from spsjax.errors import InputError, one_line, short_repr
 
 _HELD_OUT_EVERY = 20  # one document in 20 is held out
-# Tests repeat each other. The other two large folders hold tables that a program wrote.
+# Tests are repetitive. The last two folders hold generated tables.
 _EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text from a file.
+    """A text from a file."""
 
-    Attributes:
-        file: path of the file.
-        name: name within the source. It does not depend on where the source is.
-        text: content.
-    """
-
-    file: str
-    name: str
-    text: str
+    file: str  # path of the file
+    name: str  # name within the source. It does not depend on where the source is.
+    text: str  # content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +43,10 @@ class Sources:
         field: key of the text in a JSON object.
         separator: string between the documents of one text file; if empty, a file is one document.
         exclude: patterns of names within a source whose files are left out, such as `*/tests/*`. A
-            `*` stands for any characters, "/" included.
+            `*` matches any characters, "/" included.
     """
 
-    train: tuple[str, ...]
+    train: tuple[str, ...] = ("stdlib",)
     held_out: tuple[str, ...] = ()
     field: str = "text"
     separator: str = ""
@@ -84,13 +78,13 @@ def stdlib() -> dict[str, str]:
 def is_held_out(name: str) -> bool:
     """Returns whether a document is held out, by the hash of its name.
 
-    The choice depends on nothing else, so that no run trains on a held-out document.
+    The choice depends only on the name, so that no run trains on a held-out document.
     """
     return _name_hash(name) % _HELD_OUT_EVERY == 0
 
 
 def held_out_names(sources: Sources) -> set[str]:
-    """Returns the names of the documents of `train` that are held out.
+    """Returns the names of the held-out documents of `train`.
 
     If hashing selects none (a very small corpus), the document with the smallest hash is held out.
     """
@@ -100,8 +94,8 @@ def held_out_names(sources: Sources) -> set[str]:
 def _choose_held_out(sources: Sources) -> tuple[set[str], set[bytes]]:
     """Returns names and text digests of the documents of `train` that are held out."""
     names, digests = set(), set()
-    # While none is held out: digests by name, for the two names with the smallest hashes. The
-    # second one shows that a document remains to train on.
+    # Digests by name, for the two names with the smallest hashes, until a document is held out. The
+    # second name shows that a document remains to train on.
     candidates = {}
     for document in read(sources, "train"):
         name = document.name
@@ -188,18 +182,18 @@ class Split:
             self._held_out_names, self._held_out = _choose_held_out(sources)
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
-        seen = set()
+        counted = set()
         for split in ("train", "held_out"):
             for document in read(self._sources, split):
                 digest = _text_digest(document)
                 if digest not in self._held_out:
                     yield "train", document
-                elif digest in seen or (
+                elif digest in counted or (
                     split == "train" and document.name not in self._held_out_names
                 ):
                     yield "copy", document
                 else:
-                    seen.add(digest)
+                    counted.add(digest)
                     yield "held_out", document
 
 

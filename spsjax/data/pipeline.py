@@ -16,15 +16,11 @@ _ENDLESS = 1 << 48
 
 
 class TokenWindows:
-    """[N, length + 1] int32 examples over a sequence of tokens, read on demand.
+    """Examples [N, length + 1] int32 over a sequence of tokens, read on demand.
 
     Neighbouring windows share one token, so that every token is a label exactly once. A last,
-    partial window is dropped. `windows[3]` is one example, `windows[array]` are several.
-
-    Args:
-        tokens: tokens, for example a memory-mapped file.
-        length: labels per example.
-        name: name of the tokens in error messages.
+    partial window is dropped. `windows[3]` is one example, `windows[array]` are several. `name`
+    names the tokens in error messages.
     """
 
     def __init__(self, tokens: Sequence[int], length: int, name: str = "tokens"):
@@ -62,17 +58,11 @@ class Table:
 
 
 class BatchIterator:
-    """An endless iterator over batches of one or several tables.
+    """An endless iterator over batches of one or several tables with the same columns.
 
-    Within a table, every row is seen once per epoch. The order depends on the seed alone, not on
-    the number of processes and devices, so that a run can be resumed on another mesh.
-
-    Args:
-        tables: tables with the same columns.
-        shares: share of a batch that comes from each table; they add up to 1.
-        batch: rows per batch, in all processes together.
-        seed: random seed of the order.
-        batch_sharding: sharding of the rows of a batch.
+    Within a table, every row occurs once per epoch. The order depends on the seed alone, not on the
+    number of processes and devices, so that a run can be resumed on another mesh. `shares` of a
+    batch, which add up to 1, come from the tables; `batch` counts the rows of all processes.
     """
 
     def __init__(
@@ -126,7 +116,7 @@ class BatchIterator:
 
 
 def local_rows(batch_sharding: jax.sharding.Sharding, batch: int) -> slice:
-    """Returns the rows of a batch that the devices of this process hold."""
+    """Returns the rows of a batch on the devices of this process."""
     slices = [
         rows for rows, *_ in batch_sharding.addressable_devices_indices_map((batch,)).values()
     ]
@@ -135,13 +125,7 @@ def local_rows(batch_sharding: jax.sharding.Sharding, batch: int) -> slice:
 
 
 def global_batch(rows: PyTree, batch: int, batch_sharding: jax.sharding.Sharding) -> PyTree:
-    """Returns a batch on all devices, made of the rows that each process holds.
-
-    Args:
-        rows: columns of the rows `local_rows(batch_sharding, batch)`.
-        batch: rows of the whole batch.
-        batch_sharding: sharding of the rows of a batch.
-    """
+    """Returns a batch on all devices from the rows of every process (`local_rows`)."""
     return jax.tree.map(
         lambda column: jax.make_array_from_process_local_data(
             batch_sharding, column, (batch, *column.shape[1:])

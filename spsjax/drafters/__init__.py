@@ -1,6 +1,6 @@
-"""Drafting methods, one module each, each with a `Drafter`. A name resolves to its module.
+"""Drafting methods: one module per method, with a class `Drafter`. A name resolves to its module.
 
-Those of `contrib` follow the same contract, and are tested in the full suite only.
+Methods in `contrib` follow the same contract, and are tested in the full suite only.
 """
 
 import functools
@@ -24,7 +24,7 @@ def __getattr__(name: str):
 
 @functools.cache
 def methods_with(attribute: str) -> dict[str, object]:
-    """Returns the modules of drafters that have an attribute, such as `LAYOUT`, by their names."""
+    """Returns the drafters' modules that have an attribute, such as `LAYOUT`, by name."""
     packages = map(importlib.import_module, _PACKAGES)
     names = sorted(
         module.name for package in packages for module in pkgutil.iter_modules(package.__path__)

@@ -1,41 +1,46 @@
-"""The contract of drafters."""
+"""Contract of drafters: base classes, and checks of proposals."""
 
 import abc
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.models.config import Config
+from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 
-# How deep a loop that chooses the depth of every round drafts chains, if the drafter's own K is not
-# greater. With the root these are eight rows of a matrix product. A ninth takes as long as eight
-# more.
-PACED_TOKENS = 7
+# Greatest draft length of a loop that chooses the length per round, unless the drafter's own K is
+# greater. With the root these are eight rows of a matrix product, and a ninth row costs as much as
+# eight more.
+SCHEDULED_TOKENS = 7
 
 
 class Drafter(abc.ABC):
-    """Proposes tokens that the target then verifies: pure functions over pytrees.
+    """Proposes draft tokens that the target then verifies.
 
-    A concrete drafter is a final, frozen, hashable dataclass: it is a static argument of the jitted
-    loop. It holds no arrays: parameters and state are arguments. A new value of a field compiles a
-    new program, unless the field is declared with `utils.traced.number`. Any drafter leaves the
-    output's distribution untouched, because acceptance is the verifier's business. What it must get
-    right is that `Proposal.probs` are the distributions from which its tokens were drawn.
+    A concrete drafter is a final, frozen, hashable dataclass, because it is a static argument of
+    the jitted loop. It holds no arrays: parameters and state are arguments of its pure functions. A
+    new value of a field compiles a new program, unless the field is declared with
+    `utils.traced.number`. No drafter can change the distribution of the output, because the
+    verifier decides on acceptance. A drafter must only ensure that `Proposal.probs` are the
+    distributions from which its tokens were drawn.
 
     Only `propose` must be written. In all functions `params` is
-    `{"target": ..., "drafter": ...}`. A row's committed tokens are its first `Round.lengths`; after
-    them there may be any token at all. Every leaf of a state has a batch axis first, unless it is
-    in a `KVCache`.
+    `{"target": ..., "drafter": ...}`. The first `Round.lengths` tokens of a row are committed, and
+    later entries of the buffer are arbitrary. Every leaf of a state begins with a batch axis,
+    unless it is in a `KVCache`.
 
     Attributes:
         num_speculative_tokens: K, the most tokens that a round can accept.
-        tap_layers: layers of the target whose input `prefill` and `commit` want to see.
-        score_sizes: numbers of draft tokens for which a scoring pass is compiled, the last of which
-            is N, all of a proposal: K for a chain. More than one serve drafters that often propose
-            fewer than N.
+        tap_layers: layers of the target whose input `prefill` and `commit` read.
+        score_sizes: numbers of draft tokens for which a scoring pass is compiled. The last one is
+            N, the size of a full proposal (K for a chain). Smaller sizes save time for drafters
+            that often propose fewer tokens.
     """
 
     num_speculative_tokens: int
@@ -54,17 +59,17 @@ class Drafter(abc.ABC):
 
         Args:
             params: parameters of target and drafter.
-            state: state after the chunks before.
-            chunk: the chunk.
-            output: the target's output for it.
+            state: state after the previous chunks.
+            chunk: chunk of the prompts.
+            output: output of the target for the chunk.
         """
         return state
 
     def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
-        """Returns the state before a round's draft, after what `commit` has left unread was read.
+        """Returns the state after the drafter has processed the tokens that are still pending.
 
-        It is called before every round, and after rounds without a draft there is more to read. If
-        no row wants a token (`now.depths`), it may be left unread for longer.
+        The loop calls it before every round. After rounds without a draft, more tokens are pending.
+        If no row drafts in this round (`now.depths`), they may stay pending.
         """
         return state
 
@@ -72,7 +77,7 @@ class Drafter(abc.ABC):
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         """Returns draft tokens, drawn with `sampling.uniforms` of the role DRAFT.
 
-        The state is only read. At least one row wants a token.
+        It does not change the state. The loop calls it only if at least one row drafts.
         """
 
     def commit(
@@ -84,26 +89,28 @@ class Drafter(abc.ABC):
         output: ModelOutput,
         verdict: Verdict,
     ) -> PyTree:
-        """Returns the state after a verdict. With the next `sync` it equals a fresh prefill's.
+        """Returns the state after a verdict.
 
-        (States that hold how the text came about, like those of `copy` and `lookahead`, are the
-        exceptions.) In a round without a draft, `propose` was not called: `aux` is () if the
-        proposal has no nodes, and zeros if none of its nodes has a token. Rows that wanted no token
-        in a round of others have their `aux`, though their tokens were dropped (`now.depths`).
+        After the next `sync` the state equals that of a fresh prefill. The exceptions are states
+        that depend on earlier rounds, such as those of `copy` and `lookahead`.
+
+        In a round without a draft, `propose` was not called: `aux` is () if the proposal has no
+        nodes, and zeros if none of its nodes has a token. Rows that skipped drafting while other
+        rows drafted have an `aux`, although their tokens were dropped (`now.depths`).
 
         Args:
             params: parameters of target and drafter.
             state: state that `propose` has read.
-            now: the round, whose tokens and lengths have grown by the verdict's.
-            proposal: the round's proposal.
-            output: the target's output for the proposal's nodes.
-            verdict: what was accepted.
+            now: the round; its tokens and lengths already include the verdict's tokens.
+            proposal: proposal of the round.
+            output: output of the target for the proposal's nodes.
+            verdict: decision of the verifier.
         """
         return state
 
 
 class TrainableDrafter(Drafter):
-    """A drafter with weights of its own, `params["drafter"]`, that are trained on a target.
+    """Drafter with weights of its own, `params["drafter"]`, which are trained for a target.
 
     Attributes:
         constants: names of parameters that are not trained.
@@ -119,16 +126,51 @@ class TrainableDrafter(Drafter):
 
     @abc.abstractmethod
     def init_params(self, key: Array, dtype=jnp.float32) -> PyTree:
-        """Returns random parameters to start training from."""
+        """Returns random parameters for the start of training."""
+
+    def constants_from(self, counts_V: np.ndarray) -> PyTree:
+        """Returns the parameters that are not trained.
+
+        Args:
+            counts_V: number of occurrences of each token in the training corpus.
+        """
+        return {}
+
+
+class Stepwise(Protocol):
+    """Drafter that runs a model or a layer once per draft token, as `planning` needs to know.
+
+    Attributes:
+        num_speculative_tokens: K.
+        config: shape of the model or layer, and of the cache that it reads.
+    """
+
+    num_speculative_tokens: int
+    config: Config
+
+    def param_shapes(self, dtype) -> PyTree:
+        """Returns the shapes of the drafter's own weights; {}: it has none."""
+
+    def shardings(self, mesh: Mesh | None, replicate: bool) -> Callable[[tuple], Sharding]:
+        """Returns a function from the path of a weight to its sharding."""
+
+    def cache_slots(self, slots: int) -> int:
+        """Returns the number of slots of the drafter's cache for token buffers of `slots`."""
+
+    def step_weights(self, params: PyTree) -> PyTree:
+        """Returns the arrays in `params` that every draft step reads."""
+
+    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
+        """Returns the logits [B, 1, V] after a token, and a block with its keys and values."""
 
 
 class Wrapper(Drafter):
-    """A drafter that proposes what another one does, or some of it.
+    """Drafter that proposes all or some tokens of another drafter.
 
-    `num_speculative_tokens`, `score_sizes` and `propose` are its own.
+    It defines its own `num_speculative_tokens`, `score_sizes` and `propose`.
 
     Attributes:
-        drafter: the other drafter.
+        drafter: wrapped drafter.
     """
 
     drafter: Drafter
@@ -152,7 +194,10 @@ class Wrapper(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Resting(Wrapper):
-    """Keeps the state of a drafter in rounds that draft nothing. Lossless."""
+    """Skips drafting, but updates the state of a drafter. Lossless.
+
+    The loop of rounds without a draft is the same `step`, with this wrapper in its program.
+    """
 
     drafter: Drafter
     num_speculative_tokens: int = 0
@@ -161,8 +206,18 @@ class Resting(Wrapper):
         return Proposal(jnp.zeros((len(now.lengths), 0), jnp.int32), None)
 
 
+def by_name_alone(drafter: type[Drafter]):
+    """Returns the `from_name` of a drafter without weights whose name takes no argument."""
+
+    def from_name(text: str, target):
+        check_alone(drafter.__module__.rpartition(".")[2], text)
+        return drafter(), {}
+
+    return from_name
+
+
 def check_alone(name: str, text: str) -> None:
-    """Raises InputError if anything stands behind the name of a method that takes nothing."""
+    """Raises InputError if the name of a method that takes no argument has one."""
     if text:
         raise InputError(f"{name}: expected nothing behind it, found {short_repr(':' + text)}")
 
@@ -175,7 +230,7 @@ def unwrapped(drafter: Drafter) -> Drafter:
 
 
 def max_steps(drafter: Drafter) -> int | None:
-    """Returns the greatest K that a drafter can have; None: any."""
+    """Returns the greatest K that a drafter supports; None: any."""
     inner = unwrapped(drafter)
     return inner.max_steps if isinstance(inner, TrainableDrafter) else None
 
@@ -185,20 +240,20 @@ def num_nodes(drafter: Drafter) -> int:
     return drafter.score_sizes[-1]
 
 
-def nothing(shapes: Proposal) -> Proposal:
-    """Returns a proposal without tokens, for a `propose` that is not called.
+def no_tokens(shapes: Proposal) -> Proposal:
+    """Returns a proposal without tokens, in place of a call of `propose`.
 
-    `shapes` are those of its result, from `jax.eval_shape`.
+    `shapes` are the shapes of that call's result, from `jax.eval_shape`.
     """
     proposal = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return dataclasses.replace(proposal, tokens=proposal.tokens - 1)
 
 
 def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Proposal:
-    """Returns what `propose` returned.
+    """Returns the result of `propose` after a check, which runs when the loop is traced.
 
-    Raises InputError, when traced, for anything but a proposal whose types and shapes fit the
-    drafter, the batch and the target's vocabulary.
+    Raises InputError unless it is a proposal whose types and shapes fit the drafter, the batch and
+    the target's vocabulary.
     """
     if not isinstance(proposal, Proposal):
         raise InputError(
@@ -228,6 +283,6 @@ def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Propos
 
 
 def _describe(value) -> str:
-    """Returns type and shape of an array, or the type of another value, for a message."""
+    """Returns a description of a value for messages: type, and shape of an array."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"{value.dtype} {list(shape)}"

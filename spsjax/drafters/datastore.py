@@ -1,4 +1,4 @@
-"""Texts to look up beside a row's own: finished outputs, or a corpus (REST, arXiv 2311.08252)."""
+"""Datastores for look-up drafting: finished outputs, or a corpus (REST, arXiv 2311.08252)."""
 
 import collections
 import dataclasses
@@ -15,12 +15,12 @@ from spsjax.utils import jsonl
 
 @pytree_dataclass
 class Sorted:
-    """Tokens of some texts, and the places in them in the order of what stands before.
+    """Tokens of some texts, with a suffix array that is sorted backwards.
 
     Attributes:
-        tokens: [C] int32; -1 between texts and behind them.
-        order: [C] int32, all places, sorted by their token, then by the one before it, and so on
-            for `max_match` tokens.
+        tokens: [C] int32; -1 between texts and after the last text.
+        order: [C] int32, all positions, sorted by their token, then by the previous token, and so
+            on for `max_match` tokens.
         max_match: longest match that can be looked up.
     """
 
@@ -30,13 +30,13 @@ class Sorted:
 
 
 class Store:
-    """Texts of one caller. When it is full, the oldest are forgotten.
+    """Datastore of texts. When it is full, the oldest texts are removed.
 
-    Two stores share nothing. Give every tenant one of his own: what is proposed shows through the
-    speed of a call which texts a store holds.
+    Give each tenant a store of its own: the speed of a call reveals which texts a store contains.
 
     Args:
-        capacity: tokens that it holds; every text takes one more. Of a longer text the end is kept.
+        capacity: number of tokens; every text takes one more than it has. A text that is too long
+            loses its beginning.
         max_match: longest match that can be looked up.
     """
 
@@ -51,13 +51,13 @@ class Store:
         return len(self._texts)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds a text; of one that is too long the end. Raises InputError unless they are ids."""
+        """Adds the end of a text that fits; raises InputError unless `tokens` are token ids."""
         try:
             ids = np.asarray(tokens)
         except ValueError:
             ids = np.asarray(None)
-        whole = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
-        if not whole or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
+        integers = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
+        if not integers or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise InputError(f"tokens: expected token ids, found {short_repr(tokens)}")
         if not ids.size:
             return
@@ -68,36 +68,42 @@ class Store:
             self._size -= len(self._texts.popleft()) + 1
 
     def extend(self, texts: Iterable[Sequence[int]]) -> None:
-        """Adds texts, as `add` does."""
+        """Adds several texts in the way of `add`."""
         if not isinstance(texts, Iterable):
             raise InputError(f"texts: expected several texts, found {short_repr(texts)}")
         for tokens in texts:
             self.add(tokens)
 
     def sorted(self) -> Sorted:
-        """Returns the texts as arrays of the host, whose shapes depend on the capacity alone."""
+        """Returns the texts as NumPy arrays.
+
+        Their shapes depend on the capacity alone, so that new texts compile nothing.
+        """
         tokens = np.full(self.capacity, -1, np.int32)
         end = 0
         for text in self._texts:
             tokens[end : end + len(text)] = text
             end += len(text) + 1
-        return Sorted(tokens, _sorted_places(tokens, self.max_match), self.max_match)
+        return Sorted(tokens, _sorted_positions(tokens, self.max_match), self.max_match)
 
 
-def _sorted_places(tokens: np.ndarray, depth: int) -> np.ndarray:
-    """Returns all places in the order of `Sorted.order`, of which `depth` tokens count."""
+def _sorted_positions(tokens: np.ndarray, depth: int) -> np.ndarray:
+    """Returns all positions in the order of `Sorted.order`, which compares `depth` tokens.
+
+    It uses prefix doubling: the rank by 2n tokens follows from two ranks by n tokens.
+    """
     count = len(tokens)
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
-    known = 1  # tokens, counted back from a place, that its rank stands for
-    while known < min(depth, count):
-        before = np.concatenate([np.zeros(known, np.int64), rank[:-known]])
+    compared = 1  # number of tokens up to a position by which it is ranked
+    while compared < min(depth, count):
+        before = np.concatenate([np.zeros(compared, np.int64), rank[:-compared]])
         rank = np.unique(rank * (count + 1) + before, return_inverse=True)[1].astype(np.int64) + 1
-        known *= 2
+        compared *= 2
     return np.argsort(rank, kind="stable").astype(np.int32)
 
 
 def read(path: str, tokenizer) -> Store:
-    """Returns a store of the texts of a file, JSON lines with `text`; InputError for another."""
+    """Reads a store from JSON lines with a field `text`; raises InputError for other files."""
     texts = []
     for number, record in jsonl.read(path):
         text = record.get("text") if isinstance(record, dict) else None
@@ -117,41 +123,46 @@ def read(path: str, tokenizer) -> Store:
 
 
 def longest_match(store: Sorted, recent_P: Array) -> Array:
-    """Returns how many of the last tokens stand together somewhere in the store, at most P.
+    """Returns the length of the longest suffix of a row that occurs in the store, at most P.
 
     Args:
-        store: the texts.
-        recent_P: the last tokens of a row, the newest first; -1 before its first.
+        store: texts.
+        recent_P: last tokens of a row, the newest first; -1 before the first token.
     """
-    place = _first(store, recent_P, len(recent_P), after=False)
+    # In a sorted order, the longest match is next to the entry at which the row would be inserted.
+    entry = _first(store, recent_P, len(recent_P), after=False)
     size = len(store.order)
-    near = jnp.stack([jnp.maximum(place - 1, 0), jnp.minimum(place, size - 1)])
-    return jnp.max(jnp.stack([_common(store, recent_P, entry) for entry in near]))
+    neighbours = jnp.stack([jnp.maximum(entry - 1, 0), jnp.minimum(entry, size - 1)])
+    return jnp.max(jnp.stack([_common(store, recent_P, entry) for entry in neighbours]))
 
 
 def matches(store: Sorted, recent_P: Array, length: Array) -> tuple[Array, Array, Array]:
-    """Returns where the matches of a length begin and end in `order`, and the next shorter length.
+    """Returns the range in `order` of the matches of a length, and the next shorter length.
 
-    The next shorter length is the greatest of which there are more matches; 0: none.
+    The next shorter length is the greatest one with more matches; 0: there is none.
     """
     begin = _first(store, recent_P, length, after=False)
     end = _first(store, recent_P, length, after=True)
     size = len(store.order)
+    # A shorter match that is not in the range begins just outside of it.
     above = jnp.where(begin > 0, _common(store, recent_P, jnp.maximum(begin - 1, 0)), 0)
     below = jnp.where(end < size, _common(store, recent_P, jnp.minimum(end, size - 1)), 0)
     return begin, end, jnp.maximum(above, below)
 
 
 def _first(store: Sorted, recent_P: Array, length: Array | int, after: bool) -> Array:
-    """Returns the first entry that is not below the last tokens, or is above them (`after`)."""
+    """Returns the first entry that is not less than the row's last tokens, by binary search.
+
+    With `after`, returns the first entry that is greater. Only `length` tokens are compared.
+    """
 
     def halve(bounds):
         low, high = bounds
         middle = (low + high) // 2
         common = jnp.minimum(_common(store, recent_P, middle), length)
         index = jnp.minimum(common, len(recent_P) - 1)
-        own = _before(store, middle, index)
-        smaller = jnp.where(common == length, after, own < recent_P[index])
+        differing = _before(store, middle, index)
+        smaller = jnp.where(common == length, after, differing < recent_P[index])
         return jnp.where(smaller, middle + 1, low), jnp.where(smaller, high, middle)
 
     bounds = jnp.zeros((), jnp.int32), jnp.full((), len(store.order), jnp.int32)
@@ -159,13 +170,13 @@ def _first(store: Sorted, recent_P: Array, length: Array | int, after: bool) -> 
 
 
 def _before(store: Sorted, entry: Array, back: Array) -> Array:
-    """Returns the token so many tokens before an entry's place; -1 before the first."""
-    place = store.order[entry] - back
-    return jnp.where(place >= 0, store.tokens[jnp.maximum(place, 0)], -1)
+    """Returns the token `back` positions before an entry's position; -1 before the first token."""
+    position = store.order[entry] - back
+    return jnp.where(position >= 0, store.tokens[jnp.maximum(position, 0)], -1)
 
 
 def _common(store: Sorted, recent_P: Array, entry: Array) -> Array:
-    """Returns how many of the last tokens stand at an entry's place and before it."""
+    """Returns the length of the common suffix of the row and the text up to an entry's position."""
     back = jnp.arange(len(recent_P))
     same = (_before(store, entry, back) == recent_P) & (recent_P >= 0)
     return jnp.sum(jnp.cumprod(same.astype(jnp.int32)))

@@ -1,4 +1,4 @@
-"""A small language model drafts for a large one (Chen et al. 2023; Leviathan et al. 2022)."""
+"""Drafting with a small language model (Chen et al. 2023; Leviathan et al. 2022)."""
 
 import dataclasses
 
@@ -12,34 +12,34 @@ from spsjax.models import transformer
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
 
-# Tokens that are read at once after rounds without a draft.
-_MANY = 16
+_SYNC_TOKENS = 16  # tokens per pass when `sync` processes the tokens of rounds without a draft
 
 
 @pytree_dataclass
 class Drafted:
-    """Arrays that `propose` hands to `commit`."""
+    """Arrays that `propose` passes to `commit`."""
 
-    block: Block  # the last but one committed token in row 0, then the nodes that were fed
-    rows: Array  # [B, M] int32: the row of the block that holds each node
-    first: Array  # [B] int32, 0: the block begins with the last but one token; 1: it has none
-    starts: Array  # [B] int32, tokens that the cache held
+    block: Block  # keys and values of the second-to-last token, then of the nodes that were fed
+    rows: Array  # [B, M] int32, row of the block that belongs to each node
+    first: Array  # [B] int32, first valid row of the block: 1 if there is no second-to-last token
+    starts: Array  # [B] int32, number of cached tokens before the block
     valid: Array  # [B] bool; False: nothing was drafted
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.TrainableDrafter):
-    """Proposes what a draft model finds probable: a chain, or a tree. Lossless.
+    """Proposes a chain or a tree of tokens from a draft model. Lossless.
 
-    A chain is sampled token by token. `params["drafter"]` are the draft's parameters; the state is
-    its cache. With a `config` of recent tokens (`Config.recent`) its cache is a window.
+    A chain is sampled token by token. `params["drafter"]` are the parameters of the draft model,
+    and the state is its cache. If its `config` limits attention to recent tokens
+    (`Config.recent`), the cache is a window.
 
     Attributes:
         config: shape of the draft model.
         num_speculative_tokens: K. None: 4, or the depth of the tree.
-        vocab_size: size of the target's vocabulary, which may be padded differently. Tokens that
-            only the draft has are never proposed, and those that only the target has get
-            probability 0. None: both vocabularies have the same size.
+        vocab_size: size of the target's vocabulary, which may be padded differently. The drafter
+            never proposes tokens that only the draft model has, and gives probability 0 to tokens
+            that only the target has. None: both vocabularies have the same size.
         tree: shape of the tree; None: a chain.
     """
 
@@ -59,6 +59,19 @@ class Drafter(base.TrainableDrafter):
     def init_params(self, key, dtype=jnp.float32):
         return transformer.init(self.config, key, dtype)
 
+    def shardings(self, mesh, replicate=False):
+        return sharding.param_shardings(mesh, self.config, replicate)
+
+    def cache_slots(self, slots: int) -> int:
+        return transformer.num_slots(self.config, slots)
+
+    def step_weights(self, params):
+        return params["drafter"]
+
+    def step(self, params, tokens_B1, state):
+        output = transformer.apply(self.config, params["drafter"], tokens_B1, state)
+        return sharding.gather_vocab(output.logits), output.block
+
     @property
     def score_sizes(self):
         return shapes.score_sizes(self.tree, self.num_speculative_tokens)
@@ -69,38 +82,39 @@ class Drafter(base.TrainableDrafter):
     def prefill(self, params, state, chunk, output):
         cache = state.at(chunk.starts)
         output = transformer.apply(self.config, params["drafter"], chunk.tokens, cache)
-        # What follows a prompt must not take slots of a window.
+        # The padding after a shorter prompt must not take slots of a window.
         ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths)
         return cache.write(output.block, None, ends, output.hidden)
 
     def sync(self, params, state, now):
-        if now.depths is None:  # every round drafts, and `commit` keeps what was fed
+        if now.depths is None:  # every round drafts, so `commit` has cached all tokens
             return state
-        # The last two tokens are fed in `propose`.
-        wanted, width = jnp.maximum(now.lengths - 2, 0), min(_MANY, now.tokens.shape[1])
-        soon = jnp.any(now.depths > 0)
+        # `propose` feeds the last two tokens, so the cache needs all tokens before them.
+        needed, width = jnp.maximum(now.lengths - 2, 0), min(_SYNC_TOKENS, now.tokens.shape[1])
+        drafts_now = jnp.any(now.depths > 0)
 
         def read(cache):
-            # Tokens that are known already are read again rather than exceed the buffer.
-            starts = jnp.minimum(cache.lengths, jnp.maximum(wanted - width, 0))
+            # Near its end, the pass moves back and reads cached tokens again: `width` tokens must
+            # fit into the buffer.
+            starts = jnp.minimum(cache.lengths, jnp.maximum(needed - width, 0))
             tokens = tree.along(starts[:, None] + jnp.arange(width), now.tokens)
             cache = cache.at(starts)
             output = transformer.apply(self.config, params["drafter"], tokens, cache, num_logits=1)
-            ends = jnp.minimum(starts + width, wanted)
+            ends = jnp.minimum(starts + width, needed)
             return cache.write(output.block, None, ends, output.hidden)
 
         return lax.while_loop(
-            lambda cache: soon & jnp.any(cache.lengths < wanted),
+            lambda cache: drafts_now & jnp.any(cache.lengths < needed),
             read,
-            state.at(jnp.minimum(state.lengths, wanted)),
+            state.at(jnp.minimum(state.lengths, needed)),
         )
 
     def propose(self, params, state, now):
         K, weights, lengths_B = self.num_speculative_tokens, params["drafter"], now.lengths
         num_fed = shapes.num_fed(self.tree, K)
-        # The first pass takes the last two tokens, because the cache may lack the last but one: the
-        # last accepted draft token may never have been fed. A prompt of one token has no last but
-        # one; its place is then filled with a token that nothing sees.
+        # The first pass takes the last two tokens. The cache may lack the second-to-last token: if
+        # all K draft tokens were accepted, the last of them was never fed to the draft model. A
+        # prompt of one token has no second-to-last token, and row 0 of the block is then masked.
         first = (lengths_B < 2).astype(jnp.int32)
         cache = state.at(jnp.maximum(lengths_B - 2, 0))
         before = jnp.maximum(lengths_B[:, None] - 2, 0)
@@ -111,13 +125,13 @@ class Drafter(base.TrainableDrafter):
             """Runs the draft over one level of nodes (`sample.Feed`)."""
             tokens_BT, T = level.tokens, level.tokens.shape[1]
             positions = jnp.broadcast_to(lengths_B[:, None] - 1 + level.depth, tokens_BT.shape)
-            seen = jnp.pad(level.above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
-            seen &= row >= first[:, None, None]
+            visible = jnp.pad(level.above, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            visible &= row >= first[:, None, None]
             if level.is_root:
                 tokens_BT = jnp.concatenate([before_last, tokens_BT], axis=1)
                 positions = jnp.concatenate([before, positions], axis=1)
-                itself = jnp.broadcast_to(row == 0, (len(seen), 1, len(row)))
-                seen = jnp.concatenate([itself, seen], axis=1)
+                itself = jnp.broadcast_to(row == 0, (len(visible), 1, len(row)))
+                visible = jnp.concatenate([itself, visible], axis=1)
             output = transformer.apply(
                 self.config,
                 weights,
@@ -125,28 +139,29 @@ class Drafter(base.TrainableDrafter):
                 cache,
                 block=block,
                 positions_BT=positions,
-                ancestors=seen,
+                ancestors=visible,
                 num_logits=T,
             )
             logits = sharding.gather_vocab(output.logits)
             return logits[..., : self.vocab_size], output.hidden[:, -T:], output.block
 
         start = transformer.empty_block(self.config, weights, len(lengths_B), 1 + num_fed)
-        proposal, fed_as, block = sample.grow(self.tree, K, feed, start, now)
+        proposal, fed_numbers, block = sample.grow(self.tree, K, feed, start, now)
         if proposal.probs is not None:
             missing = max((self.vocab_size or 0) - proposal.probs.shape[2], 0)
             probs = jnp.pad(proposal.probs, [(0, 0), (0, 0), (0, missing)])
             proposal = dataclasses.replace(proposal, probs=probs)
-        # Of a row that wanted no token the model has read some that the round does not propose.
+        # The model also ran over rows that skip drafting. Their block must not be committed.
         valid = jnp.ones_like(first, bool) if now.depths is None else now.depths > 0
-        drafted = Drafted(block, 1 + fed_as, first, cache.lengths, valid)
+        drafted = Drafted(block, 1 + fed_numbers, first, cache.lengths, valid)
         return dataclasses.replace(proposal, aux=drafted)
 
     def commit(self, params, state, now, proposal, output, verdict):
         drafted = proposal.aux
         if drafted == ():  # nothing was drafted
             return state
-        # The last node of the path need not have been fed, but it is not kept either.
+        # The path's last column is dropped: that node may not have been fed. `propose` feeds the
+        # last two committed tokens, so the cache does not need it.
         path = tree.along(verdict.path[:, :-1], drafted.rows)
         path = jnp.pad(path, ((0, 0), (1, 0)))
         index = jnp.minimum(jnp.arange(path.shape[1]) + drafted.first[:, None], path.shape[1] - 1)
@@ -157,7 +172,7 @@ class Drafter(base.TrainableDrafter):
 
 
 def checked(name: str, drafter: base.Drafter) -> Drafter:
-    """Returns a drafter; raises InputError unless it is a draft model."""
+    """Returns the drafter; raises InputError unless it is a draft model."""
     if not isinstance(drafter, Drafter):
         raise InputError(f"{name}: expected a draft model behind the number, found another drafter")
     return drafter

@@ -1,7 +1,7 @@
-"""A decoder layer regresses the target's next feature (EAGLE; Li et al. 2024, arXiv 2401.15077).
+"""EAGLE: a decoder layer that predicts the target's next feature (Li et al. 2024, 2401.15077).
 
-EAGLE-1 drafts fixed trees, EAGLE-2 (2406.16858) dynamic ones, and HASS (2408.15766) trains the same
-weights otherwise. **Lossless**, as is every drafter.
+EAGLE-1 drafts fixed trees, and EAGLE-2 (2406.16858) drafts dynamic trees. HASS (2408.15766) trains
+the same weights with another objective. **Lossless**, as is every drafter.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Eagle(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(pairs.PairDrafter):
-    """Drafts with the target's embedding and head. Lossless.
+    """Drafts with a decoder layer and the target's embedding and head. Lossless.
 
     A feature is the target's final hidden state, after its norm.
     """
@@ -79,7 +79,7 @@ class Drafter(pairs.PairDrafter):
 
 
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config."""
+    """Returns the drafter that the section `drafter` of a training config describes."""
     layer, others = features.layer_from_config(options, target)
     return build("drafter", Drafter, others, config=layer, target=target)
 

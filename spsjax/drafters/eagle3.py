@@ -1,6 +1,6 @@
-"""A decoder layer on features of three of the target's layers (EAGLE-3; Li et al. 2503.01840).
+"""EAGLE-3: a decoder layer on features of three layers of the target (Li et al. 2025, 2503.01840).
 
-It is trained to continue its own outputs, so that its drafts stay good as they get longer.
+It is trained to continue its own outputs, so that acceptance falls little in longer drafts.
 **Lossless**, as is every drafter.
 """
 
@@ -29,7 +29,7 @@ IDS = pair_folders.IDS
 
 
 class Eagle3(nnx.Module):
-    """Decoder layer whose attention reads a token's embedding and a feature, side by side."""
+    """Decoder layer whose attention reads a token's embedding and a feature, concatenated."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         self.drafter, config, width = drafter, drafter.config, drafter.target.d_model
@@ -53,7 +53,7 @@ class Eagle3(nnx.Module):
             )
 
     def fuse(self, taps_BTW) -> Array:
-        """Returns features [B, T, D] of the inputs of the target's tapped layers, side by side."""
+        """Returns features [B, T, D] from the concatenated inputs of the target's tapped layers."""
         if self.drafter.fc_norm:
             taps = jnp.split(taps_BTW, len(self.tap_norms), axis=-1)
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
@@ -61,7 +61,7 @@ class Eagle3(nnx.Module):
         return self.fc(sharding.whole_rows(taps_BTW))
 
     def __call__(self, embedded_BTD, features_BTD, context, cached, earlier):
-        """Returns the outputs, and the block's keys and values with those of these pairs."""
+        """Returns the outputs, and the block's keys and values including those of these pairs."""
         normed = self.feature_norm(features_BTD)
         read = jnp.concatenate([self.embed_norm(embedded_BTD), normed], axis=-1)
         residual = normed if self.drafter.norm_before_residual else features_BTD
@@ -69,24 +69,24 @@ class Eagle3(nnx.Module):
         return (self.norm(outputs) if self.drafter.norm_output else outputs), block
 
     def normed(self, outputs_BTD) -> Array:
-        """Returns what a head multiplies."""
+        """Returns the normalised outputs [B, T, D], which a head multiplies."""
         return outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(pairs.PairDrafter):
-    """Drafts with a head of its own, often of the most frequent tokens only. Lossless.
+    """Drafts with a head of its own, often over the most frequent tokens only. Lossless.
 
-    `params["drafter"]["ids"]` are the target's ids of the draft's tokens, in ascending order.
+    `params["drafter"]["ids"]` are the target's ids of the draft vocabulary, in ascending order.
 
     Attributes:
-        vocab_size: R, tokens that may be drafted; the others get probability 0.
-        tap_layers: layers of the target whose input is read.
+        vocab_size: R, size of the draft vocabulary; other tokens get probability 0.
+        tap_layers: layers of the target whose inputs are read.
         norm_before_residual: whether the residual stream begins with the normalised feature.
         fc_norm: whether each tapped layer's input is normalised (EAGLE-3.1, 2605.09992).
-        norm_output: whether the next pair is fed with the normalised output (EAGLE-3.1).
-        own_head: whether it has a vocabulary matrix of its own; else it uses the target's, of all
-            tokens.
+        norm_output: whether the normalised output is the next pair's feature (EAGLE-3.1).
+        own_head: whether the drafter has a vocabulary matrix of its own; else it uses the target's,
+            with all tokens.
     """
 
     vocab_size: int = 32_000
@@ -124,31 +124,33 @@ class Drafter(pairs.PairDrafter):
             )
 
     @property
-    def split_like(self):
+    def sharding_config(self):
         return dataclasses.replace(self.config, vocab_size=self.vocab_size)
 
     def from_target(self, weights, params):
         if not self.own_head or self.config.d_model != self.target.d_model:
             return weights
+        # The target's final norm has a learned scale, which the draft's norm begins without. The
+        # scale is folded into the initial head, so that both heads give the same logits.
         scale = self.target.norm_offset + params["target"]["norm"]["scale"]
         kernel = scale[:, None] * transformer.head_kernel(self.target, params["target"])
         kernel = kernel[:, params["drafter"][IDS]].astype(jnp.float32)
         return weights | {"head": {"kernel": kernel}}
 
     def step_weights(self, params):
-        # Features are fused once per round.
+        # Features are fused once per round, so these weights are not read in every step.
         once = IDS, "fc", "tap_norms"
-        own = {name: value for name, value in params["drafter"].items() if name not in once}
-        return (
-            own if self.own_head else (own, transformer.head_kernel(self.target, params["target"]))
-        )
+        per_step = {name: value for name, value in params["drafter"].items() if name not in once}
+        if self.own_head:
+            return per_step
+        return per_step, transformer.head_kernel(self.target, params["target"])
 
-    def seen(self, output):
+    def raw_features(self, output):
         return jnp.concatenate(output.taps, axis=-1)
 
-    def fused(self, params, seen_BTW):
+    def fuse(self, params, raw_BTW):
         weights = _trained(params["drafter"])
-        return self._bind(weights).fuse(seen_BTW.astype(_dtype(weights)))
+        return self._bind(weights).fuse(raw_BTW.astype(_dtype(weights)))
 
     def outputs(self, params, tokens_BT, features_BTD, context, cached, earlier):
         weights = _trained(params["drafter"])
@@ -176,15 +178,20 @@ class Drafter(pairs.PairDrafter):
             IDS: jnp.arange(self.vocab_size, dtype=jnp.int32)
         }
 
+    def constants_from(self, counts_V):
+        """Returns the ids of the corpus's most frequent tokens as the draft vocabulary."""
+        frequent = np.argsort(-counts_V, kind="stable")[: self.vocab_size]
+        return {IDS: np.sort(frequent).astype(np.int32)}
+
     def _bind(self, weights: PyTree) -> Eagle3:
         return pure.bind(Eagle3, self, weights, _dtype(weights))
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers that EAGLE-3 reads: a low, a middle and a high one.
+    """Returns the layers that EAGLE-3 reads: a low, a middle and a high layer.
 
-    They are the authors', but for targets of fewer than 12 layers, of which the high one is the
-    final state: there, lower layers say less about the next token (docs/eagle.md).
+    They are the authors' choice. For targets of fewer than 12 layers the high layer is the final
+    state, because lower layers predict the next token less well (docs/eagle.md).
     """
     if num_layers < 12:
         return num_layers // 3, 2 * num_layers // 3, num_layers
@@ -200,9 +207,10 @@ def _dtype(weights: PyTree):
 
 
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config.
+    """Returns the drafter that the section `drafter` of a training config describes.
 
-    Without `tap_layers` it reads the default ones; a `vocab_size` of 0 is the target's.
+    Without `tap_layers` the drafter reads the default layers. A `vocab_size` of 0 means the
+    target's.
     """
     layer, others = features.layer_from_config(options, target)
     taps = others.get("tap_layers") or default_tap_layers(target.num_layers)
@@ -212,7 +220,7 @@ def from_config(options: Mapping[str, object], target: Config) -> Drafter:
 
 
 class _Layout(pair_folders.PairLayout):
-    """The authors' layout and that of `speculators`, in which it is written."""
+    """Layouts of the authors and of `speculators`; folders are written in the latter."""
 
     def recognizes(self, raw, tensors):
         return pair_folders.holds_layer(raw, tensors) and pair_folders.is_eagle3(raw, tensors)

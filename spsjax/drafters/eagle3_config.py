@@ -1,7 +1,7 @@
 """Keys of the config.json of published EAGLE-3 drafters.
 
-Trainers write them in several places: at the top level (SafeAILab, `speculators`), in
-`eagle_config` (SpecForge, ModelOpt) or beside the layer's sizes in `transformer_layer_config`.
+Training libraries write them at the top level (SafeAILab, `speculators`), in `eagle_config`
+(SpecForge, ModelOpt), or in `transformer_layer_config` with the sizes of the layer.
 """
 
 import json
@@ -14,7 +14,7 @@ from spsjax.models.hf.fields import COUNT, FLAG, LIST, OBJECT, Fields
 
 _TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"
 FLAGS = "norm_before_residual", "fc_norm", "norm_output"
-# Keys of which only one value is supported: others ask for another computation.
+# Keys with one supported value. Other values mean another computation.
 _ONLY = {
     "norm_before_fc": (FLAG, False),
     "use_aux_hidden_state": (FLAG, True),
@@ -37,19 +37,19 @@ def read(path: pathlib.Path, raw: dict, num_layers: int, num_taps: int | None) -
 
     Args:
         path: path of the config.json, for messages.
-        raw: its content.
-        num_layers: number of the target's layers.
-        num_taps: number of the layers that the stored weights read; None: unknown.
+        raw: content of the config.json.
+        num_layers: number of layers of the target.
+        num_taps: number of tapped layers by the shape of the stored weights; None: unknown.
 
     Raises:
-        InputError: a key has a value that is not supported, or two places contradict each other.
+        InputError: a key has a value that is not supported, or contradictory values.
     """
     value = _reader(path, raw)
     for key, (kind, supported) in _ONLY.items():
-        where, found = value((key,), kind)
-        if found not in (None, supported):
+        where, stated = value((key,), kind)
+        if stated not in (None, supported):
             raise InputError(
-                f"{path}: {where}: expected {json.dumps(supported)}, found {short_repr(found)}"
+                f"{path}: {where}: expected {json.dumps(supported)}, found {short_repr(stated)}"
             )
     result = {flag: value((flag,), FLAG)[1] or False for flag in FLAGS}
     where, ids = value(_TAPS, LIST)
@@ -66,8 +66,8 @@ def read(path: pathlib.Path, raw: dict, num_layers: int, num_taps: int | None) -
 def _taps(path, where, ids, num_layers, speculators: bool) -> tuple:
     """Returns the layers whose inputs are read.
 
-    `speculators` counts inputs. In other files a list that begins with 1 counts outputs, from 0:
-    the output of layer i is the input of layer i + 1.
+    Files of `speculators` list inputs. In other files, a list that begins with 1 lists outputs of
+    layers, counted from 0: the output of layer i is the input of layer i + 1.
     """
     if not ids:
         taps = 2, num_layers // 2, num_layers - 3
@@ -95,34 +95,34 @@ def _taps(path, where, ids, num_layers, speculators: bool) -> tuple:
 
 
 def _reader(path: pathlib.Path, raw: dict) -> Callable:
-    """Returns a function from names of a key to where it is and to its value; None: nowhere."""
-    whole = Fields(path, raw)
-    layer = whole.get(_LAYER, OBJECT, {})
-    places = [whole, Fields(path, layer, _LAYER)]
+    """Returns a function from the names of a key to its full name and value, or to two None."""
+    top_level = Fields(path, raw)
+    layer = top_level.get(_LAYER, OBJECT, {})
+    sections = [top_level, Fields(path, layer, _LAYER)]
     known = {*_TAPS, *FLAGS, *_ONLY, *_IMPLIED}
-    for place in tuple(places):
-        name = f"{place.prefix}{_NESTED}"
-        nested = Fields(path, place.get(_NESTED, OBJECT, {}), name)
-        for key, found in nested.raw.items():
-            if key not in known and found is not None:
+    for section in tuple(sections):
+        name = f"{section.prefix}{_NESTED}"
+        nested = Fields(path, section.get(_NESTED, OBJECT, {}), name)
+        for key, stated in nested.raw.items():
+            if key not in known and stated is not None:
                 raise nested.error(
-                    key, f"no such key, but one of {', '.join(sorted(known))}", found
+                    key, f"no such key, but one of {', '.join(sorted(known))}", stated
                 )
-        places.append(nested)
+        sections.append(nested)
 
     def value(names, kind):
-        found = [
-            (f"{place.prefix}{name}", place.get(name, kind, None))
-            for place in places
+        entries = [
+            (f"{section.prefix}{name}", section.get(name, kind, None))
+            for section in sections
             for name in names
         ]
-        found = [entry for entry in found if entry[1] is not None]
-        for where, other in found[1:]:
-            if other != found[0][1]:
+        entries = [entry for entry in entries if entry[1] is not None]
+        for where, other in entries[1:]:
+            if other != entries[0][1]:
                 raise InputError(
-                    f"{path}: {where}: expected {short_repr(found[0][1])}, as {found[0][0]}, "
+                    f"{path}: {where}: expected {short_repr(entries[0][1])}, as {entries[0][0]}, "
                     f"found {short_repr(other)}"
                 )
-        return found[0] if found else (None, None)
+        return entries[0] if entries else (None, None)
 
     return value

@@ -1,6 +1,6 @@
 """Base class of drafters that read the target's features.
 
-A feature is what the target has computed of a token, such as its final hidden state.
+A feature is an activation of the target at a token, such as the final hidden state.
 """
 
 import abc
@@ -10,11 +10,11 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
-from spsjax import caches as kv
 from spsjax.drafters import base, shapes
 from spsjax.errors import InputError, check_integer
+from spsjax.models import caches as kv
 from spsjax.models.config import Config
-from spsjax.models.layers import Context, KeysValues, context_of
+from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
 from spsjax.utils.from_config import build
@@ -23,20 +23,22 @@ from spsjax.utils.from_config import build
 class FeatureDrafter(base.TrainableDrafter):
     """Drafts from the target's features.
 
-    A step takes the feature of a token, or what stands for it, and the token that follows. From its
-    outputs the token after that is drafted.
+    A step takes the feature of token t, or a prediction of it, and token t + 1. Its output gives
+    the distribution of token t + 2.
 
     Attributes:
         target: shape of the target.
-        num_speculative_tokens: K. None: the depth of the tree, or of a chain the most steps that it
-            can take, else 4.
+        num_speculative_tokens: K. None: the depth of the tree; for a chain `max_steps`, or 4 if the
+            weights allow any number.
         tree: shape of the tree; None: a chain.
-        tokens_per_step: tokens that are drafted from one output, without seeing each other.
+        tokens_per_step: number of tokens per step, which do not depend on each other.
+        separate_steps: whether every step of a draft has weights of its own.
     """
 
     target: Config
     tree: shapes.Shape = None
     tokens_per_step: ClassVar[int] = 1
+    separate_steps: ClassVar[bool] = False
     steps_name: ClassVar[str] = "steps"  # for messages
 
     def __post_init__(self):
@@ -60,13 +62,13 @@ class FeatureDrafter(base.TrainableDrafter):
 
     @property
     def least_steps(self) -> int:
-        """Steps that a training needs, so that it reaches all weights."""
+        """Number of steps that reach all weights, so that training needs at least as many."""
         return self.max_steps or self.tokens_per_step
 
     @property
     @abc.abstractmethod
-    def split_like(self) -> Config:
-        """Shape of the model by whose sharding rules the weights can be split."""
+    def sharding_config(self) -> Config:
+        """Shape of a model whose sharding rules fit the drafter's weights."""
 
     def shardings(
         self, mesh: Mesh | None, replicate: bool | None = None
@@ -75,8 +77,8 @@ class FeatureDrafter(base.TrainableDrafter):
 
         Args:
             mesh: mesh of the target; None: one device.
-            replicate: whether every device holds all weights; None: yes, because for a layer of a
-                small model collectives cost more than they save.
+            replicate: whether every device has all weights; None: yes, because collectives of one
+                layer cost more than they save.
 
         Raises:
             InputError: the mesh does not divide the layer.
@@ -87,41 +89,42 @@ class FeatureDrafter(base.TrainableDrafter):
                 f"d_model: expected a multiple of the mesh's model axis, {mesh.shape['model']}, "
                 f"found {self.target.d_model}"
             )
-        return sharding.param_shardings(mesh, self.split_like, replicate=not split)
+        return sharding.param_shardings(mesh, self.sharding_config, replicate=not split)
 
     def from_target(self, weights: PyTree, params: PyTree) -> PyTree:
-        """Returns initial weights, of which some are replaced by the target's.
+        """Returns initial weights, with copies of the target's weights where they fit.
 
-        `params["drafter"]` holds the constants only.
+        `params["drafter"]` has the constants only.
         """
         return weights
 
     def step_weights(self, params: PyTree) -> PyTree:
-        """Returns those of the arrays in `params` that every draft step multiplies with."""
+        """Returns the arrays in `params` that every draft step reads."""
         return params["drafter"]
 
     @abc.abstractmethod
     def features(self, params: PyTree, output: ModelOutput) -> Array:
-        """Returns the features [B, T, D] of what the target has read."""
+        """Returns the features [B, T, D] of the tokens that the target has read."""
 
     @abc.abstractmethod
     def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
-        """Returns the logits [B, T, R] of the draft's tokens, from a step's outputs."""
+        """Returns the logits [B, T, R] over the draft vocabulary, from the outputs of a step."""
 
     def draft_ids(self, params: PyTree) -> Array | None:
-        """Returns the target's ids [R] of the draft's tokens; None: they are the target's."""
+        """Returns the target's ids [R] of the draft vocabulary; None: it is the target's."""
         return None
 
     def logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
         """Returns the logits [B, T, V] of the next token, from the outputs of a step.
 
-        The first step after the last committed token has depth 0.
+        Depth 0 is the first step after the last committed token.
         """
         logits = sharding.gather_vocab(self.draft_logits(params, outputs_BTD, depth))
         ids = self.draft_ids(params)
         if ids is None:
             return logits
-        # What is never drafted gets probability 0. (An infinity would be reported as one.)
+        # Tokens outside of the draft vocabulary get probability 0. Their logit is finite, because
+        # `sampling.to_probs` reports a row with an infinite logit as an error.
         shape, least = (*logits.shape[:2], self.target.vocab_size), jnp.finfo(logits.dtype).min
         lowest = jnp.full(shape, least / 2, logits.dtype)
         return lowest.at[..., ids].set(logits)
@@ -137,28 +140,28 @@ class FeatureDrafter(base.TrainableDrafter):
         remat: bool = False,
         later: Array | None = None,
     ) -> Iterator[Array]:
-        """Yields the outputs of each step of the drafts that begin everywhere in texts.
+        """Yields the outputs of each step of drafts that begin at every position of the texts.
 
-        In step i, index t stands for a draft that began after feature t, with the text's tokens
-        t + 2 to t + 1 + i as its tokens. It sees what `propose` sees. The last i indices have no
-        such tokens, and garbage.
+        In step i, index t is a draft that began after feature t. Its tokens are the text's tokens
+        t + 2 to t + 1 + i, and it attends to the same keys as in `propose`. The last i indices
+        exceed the text, and their outputs are meaningless.
 
-        Outputs are [B, T, D] of all indices in the first step, and [B, L, D] of the indices `later`
-        [L] from then on; None: of all.
+        The first step yields the outputs [B, T, D] at all indices. Later steps yield [B, L, D] at
+        the indices `later` [L].
 
         Args:
             params: parameters of target and drafter.
-            next_BT: the token that follows each feature.
-            features_BTD: the target's features of the texts.
+            next_BT: token that follows each feature.
+            features_BTD: features of the texts.
             steps: number of steps.
             detached: whether gradients stop between steps.
-            remat: whether each step is computed again in the backward pass.
-            later: indices that go on after the first step.
+            remat: whether the backward pass computes each step again instead of storing it.
+            later: indices of the drafts that continue after the first step; None: all.
         """
 
 
 def layer_from_config(options: Mapping[str, object], target: Config) -> tuple[Config, dict]:
-    """Returns the shape of a layer and the other options of a training's section `drafter`.
+    """Returns the shape of a layer and the other options of the section `drafter` of a config.
 
     Sizes that are 0 or missing are the target's.
     """
@@ -182,7 +185,10 @@ def run_layer(
     positions_BT: Array | None,
     ancestors: Array | None,
 ) -> tuple[Array, Block]:
-    """Returns the outputs of one layer and the grown block; arguments as of `transformer.apply`."""
+    """Returns the outputs of one layer and the extended block.
+
+    The arguments are those of `transformer.apply`; `outputs` applies the layer.
+    """
     context = context_of(num_tokens, cache, block, positions_BT, ancestors)
     cached = () if cache is None else cache.segments()[0]
     earlier = None if block is None else (block.keys[0], block.values[0])

@@ -1,6 +1,6 @@
-"""Folders of drafters: a config.json and tensors, as each method lays them out.
+"""Folders of drafters: a config.json and tensors, in the layout of each method.
 
-A drafter's module that can be saved has a `LAYOUT`.
+The module of a drafter that can be saved has a `LAYOUT`.
 """
 
 import abc
@@ -28,9 +28,9 @@ class Folder:
     """Content of a folder.
 
     Attributes:
-        path: the folder.
-        raw: its config.json.
-        stored: file of each tensor, by its name.
+        path: path of the folder.
+        raw: content of config.json.
+        stored: file of each tensor, by the tensor's name.
     """
 
     path: pathlib.Path
@@ -43,7 +43,7 @@ class Folder:
 
 
 class Layout(abc.ABC):
-    """Tensors and config.json of a method, in a layout that others read, where there is one.
+    """Layout of a method's tensors and config.json; a published layout where there is one.
 
     Attributes:
         file: name of the file with the tensors.
@@ -53,19 +53,22 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
-        """Returns whether a folder is of this method, by its config.json and tensors' names."""
+        """Returns whether a folder has this layout, by its config.json and names of tensors."""
 
     @abc.abstractmethod
     def drafter_fields(self, folder: Folder, target: Config) -> dict[str, object]:
-        """Returns the fields of the drafter but `target`; InputError if it does not fit it."""
+        """Returns the fields of the drafter except `target`.
+
+        Raises InputError if the folder is of a drafter for another target.
+        """
 
     @abc.abstractmethod
     def names(
         self, drafter: FeatureDrafter, params: PyTree, stored: Set[str] = frozenset()
     ) -> dict[tuple, tuple[str, bool]]:
-        """Returns tensor name, and whether it is stored transposed, by the parameter's path.
+        """Returns each tensor's name and whether it is stored transposed, by parameter path.
 
-        `stored` are the names in the folder that is read, for layouts with several.
+        `stored` are the names in the folder, for layouts with several names per tensor.
         """
 
     @abc.abstractmethod
@@ -73,11 +76,14 @@ class Layout(abc.ABC):
         """Returns the config.json of a drafter."""
 
     def is_copy(self, name: str, drafter: FeatureDrafter) -> bool:
-        """Returns whether a tensor repeats what another one holds."""
+        """Returns whether a tensor is a copy of another tensor, so that it need not be read."""
         return False
 
     def difference(self, folder: Folder, target_params: PyTree) -> str | None:
-        """Returns what the folder holds that is not used though it differs from the target's."""
+        """Returns the name of an unused tensor that differs from the target's; None: there is none.
+
+        The loader warns of it, because the drafter was trained with that tensor.
+        """
         return None
 
     def open(self, path: pathlib.Path) -> Folder:
@@ -100,10 +106,10 @@ class Layout(abc.ABC):
         """Reads a drafter's parameters.
 
         Args:
-            folder: what `open` returned.
-            drafter: the drafter.
+            folder: result of `open`.
+            drafter: drafter whose parameters are read.
             dtype: type of the parameters.
-            sharding_of: sharding of each parameter.
+            sharding_of: function from a parameter's path to its sharding.
 
         Raises:
             InputError: files or tensors are missing, damaged or of another drafter.
@@ -144,13 +150,13 @@ class Layout(abc.ABC):
         target_name: str,
         dtype="bfloat16",
     ) -> None:
-        """Writes a folder's config.json and tensors, each of them atomically.
+        """Writes config.json and the tensors to a folder, each file atomically.
 
         Args:
-            path: folder to write to.
-            drafter: the drafter.
+            path: output folder.
+            drafter: drafter to save.
             params: parameters on the host.
-            target_name: name of the target, for readers of the folder.
+            target_name: name of the target, as information for users of the folder.
             dtype: type of the stored weights.
         """
         raw = self.to_json(drafter, target_name, jnp.dtype(dtype).name)
@@ -162,7 +168,7 @@ class Layout(abc.ABC):
 
 
 def check_names(folder: Folder, expected: Set[str], is_spare: Callable[[str], bool]) -> None:
-    """Raises InputError if a tensor is missing, or if one would silently be left out."""
+    """Raises InputError if a tensor is missing, or if a tensor would silently be ignored."""
     for name in sorted(expected - folder.stored.keys()):
         raise InputError(f"{folder.path}: expected a tensor {name}, found none")
     for name in sorted(folder.stored.keys() - expected):
@@ -186,13 +192,13 @@ def check_sizes(folder: Folder, target: Config) -> None:
 
 
 class OwnLayout(Layout):
-    """The layout of methods whose authors have published none.
+    """Layout of methods whose authors have published none.
 
-    Tensors have the names of the parameters, and config.json the fields `kinds` of the drafter.
+    Tensors have the names of the parameters. config.json has the drafter's fields in `kinds`.
 
     Attributes:
         method: name of the method.
-        kinds: kind of each field (`models.hf.fields`) by its name.
+        kinds: kind of each field (`models.hf.fields`), by the field's name.
     """
 
     def __init__(self, method: str, kinds: dict[str, tuple]):

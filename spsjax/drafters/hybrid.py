@@ -1,6 +1,6 @@
-"""Two drafters in one: a look-up where it expects to do better, a model elsewhere.
+"""Hybrid of two drafters: a look-up where it expects more accepted tokens, else a model.
 
-Oliaro et al. 2024 (arXiv 2411.04975) combine suffix decoding with a drafter like EAGLE this way.
+Oliaro et al. 2024 (arXiv 2411.04975) combine suffix decoding with a drafter such as EAGLE this way.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _LOOKUP = (
     "tokens they expect to be accepted, found another"
 )
 _CHAINS = "expected a drafter of chains, found another"
-_WITH_STATE = "init", "prefill", "sync", "commit"  # what such a drafter does not have
+_WITH_STATE = "init", "prefill", "sync", "commit"  # methods that a drafter without state inherits
 
 
 @pytree_dataclass
@@ -27,34 +27,34 @@ class State:
     """State between rounds.
 
     Attributes:
-        model: the model's own.
-        found: [B, K] int32, what was looked up for this round; -1: nothing.
-        score: [B] float32, how many of these are expected to be accepted.
-        expected: [B] float32, draft tokens of the model that are accepted, as of its last rounds.
+        model: state of the model.
+        lookup_tokens: [B, K] int32, tokens of the look-up for this round; -1: no token.
+        score: [B] float32, number of these tokens that the look-up expects to be accepted.
+        expected: [B] float32, moving average of the model's accepted tokens per round.
     """
 
     model: PyTree
-    found: Array
+    lookup_tokens: Array
     score: Array
     expected: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Wrapper):
-    """Proposes what was looked up if that is expected to be longer than the model's draft.
+    """Proposes the tokens of a look-up if it expects at least as many accepted as the model.
 
-    Lossless: committed tokens and past rounds decide, and what was looked up are point masses. The
-    look-up's expectation is `aux` of its proposal, [B]; the model's is a moving average of the
-    draft tokens that were accepted. A model that does not draft does not run: it reads what it
-    missed before its next draft.
+    Lossless: the choice depends on committed tokens and past rounds only, and tokens of the look-up
+    are point masses. The look-up reports its expectation as `aux` [B] of its proposal. The model's
+    expectation is a moving average of its accepted tokens. The model does not run in rounds in
+    which no row needs it, and processes the missed tokens before its next draft.
 
     Attributes:
-        drafter: drafter of chains with weights, the model.
-        lookup: drafter of chains without weights or state that says what it expects: `suffix`.
-        num_speculative_tokens: K, the most tokens that are looked up; None: as `lookup` has it, but
-            no more than the model can draft.
-        model_tokens: the most tokens that the model drafts; None: as the model has it.
-        memory: share of the average that stays in every round of the model.
+        drafter: model, a drafter of chains with weights.
+        lookup: drafter of chains without weights or state, which reports an expectation: `suffix`.
+        num_speculative_tokens: K, the most tokens of a look-up; None: K of `lookup`, but no more
+            than the model can draft.
+        model_tokens: the most tokens of the model's draft; None: K of the model.
+        memory: weight of the old average when the model's average is updated.
     """
 
     drafter: base.Drafter
@@ -109,51 +109,53 @@ class Drafter(base.Wrapper):
         return dataclasses.replace(state, model=model)
 
     def sync(self, params, state, now):
-        found = self.lookup.propose({"drafter": {}}, (), now)
-        if getattr(found.aux, "shape", None) != now.lengths.shape:
+        # The look-up runs here, not in `propose`: the model needs to know its rows before it syncs.
+        lookup = self.lookup.propose({"drafter": {}}, (), now)
+        if getattr(lookup.aux, "shape", None) != now.lengths.shape:
             raise InputError(f"lookup: {_LOOKUP}")
-        if found.parents is not None:
+        if lookup.parents is not None:
             raise InputError(f"lookup: {_CHAINS}")
-        state = dataclasses.replace(state, found=found.tokens, score=found.aux)
-        model = self.drafter.sync(params, state.model, self._of_model(state, now))
+        state = dataclasses.replace(state, lookup_tokens=lookup.tokens, score=lookup.aux)
+        model = self.drafter.sync(params, state.model, self._round_of_model(state, now))
         return dataclasses.replace(state, model=model)
 
     def propose(self, params, state, now):
-        K, own = self.num_speculative_tokens, self._of_model(state, now)
-        looks = looks_up(state, now.wanted(K))[:, None]
+        K, model_round = self.num_speculative_tokens, self._round_of_model(state, now)
+        use_lookup = looks_up(state, now.wanted(K))[:, None]
 
         def draft():
-            return self.drafter.propose(params, state.model, own)
+            return self.drafter.propose(params, state.model, model_round)
 
-        nothing = base.nothing(jax.eval_shape(draft))
-        if nothing.parents is not None:
+        no_tokens = base.no_tokens(jax.eval_shape(draft))
+        if no_tokens.parents is not None:
             raise InputError(f"drafter: {_CHAINS}")
-        proposal = lax.cond(jnp.any(own.depths > 0), draft, lambda: nothing)
-        tokens = jnp.where(jnp.arange(1, K + 1) <= own.depths[:, None], proposal.tokens, -1)
-        tokens, probs = jnp.where(looks, state.found, tokens), proposal.probs
+        proposal = lax.cond(jnp.any(model_round.depths > 0), draft, lambda: no_tokens)
+        tokens = jnp.where(jnp.arange(1, K + 1) <= model_round.depths[:, None], proposal.tokens, -1)
+        tokens, probs = jnp.where(use_lookup, state.lookup_tokens, tokens), proposal.probs
         if probs is not None:
             points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
-            probs = jnp.where(looks[..., None], points, probs)
+            probs = jnp.where(use_lookup[..., None], points, probs)
         return dataclasses.replace(proposal, tokens=tokens, probs=probs)
 
     def commit(self, params, state, now, proposal, output, verdict):
-        own = self._of_model(state, now)
-        tokens = jnp.where(own.depths[:, None] > 0, proposal.tokens, -1)
-        drafted = jnp.any(tokens >= 0, axis=1)  # by the model
-        accepted = verdict.num_tokens - verdict.valid
+        model_round = self._round_of_model(state, now)
+        tokens = jnp.where(model_round.depths[:, None] > 0, proposal.tokens, -1)
+        by_model = jnp.any(tokens >= 0, axis=1)
+        accepted = verdict.num_tokens - verdict.valid  # without the residual or bonus token
         average = self.memory * state.expected + (1 - self.memory) * accepted
         proposal = dataclasses.replace(proposal, tokens=tokens)
-        model = self.drafter.commit(params, state.model, own, proposal, output, verdict)
-        expected = jnp.where(drafted, average, state.expected)
+        model = self.drafter.commit(params, state.model, model_round, proposal, output, verdict)
+        expected = jnp.where(by_model, average, state.expected)
         return dataclasses.replace(state, model=model, expected=expected)
 
-    def _of_model(self, state: State, now: Round) -> Round:
-        """Returns the round of the model, which drafts nothing where something was looked up."""
-        looks = looks_up(state, now.wanted(self.num_speculative_tokens))
-        return dataclasses.replace(now, depths=jnp.where(looks, 0, now.wanted(self.model_tokens)))
+    def _round_of_model(self, state: State, now: Round) -> Round:
+        """Returns the round with depth 0 in rows that use the look-up, for the model."""
+        use_lookup = looks_up(state, now.wanted(self.num_speculative_tokens))
+        depths = jnp.where(use_lookup, 0, now.wanted(self.model_tokens))
+        return dataclasses.replace(now, depths=depths)
 
 
 def looks_up(state: State, depths_B: Array) -> Array:
-    """Returns [B]: whether a row that is drafted so deep takes what was looked up for it."""
+    """Returns whether each row [B] uses the look-up if the draft length is `depths_B`."""
     score = jnp.minimum(state.score, depths_B)
-    return (state.found[:, 0] >= 0) & (score >= state.expected)
+    return (state.lookup_tokens[:, 0] >= 0) & (score >= state.expected)

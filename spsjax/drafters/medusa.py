@@ -1,8 +1,8 @@
-"""Heads on the target's last state, one per draft token (Medusa; Cai et al., arXiv 2401.10774).
+"""Medusa: one head per draft token on the target's last state (Cai et al. 2024, 2401.10774).
 
-Head i predicts token t + 2 + i from the state after token t, and sees nothing of what comes
-between. **Lossless**, as is every drafter; the paper's typical acceptance is a verifier, and is
-not.
+Head i predicts token t + 2 + i from the hidden state of token t, without the tokens between them.
+**Lossless**, as is every drafter. The paper's typical acceptance is a lossy verifier
+(`verifiers.typical`).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from spsjax.utils.from_config import build
 
 
 class _Block(nnx.Module):
-    """x + SiLU(W x + b), which begins as x."""
+    """Residual block x + SiLU(W x + b); zero weights make it the identity before training."""
 
     def __init__(self, width: int, *, dtype, rngs: nnx.Rngs):
         zeros = nnx.initializers.zeros_init()
@@ -57,7 +57,7 @@ class _Head(nnx.Module):
 
 
 class Medusa(nnx.Module):
-    """The heads, first token first."""
+    """Heads in the order of the tokens that they predict."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         heads = range(drafter.num_heads)
@@ -66,11 +66,11 @@ class Medusa(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(parallel.HeadsDrafter):
-    """Drafts with heads that do not see each other's tokens. Lossless.
+    """Drafts with heads that do not depend on each other's tokens. Lossless.
 
     Attributes:
-        own_heads: whether every head has a vocabulary matrix of its own, which training begins with
-            the target's; else all use the target's.
+        own_heads: whether every head has a vocabulary matrix of its own, which is initialised with
+            the target's; else all heads use the target's.
         num_blocks: residual blocks per head.
     """
 
@@ -118,12 +118,12 @@ class Drafter(parallel.HeadsDrafter):
 
 
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config."""
+    """Returns the drafter that the section `drafter` of a training config describes."""
     return build("drafter", Drafter, options, target=target)
 
 
 class _Layout(folders.Layout):
-    """The authors' layout, with or without vocabulary matrices."""
+    """Layout of the authors, with or without vocabulary matrices."""
 
     file = "medusa_lm_head.safetensors"
 
@@ -134,16 +134,16 @@ class _Layout(folders.Layout):
         folders.check_sizes(folder, target)
         heads = {name.partition(".")[0] for name in folder.stored}
         blocks = folder.fields.get("medusa_num_layers", COUNT, 1)
-        own = f"0.{blocks}.weight" in folder.stored
-        return {"num_heads": len(heads), "num_blocks": blocks, "own_heads": own}
+        has_matrices = f"0.{blocks}.weight" in folder.stored
+        return {"num_heads": len(heads), "num_blocks": blocks, "own_heads": has_matrices}
 
     def names(self, drafter, params, stored=frozenset()):
         names = {}
         for entries, _ in jax.tree_util.tree_leaves_with_path(params):
             path = tuple(entry.key for entry in entries)
             is_head = path[2] == "head"
-            part = drafter.num_blocks if is_head else f"{path[3]}.linear"
-            names[path] = f"{path[1]}.{part}.{folders.kind_of(path)}", path[-1] == "kernel"
+            module = drafter.num_blocks if is_head else f"{path[3]}.linear"
+            names[path] = f"{path[1]}.{module}.{folders.kind_of(path)}", path[-1] == "kernel"
         return names
 
     def to_json(self, drafter, target_name, dtype):

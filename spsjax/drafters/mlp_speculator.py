@@ -1,7 +1,7 @@
-"""A small recurrent network on the target's last state (Wertheimer et al. 2024, arXiv 2404.19124).
+"""MLP speculator: a recurrent network on the target's last state (Wertheimer et al., 2404.19124).
 
-Each step mixes the state before with a token's embedding. Training begins with the texts' own
-tokens, and goes on with the target's. **Lossless**, as is every drafter.
+Each step mixes the previous state with a token's embedding. Training begins with the tokens of the
+texts, and continues with tokens that the target generates. **Lossless**, as is every drafter.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _NORM_EPS = 1e-6
 
 
 class _Norm(nnx.Module):
-    """Root mean square norm with a scale and a bias; the mean is not taken away."""
+    """RMSNorm with a scale and a bias; the mean is not subtracted."""
 
     def __init__(self, width: int, *, dtype):
         self.scale = nnx.Param(jnp.ones(width, dtype))
@@ -43,24 +43,24 @@ def _normed(x: Array) -> Array:
 
 
 class _Step(nnx.Module):
-    """Weights of one step. A tied step has at most a projection, and shares the rest."""
+    """Weights of one step. Tied steps share all weights, except the first two projections."""
 
     def __init__(self, drafter: "Drafter", index: int, *, dtype, rngs: nnx.Rngs):
-        width, own = drafter.width, index == 0 or not drafter.tied
+        width, has_weights = drafter.width, index == 0 or not drafter.tied
         vocab = drafter.target.vocab_rows
         normal = nnx.initializers.normal(width**-0.5)
         make = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         if index <= 1 or not drafter.tied:  # the first reads the target's state, which may be wider
             wide = width if index else drafter.target.d_model
             self.project = nnx.Linear(wide, width, use_bias=False, kernel_init=normal, **make)
-        if own:
+        if has_weights:
             self.embed = nnx.Embed(vocab, width, embedding_init=normal, **make)
             self.norm = _Norm(width, dtype=dtype)
             self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=normal, **make)
 
 
 class MLPSpeculator(nnx.Module):
-    """The steps, first token first."""
+    """Steps in the order of the tokens that they predict."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         indices = range(drafter.num_steps)
@@ -72,10 +72,10 @@ class Drafter(parallel.StateDrafter):
     """Drafts with a recurrent network of `num_steps` steps. Lossless.
 
     Attributes:
-        num_steps: n; K is at most n.
+        num_steps: number of steps, the greatest K.
         width: M, width of the network.
-        tied: whether all steps share embedding, norm and head, and all but the first their
-            projection.
+        tied: whether all steps share embedding, norm and head; then all steps after the first also
+            share their projection.
         scale_input: whether the target's state is normalised first.
     """
 
@@ -127,19 +127,19 @@ class Drafter(parallel.StateDrafter):
             yield state
 
     def begin(self, features_BTD):
-        """Returns what the first step reads of the target's states."""
+        """Returns the initial states [B, T, D] of the network from the target's features."""
         return _normed(features_BTD) * 0.5**0.5 if self.scale_input else features_BTD
 
     def step(self, params, state_BTM, tokens_BT, depth):
-        """Returns the states [B, T, M] after some tokens, of a depth."""
+        """Returns the states [B, T, M] after tokens at a depth."""
 
-        known = jnp.clip(tokens_BT, 0, self.target.vocab_size - 1)
+        ids = jnp.clip(tokens_BT, 0, self.target.vocab_size - 1)
 
         def run(index, network):
-            own = network.steps[0 if self.tied else index]
+            weights = network.steps[0 if self.tied else index]
             project = network.steps[min(index, 1) if self.tied else index].project
-            summed = two_rows(project, state_BTM) + self._token_scale * own.embed(known)
-            return jax.nn.gelu(own.norm(summed), approximate=False)
+            mixed = two_rows(project, state_BTM) + self._token_scale * weights.embed(ids)
+            return jax.nn.gelu(weights.norm(mixed), approximate=False)
 
         return self._at(params, depth, run)
 
@@ -158,13 +158,16 @@ class Drafter(parallel.StateDrafter):
 
     @property
     def _token_scale(self) -> float:
-        """Weight of a token's embedding beside the state, whose weight is 1."""
+        """Weight of a token's embedding relative to the state (the authors' code).
+
+        It lets the share of the first state fall to a half of the variance after `num_steps` steps.
+        """
         state_weight = 0.5 ** (0.5 / self.num_steps)
         token_weight = ((1 - state_weight**2) * self.width / 2) ** 0.5
         return token_weight / state_weight
 
     def _at(self, params, depth, run):
-        """Returns `run(index, network)` for the step of a depth, which may be traced."""
+        """Returns `run(index, network)` for the step at a depth, which may be traced."""
         weights = params["drafter"]
         network = pure.bind(MLPSpeculator, self, weights, weights["steps"][0]["norm"]["bias"].dtype)
         if isinstance(depth, int):
@@ -176,7 +179,7 @@ class Drafter(parallel.StateDrafter):
 
 
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config."""
+    """Returns the drafter that the section `drafter` of a training config describes."""
     return build("drafter", Drafter, options, target=target)
 
 
@@ -184,7 +187,7 @@ _NAMES = {"project": "proj", "embed": "emb", "norm": "ln", "head": "head"}
 
 
 class _Layout(folders.Layout):
-    """The layout of IBM's published accelerators."""
+    """Layout of IBM's published accelerators."""
 
     def recognizes(self, raw, tensors):
         return raw.get("model_type") == "mlp_speculator"

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023)."""
+"""Prompt lookup: the continuation of an earlier occurrence of the last tokens (Saxena 2023)."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ from spsjax.types import Proposal
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Drafter):
-    """Copies the continuation of the longest, then latest, earlier occurrence of the last tokens.
+    """Copies the tokens after the longest, then latest, earlier occurrence of the last tokens.
 
-    Lossless: a copied token is a point mass. A row where nothing matches proposes nothing.
+    Lossless: a copied token is a point mass. A row without a match proposes nothing.
 
     Attributes:
-        num_speculative_tokens: tokens copied. A match close to the end is continued with its own
-            period, so that a repeating text is proposed for as long as it repeats.
+        num_speculative_tokens: K, number of copied tokens. If the match is less than K tokens back,
+            the tokens between it and the end are repeated: the text is taken to be periodic.
         max_ngram: longest suffix that is looked up.
         min_ngram: shortest suffix that counts as a match.
     """
@@ -40,18 +40,18 @@ class Drafter(base.Drafter):
 
     @property
     def score_sizes(self) -> tuple[int, ...]:
-        return 0, self.num_speculative_tokens  # a round without a match proposes nothing
+        return 0, self.num_speculative_tokens  # 0: no row has a match
 
     def propose(self, params, state, now):
         tokens_BS, last = now.tokens, now.lengths[:, None] - 1
         slots = jnp.arange(tokens_BS.shape[1])
-        # matched[b, i]: how many tokens up to and including slot i equal the last ones.
+        # matched[b, i]: length of the common suffix of the row and its first i + 1 tokens.
         matched, run = jnp.zeros_like(tokens_BS), slots < last
         for back in range(self.max_ngram):
             suffix = jnp.take_along_axis(tokens_BS, jnp.maximum(last - back, 0), axis=1)
             run = run & (slots >= back) & (jnp.roll(tokens_BS, back, axis=1) == suffix)
             matched = matched + run
-        match = jnp.argmax(matched * len(slots) + slots, axis=1)[:, None]
+        match = jnp.argmax(matched * len(slots) + slots, axis=1)[:, None]  # longest, then latest
         long_enough = jnp.take_along_axis(matched, match, axis=1) >= self.min_ngram
         period = jnp.maximum(last - match, 1)
         source = match + 1 + jnp.arange(self.num_speculative_tokens) % period
@@ -60,7 +60,4 @@ class Drafter(base.Drafter):
         return Proposal(jnp.where(long_enough, copied, -1), None)
 
 
-def from_name(text: str, target):
-    """Returns the drafter and its weights; nothing may stand behind its name."""
-    base.check_alone("ngram", text)
-    return Drafter(), {}
+from_name = base.by_name_alone(Drafter)

@@ -1,7 +1,7 @@
-"""Folders of layers over features and tokens: EAGLE's own layout and `speculators`'.
+"""Folders of EAGLE drafters, in the authors' layout and in the layout of `speculators`.
 
 EAGLE-1 has the layout of its authors (SafeAILab). EAGLE-3 is read in either layout, and written in
-that of `speculators`, which vLLM serves.
+the layout of `speculators`, which vLLM serves.
 """
 
 import dataclasses
@@ -25,20 +25,23 @@ _OTHER = {
     "head": "lm_head",
     "tap_norms": "fc_norm",
 }
-# Copies of what the target has, and tables that follow from `d2t`.
+# Copies of the target's tensors, and tables that follow from `d2t`.
 _EMBEDDING = "embed_tokens.weight"
 _IGNORED = (_EMBEDDING, "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "d2t")
 IDS = "ids"  # the parameter that `d2t` holds
 
 
 def holds_layer(raw: dict, tensors: Callable[[], Set[str]]) -> bool:
-    """Returns whether a folder holds such a layer."""
+    """Returns whether a folder holds a layer over features and tokens (EAGLE-1 or EAGLE-3)."""
     named = "speculators_model_type" in raw or "draft_vocab_size" in raw
     return named or "fc.weight" in tensors()
 
 
 def is_eagle3(raw: dict, tensors: Callable[[], Set[str]]) -> bool:
-    """Returns whether a folder holds EAGLE-3, whose layer normalises two inputs; EAGLE-1's none."""
+    """Returns whether a folder holds EAGLE-3.
+
+    Its layer normalises its two inputs, while the layer of EAGLE-1 has no input norm.
+    """
     return (
         raw.get("speculators_model_type") == "eagle3"
         or "Eagle3" in str(raw.get("architectures"))
@@ -49,13 +52,13 @@ def is_eagle3(raw: dict, tensors: Callable[[], Set[str]]) -> bool:
 
 
 def prefix(stored: Set[str]) -> str:
-    """Returns the beginning of the layer's tensor names. Both have been written for one layer."""
+    """Returns the prefix of the layer's tensor names. Published drafters have one or the other."""
     midlayer = any(name.startswith("midlayer.") for name in stored)
     return "midlayer." if midlayer else "layers.0."
 
 
 class PairLayout(Layout):
-    """Layout of a layer over features and tokens."""
+    """Layout of a drafter with a layer over features and tokens."""
 
     def drafter_fields(self, folder, target):
         fields, path = folder.fields, folder.path / "config.json"
@@ -111,7 +114,7 @@ class PairLayout(Layout):
         def tensor(name, shape):
             file = files[stored[name]]
             if name == "lm_head.weight" and "d2t" not in stored:
-                # It may have rows for the padding of the target's vocabulary, too.
+                # The head may also have rows for the padding of the target's vocabulary.
                 padded = target.vocab_rows, *shape[1:]
                 if tuple(file.get_slice(name).get_shape()) == padded:
                     return weights.checked(file, stored[name], name, padded)[: shape[0]]
@@ -139,18 +142,18 @@ class PairLayout(Layout):
             return None
         stored = weights.open_all([path])[path].get_slice(_EMBEDDING)
         differs = stored.get_shape()[1:] != [embedding.shape[1]]
-        if not differs:  # by some of its rows
+        if not differs:  # compares 64 rows, because whole embeddings take too long to read
             size = min(len(embedding), stored.get_shape()[0])
             rows = np.arange(0, size, max(size // 64, 1))
-            own = np.concatenate([stored[row : row + 1] for row in rows.tolist()])
-            others = np.asarray(embedding[rows]).astype(np.float32)
-            distance = np.abs(own.astype(np.float32) - others).mean()
-            differs = distance > 0.05 * np.abs(others).mean()
+            stored_rows = np.concatenate([stored[row : row + 1] for row in rows.tolist()])
+            target_rows = np.asarray(embedding[rows]).astype(np.float32)
+            distance = np.abs(stored_rows.astype(np.float32) - target_rows).mean()
+            differs = distance > 0.05 * np.abs(target_rows).mean()
         return "embed_tokens" if differs else None
 
 
 def _ids(folder: Folder, files, shape: tuple[int, ...], target: Config) -> np.ndarray:
-    """Returns the target's ids of the head's rows; the file has the differences to 0, 1, ..."""
+    """Returns the target's ids of the head's rows; the tensor has their differences to 0, 1, ..."""
     count = np.arange(shape[0])
     if "d2t" not in folder.stored:
         return count
@@ -161,11 +164,12 @@ def _ids(folder: Folder, files, shape: tuple[int, ...], target: Config) -> np.nd
     if offsets.get_dtype() not in ("I64", "I32"):
         raise InputError(f"{path}: d2t: expected integers, found {offsets.get_dtype()}")
     ids = count + offsets[...].astype(np.int64)
-    found = f"ids from {ids.min()} to {ids.max()}"
+    problem = f"ids from {ids.min()} to {ids.max()}"
     if len(np.unique(ids)) < len(ids):
-        found += ", some of them twice"
+        problem += ", some of them twice"
     elif ids.min() >= 0 and ids.max() < target.vocab_size:
         return ids
     raise InputError(
-        f"{path}: d2t: expected offsets of different ids in [0, {target.vocab_size}), found {found}"
+        f"{path}: d2t: expected offsets of different ids in [0, {target.vocab_size}), "
+        f"found {problem}"
     )

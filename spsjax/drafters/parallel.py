@@ -1,4 +1,4 @@
-"""Drafters of K distributions at once, from the last feature alone: without a cache."""
+"""Base classes of drafters that read only the last feature, without attention or a cache."""
 
 import abc
 import dataclasses
@@ -17,10 +17,10 @@ from spsjax.types import Array, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class StateDrafter(features.FeatureDrafter):
-    """Drafts from the last feature, the target's final hidden state, without attention.
+    """Drafts from the last feature, the target's final hidden state.
 
-    The state of a row is the feature [B, D] of its last but one token, from which the target drew
-    the last; 0 if there is none.
+    The state is the feature [B, D] of the second-to-last token per row, from which the target drew
+    the last token; 0 if there is no such token.
     """
 
     target: Config
@@ -28,7 +28,7 @@ class StateDrafter(features.FeatureDrafter):
     tree: shapes.Shape = None
 
     @property
-    def split_like(self):
+    def sharding_config(self):
         return self.target
 
     def features(self, params, output):
@@ -39,29 +39,30 @@ class StateDrafter(features.FeatureDrafter):
         return jnp.zeros((batch, self.target.d_model), dtype)
 
     def prefill(self, params, state, chunk, output):
-        return _replaced(state, output.hidden, chunk.lengths - 2 - chunk.starts)
+        return _feature_at(state, output.hidden, chunk.lengths - 2 - chunk.starts)
 
     def commit(self, params, state, now, proposal, output, verdict):
-        return _replaced(state, tree.along(verdict.path, output.hidden), verdict.num_tokens - 1)
+        return _feature_at(state, tree.along(verdict.path, output.hidden), verdict.num_tokens - 1)
 
 
-def _replaced(state_BD: Array, features_BTD: Array, index_B: Array) -> Array:
-    """Returns the features at some indices, where these exist, and else the state."""
+def _feature_at(state_BD: Array, features_BTD: Array, index_B: Array) -> Array:
+    """Returns one feature per row [B, D]; rows whose index is outside of [0, T) keep the state."""
     T = features_BTD.shape[1]
     index = jnp.clip(index_B, 0, T - 1)[:, None, None]
-    found = jnp.take_along_axis(features_BTD, index, axis=1)[:, 0].astype(state_BD.dtype)
-    return jnp.where(((index_B >= 0) & (index_B < T))[:, None], found, state_BD)
+    feature_BD = jnp.take_along_axis(features_BTD, index, axis=1)[:, 0].astype(state_BD.dtype)
+    return jnp.where(((index_B >= 0) & (index_B < T))[:, None], feature_BD, state_BD)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadsDrafter(StateDrafter):
-    """Drafts with one head per depth, which does not see the tokens before.
+    """Drafts with one head per depth, which does not depend on earlier draft tokens.
 
     Attributes:
-        num_heads: H; K is at most H.
+        num_heads: number of heads, the greatest K.
     """
 
     steps_name: ClassVar[str] = "heads"
+    separate_steps: ClassVar[bool] = True
     num_heads: int = 4
 
     def __post_init__(self):
@@ -79,12 +80,12 @@ class HeadsDrafter(StateDrafter):
 
     @abc.abstractmethod
     def outputs(self, params: PyTree, features_BTD: Array, depth: int) -> Array:
-        """Returns what the head of a depth makes of features: [B, T, D]."""
+        """Returns the outputs [B, T, D] of the head at a depth, from features."""
 
     def propose(self, params, state, now):
         K = self.num_speculative_tokens
         heads = range(K)
-        if self.shares_head:  # its matrix is read once
+        if self.shares_head:  # one product for all depths reads the matrix once
             outputs = [self.outputs(params, state[:, None], depth) for depth in heads]
             logits_BKV = self.logits(params, jnp.concatenate(outputs, axis=1))
         else:
@@ -92,14 +93,14 @@ class HeadsDrafter(StateDrafter):
             logits_BKV = jnp.concatenate(logits, axis=1)
 
         def feed(state, level):
-            """Returns the logits of one level of nodes, which are all the same."""
+            """Returns the logits of a level; they depend on its depth only (`sample.Feed`)."""
             row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
             return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
 
         return sample.grow(self.tree, K, feed, (), now)[0]
 
     def _head_logits(self, params, state_BD, depth: int, depths_B: Array | None) -> Array:
-        """Returns the logits [B, 1, V] of a head, zeros if no row drafts as deep."""
+        """Returns the logits [B, 1, V] of a head, or zeros if no row drafts at this depth."""
 
         def run():
             return self.logits(params, self.outputs(params, state_BD[:, None], depth), depth)
@@ -107,8 +108,8 @@ class HeadsDrafter(StateDrafter):
         if depths_B is None or depth == 0:
             return run()
         shape = jax.eval_shape(run)
-        wanted = jnp.any(depths_B > depth)
-        return lax.cond(wanted, run, lambda: jnp.zeros(shape.shape, shape.dtype))
+        is_needed = jnp.any(depths_B > depth)
+        return lax.cond(is_needed, run, lambda: jnp.zeros(shape.shape, shape.dtype))
 
     def unrolled(
         self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None

@@ -1,7 +1,7 @@
-"""Growth of chains and trees of draft tokens, level by level, from a drafter's distributions.
+"""Sampling of chains and trees of draft tokens, level by level.
 
-A drafter gives `feed`, which runs it over the nodes of one level and returns what follows each of
-them.
+A drafter passes a function `feed`, which runs it over the nodes of one level and returns the logits
+of the token after each node.
 """
 
 import dataclasses
@@ -23,14 +23,15 @@ from spsjax.types import Array, Independent, Proposal, PyTree, Round
 class Level:
     """Nodes of one depth that are fed to a drafter together.
 
-    Fed nodes are counted in the order in which they are fed; there are F.
+    The F nodes that are fed in a round are numbered in the order of feeding. These numbers differ
+    from node numbers, because leaves are not fed.
 
     Attributes:
-        tokens: [B, T] int32.
-        depth: levels below the root; traced in a chain, but for the root.
-        start: fed nodes of the levels above.
-        parents: [B, T] int32, the fed node above each; 0 for the root.
-        above: [B or 1, T, F] bool, the fed nodes that each sees, itself included.
+        tokens: tokens of the nodes [B, T] int32.
+        depth: depth of the nodes; traced in a chain, except at the root.
+        start: number of fed nodes in the levels above.
+        parents: fed number of each node's parent [B, T] int32; 0 for the root.
+        above: fed nodes to which each node attends [B or 1, T, F] bool, itself included.
     """
 
     tokens: Array
@@ -44,21 +45,21 @@ class Level:
         return isinstance(self.depth, int) and self.depth == 0
 
 
-# Runs a drafter over a level. Takes its state, and returns the logits [B, T, V] of what follows
-# each node, the hidden states [B, T, D] that they were made of (None if it does not tell), and the
-# new state.
+# Function that runs a drafter over a level. It takes the drafter's state. It returns the logits
+# [B, T, V] of the token after each node, the hidden states [B, T, D] behind them (None: the drafter
+# has none), and the new state.
 Feed = Callable[[PyTree, Level], tuple[Array, Array | None, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The newest token of each row's chain, and what the draft made of its place.
+    """Newest token of each row's chain, with the drafter's outputs from which it was drawn.
 
     Attributes:
-        logits: [B, V], before temperature and filters.
-        hidden: [B, D], of which the logits were made; None: the drafter does not tell.
-        tokens: [B] int32. They stay in the chain.
-        depth: [] int32, 0 for the first token of a chain.
+        logits: logits [B, V] before temperature and filters.
+        hidden: hidden states [B, D] behind the logits; None: the drafter has none.
+        tokens: drawn tokens [B] int32, which stay in the chain.
+        depth: index in the chain [] int32, 0 for the first token.
     """
 
     logits: Array
@@ -69,14 +70,14 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """When a chain ends early.
+    """Rule that ends chains early, and a log of what the rule reads.
 
     Attributes:
-        start: state before the first token.
-        ends: takes the state and a `Drawn`; returns [B] bool, whether a row's chain ends with its
-            token, and the new state.
-        log: takes a `Drawn`, and returns what a log keeps of it, arrays [B, ...].
-        logged: called when traced with the logs of all tokens, [B, K, ...].
+        start: state of the rule before the first token.
+        ends: function of the state and a `Drawn`. It returns whether each row's chain ends with its
+            token, [B] bool, and the new state.
+        log: function of a `Drawn` that returns arrays [B, ...] to log.
+        logged: function that receives the logs of all tokens [B, K, ...] when it is traced.
     """
 
     start: PyTree
@@ -92,20 +93,20 @@ def grow(
     state: PyTree,
     now: Round,
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a shape.
+    """Samples a proposal from the drafter's distributions.
 
-    Only chains heed `now.depths` and `now.stops`; trees are grown whole.
+    Only chains use `now.depths` and `now.stops`; trees always have all their nodes.
 
     Args:
-        shape: the shape.
+        shape: shape of the proposal.
         num_speculative_tokens: K, the length of a chain.
-        feed: see `Feed`.
-        state: first state of `feed`.
+        feed: function that runs the drafter (`Feed`).
+        state: initial state of `feed`.
         now: the round.
 
     Returns:
-        The proposal, [B, N + 1] int32 which of the fed nodes each node is (0 if it was not fed),
-        and the last state of `feed`.
+        The proposal; the fed number of each node [B, N + 1] int32, 0 if it was not fed; and the
+        final state of `feed`.
     """
     if isinstance(shape, DynamicTree):
         return _choose_tree(shape, feed, state, now.root)
@@ -127,61 +128,63 @@ def _draw_chain(
     rows: RowParams,
     uniforms_BK2: Array,
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a chain of K tokens, each sampled after the one before, and what `grow` returns.
+    """Samples a chain of K tokens one by one; the results are those of `grow`.
 
-    A row whose chain has ended proposes nothing more. When all have ended, no step is run.
-    `depths_B` are the most tokens of each row; None: K, and no chain ends early.
+    After the end of a row's chain its tokens are -1. When all chains have ended, no step runs.
+    `depths_B` are the most tokens per row; None: K, and no chain ends early.
     """
     B, K = uniforms_BK2.shape[:2]
-    node = jnp.arange(K)[None, None]
-    may_end = depths_B is not None
+    node, may_end = jnp.arange(K)[None, None], depths_B is not None
 
     def draft(carry, inputs):
-        (last, state, unended, stopping), (k, uniforms_B2) = carry, inputs
+        (last, state, running, rule_state), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
         logits, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
-        probs, note = sampling.to_probs(logits[:, 0], rows), None
+        probs, log = sampling.to_probs(logits[:, 0], rows), None
         token = sampling.draw(probs, uniforms_B2)
-        proposed = jnp.where(unended, token, -1) if may_end else token
+        proposed = jnp.where(running, token, -1) if may_end else token
         if may_end:
-            unended &= k + 1 < depths_B
+            running &= k + 1 < depths_B
         if stops is not None:
+            # The rule sees the token that it may end the chain after. That token stays, so the
+            # rule cannot bias what is proposed (drafters/stopping.py).
             drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
-            ends, stopping = stops.ends(stopping, drawn)
-            unended, note = unended & ~ends, stops.log(drawn)
-        return (token, state, unended, stopping), (proposed, probs, note)
+            ends, rule_state = stops.ends(rule_state, drawn)
+            running, log = running & ~ends, stops.log(drawn)
+        return (token, state, running, rule_state), (proposed, probs, log)
 
     def draft_if_any(carry, inputs):
         if not may_end:
             return draft(carry, inputs)
 
-        def nothing(carry, inputs):
+        def skip(carry, inputs):
             token, *others = first
             return carry, (jnp.full_like(token, -1), *jax.tree.map(jnp.zeros_like, others))
 
-        return lax.cond(jnp.any(carry[2]), draft, nothing, carry, inputs)
+        return lax.cond(jnp.any(carry[2]), draft, skip, carry, inputs)
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
-    unended = depths_B > 0 if may_end else jnp.ones(B, bool)
-    carry = root_B, state, unended, () if stops is None else stops.start
+    running = depths_B > 0 if may_end else jnp.ones(B, bool)
+    carry = root_B, state, running, () if stops is None else stops.start
+    # The first step is not in the scan, because `feed` may treat the root in another way.
     carry, first = draft(carry, (0, uniforms[0]))
-    drafted = jax.tree.map(lambda one: one[None], first)
-    if K > 1:  # for one token the drafter need not be able to take a second step
+    drafted = jax.tree.map(lambda leaf: leaf[None], first)
+    if K > 1:  # a drafter with one step cannot trace a second one
         later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]
-        carry, rest = lax.scan(draft_if_any, carry, later)
-        drafted = jax.tree.map(lambda *both: jnp.concatenate(both), drafted, rest)
+        carry, others = lax.scan(draft_if_any, carry, later)
+        drafted = jax.tree.map(lambda *both: jnp.concatenate(both), drafted, others)
     tokens, probs, logs = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
     if stops is not None:
         stops.logged(logs)
-    # The last token of a chain is not fed, but counts as if: nothing ever looks at its row.
-    fed_as = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
-    return Proposal(tokens, probs), fed_as, carry[1]
+    # The last token of a chain is not fed. It has a number all the same, whose row nobody reads.
+    fed_numbers = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
+    return Proposal(tokens, probs), fed_numbers, carry[1]
 
 
 def draw_tree(
     tree: Tree, feed: Feed, state: PyTree, root_B: Array, rows: RowParams, uniforms_BN2: Array
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a fixed tree's shape, and what `grow` returns.
+    """Samples a tree of a fixed shape; the results are those of `grow`.
 
     `uniforms_BN2` are two random numbers per draft token.
     """
@@ -199,29 +202,29 @@ def draw_tree(
         if tree.chosen:
             tokens |= _choose_children(tree, inner, logits)
             continue
-        whole = sampling.to_probs(logits, _spread_greedy(rows))
-        probs |= {node: whole[:, i] for i, node in enumerate(inner)}
-        tokens |= _draw_children(tree, inner, whole, rows, uniforms_BN2)
+        probs_BTV = sampling.to_probs(logits, _spread_greedy(rows))
+        probs |= {node: probs_BTV[:, i] for i, node in enumerate(inner)}
+        tokens |= _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2)
     B, N = uniforms_BN2.shape[:2]
     all_probs = None
     if not tree.chosen:
-        nothing = jnp.zeros_like(probs[0])
-        all_probs = jnp.stack([probs.get(node, nothing) for node in range(N + 1)], axis=1)
+        zeros = jnp.zeros_like(probs[0])  # for leaves
+        all_probs = jnp.stack([probs.get(node, zeros) for node in range(N + 1)], axis=1)
     kind = Independent if tree.replacement else Proposal
     proposal = kind(
         tokens=jnp.stack([tokens[node] for node in range(1, N + 1)], axis=1),
         probs=all_probs,
         parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), (B, N)),
     )
-    fed_as = [tree.inner.index(node) if node in tree.inner else 0 for node in range(N + 1)]
-    return proposal, jnp.broadcast_to(jnp.asarray(fed_as, jnp.int32), (B, N + 1)), state
+    fed_numbers = [tree.inner.index(node) if node in tree.inner else 0 for node in range(N + 1)]
+    return proposal, jnp.broadcast_to(jnp.asarray(fed_numbers, jnp.int32), (B, N + 1)), state
 
 
 def _spread_greedy(rows: RowParams) -> RowParams:
-    """Returns the parameters by which trees are drafted: greedy rows get the whole softmax.
+    """Returns the sampling parameters of tree drafts: greedy rows get the full softmax.
 
     A greedy distribution has one token, but a node may have several children. Any draft is lossless
-    in greedy rows, because only the target's own choice is accepted there.
+    in greedy rows, because verifiers accept only the target's most probable token there.
     """
     greedy = rows.temperature == 0
     return RowParams(
@@ -233,28 +236,29 @@ def _spread_greedy(rows: RowParams) -> RowParams:
 
 
 def _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2) -> dict[int, Array]:
-    """Draws the children of some nodes, one after another: node -> [B] tokens."""
+    """Draws the children of nodes, first children first: node -> [B] tokens."""
     greedy = rows.temperature[:, None] == 0
     vocab = jnp.arange(probs_BTV.shape[2])
-    tokens, left = {}, probs_BTV
+    tokens, weights = {}, probs_BTV
     for rank in range(max(len(tree.children[node]) for node in inner)):
         index = [i for i, node in enumerate(inner) if len(tree.children[node]) > rank]
         children = [tree.children[inner[i]][rank] for i in index]
         index = np.asarray(index)
-        now = left[:, index]
+        now = weights[:, index]
         drawn = sampling.draw(now, uniforms_BN2[:, np.asarray(children) - 1])
         drawn = jnp.where(greedy, jnp.argmax(now, axis=-1).astype(jnp.int32), drawn)
-        drawn = jnp.where(jnp.max(now, axis=-1) == 0, -1, drawn)  # nothing is left to draw
+        drawn = jnp.where(jnp.max(now, axis=-1) == 0, -1, drawn)  # all tokens were drawn before
         tokens |= {child: drawn[:, i] for i, child in enumerate(children)}
+        # Without replacement a drawn token has weight 0 for later siblings. `draw` normalises.
         taken = vocab == drawn[..., None]
         if tree.replacement:
             taken &= greedy[..., None]
-        left = left.at[:, index].set(jnp.where(taken, 0, now))
+        weights = weights.at[:, index].set(jnp.where(taken, 0, now))
     return tokens
 
 
 def _choose_children(tree, inner, logits_BTV) -> dict[int, Array]:
-    """Returns the most probable tokens after some nodes: child -> [B] tokens."""
+    """Returns the most probable tokens after nodes: child -> [B] tokens."""
     most = max(len(tree.children[node]) for node in inner)
     best = lax.top_k(logits_BTV, most)[1]
     return {
@@ -267,23 +271,25 @@ def _choose_children(tree, inner, logits_BTV) -> dict[int, Array]:
 def _choose_tree(
     tree: DynamicTree, feed: Feed, state: PyTree, root_B: Array
 ) -> tuple[Proposal, Array, PyTree]:
-    """Returns a proposal of a dynamic tree, and what `grow` returns."""
+    """Chooses the tokens of a dynamic tree (EAGLE-2, 4.1); the results are those of `grow`."""
     (B,), k, F = root_B.shape, tree.width, num_fed(tree, tree.depth)
     above = jnp.broadcast_to(jnp.arange(F) == 0, (B, 1, F))
-    nothing = jnp.zeros((B, 1), jnp.int32)
-    logits, _, state = feed(state, Level(root_B[:, None], 0, 0, nothing, above))
+    no_parents = jnp.zeros((B, 1), jnp.int32)
+    logits, _, state = feed(state, Level(root_B[:, None], 0, 0, no_parents, above))
+    # A node's score is the log probability of its path.
     scores, tokens = lax.top_k(jax.nn.log_softmax(logits[:, 0]), k)
-    # The pool holds all nodes of all levels. A node's parent is 0 for the root, else 1 + its index.
+    # Candidates of all levels. A parent is 0 for the root, else 1 + the candidate's index.
     pool = [(scores, tokens, jnp.zeros((B, k), jnp.int32))]
-    chosen = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))  # among the last level's
+    chosen = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))  # index in the last level
     parents_above, offset, fed = above, 0, []
     for depth in range(1, tree.depth):
+        # Expansion: the k best candidates of the last level are fed, and get k children each.
         scores, tokens = (jnp.take_along_axis(array, chosen, axis=1) for array in pool[-1][:2])
         fed.append(offset + chosen)
         start = 1 + (depth - 1) * k
-        own = jnp.arange(F) == (start + jnp.arange(k))[:, None]
+        itself = jnp.arange(F) == (start + jnp.arange(k))[:, None]
         parent = chosen // k if depth > 1 else jnp.zeros_like(chosen)
-        above = jnp.take_along_axis(parents_above, parent[..., None], axis=1) | own
+        above = jnp.take_along_axis(parents_above, parent[..., None], axis=1) | itself
         fed_parents = start - k + parent if depth > 1 else parent
         logits, _, state = feed(state, Level(tokens, depth, start, fed_parents, above))
         more, tokens = lax.top_k(jax.nn.log_softmax(logits), k)  # [B, k, k]
@@ -293,11 +299,13 @@ def _choose_tree(
         pool.append((scores, tokens.reshape(B, k * k), parents))
         chosen, parents_above = lax.top_k(scores, k)[1], above
     scores, tokens, parents = (jnp.concatenate(arrays, axis=1) for arrays in zip(*pool))
-    # A node is at most as probable as its parent, which comes first among equals: it is kept, too.
-    kept = jnp.sort(lax.top_k(scores, tree.num_nodes)[1], axis=1)
-    tokens, parents = (jnp.take_along_axis(array, kept, axis=1) for array in (tokens, parents))
-    parents = jnp.sum(1 + kept[:, None] <= parents[..., None], axis=2, dtype=jnp.int32)
+    # Reranking: the N best candidates are proposed. The parent of a proposed node is always among
+    # them: its score is at least as high, and `top_k` takes the first of equals.
+    best = jnp.sort(lax.top_k(scores, tree.num_nodes)[1], axis=1)
+    tokens, parents = (jnp.take_along_axis(array, best, axis=1) for array in (tokens, parents))
+    # From indices of candidates to node numbers: counts the proposed candidates up to the parent.
+    parents = jnp.sum(1 + best[:, None] <= parents[..., None], axis=2, dtype=jnp.int32)
     numbers = jnp.arange(1, F, dtype=jnp.int32)
     fed = jnp.concatenate([jnp.zeros((B, 0), jnp.int32), *fed], axis=1)
-    fed_as = jnp.sum(jnp.where(kept[..., None] == fed[:, None], numbers, 0), axis=2)
-    return Proposal(tokens, None, parents), jnp.pad(fed_as, ((0, 0), (1, 0))), state
+    fed_numbers = jnp.sum(jnp.where(best[..., None] == fed[:, None], numbers, 0), axis=2)
+    return Proposal(tokens, None, parents), jnp.pad(fed_numbers, ((0, 0), (1, 0))), state

@@ -1,4 +1,4 @@
-"""Shapes of drafts: a chain; `Tree`, whose parents are given; and `DynamicTree`, which grows."""
+"""Shapes of drafts: chains, trees of a fixed shape, and dynamic trees."""
 
 import dataclasses
 import functools
@@ -10,16 +10,16 @@ from spsjax.errors import InputError, check_flag, check_integer, short_repr
 class Tree:
     """Tree of a fixed shape. Lossless.
 
-    Its tokens are drawn from the draft's distributions; in greedy rows the children of a node are
-    its most probable tokens, the first child the most probable one.
+    Tokens are drawn from the draft's distributions. In greedy rows the children of a node are its
+    most probable tokens, in order of probability.
 
     Attributes:
         parents: parent of each draft token. Node 0 is the last committed token, and node 1 + n is
-            draft token n. Nodes come level by level.
+            draft token n. Nodes are ordered by depth.
         replacement: whether the children of a node are drawn independently of each other, so that
             some may be equal; else without replacement.
-        chosen: whether the children of a node are its most probable tokens in all rows. They are
-            not drawn then, and count as point masses.
+        chosen: whether the children of a node are its most probable tokens in all rows. These are
+            not drawn, and count as point masses.
     """
 
     parents: tuple[int, ...]
@@ -30,7 +30,7 @@ class Tree:
         check_flag("replacement", self.replacement)
         check_flag("chosen", self.chosen)
         if self.replacement and self.chosen:
-            raise InputError("replacement: expected False, as tokens are chosen, found True")
+            raise InputError("replacement: cannot be True if chosen is True. Set one to False")
         parents = self.parents
         integers = isinstance(parents, tuple) and all(type(parent) is int for parent in parents)
         if not integers or not parents or parents[0] != 0:
@@ -49,7 +49,7 @@ class Tree:
 
     @classmethod
     def branching(cls, *counts: int, replacement: bool = False) -> "Tree":
-        """Returns the tree whose every node at depth d has `counts[d]` children.
+        """Returns the tree in which every node at depth d has `counts[d]` children.
 
         `Tree.branching(2, 2)` has six nodes. Raises InputError for a count below 1.
         """
@@ -71,7 +71,7 @@ class Tree:
 
     @functools.cached_property
     def levels(self) -> list[list[int]]:
-        """The nodes of each depth."""
+        """Nodes of each depth, from the root on."""
         depths, levels = [0], [[0]]
         for node, parent in enumerate(self.parents, start=1):
             depths.append(depths[parent] + 1)
@@ -82,7 +82,7 @@ class Tree:
 
     @functools.cached_property
     def children(self) -> list[list[int]]:
-        """The children of each node."""
+        """Children of each node."""
         children = [[] for _ in range(self.num_nodes + 1)]
         for node, parent in enumerate(self.parents, start=1):
             children[parent].append(node)
@@ -90,22 +90,22 @@ class Tree:
 
     @property
     def width(self) -> int:
-        """The most children of a node."""
+        """Greatest number of children of a node."""
         return max(map(len, self.children))
 
     @functools.cached_property
     def inner(self) -> list[int]:
-        """The nodes that have children: those that are fed to the draft, in this order."""
+        """Nodes with children, in the order in which they are fed to the draft."""
         return [node for node, children in enumerate(self.children) if children]
 
     @functools.cached_property
     def fed_levels(self) -> list[int]:
-        """Number of nodes per level that are fed to the draft."""
+        """Number of fed nodes per level."""
         counts = [sum(bool(self.children[node]) for node in level) for level in self.levels]
         return [count for count in counts if count]
 
     def above(self, node: int) -> list[bool]:
-        """Returns which of the fed nodes a node sees, itself included."""
+        """Returns whether a node attends to each fed node: its ancestors and itself."""
         path = {node}
         while node:
             node = self.parents[node - 1]
@@ -117,14 +117,14 @@ class Tree:
 class DynamicTree:
     """Tree that grows where the draft is most confident (EAGLE-2, arXiv 2406.16858, 4.1). Lossless.
 
-    At each level the `width` nodes of the most probable paths get children: their most probable
-    tokens. Of all nodes the `num_nodes` with the most probable paths are kept. Tokens are not drawn
-    but chosen, so that they count as point masses.
+    At each level, the `width` nodes with the most probable paths get their most probable tokens as
+    children. The proposal has the `num_nodes` nodes with the most probable paths of all levels.
+    Tokens are chosen, not drawn, so they count as point masses.
 
     Attributes:
-        num_nodes: N, draft tokens of a proposal.
-        depth: K, levels below the root.
-        width: nodes that get children per level, and children of each.
+        num_nodes: N, number of draft tokens per proposal.
+        depth: K, number of levels below the root.
+        width: number of nodes per level that get children, and of children per node.
     """
 
     num_nodes: int = 16
@@ -143,7 +143,7 @@ class DynamicTree:
 
     @property
     def fed_levels(self) -> list[int]:
-        """Number of nodes per level that are fed to the draft."""
+        """Number of fed nodes per level."""
         return [1] + [self.width] * (self.depth - 1)
 
 
@@ -151,10 +151,10 @@ Shape = Tree | DynamicTree | None  # None: a chain
 
 
 def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: int) -> int:
-    """Returns K: that of the tree, or of a chain, 4 for None.
+    """Returns K: the depth of the tree, or of a chain `num_speculative_tokens`, 4 for None.
 
-    Raises InputError if it is not the depth of the tree, or if the tree is wider than the
-    vocabulary.
+    Raises InputError if `num_speculative_tokens` is not the depth of the tree, or if the tree is
+    wider than the vocabulary.
     """
     chosen = isinstance(shape, DynamicTree) or (shape and shape.chosen)
     if chosen and shape.width > vocab_size:
@@ -173,15 +173,15 @@ def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: 
 
 
 def fed_levels(shape: Shape, num_speculative_tokens: int) -> list[int]:
-    """Returns the number of nodes per level that are fed to the draft, the root's level first."""
+    """Returns the number of fed nodes per level, from the root's level on."""
     return shape.fed_levels if shape else [1] * num_speculative_tokens
 
 
 def num_fed(shape: Shape, num_speculative_tokens: int) -> int:
-    """Returns how many nodes are fed to the draft, the root included."""
+    """Returns the number of nodes that are fed to the draft, the root included."""
     return sum(fed_levels(shape, num_speculative_tokens))
 
 
 def score_sizes(shape: Shape, num_speculative_tokens: int) -> tuple[int]:
-    """Returns the one size of scoring passes that proposals of a shape need: all draft tokens."""
+    """Returns the only size of scoring passes that a shape needs: all its draft tokens."""
     return (shape.num_nodes if shape else num_speculative_tokens,)

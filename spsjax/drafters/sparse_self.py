@@ -1,8 +1,7 @@
-"""The target drafts for itself, with a small cache (MagicDec; Chen et al. 2024, arXiv 2408.11049).
+"""Self-speculation with a sparse cache (MagicDec; Chen et al. 2024, arXiv 2408.11049).
 
-With long texts and large batches a decoding step mostly reads the cache. A draft step that reads a
-few hundred slots of it costs little more than the weights, and what it drafts is what the target
-would say of the same text with gaps.
+With long texts and large batches, a decoding step mostly reads the cache. A draft step of the
+target with a few hundred cache slots costs little more than reading the weights.
 """
 
 import dataclasses
@@ -10,36 +9,36 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spsjax import caches, tree
+from spsjax import tree
 from spsjax.drafters import base, sample, shapes
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.models import transformer
+from spsjax.models import caches, transformer
 from spsjax.parallel import sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Drafter):
-    """Proposes what the target makes of a text's first, last and chosen tokens. Lossless.
+    """Drafts with the target over the first, last and chosen tokens of a text. Lossless.
 
-    It needs no weights. Its cache takes over the keys and values that the target has computed in
-    the scoring pass, with the whole text in view, so that committed tokens need no further pass,
-    and nothing has to be caught up on after rounds without a draft. (MagicDec keeps those of the
-    draft.)
+    It needs no weights. Its cache takes the keys and values from the target's scoring pass, which
+    attends to the whole text. So committed tokens need no further pass, and no token is pending
+    after rounds without a draft. (MagicDec keeps the keys and values of the draft.)
 
-    The window is StreamingLLM's: the first tokens and the last ones. `chosen` adds SnapKV's choice
-    (Li et al. 2024, arXiv 2404.14469): for each key-value head, the tokens of the prompt to which
-    its last ones, the observed, attend most. They stay. The window then begins with the observed
-    tokens, and moves on when it is full.
+    The window is that of StreamingLLM: the first and the last tokens. `chosen` adds the selection
+    of SnapKV (Li et al. 2024, arXiv 2404.14469): for each key-value head, the prompt tokens that
+    receive most attention from the last prompt tokens, the *observed* ones. The selection does not
+    change afterwards. The window begins with the observed tokens, and moves when it is full.
 
     Attributes:
         target: shape of the target.
         num_speculative_tokens: K. None: 4, or the depth of the tree.
-        sinks: first tokens that are kept, unless tokens are chosen: these may be among them.
-        recent: last tokens that are kept.
-        chosen: further tokens of the prompt; 0: none.
-        observed: last tokens of the prompt whose attention counts, at most `recent`.
-        pooled: neighbours over which attention is averaged before the choice, an odd number: what
-            is chosen are passages rather than single tokens.
+        sinks: number of first tokens in the cache; unused if `chosen` is above 0, because the
+            selection may include them.
+        recent: number of last tokens in the cache.
+        chosen: number of selected prompt tokens per key-value head; 0: no selection.
+        observed: number of last prompt tokens whose attention counts, at most `recent`.
+        pooled: odd number of neighbours over which attention is averaged before the selection, so
+            that it prefers passages to single tokens.
         tree: shape of the tree; None: a chain.
     """
 
@@ -81,9 +80,25 @@ class Drafter(base.Drafter):
 
     @property
     def config(self) -> transformer.Config:
-        """Shape of the target as it drafts."""
+        """Shape of the target with the attention window of the draft."""
         sinks = 0 if self.chosen else self.sinks
         return dataclasses.replace(self.target, sinks=sinks, recent=self.recent)
+
+    def param_shapes(self, dtype):
+        return {}  # it drafts with the target's weights
+
+    def shardings(self, mesh, replicate=False):
+        return sharding.param_shardings(mesh, self.target, replicate)
+
+    def cache_slots(self, slots: int) -> int:
+        return transformer.num_slots(self.config, slots) + self.chosen
+
+    def step_weights(self, params):
+        return params["target"]
+
+    def step(self, params, tokens_B1, state):
+        output = transformer.apply(self.config, params["target"], tokens_B1, state)
+        return sharding.gather_vocab(output.logits), output.block
 
     def init(self, params, batch, slots):
         cache = transformer.empty_cache(self.config, params["target"], batch, slots)
@@ -96,16 +111,16 @@ class Drafter(base.Drafter):
     def sync(self, params, state, now):
         if not self.chosen:
             return state
-        # Tokens are chosen once per text, before the first draft. It is a loop, because a branch
+        # Tokens are selected once per text, before the first draft. It is a loop, because `cond`
         # would copy the cache in every round.
         return jax.lax.while_loop(
             lambda state: jnp.any(~state.complete),
-            lambda state: self._with_choice(params, state, now),
+            lambda state: self._select(params, state, now),
             state,
         )
 
-    def _with_choice(self, params, state, now):
-        """Returns the cache with the tokens of the prompt that its last ones look at."""
+    def _select(self, params, state, now):
+        """Returns the cache with the prompt tokens that the observed tokens attend to most."""
         ends = now.lengths - 1
         starts = jnp.maximum(ends - self.observed, 0)
         index = starts[:, None] + jnp.arange(min(self.observed, now.tokens.shape[1]))
@@ -123,7 +138,7 @@ class Drafter(base.Drafter):
         config = self.config
 
         def feed(block, level):
-            """Runs the target over one level of nodes, with the small cache (`sample.Feed`)."""
+            """Runs the target over one level of nodes, with the sparse cache (`sample.Feed`)."""
             output = transformer.apply(
                 config,
                 weights,
@@ -145,17 +160,17 @@ class Drafter(base.Drafter):
 
 
 def _averaged(scores_BGS, width: int):
-    """Returns scores of slots averaged over `width` neighbours; beyond the ends they are 0."""
+    """Returns scores averaged over `width` neighbouring slots; scores beyond the ends are 0."""
     padded = jnp.pad(scores_BGS, ((0, 0), (0, 0), (width // 2, width // 2)))
     S = scores_BGS.shape[-1]
     return sum(padded[..., shift : shift + S] for shift in range(width)) / width
 
 
 def by_name(text: str, target: transformer.Config) -> Drafter:
-    """Returns the drafter with a cache of 256 tokens, "256", or with a choice, "256:chosen".
+    """Returns the drafter with a cache of 256 tokens ("256"), or with a selection ("256:chosen").
 
-    A choice takes half of the slots. Raises InputError for another text, and if the target allows
-    no choice.
+    A selection takes half of the slots. Raises InputError for another text, and if the target does
+    not support a selection.
     """
     number, colon, choice = text.partition(":")
     slots = num_slots(f"sparse_self:{text}", number, target)
@@ -172,14 +187,15 @@ def by_name(text: str, target: transformer.Config) -> Drafter:
 
 
 def from_name(text: str, target):
-    """Returns the drafter of `by_name` and its weights: none."""
+    """Returns the drafter of `by_name`, and an empty dict: it has no weights."""
     return by_name(text, target.config), {}
 
 
 def num_slots(name: str, number: str, config: transformer.Config) -> int:
-    """Returns a number of tokens in a model's cache from its text.
+    """Returns the number of tokens in a model's cache from a text.
 
-    Raises InputError if it is none, too small for sinks and a window, or above the context.
+    Raises InputError if the text is not a number, or if the number is too low for sinks and a
+    window or exceeds the context.
     """
     least, most = 2 * Drafter.sinks + 2, config.max_positions
     digits = number.isascii() and number.isdecimal() and len(number) < 12
@@ -192,5 +208,5 @@ def num_slots(name: str, number: str, config: transformer.Config) -> int:
 
 
 def windowed(config: transformer.Config, slots: int) -> transformer.Config:
-    """Returns the shape of a model that sees `slots` tokens: the first ones and the last ones."""
+    """Returns the shape of a model that attends to `slots` tokens: the first and the last ones."""
     return dataclasses.replace(config, sinks=Drafter.sinks, recent=slots - Drafter.sinks)

@@ -1,8 +1,8 @@
-"""Rules that end a chain of draft tokens early, where the next ones are hardly accepted.
+"""Rules that end a chain of draft tokens early, where acceptance of more tokens is unlikely.
 
-**Lossless.** A rule sees the draft's distributions and tokens that are kept for verification, and
-nothing else. A rule that drops the token by which it decides is not lossless: then a token is
-proposed only if it is probable, and not as often as the draft's distribution says.
+**Lossless.** A rule depends only on the draft's distributions and on tokens that stay in the chain.
+A rule that drops the token on which it decides is not lossless: then a token would be proposed only
+if it is probable, and not as often as the draft's distribution says.
 """
 
 import abc
@@ -17,14 +17,14 @@ from spsjax.errors import InputError, check_number, short_repr
 from spsjax.types import Array, PyTree, pytree_dataclass
 from spsjax.utils import traced
 
-# Sizes of scoring passes that chains which end early are worth.
+# Sizes of scoring passes that are compiled for chains that may end early.
 SCORE_SIZES = 1, 2, 4, 7, 15
 
 
 class Rule(abc.ABC):
     """Decides after every draft token whether it is the last one. A frozen, hashable dataclass.
 
-    In all functions `params` are the rule's own weights; None: it has none.
+    In all functions `params` are the weights of the rule; None: it has none.
     """
 
     def init(self, batch: int) -> PyTree:
@@ -32,7 +32,7 @@ class Rule(abc.ABC):
         return ()
 
     def start(self, between: PyTree, batch: int) -> PyTree:
-        """Returns the state of a chain before its first token, from the state between rounds."""
+        """Returns the state before the first token of a chain, from the state between rounds."""
         return ()
 
     @abc.abstractmethod
@@ -42,26 +42,26 @@ class Rule(abc.ABC):
     def update(
         self, between: PyTree, offered_B: Array, accepted_B: Array, most: int | Array
     ) -> PyTree:
-        """Returns the state after a round, from its numbers of offered and accepted tokens.
+        """Returns the state after a round, from the numbers of proposed and accepted tokens.
 
-        At most `most` could have been offered, one number or [B].
+        `most` is the greatest number that could have been proposed, a scalar or [B].
         """
         return between
 
 
 class Threshold(Rule):
-    """Ends a chain after a token whose certainty is below a bound."""
+    """Rule that ends a chain after a token whose certainty is below a bound."""
 
     threshold: float
 
     @property
     @abc.abstractmethod
     def bound(self) -> float:
-        """The bound."""
+        """Lowest certainty at which the chain continues."""
 
     @abc.abstractmethod
     def certainty(self, drawn: Drawn) -> Array:
-        """Returns [B], at most 1."""
+        """Returns the certainty about each row's token [B], at most 1."""
 
     def ends(self, params, state, drawn):
         return self.certainty(drawn) < self.bound, state
@@ -93,13 +93,13 @@ class Confidence(Threshold):
 class Entropy(Threshold):
     """Ends a chain after a token whose distribution has a high entropy H.
 
-    It ends where sqrt(scale H) > threshold. The defaults are those of SVIP (Zhang et al. 2024,
+    The condition is sqrt(scale H) > threshold. The defaults are those of SVIP (Zhang et al. 2024,
     arXiv 2411.18462). AdaEDL (arXiv 2410.18351) has a scale of 0.2, and adapts its threshold
     (`Adaptive`).
 
     Attributes:
         scale: factor of the entropy, in 1/nats.
-        threshold: bound on the probability to be rejected.
+        threshold: estimated probability of rejection above which the chain ends.
     """
 
     scale: float = traced.number(0.15)
@@ -119,19 +119,18 @@ class Entropy(Threshold):
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Rule):
-    """Moves the bound of a rule so that a given share of the draft tokens is accepted.
+    """Adapts the bound of a rule to a desired acceptance rate.
 
-    The controller is that of Draft & Verify (Zhang et al. 2023, arXiv 2309.08168), for each row.
-    Where less than the share was accepted lately, the bound rises, and chains become shorter. Where
-    it was accepted, the bound falls, unless the last chain was as long as it could be. It stays in
-    [0, 1].
+    The controller is that of Draft & Verify (Zhang et al. 2023, arXiv 2309.08168), one per row. If
+    the average acceptance rate is below `share`, the bound rises, and chains become shorter. Else
+    the bound falls, unless the last chain already had the greatest length. It stays in [0, 1].
 
     Attributes:
-        rule: rule whose bound moves, from its own at first.
-        share: share of the draft tokens that should be accepted.
-        step: step of the bound.
-        memory: share of the average of acceptance that stays in every round.
-        inertia: share of the bound that stays in every round.
+        rule: rule whose bound is adapted; its own bound is the initial one.
+        share: desired acceptance rate.
+        step: change of the bound per round before smoothing.
+        memory: weight of the old average when the acceptance rate is updated.
+        inertia: weight of the old bound when the bound is updated.
     """
 
     rule: Threshold
@@ -157,6 +156,7 @@ class Adaptive(Rule):
         return self.rule.certainty(drawn) < state, state
 
     def update(self, between, offered_B, accepted_B, most):
+        # Both the rate and the bound are exponential moving averages, as in the authors' code.
         rate = accepted_B / jnp.maximum(offered_B, 1)
         rate = self.memory * between.rate + (1 - self.memory) * rate
         fall = jnp.where(offered_B < most, self.step, 0.0)
@@ -174,7 +174,7 @@ class Adapted:
     """State of `Adaptive` between rounds."""
 
     bound: Array  # [B]
-    rate: Array  # [B], average share of accepted tokens
+    rate: Array  # [B], moving average of the acceptance rate
 
 
 def entropy(logits: Array) -> Array:
@@ -188,7 +188,7 @@ RULES = {"confidence": Confidence, "entropy": Entropy}
 
 
 def by_name(text: str) -> Rule:
-    """Returns the rule of a name: "entropy", "entropy:0.5" with a threshold, "adaptive-entropy".
+    """Returns a rule by name: "entropy", "entropy:0.5" with a threshold, "adaptive-entropy".
 
     Raises InputError for another text.
     """
@@ -201,7 +201,7 @@ def by_name(text: str) -> Rule:
     if name not in RULES:
         raise InputError(
             f"stop_rule: expected {' or '.join(RULES)}, also with a threshold as in entropy:0.5 or "
-            f"adaptive-entropy:0.5, or a file of train_stop_rule.py, found {short_repr(text)}"
+            f"adaptive-entropy:0.5, or the file of a trained rule, found {short_repr(text)}"
         )
     rule = RULES[name](**threshold)
     return rule if plain == text else Adaptive(rule)
@@ -209,14 +209,14 @@ def by_name(text: str) -> Rule:
 
 @pytree_dataclass
 class WithRule:
-    """Weights of a drafter, and those of the rule that ends its chains."""
+    """Weights of a drafter and of the rule that ends its chains."""
 
     drafter: PyTree
     rule: PyTree
 
 
 def split(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the weights of a drafter, and those of its rule or None."""
+    """Returns the weights of a drafter, and the weights of its rule or None."""
     return (params.drafter, params.rule) if isinstance(params, WithRule) else (params, None)
 
 
@@ -224,11 +224,11 @@ def split(params: PyTree) -> tuple[PyTree, PyTree]:
 class Drafter(base.Wrapper):
     """Ends the chains of another drafter early, by a rule. Lossless.
 
-    `params["drafter"]` are the other drafter's weights, or `WithRule`. The state is that of the
-    drafter and that of the rule.
+    `params["drafter"]` are the other drafter's weights, or `WithRule`. The state is a pair: the
+    states of the drafter and of the rule.
 
     Attributes:
-        drafter: drafter that draws chains with `sample.grow`, all of K tokens.
+        drafter: drafter that samples chains of K tokens with `sample.grow`.
         rule: rule that ends a chain.
         num_speculative_tokens: K, the most tokens of a chain; None: the drafter's.
     """
@@ -261,35 +261,35 @@ class Drafter(base.Wrapper):
         return self.drafter.init(_without_rule(params), batch, slots), self.rule.init(batch)
 
     def prefill(self, params, state, chunk, output):
-        own, between = state
-        return self.drafter.prefill(_without_rule(params), own, chunk, output), between
+        drafter_state, between = state
+        return self.drafter.prefill(_without_rule(params), drafter_state, chunk, output), between
 
     def sync(self, params, state, now):
-        own, between = state
-        return self.drafter.sync(_without_rule(params), own, now), between
+        drafter_state, between = state
+        return self.drafter.sync(_without_rule(params), drafter_state, now), between
 
     def propose(self, params, state, now):
-        own, between = state
-        weights, asked = split(params["drafter"])[1], []
+        drafter_state, between = state
+        weights, calls = split(params["drafter"])[1], []
 
         def ends(chain, drawn):
-            asked.append(True)
+            calls.append(True)
             return self.rule.ends(weights, chain, drawn)
 
         stops = Stops(self.rule.start(between, len(now.lengths)), ends)
         now = dataclasses.replace(now, stops=stops)
-        proposal = self.drafter.propose(_without_rule(params), own, now)
-        if not asked:
+        proposal = self.drafter.propose(_without_rule(params), drafter_state, now)
+        if not calls:  # the drafter does not sample with `sample.grow`
             raise refusal(self.drafter)
         return proposal
 
     def commit(self, params, state, now, proposal, output, verdict):
-        own, between = state
+        drafter_state, between = state
         offered = jnp.sum(proposal.tokens >= 0, axis=1)
         most = now.wanted(self.num_speculative_tokens)
         between = self.rule.update(between, offered, verdict.num_tokens - verdict.valid, most)
         params = _without_rule(params)
-        return self.drafter.commit(params, own, now, proposal, output, verdict), between
+        return self.drafter.commit(params, drafter_state, now, proposal, output, verdict), between
 
 
 def _without_rule(params: PyTree) -> PyTree:
@@ -297,7 +297,7 @@ def _without_rule(params: PyTree) -> PyTree:
 
 
 def refusal(drafter: base.Drafter) -> InputError:
-    """Returns the error about a drafter that no rule can end early."""
+    """Returns the error for a drafter whose proposals cannot end early."""
     name = type(drafter).__module__.rpartition(".")[2]
     return InputError(
         f"stop_rule: expected a drafter that samples chains, as only these end early, found {name}"

@@ -1,7 +1,7 @@
-"""Suffix decoding: what most often followed the last tokens when they occurred before.
+"""Suffix decoding: the most frequent continuations of earlier occurrences of the last tokens.
 
-Oliaro et al. 2024 (arXiv 2411.04975). Their suffix trie is not built: a node of it is the set of
-places in the row's text where its tokens occur, and this set is a mask over the text.
+Oliaro et al. 2024 (arXiv 2411.04975). No suffix trie is built: a node of the trie is the set of
+positions in the row's text where its tokens occur, and the set is a mask over the text.
 """
 
 import dataclasses
@@ -15,34 +15,36 @@ from spsjax.errors import InputError, check_integer, check_number
 from spsjax.types import Array, Proposal, pytree_dataclass
 from spsjax.utils import traced
 
-_STORED = 32  # matches in a store that are looked at, evenly spaced among all
+_STORED = 32  # matches in a store that are examined, evenly spaced among all matches
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Drafter):
     """Proposes the likeliest continuations of the last tokens, by counts in the row's own text.
 
-    Lossless: a proposed token is a point mass. The text is the prompt and what was generated after
-    it. The last p tokens are looked up for every p at which they occurred before. The proposal is
-    that of the p with the highest score, the sum of its tokens' probabilities by counts, and so
-    the number of tokens that are expected to be accepted. A longer match may propose more tokens.
+    Lossless: a proposed token is a point mass. The text is the prompt and the generated tokens. The
+    last p tokens are looked up for every p at which they occurred before. The probability of a
+    continuation is its relative frequency. The score of a proposal is the sum of its tokens' path
+    probabilities, which is the expected number of accepted tokens. The p with the highest score
+    wins. A longer match may propose more tokens.
 
-    With a `datastore.Store` (`params["drafter"]`), what followed them in its texts is proposed if
-    that has a higher score: finished outputs, or a corpus as in REST (He et al. 2023, arXiv
-    2311.08252, whose acceptance is not lossless; this is). Of many occurrences some are looked at.
+    With a `datastore.Store` (`params["drafter"]`) of finished outputs or a corpus, the proposal
+    comes from the store if that one has a higher score. REST uses a corpus in this way (He et al.
+    2023, arXiv 2311.08252), but with a lossy acceptance rule. Of many matches in a store, only some
+    are examined.
 
-    Departure from the paper: the last tokens themselves do not count as an occurrence, since it is
-    not known what follows them.
+    Departure from the paper: the last tokens themselves do not count as an occurrence, because
+    nothing follows them.
 
     Attributes:
-        num_speculative_tokens: K, the most tokens in a row.
-        num_tree_tokens: N, the most tokens of a tree; 0: a chain, the likeliest token after each.
+        num_speculative_tokens: K, the greatest depth of a proposal.
+        num_tree_tokens: N, the most tokens of a tree; 0: a chain of the likeliest tokens.
         max_match: longest suffix that is looked up.
-        factor: tokens that are proposed in a row per matched token.
-        min_prob: tokens whose path has a lower probability are not proposed.
+        factor: depth of the proposal per matched token.
+        min_prob: lowest path probability of a proposed token.
     """
 
-    num_speculative_tokens: int = base.PACED_TOKENS
+    num_speculative_tokens: int = base.SCHEDULED_TOKENS
     num_tree_tokens: int = 0
     max_match: int = 64
     factor: float = traced.number(1.0)
@@ -71,12 +73,13 @@ class Drafter(base.Drafter):
     def _best(
         self, tokens_S: Array, length: Array, store: datastore.Sorted | None
     ) -> tuple[Array, tuple[Array, Array]]:
-        """Returns the best proposal over all lengths of a match: score, tokens [N], parents [N]."""
+        """Returns the best proposal over all match lengths: score, tokens [N], parents [N]."""
         text = _text(tokens_S, length)
         matched_S = _matched(text, self.max_match)
 
         def grow(match):
-            # Of matches at the same places only the longest can win.
+            # Shorter matches at the same positions cannot win, so the next length is that of the
+            # longest match at other positions.
             shorter = jnp.max(jnp.where(matched_S < match, matched_S, 0))
             return self._grow(text, matched_S >= match, self._limit(match)), shorter
 
@@ -88,49 +91,51 @@ class Drafter(base.Drafter):
 
         def grow_stored(match):
             begin, end, shorter = datastore.matches(store, recent_P, match)
-            stored, starts = self._stored(store, begin, end)
+            stored, starts = self._stored_text(store, begin, end)
             return self._grow(stored, starts, self._limit(match)), shorter
 
         other = self._longest_score(datastore.longest_match(store, recent_P), grow_stored)
-        return jax.tree.map(
-            lambda own, stored: jnp.where(other[0] > best[0], stored, own), best, other
-        )
+        is_better = other[0] > best[0]
+        return jax.tree.map(lambda new, old: jnp.where(is_better, new, old), other, best)
 
     def _limit(self, match: Array) -> Array:
-        """Returns the most tokens in a row after a match."""
+        """Returns the greatest depth of a proposal after a match."""
         steps = jnp.floor(match * self.factor + 1e-6).astype(jnp.int32)
         return jnp.minimum(steps, self.num_speculative_tokens)
 
-    def _stored(self, store: datastore.Sorted, begin: Array, end: Array) -> tuple["_Text", Array]:
-        """Returns what follows some matches in a store as one text, and where the matches end."""
+    def _stored_text(
+        self, store: datastore.Sorted, begin: Array, end: Array
+    ) -> tuple["_Text", Array]:
+        """Returns the continuations of matches in a store as one text, and the matches' ends."""
         width = self.num_speculative_tokens + 1
         entries = begin + jnp.arange(_STORED) * jnp.maximum(end - begin, 1) // _STORED
         spread = begin + jnp.arange(_STORED)
         entries = jnp.where(end - begin > _STORED, entries, spread)
-        places = store.order[jnp.minimum(entries, len(store.order) - 1)]
-        index = places[:, None] + jnp.arange(width)
+        positions = store.order[jnp.minimum(entries, len(store.order) - 1)]
+        index = positions[:, None] + jnp.arange(width)
         tokens = jnp.where(
             index < len(store.tokens), store.tokens[jnp.minimum(index, len(store.tokens) - 1)], -1
         )
-        # Nothing follows the end of a stored text.
+        # Masks tokens after the end of a stored text.
         tokens = jnp.where(jnp.cumsum(tokens < 0, axis=1) > 0, -1, tokens).reshape(-1)
         starts = jnp.zeros((_STORED, width), bool).at[:, 0].set(entries < end).reshape(-1)
         return _Text(tokens, _token_ids(tokens)), starts
 
     def _longest_score(self, longest: Array, grow) -> tuple[Array, tuple[Array, Array]]:
-        """Returns the best proposal over all lengths of a match, as `_best` does.
+        """Returns the best proposal over all match lengths, in the form of `_best`.
 
         Args:
-            longest: the longest match.
-            grow: takes a length, and returns the nodes after matches of it, and the next length.
+            longest: length of the longest match.
+            grow: function of a length that returns the nodes after its matches, and the next
+                shorter length.
         """
         N = base.num_nodes(self)
         nothing = jnp.full(N, -1), jnp.zeros(N, jnp.int32)
 
         def may_win(carry):
             match, best, _ = carry
-            # The probabilities of one depth add up to at most 1, and a score to at most the depth,
-            # so that most short matches are not looked at.
+            # The probabilities of one depth add up to at most 1, so a score is at most the depth.
+            # Most short matches are skipped by this bound.
             return (match > 0) & (best < self._limit(match))
 
         def look(carry):
@@ -138,7 +143,7 @@ class Drafter(base.Drafter):
             nodes, shorter = grow(match)
             score = jnp.sum(nodes.probs[1:])
             grown = nodes.tokens[1:], nodes.parents[1:]
-            better = score > best  # of equal scores the longer match counts
+            better = score > best  # at equal scores the longer match wins
             proposal = jax.tree.map(lambda new, old: jnp.where(better, new, old), grown, proposal)
             return shorter, jnp.maximum(score, best), proposal
 
@@ -160,22 +165,22 @@ class Drafter(base.Drafter):
 
         N = base.num_nodes(self)
         root = _empty(N, text)
-        places = starts_S & _following(text, 0)[1]
+        matches = starts_S & _following(text, 0)[1]
         root = dataclasses.replace(
             root,
             probs=root.probs.at[0].set(1),
-            places=root.places.at[0].set(places),
-            totals=root.totals.at[0].set(jnp.sum(places, dtype=jnp.int32)),
+            matches=root.matches.at[0].set(matches),
+            totals=root.totals.at[0].set(jnp.sum(matches, dtype=jnp.int32)),
         )
         return lax.fori_loop(1, N + 1, add, _with_next(text, root, 0))
 
 
 @pytree_dataclass
 class _Text:
-    """Some text: tokens [S], -1 where there is none, and their ids, small numbers in [0, S)."""
+    """Text with small ids of its tokens, by which they can be counted."""
 
-    tokens: Array
-    ids: Array
+    tokens: Array  # [S] int32; -1: no token
+    ids: Array  # [S] in [0, S), equal where tokens are equal
 
 
 def _text(tokens_S: Array, length: Array) -> _Text:
@@ -186,27 +191,27 @@ def _text(tokens_S: Array, length: Array) -> _Text:
 
 @pytree_dataclass
 class _Nodes:
-    """Nodes of a proposal, the root first, and where their tokens occur."""
+    """Nodes of a proposal, the root first, with the matches behind them."""
 
     tokens: Array  # [N+1] int32; -1: no node
     parents: Array  # [N+1] int32
     depths: Array  # [N+1] int32
     probs: Array  # [N+1] float32, probability of the path; 0: no node
-    totals: Array  # [N+1] int32, occurrences that something follows
-    places: Array  # [N+1, S] bool: matches whose node is followed by a token that is no child yet
-    next_probs: Array  # [N+1] float32, probability of the path to the next child
-    next_place: Array  # [N+1] int32, a match that the next child follows
+    totals: Array  # [N+1] int32, number of occurrences that are followed by a token
+    matches: Array  # [N+1, S] bool, occurrences whose next token is not yet a child of the node
+    next_probs: Array  # [N+1] float32, path probability of the node's next child
+    next_match: Array  # [N+1] int32, an occurrence that is followed by the next child
 
 
 def _empty(count: int, text: _Text) -> _Nodes:
     zeros = jnp.zeros(count + 1, jnp.int32)
     none = jnp.zeros(count + 1)
-    places = jnp.zeros((count + 1, len(text.tokens)), bool)
-    return _Nodes(zeros - 1, zeros, zeros, none, zeros, places, none, zeros)
+    matches = jnp.zeros((count + 1, len(text.tokens)), bool)
+    return _Nodes(zeros - 1, zeros, zeros, none, zeros, matches, none, zeros)
 
 
 def _following(text: _Text, depth: Array) -> tuple[Array, Array]:
-    """Returns the index [S] of the token `depth` + 1 after each place, and whether there is one."""
+    """Returns the index [S] of the token `depth` + 1 after each slot, and whether it exists [S]."""
     slots = jnp.arange(len(text.tokens))
     index = slots + 1 + depth
     inside = jnp.minimum(index, len(slots) - 1)
@@ -214,50 +219,50 @@ def _following(text: _Text, depth: Array) -> tuple[Array, Array]:
 
 
 def _with_next(text: _Text, nodes: _Nodes, node: Array) -> _Nodes:
-    """Returns the nodes with the next child of one of them: the token that follows most often."""
+    """Returns the nodes with the next child of one of them: its most frequent next token."""
     index, _ = _following(text, nodes.depths[node])
-    ids, places = text.ids[index], nodes.places[node]
-    counts = jnp.zeros(len(places), jnp.int32).at[ids].add(places.astype(jnp.int32))
-    counts = jnp.where(places, counts[ids], 0)
-    # Of tokens that follow equally often the one that did so last.
-    place = len(places) - 1 - jnp.argmax(counts[::-1])
-    prob = nodes.probs[node] * counts[place] / jnp.maximum(nodes.totals[node], 1)
+    ids, matches = text.ids[index], nodes.matches[node]
+    counts = jnp.zeros(len(matches), jnp.int32).at[ids].add(matches.astype(jnp.int32))
+    counts = jnp.where(matches, counts[ids], 0)
+    # The last maximum: among equally frequent tokens, the one that occurred last.
+    match = len(matches) - 1 - jnp.argmax(counts[::-1])
+    prob = nodes.probs[node] * counts[match] / jnp.maximum(nodes.totals[node], 1)
     return dataclasses.replace(
         nodes,
         next_probs=nodes.next_probs.at[node].set(prob),
-        next_place=nodes.next_place.at[node].set(place.astype(jnp.int32)),
+        next_match=nodes.next_match.at[node].set(match.astype(jnp.int32)),
     )
 
 
 def _with_child(text: _Text, nodes: _Nodes, node: Array, parent: Array) -> _Nodes:
     """Returns the nodes with the next child of `parent` as node number `node`."""
     index, _ = _following(text, nodes.depths[parent])
-    place = nodes.next_place[parent]
+    match = nodes.next_match[parent]
     ids = text.ids[index]
-    same = nodes.places[parent] & (ids == ids[place])
+    same = nodes.matches[parent] & (ids == ids[match])  # occurrences with the child's token
     depth = nodes.depths[parent] + 1
     followed = same & _following(text, depth)[1]
     nodes = _Nodes(
-        nodes.tokens.at[node].set(text.tokens[index[place]]),
+        nodes.tokens.at[node].set(text.tokens[index[match]]),
         nodes.parents.at[node].set(parent.astype(jnp.int32)),
         nodes.depths.at[node].set(depth),
         nodes.probs.at[node].set(nodes.next_probs[parent]),
         nodes.totals.at[node].set(jnp.sum(followed, dtype=jnp.int32)),
-        nodes.places.at[parent].set(nodes.places[parent] & ~same).at[node].set(followed),
+        nodes.matches.at[parent].set(nodes.matches[parent] & ~same).at[node].set(followed),
         nodes.next_probs,
-        nodes.next_place,
+        nodes.next_match,
     )
     return _with_next(text, _with_next(text, nodes, parent), node)
 
 
 def _matched(text: _Text, most: int) -> Array:
-    """Returns [S]: the number of tokens, this one the last, that equal the text's last ones.
+    """Returns the length [S] of the common suffix of the text and its prefix up to each slot.
 
-    It is 0 at the last token and behind it.
+    It is 0 at the last token and after it.
 
     Args:
-        text: the row's text.
-        most: number at which counting ends.
+        text: text of the row.
+        most: greatest length that is counted.
     """
     slots = jnp.arange(len(text.tokens))
     last = jnp.sum(text.tokens >= 0) - 1
@@ -273,7 +278,7 @@ def _matched(text: _Text, most: int) -> Array:
 
 
 def _token_ids(tokens_S: Array) -> Array:
-    """Returns ids [S] below S that are equal where tokens are equal, to count them in S bins."""
+    """Returns ids [S] in [0, S) that are equal where tokens are equal, for counts in S bins."""
     order = jnp.argsort(tokens_S)
     ordered = tokens_S[order]
     is_new = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]])
@@ -281,7 +286,7 @@ def _token_ids(tokens_S: Array) -> Array:
 
 
 def from_name(text: str, target):
-    """Returns the drafter and its weights: "suffix", or "suffix:FILE" with texts to look into."""
+    """Returns the drafter and its weights: "suffix", or "suffix:FILE" with a store of texts."""
     if not text:
         return Drafter(), {}
     if target.tokenizer is None:
@@ -290,7 +295,7 @@ def from_name(text: str, target):
 
 
 def with_store(drafter: Drafter, store: datastore.Store, vocab_size: int):
-    """Returns a drafter that also looks into a store, and its weights: the texts.
+    """Returns the drafter and, as its weights, the texts of a store.
 
     Raises InputError for token ids that the target does not have.
     """

@@ -74,7 +74,7 @@ def load_drafter(
     Args:
         name: name of a drafting method that needs no weights: "ngram", "suffix", "copy",
             "lookahead", "early_exit:4" (the target's first 4 layers), "early_exit:FILE" (without
-            what scripts/plan_skips.py chose), "sparse_self:256" (the target with a cache of 256
+            what scripts/plan.py chose), "sparse_self:256" (the target with a cache of 256
             tokens; "sparse_self:256:chosen": half of them are SnapKV's choice) or "suffix:FILE"
             (also looks into texts, JSON lines with `text`); or whatever `load` takes: a smaller
             model with the target's tokenizer, or a drafter of the target's features
@@ -192,7 +192,7 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
 
 
 def _of_name(method: str, text: str, target: Model, tree: shapes.Shape) -> LoadedDrafter:
-    """Returns the drafter that a method's own module makes of what stands behind its name."""
+    """Returns the drafter that a method's module creates from the text after its name."""
     drafter, params = drafters.methods_with("from_name")[method].from_name(text, target)
     if tree is not None:
         if "tree" not in {field.name for field in dataclasses.fields(drafter)}:
@@ -203,7 +203,7 @@ def _of_name(method: str, text: str, target: Model, tree: shapes.Shape) -> Loade
 
 
 def _with_window(name: str, rest: str, target: Model, replicate, tree) -> LoadedDrafter:
-    """Returns a draft model that sees a window of the text: "256:FOLDER"."""
+    """Returns a draft model with a window of the text, from "256:FOLDER"."""
     number, _, folder = rest.partition(":")
     if not folder or folder.startswith(("window:", "suffix+")):
         raise InputError(
@@ -247,7 +247,7 @@ def _load_head(
 
 
 def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
-    """Returns suffix decoding that also looks into a store."""
+    """Returns suffix decoding that also searches a store."""
     if name != "suffix" or not isinstance(store, datastore.Store):
         raise InputError(
             f'store: expected a Store, and "suffix" as the drafter, found {short_repr(store)} and '
@@ -260,7 +260,7 @@ def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
 
 
 def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
-    """Returns a drafter that leaves to suffix decoding what that does better."""
+    """Returns a drafter that is replaced by suffix decoding where that is expected to be better."""
     drafter = loaded.drafter
     if not isinstance(drafter, base.TrainableDrafter) or getattr(drafter, "tree", None):
         raise InputError(f"{name}: expected a drafter with weights, of chains, found another")
@@ -271,9 +271,9 @@ def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
 def _check_pair(target: Model, draft: Model) -> None:
     name = f"drafter {draft.name}"
     if target.tokenizer is not None and draft.tokenizer is not None:
-        if found := difference(target.tokenizer, draft.tokenizer):
+        if mismatch := difference(target.tokenizer, draft.tokenizer):
             raise InputError(
-                f"{name}: expected the target's texts of all ids that both have, found {found}"
+                f"{name}: expected the target's texts of all ids that both have, found {mismatch}"
             )
     elif (
         draft.config.vocab_size != target.config.vocab_size

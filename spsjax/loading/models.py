@@ -27,7 +27,7 @@ FILES = (
     medusa.LAYOUT.file,
     *tokenization.NAMES,
 )
-# Weights of so many bytes stay in a CPU's caches between two passes.
+# Weights of at most this size stay in a CPU's caches between two passes.
 _CACHED_BYTES = 16 * 2**20
 
 
@@ -84,10 +84,10 @@ class Model:
 
 
 def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
-    """Returns the compute type that is fastest: bfloat16, except on some CPUs.
+    """Returns the fastest compute type: bfloat16, except on some CPUs.
 
-    There it is float32 if XLA would convert bfloat16 to it, and for a model (`config`) so small
-    that caches hold its weights: fewer bytes then save less than the conversions cost.
+    On a CPU it is float32 if XLA would convert bfloat16, and for a model whose weights fit into
+    caches: fewer bytes then save less than the conversions cost.
     """
     if jax.default_backend() != "cpu":
         return jnp.dtype(jnp.bfloat16)
@@ -97,7 +97,7 @@ def default_dtype(config: transformer.Config | None = None) -> jnp.dtype:
 
 
 def compute_type(dtype, config: transformer.Config | None = None) -> jnp.dtype:
-    """Returns the compute type of that name, the default for None; raises InputError otherwise."""
+    """Returns a compute type by name, the default for None; raises InputError for another."""
     if dtype is None:
         return default_dtype(config)
     expected = "dtype: expected a floating-point type of 16 bits or more"
@@ -148,9 +148,9 @@ def load(
     _check_mesh(mesh)
     check_flag("replicate", replicate)
     config = hf_weights.read_config(folder)
-    pieces = _tokenizer(folder, config)
-    if pieces is not None:
-        config = _unpadded(config, pieces)
+    tokenizer = _tokenizer(folder, config)
+    if tokenizer is not None:
+        config = _unpadded(config, tokenizer)
     where = sharding.param_shardings(mesh, config, replicate)
     convert = None
     if quantize is not None:
@@ -158,7 +158,7 @@ def load(
             quantization.quantized_leaf, kind=quantize, tied=config.tie_embeddings
         )
     params = hf_weights.read_params(folder, config, compute_type(dtype, config), where, convert)
-    return Model(str(name), config, params, pieces, mesh)
+    return Model(str(name), config, params, tokenizer, mesh)
 
 
 def quantized(model: Model, kind: str) -> Model:
@@ -177,10 +177,8 @@ def quantized(model: Model, kind: str) -> Model:
 
 
 def _check_float(argument: str, model: Model) -> None:
-    if found := quantization.kind_of(model.params):
-        raise InputError(
-            f"{argument}: {model.name}: expected floating-point weights, found {found}"
-        )
+    if kind := quantization.kind_of(model.params):
+        raise InputError(f"{argument}: {model.name}: expected floating-point weights, found {kind}")
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
@@ -221,7 +219,7 @@ def random(config: transformer.Config, seed: int = 0, mesh=None, dtype=None) -> 
     """Returns a model with random weights and without a tokenizer, for timing and for tests."""
     _check_mesh(mesh)
     params = transformer.init(config, jax.random.key(seed), compute_type(dtype, config))
-    params = sharding.place_params(params, sharding.param_shardings(mesh, config))
+    params = sharding.shard_params(params, sharding.param_shardings(mesh, config))
     return Model("random", config, params, mesh=mesh)
 
 
@@ -242,18 +240,17 @@ def _check_mesh(mesh) -> None:
 def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | None:
     if not tokenization.exists(folder):
         return None
-    found = tokenization.load(folder)
-    size = 1 + max(found.pieces, default=-1)
+    tokenizer = tokenization.load(folder)
+    size = 1 + max(tokenizer.pieces, default=-1)
     if size > config.vocab_size:
-        raise InputError(
-            f"{found.path}: expected at most the model's {config.vocab_size} pieces, found {size}"
-        )
-    return found
+        wanted = f"at most the model's {config.vocab_size} pieces"
+        raise InputError(f"{tokenizer.path}: expected {wanted}, found {size}")
+    return tokenizer
 
 
-def _unpadded(config: transformer.Config, found: Tokenizer) -> transformer.Config:
+def _unpadded(config: transformer.Config, tokenizer: Tokenizer) -> transformer.Config:
     """Returns the config without the padding at the end of the vocabulary."""
-    size = max(found.vocab_size, *(id + 1 for id in config.eos_ids), 1)
+    size = max(tokenizer.vocab_size, *(id + 1 for id in config.eos_ids), 1)
     if size >= config.vocab_size:
         return config
     return dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_rows)

@@ -1,4 +1,4 @@
-"""Names of models and drafters: the folders and layouts that they stand for."""
+"""Names of models and drafters, with their folders and layouts."""
 
 import functools
 import pathlib
@@ -21,39 +21,39 @@ def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     try:
         if pathlib.Path(name).is_dir():
             return pathlib.Path(name)
-        found = "a file" if pathlib.Path(name).exists() else "neither"
+        actual = "a file" if pathlib.Path(name).exists() else "neither"
     except OSError as error:  # too long, or not to be read
-        found = one_line(error)
+        actual = one_line(error)
     if pathlib.Path(name).as_posix() in names:
         return _SHIPPED / name
     shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
     raise InputError(
-        f"{short_repr(str(name))}: expected a model folder or {shipped}, found {found}"
+        f"{short_repr(str(name))}: expected a model folder or {shipped}, found {actual}"
     )
 
 
 def _shipped_names() -> list[str]:
-    """Returns the names of the models and drafters that `spsjax` brings along."""
+    """Returns the names of the shipped models and drafters."""
     files = _SHIPPED.rglob("config.json")
     return sorted(path.parent.relative_to(_SHIPPED).as_posix() for path in files)
 
 
 def is_shipped(folder: pathlib.Path) -> bool:
-    """Returns whether a folder is one of those that `spsjax` brings along."""
+    """Returns whether a folder is that of a shipped model or drafter."""
     return _SHIPPED in folder.parents
 
 
 def shipped_drafter(target: str | pathlib.Path, models: bool = False) -> str | None:
-    """Returns the name of the drafter that is shipped for a shipped target; None: there is none.
+    """Returns the name of the shipped drafter of a shipped target, or None.
 
-    A draft model comes first. With `models`, other drafters do not count.
+    Draft models are preferred. With `models`, other drafters do not count.
     """
     path = pathlib.PurePath(target)
     if path.as_posix() not in _shipped_names() or pathlib.Path(target).is_dir():
         return None  # a folder of the user, or none
     others = [pathlib.PurePath(name) for name in _shipped_names() if name != path.as_posix()]
-    beside = [other for other in others if other.parent == path.parent]  # "draft" is the first
-    drafts = [other for other in beside if other.name == "draft" or not models]
+    siblings = [other for other in others if other.parent == path.parent]  # "draft" is the first
+    drafts = [other for other in siblings if other.name == "draft" or not models]
     return drafts[0].as_posix() if drafts else None
 
 
@@ -76,7 +76,7 @@ def method_of(folder: pathlib.Path):
 
 
 def is_feature_drafter(name: str | pathlib.Path) -> bool:
-    """Returns whether a name or folder is a drafter of a target's features, which is no model.
+    """Returns whether a name or folder is a drafter of a target's features, not a model.
 
     Raises InputError if there is neither.
     """

@@ -1,1 +1,1 @@
-"""The decoder, and its weights in and out of model folders."""
+"""Decoder-only transformers, and their weights in model folders."""

@@ -1,4 +1,4 @@
-"""Attention as pure functions without parameters: positions, scores and the weighted sum."""
+"""Attention without parameters: relative positions, scores and weighted sums as pure functions."""
 
 import dataclasses
 import functools
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spsjax.caches import Segment
+from spsjax.models.caches import Segment
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree, pytree_dataclass
 
-MANY_QUERIES = 1024  # that attend at once, of a text without a cache
+QUERY_CHUNK = 1024  # queries per chunk when a long text attends to itself without a cache
 
 
 def relative_positions(slots: int, d_model: int) -> Array:
@@ -24,7 +24,7 @@ def relative_positions(slots: int, d_model: int) -> Array:
 
 
 def distance_scores(query_BTHC: Array, table_HSC: Array) -> Array:
-    """Returns [B, T, H, S] float32: each query against the distances S-1, ..., 0.
+    """Returns the scores [B, T, H, S] float32 of each query for the distances S-1, ..., 0.
 
     `table_HSC` are the projected `relative_positions`.
     """
@@ -32,13 +32,14 @@ def distance_scores(query_BTHC: Array, table_HSC: Array) -> Array:
 
 
 def scores_of_slots(scores_BTHS: Array, positions_BT: Array) -> Array:
-    """Returns [B, T, H, S]: `distance_scores` from the position of each query to each slot.
+    """Returns `distance_scores` [B, T, H, S] from the position of each query to each slot.
 
-    Slot i holds position i. Each query's row of scores is shifted to where its own position is;
-    slots beyond it get arbitrary values.
+    Slot i holds position i. Each query's row of scores is shifted by its position; slots beyond the
+    position get arbitrary values (Dai et al. 2019, appendix B).
 
-    A row's positions must lie in [p, p + T) with p its first. So one slice per row does most of the
-    shift, and log2(T) selections the rest: a slice per query would be a loop on accelerators.
+    The positions of a row must lie in [p, p + T), where p is the first. So one slice per row does
+    most of the shift, and log2(T) selections do the rest. A slice per query would be a loop on
+    accelerators.
     """
     T, slots = scores_BTHS.shape[1], scores_BTHS.shape[3]
     steps = (T - 1).bit_length()
@@ -48,31 +49,32 @@ def scores_of_slots(scores_BTHS: Array, positions_BT: Array) -> Array:
     starts = jnp.maximum(slots - T - first, 0)
     cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=-1)
     scores = jax.vmap(cut)(padded, starts)
-    left = slots - 1 - positions_BT - starts[:, None]
+    # The remaining shift of each query is below 2**steps, and is done bit by bit.
+    shifts_BT = slots - 1 - positions_BT - starts[:, None]
     for step in reversed(range(steps)):
-        keep = scores.shape[-1] - 2**step
-        shift = (left[:, :, None, None] >> step) & 1 == 1
-        scores = jnp.where(shift, scores[..., 2**step :], scores[..., :keep])
+        width = scores.shape[-1] - 2**step
+        is_shifted = (shifts_BT[:, :, None, None] >> step) & 1 == 1
+        scores = jnp.where(is_shifted, scores[..., 2**step :], scores[..., :width])
     return scores
 
 
 def scores_of_distances(scores_BTHP: Array, distances_BTS: Array) -> Array:
-    """Returns [B, T, H, S]: `distance_scores` at any distances.
+    """Returns `distance_scores` [B, T, H, S] at arbitrary distances.
 
-    For few keys in any order, such as the nodes of a tree, whose positions repeat. A key at a
-    distance of P or more gets an arbitrary value.
+    It suits a few keys in any order, such as the nodes of a tree, whose positions repeat. A key at
+    a distance of P or more gets an arbitrary value.
     """
-    nearest = scores_BTHP.shape[3] - 1  # where distance 0 is
+    nearest = scores_BTHP.shape[3] - 1  # index of distance 0
     index = jnp.clip(nearest - distances_BTS, 0, nearest)
     return jnp.take_along_axis(scores_BTHP, index[:, :, None], axis=-1)
 
 
 @pytree_dataclass
 class Sinks:
-    """Queries for the first tokens of a text, which are seen wherever the window is.
+    """Queries for attention sinks: the first tokens of a text, which stay visible outside a window.
 
     Attributes:
-        query: [B, T, H, C], rotated as if the window followed right after the sinks.
+        query: queries [B, T, H, C], rotated as if the window directly followed the sinks.
         count: number of sinks.
     """
 
@@ -95,43 +97,44 @@ def attend(
 ) -> Array:
     """Attends to several segments under one softmax: [B, T, H, C].
 
-    The softmax is of at least float32, and masked slots weigh exactly zero. A segment's bias is
-    added to the products of queries and keys before they are scaled, and then capped unless
-    `softcap` is 0. `sinks` are queries of their own for the sinks; None: there are none.
+    The softmax is in float32 or float64, and masked slots get a weight of exactly 0. A segment's
+    bias is added to the products of queries and keys. Then these are scaled, and capped unless
+    `softcap` is 0. `sinks` are separate queries for attention sinks; None: there are none.
 
     A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
     if any(segment.split for segment in segments):
-        mixed = _attend_apart(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
+        mixed = _attend_split(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
     else:
         weights = weights_of(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
         repeats = _repeats(query_BTHC, segments)
         values = [jnp.repeat(segment.values, repeats, axis=1) for segment in segments]
-        mixed = sum(_mix(part, value) for part, value in zip(weights, values))
+        mixed = sum(_weighted_sum(*pair) for pair in zip(weights, values))
     mixed = mixed.astype(segments[0].values.dtype).transpose(0, 2, 1, 3, 4)
     return mixed.reshape(query_BTHC.shape)
 
 
-def in_turn(attended: Callable, *arrays: PyTree) -> Array:
-    """Returns `attended(*arrays)` [B, T, H, C], computed for `MANY_QUERIES` of T at a time.
+def in_chunks(attend_chunk: Callable, *arrays: PyTree) -> Array:
+    """Returns `attend_chunk(*arrays)` [B, T, H, C], computed for `QUERY_CHUNK` queries at a time.
 
-    Of each part the gradient keeps the arrays alone, and computes its scores again: memory grows
+    The backward pass computes the scores of a chunk again instead of storing them. So memory grows
     with T, and not with its square.
 
     Args:
-        attended: function of queries, and of what belongs to each; rows of T are independent.
+        attend_chunk: function of queries and of arrays that belong to them; queries must be
+            independent of each other.
         arrays: pytrees of arrays [B or 1, T, ...], the queries first.
     """
     T = jax.tree.leaves(arrays)[0].shape[1]
-    count = -(-T // MANY_QUERIES)
+    count = -(-T // QUERY_CHUNK)
 
-    def parts(array):
-        more = [(0, 0), (0, count * MANY_QUERIES - T)] + [(0, 0)] * (array.ndim - 2)
-        padded = jnp.pad(array, more, mode="edge")
-        shape = len(array), count, MANY_QUERIES, *array.shape[2:]
+    def chunks(array):
+        padding = [(0, 0), (0, count * QUERY_CHUNK - T)] + [(0, 0)] * (array.ndim - 2)
+        padded = jnp.pad(array, padding, mode="edge")
+        shape = len(array), count, QUERY_CHUNK, *array.shape[2:]
         return jnp.moveaxis(padded.reshape(shape), 1, 0)
 
-    mixed = lax.map(jax.checkpoint(lambda now: attended(*now)), jax.tree.map(parts, arrays))
+    mixed = lax.map(jax.checkpoint(lambda now: attend_chunk(*now)), jax.tree.map(chunks, arrays))
     mixed = jnp.moveaxis(mixed, 0, 1)
     return mixed.reshape(len(mixed), -1, *mixed.shape[3:])[:, :T]
 
@@ -144,19 +147,23 @@ def weights_of(
     softcap: float = 0.0,
     sinks: Sinks | None = None,
 ) -> list[Array]:
-    """Returns one [B, G, T, H/G, S] per segment, which add up to 1; arguments as of `attend`."""
+    """Returns the attention weights [B, G, T, H/G, S] of each segment; they sum to 1 over all.
+
+    The arguments are those of `attend`.
+    """
     repeats = _repeats(query_BTHC, segments)
     scores = [
         _scores(query_BTHC, segment, bias, repeats, scale, softcap, sinks)
         for segment, bias in zip(segments, biases_BTHS, strict=True)
     ]
-    # One softmax without a copy of all scores: every segment has its own part of both sums.
-    top = lax.stop_gradient(functools.reduce(jnp.maximum, map(_most, scores)))
-    weights = [jnp.exp(part - top) for part in scores]
-    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
-    # Divided before they are multiplied with values: the sum over rounded weights would not cancel
-    # in the gradient.
-    return [part / total for part in weights]
+    # One softmax over all segments without concatenating their scores: the maximum and the sum of
+    # the exponentials are combined. The maximum cancels, so it needs no gradient.
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, map(_max_score, scores)))
+    weights = [jnp.exp(score - top) for score in scores]
+    total = sum(jnp.sum(weight, axis=-1, keepdims=True) for weight in weights)
+    # The division comes before the product with the values, which rounds weights to bfloat16. In
+    # the other order, the gradients of numerator and denominator would not cancel.
+    return [weight / total for weight in weights]
 
 
 def _scores(
@@ -168,7 +175,7 @@ def _scores(
     softcap: float,
     sinks: Sinks | None,
 ) -> Array:
-    """Returns the scores [B, G, T, H/G, S] of a segment, -inf where a slot is not seen."""
+    """Returns the scores [B, G, T, H/G, S] of a segment; -inf: the slot is not visible."""
     (B, T, H, C), G = query_BTHC.shape, segment.keys.shape[1] * repeats
 
     def by_group(query_BTHC):
@@ -177,7 +184,7 @@ def _scores(
     query, keys = by_group(query_BTHC), jnp.repeat(segment.keys, repeats, axis=1)
     if sinks is None or segment.positions is None:
         products = _score(query, keys)
-    else:  # both queries in one product, which reads the keys once
+    else:  # one product for both queries reads the keys once
         both = _score(jnp.concatenate([query, by_group(sinks.query)], axis=2), keys)
         is_sink = segment.positions[:, None, None, None] < sinks.count
         products = jnp.where(is_sink, both[:, :, T:], both[:, :, :T])
@@ -187,26 +194,27 @@ def _scores(
     return jnp.where(segment.visible[:, None, :, None], products, -jnp.inf)
 
 
-def _most(scores: Array) -> Array:
-    """Returns the greatest score of each query, -inf if there is none: [..., 1]."""
+def _max_score(scores: Array) -> Array:
+    """Returns the greatest score of each query [..., 1]; -inf: no slot is visible."""
     return jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
 
 
-def _attend_apart(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> Array:
-    """Attends where devices hold different slots of a segment: [B, G, T, H/G, C].
+def _attend_split(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> Array:
+    """Attends to segments whose slots are split over devices: [B, G, T, H/G, C].
 
-    Each device makes the softmax of what it holds, and the sums are merged: one collective for a
-    split segment, of C + 2 numbers for each query, head and device. The arguments are `attend`'s.
+    Each device computes a softmax over its slots, and the results are merged (flash-decoding). That
+    takes one collective per split segment, of C + 2 numbers per query, head and device. The
+    arguments are those of `attend`.
     """
     repeats = _repeats(query_BTHC, segments)
 
     def summed(query, segment, bias, sinks):
         """Returns [1, B, G, T, H/G, 2 + C]: greatest score, sum of weights, weighted values."""
         scores = _scores(query, segment, bias, repeats, scale, softcap, sinks)
-        top = _most(scores)
-        weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
+        top = _max_score(scores)
+        weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))  # no slot: 0, and not NaN
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        mixed = _mix(weights, jnp.repeat(segment.values, repeats, axis=1))
+        mixed = _weighted_sum(weights, jnp.repeat(segment.values, repeats, axis=1))
         return jnp.concatenate([top, total, mixed], axis=-1)[None]
 
     sums, slots = [], P(None, None, "slots")
@@ -226,29 +234,31 @@ def _attend_apart(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> A
             )
         sums.append(sharding.gather_slots(sum_up(query_BTHC, segment, bias, sinks)))
     top, total, mixed = jnp.split(jnp.concatenate(sums), (1, 2), axis=-1)
+    # Rescales each device's sums to the greatest score of all devices.
     share = jnp.exp(top - jnp.max(top, axis=0))
     return jnp.sum(mixed * share, axis=0) / jnp.sum(total * share, axis=0)
 
 
 def _repeats(query_BTHC: Array, segments: Sequence[Segment]) -> int:
-    """Returns how often keys and values are repeated before queries read them.
+    """Returns how often keys and values are repeated to match the query heads.
 
-    Heads that the mesh cannot split are on every device: each takes what its queries read.
+    Key-value heads that the mesh cannot split are replicated. Repeated to the number of query
+    heads, they can be split like these.
     """
     G = segments[0].keys.shape[1]
     return query_BTHC.shape[2] // G if G % sharding.model_axis() else 1
 
 
 def _score(query: Array, keys_BGSC: Array) -> Array:
-    """[B, G, T, H/G, C] queries -> [B, G, T, H/G, S] of at least float32."""
+    """Returns the products of queries [B, G, T, H/G, C] and keys: [B, G, T, H/G, S] float32."""
     B, wide = len(query), jnp.promote_types(query.dtype, jnp.float32)
-    query = _gathered(query, len(keys_BGSC))
+    query = _group_rows(query, len(keys_BGSC))
 
-    def summed(query, keys_BGSC):
+    def by_sum(query, keys_BGSC):
         scores = jnp.sum(query.astype(wide) * keys_BGSC[:, :, :, None], axis=-1)
         return jnp.swapaxes(scores, 2, 3)[:, :, None]
 
-    def multiplied(query, keys_BGSC):
+    def by_product(query, keys_BGSC):
         def product(rows_BGNC):
             equation = "bgnc,bgsc->bgns"
             return jnp.einsum(equation, rows_BGNC, keys_BGSC, preferred_element_type=wide)
@@ -256,20 +266,20 @@ def _score(query: Array, keys_BGSC: Array) -> Array:
         rows = query.reshape(*query.shape[:2], -1, query.shape[-1])
         return _two_rows(product, rows).reshape(*query.shape[:4], -1)
 
-    product = _product(query, keys_BGSC.dtype, summed, multiplied)
-    return _dealt(product(query, keys_BGSC), B)
+    product = _faster(query, keys_BGSC.dtype, by_sum, by_product)
+    return _ungroup_rows(product(query, keys_BGSC), B)
 
 
-def _mix(weights: Array, values_BGSC: Array) -> Array:
-    """[B, G, T, H/G, S] weights -> [B, G, T, H/G, C] of the same type."""
+def _weighted_sum(weights: Array, values_BGSC: Array) -> Array:
+    """Returns the sums of values by weights [B, G, T, H/G, S]: [B, G, T, H/G, C]."""
     B = len(weights)
-    weights = _gathered(weights, len(values_BGSC))
+    weights = _group_rows(weights, len(values_BGSC))
 
-    def summed(weights, values_BGSC):
+    def by_sum(weights, values_BGSC):
         mixed = jnp.sum(weights[:, :, 0, :, :, None] * values_BGSC[:, :, None], axis=3)
         return mixed[:, :, None]
 
-    def multiplied(weights, values_BGSC):
+    def by_product(weights, values_BGSC):
         def product(rows_BGNS):
             equation, wide = "bgns,bgsc->bgnc", weights.dtype
             return jnp.einsum(equation, rows_BGNS, values_BGSC, preferred_element_type=wide)
@@ -278,24 +288,25 @@ def _mix(weights: Array, values_BGSC: Array) -> Array:
         mixed = _two_rows(product, rows.astype(values_BGSC.dtype))
         return mixed.reshape(*weights.shape[:4], -1)
 
-    product = _product(weights, values_BGSC.dtype, summed, multiplied)
-    return _dealt(product(weights, values_BGSC), B)
+    product = _faster(weights, values_BGSC.dtype, by_sum, by_product)
+    return _ungroup_rows(product(weights, values_BGSC), B)
 
 
-def _product(x_BGTH: Array, dtype, summed: Callable, multiplied: Callable) -> Callable:
-    """Returns that of two ways to multiply with a segment which suits device, type and queries.
+def _faster(x_BGTH: Array, dtype, by_sum: Callable, by_product: Callable) -> Callable:
+    """Returns the faster one of two ways to multiply with a segment.
 
-    For one query of several heads per key-value head, XLA's batched dot is slow on CPUs in float32:
-    a product and a sum take half the time. With one head per key-value head it is the other way
-    round, and so it is in bfloat16. On GPUs and TPUs the sum takes several times as long.
+    For one query and several query heads per key-value head in float32, XLA's batched dot is slow
+    on CPUs, and an elementwise product with a sum takes half the time. With one query head per
+    key-value head, or in bfloat16, the dot is faster. On GPUs and TPUs the sum takes several times
+    as long as the dot.
     """
     if x_BGTH.shape[2] > 1 or x_BGTH.shape[3] == 1 or dtype == jnp.bfloat16:
-        return multiplied
-    return functools.partial(lax.platform_dependent, cpu=summed, default=multiplied)
+        return by_product
+    return functools.partial(lax.platform_dependent, cpu=by_sum, default=by_product)
 
 
 def _two_rows(product: Callable[[Array], Array], rows_BGNX: Array) -> Array:
-    """Returns `product(rows)`, on CPUs computed for two equal rows where N is 1, in bfloat16.
+    """Returns `product(rows)`; on CPUs one row of bfloat16 is computed as two equal rows.
 
     XLA for CPUs (JAX 0.10 and 0.12) takes five to eight times as long for one row as for two.
     """
@@ -308,18 +319,18 @@ def _two_rows(product: Callable[[Array], Array], rows_BGNX: Array) -> Array:
     return lax.platform_dependent(rows_BGNX, cpu=twice, default=product)
 
 
-def _gathered(x: Array, rows: int) -> Array:
-    """[B, G, T, ...] -> [rows, G, B/rows * T, ...]: side by side what reads the same segment."""
-    B, G, T, *rest = x.shape
+def _group_rows(x: Array, rows: int) -> Array:
+    """Merges rows of queries that share a segment: [B, G, T, ...] -> [rows, G, B/rows * T, ...]."""
+    B, G, T, *dims = x.shape
     if rows == B:
         return x
-    return jnp.swapaxes(x.reshape(rows, B // rows, G, T, *rest), 1, 2).reshape(rows, G, -1, *rest)
+    return jnp.swapaxes(x.reshape(rows, B // rows, G, T, *dims), 1, 2).reshape(rows, G, -1, *dims)
 
 
-def _dealt(x: Array, B: int) -> Array:
-    """The inverse of `_gathered`: [rows, G, B/rows * T, ...] -> [B, G, T, ...]."""
-    rows, G, _, *rest = x.shape
+def _ungroup_rows(x: Array, B: int) -> Array:
+    """Inverts `_group_rows`: [rows, G, B/rows * T, ...] -> [B, G, T, ...]."""
+    rows, G, _, *dims = x.shape
     if rows == B:
         return x
-    x = x.reshape(rows, G, B // rows, -1, *rest)
-    return jnp.swapaxes(x, 1, 2).reshape(B, G, -1, *rest)
+    x = x.reshape(rows, G, B // rows, -1, *dims)
+    return jnp.swapaxes(x, 1, 2).reshape(B, G, -1, *dims)

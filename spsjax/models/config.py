@@ -1,4 +1,4 @@
-"""Shapes of decoders, with every flag in which families of models differ."""
+"""Configs of decoders, with every flag in which model families differ."""
 
 import dataclasses
 import sys
@@ -15,11 +15,11 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """Sub-layers that a pass leaves out: what enters them goes on unchanged.
+    """Sub-layers that a pass skips, so that the residual stream passes them unchanged.
 
     Attributes:
-        attention: layers whose attention is left out, in rising order.
-        ffn: layers whose feed-forward network is left out, in rising order.
+        attention: layers whose attention is skipped, in ascending order.
+        ffn: layers whose feed-forward network is skipped, in ascending order.
     """
 
     attention: tuple[int, ...] = ()
@@ -27,17 +27,17 @@ class Skipped:
 
     @property
     def first(self) -> int:
-        """The first layer of which something is left out."""
+        """First layer with a skipped sub-layer."""
         return min((*self.attention, *self.ffn), default=sys.maxsize)
 
     @classmethod
     def after(cls, num_kept: int, num_layers: int) -> "Skipped":
-        """Returns all sub-layers but those of the first `num_kept` layers: an early exit."""
-        rest = tuple(range(num_kept, num_layers))
-        return cls(rest, rest)
+        """Returns an early exit: it skips all sub-layers after the first `num_kept` layers."""
+        layers = tuple(range(num_kept, num_layers))
+        return cls(layers, layers)
 
     def check(self, config: "Config") -> None:
-        """Raises InputError unless these are layers of the model, each once and in rising order."""
+        """Raises InputError unless these are distinct layers of the model in ascending order."""
         for name in ("attention", "ffn"):
             layers = getattr(self, name)
             inside = isinstance(layers, tuple) and all(
@@ -57,34 +57,35 @@ class Config:
     Attributes:
         vocab_size, d_model, d_ff, num_layers, num_heads, num_kv_heads, head_dim: sizes.
         max_positions: longest context in tokens.
-        padded_vocab_size: rows of embedding and head, if there are more than tokens; 0: as many.
-        positions: "rotary"; "learned"; or "relative", those of Transformer-XL with a projection per
-            layer.
-        ffn: "swiglu" and "geglu" have a gate, "gelu" has only two matrices. GELU is the tanh
-            approximation.
-        norm: "rms", or "layer" with a bias.
+        padded_vocab_size: number of rows of embedding and head if they are padded; 0: vocab_size.
+        positions: kind of positions: "rotary", "learned", or "relative" (Transformer-XL, with a
+            projection per layer).
+        ffn: kind of feed-forward network: "swiglu" and "geglu" with a gate, or "gelu" with two
+            matrices. GELU is the tanh approximation.
+        norm: kind of norm: "rms", or "layer" with a bias.
         norm_offset: constant added to a norm's scale (Gemma: 1).
         post_norms: whether the outputs of attention and feed-forward are normalised before they are
             added to the residual stream.
         qk_norm: whether queries and keys of each head are normalised before they are rotated.
         biases: linear layers with a bias: "none"; query, key and value ("qkv"); or "all".
         rope_theta: base of the rotary frequencies.
-        rope_theta_local: base in layers with a window; 0: the same base.
-        rope_scaling: how rotary positions are stretched (`models.rope`); (): not at all. Layers
-            with a window are not scaled if the model has `rope_theta_local`.
-        windows: tokens that a token sees, itself included, per layer and repeated; 0: all.
-        recent: tokens that a token sees in every layer, itself included, beside the sinks; 0: all.
-        sinks: first tokens of a text, which all tokens see although they are not recent. For them a
-            token's position is at most sinks + recent - 1 (Xiao et al. 2023, arXiv 2309.17453).
+        rope_theta_local: base in layers with a window; 0: rope_theta.
+        rope_scaling: scaling of rotary frequencies (`models.rope`); (): none. It does not apply to
+            layers with a window if the model has `rope_theta_local`.
+        windows: attention window per layer, repeated over the layers; it includes the token itself;
+            0: no window.
+        recent: attention window of every layer, the token itself included; 0: no window.
+        sinks: number of first tokens that stay visible outside of `recent`. A token attends to them
+            from position sinks + recent - 1 at most (Xiao et al. 2023, arXiv 2309.17453).
         query_scale: factor of the attention scores; 0: 1 / sqrt(head_dim).
         attention_softcap, logit_softcap: limit c in c tanh(x / c) for scores and logits; 0: none.
         embed_scale: whether embeddings are multiplied by sqrt(d_model).
-        num_experts: feed-forward networks per layer; 0: one network without a router.
-        experts_per_token: experts that each token uses, those of highest router probability.
-        renormalize: whether the weights of a token's experts add up to 1.
-        norm_eps: constant under a norm's root.
+        num_experts: number of experts per layer; 0: one feed-forward network without a router.
+        experts_per_token: number of experts per token, those with the highest router probability.
+        renormalize: whether the weights of a token's experts are normalised to sum to 1.
+        norm_eps: constant under the root of a norm.
         tie_embeddings: whether the head is the embedding.
-        bos_id, eos_ids: ids of the tokenizer's begin and end of sequence.
+        bos_id, eos_ids: beginning-of-sequence id and end-of-sequence ids.
     """
 
     vocab_size: int
@@ -137,7 +138,7 @@ class Config:
                 raise InputError(f"{field}: expected a tuple, found {short_repr(value)}")
             value = tuple(tuple(x) if isinstance(x, list) else x for x in value)
             object.__setattr__(self, field, value)
-        for id in self.eos_ids:  # an id that no token has would never end a sequence
+        for id in self.eos_ids:  # an id outside of the vocabulary would never end a sequence
             if type(id) is not int or not 0 <= id < self.vocab_size:
                 raise InputError(
                     f"eos_ids: expected token ids in [0, {self.vocab_size}), found {short_repr(id)}"
@@ -178,21 +179,21 @@ class Config:
 
     @property
     def num_weights(self) -> int:
-        """Number of parameters in matrices: all but norms, biases and position tables."""
+        """Number of parameters in matrices, without norms, biases and position tables."""
         attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
         ffn = (2 if self.ffn == "gelu" else 3) * self.d_ff * max(self.num_experts, 1)
         tables = 1 if self.tie_embeddings else 2
         return self.d_model * (self.num_layers * (attention + ffn) + tables * self.vocab_rows)
 
     def window(self, layer: int) -> int:
-        """Returns how many tokens a token sees in that layer; 0: all."""
+        """Returns the attention window of a layer; 0: none."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
 
 def sizes(
     layers: int, width: int, d_ff: int, heads: int, groups: int, head_dim: int = 0, **more
 ) -> dict[str, object]:
-    """Returns fields of a `Config` from sizes in the usual order of papers.
+    """Returns fields of a `Config` from sizes in the order in which papers list them.
 
     A `head_dim` of 0 means width / heads.
     """

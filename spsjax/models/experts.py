@@ -1,4 +1,4 @@
-"""Mixtures of experts: every token runs through a few of many feed-forward networks."""
+"""Mixtures of experts: each token uses a few of many feed-forward networks."""
 
 import functools
 
@@ -14,17 +14,17 @@ from spsjax.models.quantization import Quantized
 from spsjax.types import Array
 
 Kernels = tuple[Array, Array, Array]  # gate and up [E, D, F], down [E, F, D]
-# Rows that one expert multiplies at once. Fewer than two are slow (`linear.two_rows`), and more
-# than these make a product no faster.
+# Bounds on the rows that an expert multiplies at once. One row is slow (`linear.two_rows`), and
+# more than 64 rows do not make the product faster.
 _LEAST_ROWS, _MOST_ROWS = 2, 64
 
 
 class Experts(nnx.Module):
     """Mixture of gated feed-forward networks (Jiang et al. 2024, arXiv 2401.04088, 2.1).
 
-    Only the experts that some token chose are read, and each multiplies its own tokens only. On a
-    mesh every device runs the experts, or the parts of experts, that it holds, for all tokens of
-    its rows, and one sum over the model axis joins them.
+    Only experts that at least one token uses are read, and each multiplies its own tokens only. On
+    a mesh, every device runs its experts, or its parts of all experts, for all tokens of its rows.
+    Then one sum over the model axis combines the results.
     """
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
@@ -36,9 +36,9 @@ class Experts(nnx.Module):
 
     def __call__(self, x_BTD):
         config = self.config
-        # In float32, so that the choice of experts depends little on the compute type.
+        # In float32, because rounding can change the choice of experts.
         probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
-        # Not `top_k`: the compiler does not split it by rows and would gather all of them.
+        # `argsort`, because the compiler does not split `top_k` by rows and would gather all rows.
         ids = jnp.argsort(-probs, axis=-1)[..., : config.experts_per_token]
         best = jnp.take_along_axis(probs, ids, axis=-1)
         if config.renormalize:
@@ -59,19 +59,20 @@ def mixture(
     """Returns the weighted sum [B, T, D] of each token's experts.
 
     Args:
-        config: activation, and number of experts per token.
-        x_BTD: what the experts read.
-        chosen_BTE: bool, the experts of each token.
-        weights_BTE: their weights; 0 for the others.
+        config: config of the model.
+        x_BTD: inputs of the experts.
+        chosen_BTE: whether a token uses an expert, bool.
+        weights_BTE: weight of each expert; 0 for unused experts.
         kernels: weight matrices of all experts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return _grouped(config, None, x_BTD, chosen_BTE, weights_BTE, kernels).astype(x_BTD.dtype)
     size = mesh.shape["model"]
-    # Whole experts if the axis divides their number, else a part of each (`sharding.param_spec`).
+    # Devices have whole experts if the axis divides their number, else a part of each expert
+    # (`sharding.param_spec`).
     whole = config.num_experts % size == 0
-    if not whole and config.d_ff % size:  # copies of all weights everywhere
+    if not whole and config.d_ff % size:  # the weights are replicated
         return all_experts(config, x_BTD, chosen_BTE, weights_BTE, kernels)
 
     def run_part(*arguments):
@@ -85,7 +86,8 @@ def mixture(
     ]
     data = "data" if x_BTD.shape[0] % mesh.shape["data"] == 0 else None
     choice = P(data, None, "model" if whole else None)
-    # The checks do not know that a loop's first sum, of zeros, may differ between devices later.
+    # check_vma fails here: it takes the loop's initial zeros as equal on all devices, which the
+    # sums after them are not.
     sharded = jax.shard_map(
         run_part,
         in_specs=(P(data), choice, choice, tuple(split)),
@@ -96,49 +98,54 @@ def mixture(
 
 
 def _spec(spec: P, leaf: Array) -> P:
-    """Returns how a part of a kernel is split; the step size of a quantised one has no inputs."""
+    """Returns the partition spec of a kernel's leaf, without axes of size 1.
+
+    The scales of a quantised kernel have an input axis of size 1.
+    """
     return P(*(None if size == 1 else axis for axis, size in zip(spec, leaf.shape)))
 
 
 def _grouped(
     config: Config, axis: str | None, x_BTD, chosen_BTE, weights_BTE, kernels: Kernels
 ) -> Array:
-    """Returns the sum [B, T, D] of the experts given, one block of tokens at a time.
+    """Returns the weighted sum [B, T, D] over the local experts, one block of tokens at a time.
 
-    It is in float32 at least. `axis` is the mesh axis that splits each expert, if one does.
+    The sum is in float32 or float64. `axis` is the mesh axis that splits each expert; None: experts
+    are whole.
     """
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     B, T, D = x_BTD.shape
     E, N = chosen_BTE.shape[-1], B * T
     x_ND = x_BTD.reshape(N, D)
     chosen_EN, weights_EN = (array.reshape(N, E).T for array in (chosen_BTE, weights_BTE))
-    # The tokens of the first expert, then those of the second, ...
+    # Tokens sorted by expert: those of the first expert, then those of the second, ...
     most = N * min(config.experts_per_token, E)
     (pairs,) = jnp.nonzero(chosen_EN.reshape(-1), size=most, fill_value=0)
     height = _block_rows(config, N)
-    tokens = jnp.pad(pairs % N, (0, height))  # the last block may go beyond them
+    tokens = jnp.pad(pairs % N, (0, height))  # the last block may exceed the tokens
     counts_E = jnp.sum(chosen_EN, axis=1)
     blocks_E = -(-counts_E // height)
     starts_E, ends_E = jnp.cumsum(counts_E) - counts_E, jnp.cumsum(blocks_E)
 
     def add_block(block, sum_ND):
         expert = jnp.searchsorted(ends_E, block, side="right")
-        before = (block - (ends_E[expert] - blocks_E[expert])) * height  # of this expert
-        own = jax.lax.dynamic_slice_in_dim(tokens, starts_E[expert] + before, height)
-        is_own = jnp.arange(height) < counts_E[expert] - before
-        weights = weights_EN[expert, own].astype(x_ND.dtype)[:, None]
+        # Tokens of this expert in earlier blocks.
+        before = (block - (ends_E[expert] - blocks_E[expert])) * height
+        rows = jax.lax.dynamic_slice_in_dim(tokens, starts_E[expert] + before, height)
+        is_valid = jnp.arange(height) < counts_E[expert] - before
+        weights = weights_EN[expert, rows].astype(x_ND.dtype)[:, None]
         gate, up, down = jax.tree.map(lambda kernel: kernel[expert], kernels)
-        x = x_ND[own]
+        x = x_ND[rows]
         inner = ACTIVATIONS[config.ffn](product(x, gate)) * product(x, up) * weights
         out = product(inner, down, wide, axis)
-        return sum_ND.at[own].add(jnp.where(is_own[:, None], out, 0))
+        return sum_ND.at[rows].add(jnp.where(is_valid[:, None], out, 0))
 
     zeros = jnp.zeros((N, D), wide)
     return jax.lax.fori_loop(0, ends_E[-1], add_block, zeros).reshape(B, T, D)
 
 
 def _block_rows(config: Config, tokens: int) -> int:
-    """Returns how many tokens an expert multiplies at once: about as many as it gets."""
+    """Returns the number of tokens per block: a power of two near the mean number per expert."""
     share = tokens * config.experts_per_token // config.num_experts
     return min(max(1 << share.bit_length() - 1 if share else 1, _LEAST_ROWS), _MOST_ROWS)
 
@@ -146,7 +153,7 @@ def _block_rows(config: Config, tokens: int) -> int:
 def all_experts(
     config: Config, x_BTD: Array, chosen_BTE: Array, weights_BTE: Array, kernels: Kernels
 ) -> Array:
-    """Returns what `mixture` does, from all experts over all tokens. It can be differentiated."""
+    """Returns the result of `mixture` by running all experts over all tokens; differentiable."""
     gate, up, down = (
         kernel.values().astype(x_BTD.dtype) if isinstance(kernel, Quantized) else kernel
         for kernel in kernels
@@ -162,14 +169,14 @@ def _forward(config, *arguments):
 
 
 def _backward(config, arguments, gradient):
-    # A loop whose length is data has no gradient.
+    # The loop in `_grouped` has a traced length, and so no gradient.
     x, chosen, weights, kernels = arguments
 
     def run(x, weights, kernels):
         return all_experts(config, x, chosen, weights, kernels)
 
-    of_x, of_weights, of_kernels = jax.vjp(run, x, weights, kernels)[1](gradient)
-    return of_x, None, of_weights, of_kernels
+    grad_x, grad_weights, grad_kernels = jax.vjp(run, x, weights, kernels)[1](gradient)
+    return grad_x, None, grad_weights, grad_kernels
 
 
 mixture.defvjp(_forward, _backward)

@@ -1,19 +1,20 @@
-"""A decoder layer that drafts from the features of a target."""
+"""Decoder layer of drafters that read features of the target."""
 
 from collections.abc import Sequence
 
 from flax import nnx
 
-from spsjax import caches as kv
+from spsjax.models import caches as kv
 from spsjax.models.config import Config
-from spsjax.models.layers import Attention, Context, FeedForward, Norm
+from spsjax.models.context import Context
+from spsjax.models.layers import Attention, FeedForward, Norm
 from spsjax.models.linear import two_rows
 
 
 class FeatureLayer(nnx.Module):
-    """A decoder layer without an input norm: what its attention reads is an argument.
+    """Decoder layer without an input norm, whose attention has an input of its own.
 
-    It reads `inputs` numbers per token, None: as many as its residual stream has.
+    `inputs` is the width of that input; None: the width of the residual stream.
     """
 
     def __init__(self, config: Config, inputs: int | None = None, *, dtype, rngs: nnx.Rngs):
@@ -22,7 +23,7 @@ class FeatureLayer(nnx.Module):
         self.ffn = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD, read_BTI, context: Context, cached: Sequence[kv.Segment], earlier):
-        """Returns the residual stream, and the block's keys and values with these tokens'."""
+        """Returns the residual stream, and the block's keys and values including these tokens."""
         attended, block = self.attention(read_BTI, context, cached, earlier)
         x_BTD = x_BTD + attended
         return x_BTD + two_rows(self.ffn, self.ffn_norm(x_BTD)), block

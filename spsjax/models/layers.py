@@ -1,4 +1,4 @@
-"""Modules of a decoder block."""
+"""Flax modules of a decoder block: norms, attention and feed-forward networks."""
 
 import dataclasses
 import functools
@@ -8,24 +8,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax import caches as kv
+from spsjax.models import caches as kv
 from spsjax.models import rope
 from spsjax.models.attention import (
-    MANY_QUERIES,
+    QUERY_CHUNK,
     Sinks,
     attend,
     distance_scores,
-    in_turn,
+    in_chunks,
     relative_positions,
     scores_of_distances,
     scores_of_slots,
     weights_of,
 )
 from spsjax.models.config import Config
+from spsjax.models.context import Context, KeysValues, finite_values
 from spsjax.models.experts import Experts
 from spsjax.models.linear import ACTIVATIONS, make_linear, two_rows
-from spsjax.parallel import sharding
-from spsjax.types import Array, Block, pytree_dataclass
+from spsjax.types import Array
 
 
 class Norm(nnx.Module):
@@ -49,131 +49,21 @@ class Norm(nnx.Module):
         return x.astype(self.dtype)
 
 
-KeysValues = tuple[Array, Array]  # [B, G, P, C] each
+def _unfused(*products: Array) -> tuple[Array, ...]:
+    """Returns products with weights behind an optimization barrier, except on GPUs.
 
-
-@pytree_dataclass
-class Context:
-    """Positions and masks of one pass, shared by all layers.
-
-    Attributes:
-        positions: [B, T] the tokens' positions.
-        block_positions: [B, P] those of the block's nodes, these tokens included.
-        block_visible: [B, T, P] bool, the nodes that a token sees.
-        size: [] nodes of the block before these tokens; None if there is no such block.
-        contiguous: whether the block is these tokens alone, at consecutive positions.
-    """
-
-    positions: Array
-    block_positions: Array
-    block_visible: Array
-    size: Array | None
-    contiguous: bool = dataclasses.field(metadata={"static": True})
-
-    def append(self, earlier: KeysValues | None, *new: Array) -> KeysValues:
-        """Returns the block's keys and values with those of these tokens behind them."""
-        new = [sharding.whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in new]
-        if earlier is None:
-            return tuple(new)
-        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        grown = (update(old, rows, self.size) for old, rows in zip(earlier, new))
-        return tuple(map(sharding.whole_heads, grown))
-
-    def block(self, layers: Sequence[KeysValues], batch: int) -> Block:
-        """Returns the block of the keys and values that `append` returned in each layer."""
-        keys, values = zip(*layers)
-        shape = batch, self.block_positions.shape[1]
-        earlier = 0 if self.size is None else self.size
-        size = jnp.asarray(self.positions.shape[1] + earlier, jnp.int32)
-        return Block(keys, values, jnp.broadcast_to(self.block_positions, shape), size)
-
-    def segments(
-        self, config: Config, layer: int, cached: Sequence[kv.Segment], keys: Array, values: Array
-    ) -> list[kv.Segment]:
-        """Returns what the tokens see of a layer's cache and of its part of the block."""
-        block = kv.Segment(keys, values, self.block_visible, self.block_positions, None)
-        return [self._near(config, layer, segment) for segment in (*cached, block)]
-
-    def _near(self, config: Config, layer: int, segment: kv.Segment) -> kv.Segment:
-        """Returns a segment without what is too many positions back."""
-        if segment.positions is None:
-            return segment
-        known, visible = segment.positions[:, None], segment.visible
-        if config.recent:
-            near = known > self.positions[:, :, None] - config.recent
-            visible = visible & (near | (known < config.sinks))
-        if window := config.window(layer):
-            visible = visible & (known > self.positions[:, :, None] - window)
-        return dataclasses.replace(segment, visible=visible)
-
-    def capped_positions(self, config: Config) -> Array:
-        """Returns the tokens' positions [B, T] as seen from the sinks.
-
-        They are those in a text without what lies between the sinks and the window.
-        """
-        return jnp.minimum(self.positions, config.sinks + config.recent - 1)
-
-
-def context_of(
-    num_tokens: int,
-    cache: kv.KVCache | None,
-    block: Block | None = None,
-    positions_BT: Array | None = None,
-    ancestors: Array | None = None,
-) -> Context:
-    """Returns positions and masks of a pass; the masks follow from positions and ancestors.
-
-    The arguments are those of `transformer.apply`.
-    """
-    contiguous = block is None and positions_BT is None and ancestors is None
-    if positions_BT is None:
-        # Without a cache all rows are alike, and one mask serves them.
-        start = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
-        start = start if block is None else start + block.size
-        positions_BT = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-    positions_BT = jnp.asarray(positions_BT, jnp.int32)
-    if block is not None:
-        rows = block.positions.shape[0]
-        positions_BT = jnp.broadcast_to(positions_BT, (rows, num_tokens))
-    known = positions_BT
-    if block is not None:
-        known = jax.lax.dynamic_update_slice_in_dim(
-            block.positions, positions_BT, block.size, axis=1
-        )
-    visible = known[:, None] >= 0
-    if ancestors is None:
-        visible = visible & (known[:, None] <= positions_BT[:, :, None])
-    else:
-        visible = visible & ancestors
-    size = None if block is None else block.size
-    return Context(positions_BT, known, visible, size, contiguous)
-
-
-def _finite_values(key: Array, value: Array) -> KeysValues:
-    """Moves what is not finite from values to keys.
-
-    A masked slot weighs zero, and zero times NaN is NaN. In the key only those who see the slot
-    meet the NaN.
-    """
-    finite = jnp.isfinite(value)
-    return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
-
-
-def _apart(*products: Array) -> tuple[Array, ...]:
-    """Returns products with weights as they are, behind a barrier except on GPUs.
-
-    Without it the TPU's compiler lets the layout of heads choose the kernels', and keeps a second,
-    transposed copy of each (2 GB per chip for 70B on 16 chips). On a GPU it would only keep what
-    follows from becoming a part of the same kernel.
+    Without the barrier, the TPU's compiler derives the layout of the kernels from the layout of
+    heads, and keeps a second, transposed copy of each kernel (2 GB per chip for 70B on 16 chips).
+    On a GPU the barrier would only prevent fusion.
     """
 
     def barrier(*products):
         return jax.lax.optimization_barrier(products)
 
-    def nothing(*products):
+    def identity(*products):
         return products
 
-    return jax.lax.platform_dependent(*products, default=barrier, cuda=nothing, rocm=nothing)
+    return jax.lax.platform_dependent(*products, default=barrier, cuda=identity, rocm=identity)
 
 
 class Attention(nnx.Module):
@@ -182,7 +72,7 @@ class Attention(nnx.Module):
     def __init__(
         self, config: Config, layer: int, *, inputs: int | None = None, dtype, rngs: nnx.Rngs
     ):
-        """Makes the layer; it reads `inputs` numbers per token, None: the model's width."""
+        """Creates the layer with an input of width `inputs`; None: the model's width."""
         self.config, self.dtype, self.layer = config, dtype, layer
         inputs = inputs or config.d_model
         bias = config.biases != "none"
@@ -206,39 +96,39 @@ class Attention(nnx.Module):
         cached: Sequence[kv.Segment] = (),
         earlier: KeysValues | None = None,
     ):
-        """Returns the output, and the block's keys and values with those of these tokens.
+        """Returns the output, and the block's keys and values including those of these tokens.
 
-        `cached` is this layer's part of the cache, `earlier` of the block so far.
+        `cached` is this layer's part of the cache, and `earlier` its part of the block so far.
         """
-        reading, block = self._reading(x_BTD, context, cached, earlier)
-        mixed = self._attended(context, *reading)
+        arguments, block = self._attend_arguments(x_BTD, context, cached, earlier)
+        mixed = self._attend(context, *arguments)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
 
     def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:
-        """Returns how much these tokens attend to each segment, as `attention.weights_of` does."""
-        return weights_of(*self._reading(x_BTD, context, cached, None)[0])
+        """Returns the attention weights of these tokens per segment (`attention.weights_of`)."""
+        return weights_of(*self._attend_arguments(x_BTD, context, cached, None)[0])
 
     def keys_values(self, x_BTD, context: Context) -> KeysValues:
-        """Returns the tokens' keys and values [B, T, G, C] alone."""
-        return self._heads(*_apart(self.key(x_BTD), self.value(x_BTD)), context)
+        """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
+        return self._heads(*_unfused(self.key(x_BTD), self.value(x_BTD)), context)
 
-    def _attended(self, context: Context, query, segments, biases, scale, softcap, sinks) -> Array:
-        """Returns what queries [B, T, H, C] attend to; a long text without a cache in turn."""
-        alone = context.contiguous and len(segments) == 1 and biases == [None]
-        if not alone or query.shape[1] <= MANY_QUERIES:
+    def _attend(self, context: Context, query, segments, biases, scale, softcap, sinks) -> Array:
+        """Returns the attention output [B, T, H, C]; long texts without a cache run in chunks."""
+        no_cache = context.contiguous and len(segments) == 1 and biases == [None]
+        if not no_cache or query.shape[1] <= QUERY_CHUNK:
             return attend(query, segments, biases, scale, softcap, sinks)
         (block,) = segments
 
-        def attended(query, positions_BT, sinks):
-            seen = block.positions[:, None] <= positions_BT[:, :, None]
-            now = dataclasses.replace(context, positions=positions_BT, block_visible=seen)
-            near = now.segments(self.config, self.layer, (), block.keys, block.values)
-            return attend(query, near, biases, scale, softcap, sinks)
+        def attend_chunk(query, positions_BT, sinks):
+            visible = block.positions[:, None] <= positions_BT[:, :, None]
+            chunk = dataclasses.replace(context, positions=positions_BT, block_visible=visible)
+            windowed = chunk.segments(self.config, self.layer, (), block.keys, block.values)
+            return attend(query, windowed, biases, scale, softcap, sinks)
 
-        return in_turn(attended, query, context.positions, sinks)
+        return in_chunks(attend_chunk, query, context.positions, sinks)
 
     def _heads(self, key, value, context: Context) -> KeysValues:
-        """Returns keys and values [B, T, G, C] from what the weights give of tokens."""
+        """Returns keys and values per head [B, T, G, C], normalised and rotated."""
         config, (B, T, _) = self.config, key.shape
         key = key.reshape(B, T, config.num_kv_heads, config.head_dim)
         value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
@@ -246,7 +136,7 @@ class Attention(nnx.Module):
             key = self.key_norm(key)
         if config.positions == "rotary":
             key = self._rotated(key, context.positions)
-        return _finite_values(key, value)
+        return finite_values(key, value)
 
     def _rotated(self, x_BTHC, positions_BT) -> Array:
         config = self.config
@@ -254,12 +144,12 @@ class Attention(nnx.Module):
         theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
         return rope.rotate(x_BTHC, *rope.angles(positions_BT, config.head_dim, theta, scaling))
 
-    def _reading(
+    def _attend_arguments(
         self, x_BTD, context: Context, cached: Sequence[kv.Segment], earlier: KeysValues | None
     ) -> tuple[tuple, KeysValues]:
         """Returns the arguments of `attend`, and the block's keys and values."""
         config, (B, T, _) = self.config, x_BTD.shape
-        query, *own = _apart(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        query, *key_value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         query = query.reshape(B, T, config.num_heads, config.head_dim)
         if config.qk_norm:
             query = self.query_norm(query)
@@ -269,7 +159,7 @@ class Attention(nnx.Module):
                 capped = self._rotated(query, context.capped_positions(config))
                 sinks = Sinks(capped, config.sinks)
             query = self._rotated(query, context.positions)
-        block = context.append(earlier, *self._heads(*own, context))
+        block = context.append(earlier, *self._heads(*key_value, context))
         segments = context.segments(config, self.layer, cached, *block)
         biases = [None] * len(segments)
         if config.positions == "relative":
@@ -280,12 +170,12 @@ class Attention(nnx.Module):
         return (query, segments, biases, scale, config.attention_softcap, sinks), block
 
     def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
-        """Returns one [B, T, H, S] per segment."""
+        """Returns the scores of relative positions [B, T, H, S] per segment."""
         *cached, block = segments
         P = block.keys.shape[2]
         positions = jnp.broadcast_to(context.positions, query_BTHC.shape[:2])
-        # One product serves all segments: the scores end with the nearest distances, a block's.
-        # A second one, with a part of the table, makes the TPU's compiler copy every table.
+        # One product for all segments. Its last columns are the nearest distances, those within the
+        # block. A second product with a part of the table makes the TPU's compiler copy all tables.
         table = cached[0].distances if cached else self.distances(P)
         scores = distance_scores(query_BTHC, table)
         biases = []
@@ -300,21 +190,22 @@ class Attention(nnx.Module):
                 biases.append(scores_of_slots(scores, positions))
         return biases
 
-    def _distances(self, context: Context, positions_BT: Array, known_BS: Array) -> Array:
-        """Returns [B, T, S]: how far back keys are."""
+    def _distances(self, context: Context, positions_BT: Array, key_positions_BS: Array) -> Array:
+        """Returns the distance [B, T, S] from each query back to each key."""
         capped = context.capped_positions(self.config)[:, :, None]
-        is_sink, known = known_BS[:, None] < self.config.sinks, known_BS[:, None]
-        return jnp.where(is_sink, capped, positions_BT[:, :, None]) - known
+        key_positions = key_positions_BS[:, None]
+        is_sink = key_positions < self.config.sinks
+        return jnp.where(is_sink, capped, positions_BT[:, :, None]) - key_positions
 
     def distances(self, slots: int) -> Array:
-        """Returns [H, S, C]: the projections of the distances S-1, ..., 0 for each head."""
+        """Returns the projections [H, S, C] of the distances S-1, ..., 0 per head."""
         positions = relative_positions(slots, self.config.d_model).astype(self.dtype)
         heads = self.position(positions).reshape(slots, -1, self.config.head_dim)
         return jnp.swapaxes(heads, 0, 1)
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202), or GELU without a gate."""
+    """Feed-forward network: SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202), or plain GELU."""
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -331,7 +222,7 @@ class FeedForward(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Pre-norm attention, then pre-norm feed-forward, each added to the residual stream."""
+    """Decoder block: pre-norm attention and pre-norm feed-forward, with residual connections."""
 
     def __init__(self, config: Config, layer: int, *, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -350,10 +241,11 @@ class DecoderBlock(nnx.Module):
         earlier: KeysValues | None,
         skips: tuple[bool | Array, bool | Array] = (False, False),
     ):
-        """Returns the output, and the block's keys and values with those of these tokens.
+        """Returns the output, and the block's keys and values including those of these tokens.
 
-        `skips` says whether attention and feed-forward are left out: True, so that they are not
-        run, and the keys and values are `earlier`; or [B], so that they count in some rows only.
+        `skips` says whether attention and feed-forward are skipped. True: the sub-layer does not
+        run, and without attention the keys and values are `earlier`. [B] bool: the sub-layer runs,
+        but does not change the stream of these rows.
         """
         block, (skips_attention, skips_ffn) = earlier or (None, None), skips
         if skips_attention is not True:
@@ -370,5 +262,5 @@ class DecoderBlock(nnx.Module):
 
 
 def _unless(skips: bool | Array, x_BTD: Array) -> Array:
-    """Returns x, or zeros in rows that leave it out."""
+    """Returns x, with zeros in rows that skip the sub-layer."""
     return x_BTD if skips is False else jnp.where(skips[:, None, None], 0, x_BTD)

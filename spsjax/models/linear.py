@@ -1,4 +1,4 @@
-"""Linear layers, which are never given one row alone, and what is made of them."""
+"""Linear layers and head logits, computed for at least two rows."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,14 @@ ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
 def two_rows(function: Callable[[Array], Array], x: Array) -> Array:
-    """Returns `function(x)`, computed for two equal rows where `x` is one row of bfloat16.
+    """Returns `function(x)`; one row of bfloat16 is computed as two equal rows.
 
-    One row is the slow case of several compilers. XLA for CPUs converts the weights to float32
-    (seen with JAX 0.12), and a TPU multiplies on its vector unit (docs/pods.md).
+    Compilers handle one row badly. XLA for CPUs converts the weights to float32 (with JAX 0.12),
+    and a TPU multiplies on its vector unit (docs/pods.md).
 
     Args:
-        function: maps rows independently of each other.
-        x: [..., T, D].
+        function: function of rows that are independent of each other.
+        x: rows [..., T, D].
     """
     if x.size > x.shape[-1] or x.dtype != jnp.bfloat16:
         return function(x)
@@ -29,7 +29,7 @@ def two_rows(function: Callable[[Array], Array], x: Array) -> Array:
 
 
 class Linear(nnx.Linear):
-    """A linear layer that is never given one row alone."""
+    """Linear layer that computes one row as two (`two_rows`), and supports int8 kernels."""
 
     def __call__(self, x):
         return two_rows(self._of_rows, x)
@@ -40,12 +40,12 @@ class Linear(nnx.Linear):
 
 
 def head_logits(x_BTD: Array, kernel: Array, multiply=product) -> Array:
-    """Returns logits [B, T, V] of at least float32: the sampler's ratios need the bits.
+    """Returns logits [B, T, V] in float32 or float64, the precision that acceptance ratios need.
 
     Args:
         x_BTD: final hidden states.
-        kernel: [D, V], or [V, D] for an embedding that is multiplied by `row_product`.
-        multiply: `product` or `row_product`.
+        kernel: matrix [D, V], or an embedding [V, D] with `row_product`.
+        multiply: product function, `product` or `row_product`.
     """
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     return two_rows(lambda x: multiply(x, kernel, wide), x_BTD)

@@ -1,6 +1,6 @@
-"""Products with a weight matrix, whose gradients are fast in bfloat16 on CPUs, too.
+"""Products with a weight matrix, with gradients that are also fast in bfloat16 on CPUs.
 
-A quantised matrix is a constant, and no gradient is to be taken through its products.
+Quantised matrices are constants, and their products have no useful gradient.
 """
 
 import functools
@@ -16,15 +16,14 @@ from spsjax.types import Array
 def product(x: Array, kernel_DF: Array | Quantized, dtype=None, axis: str | None = None) -> Array:
     """Returns x [..., D] times the kernel: [..., F].
 
-    The kernel is rounded to the type of `x` first, and so is the gradient that arrives from the
-    result. A float32 kernel's own gradient is a float32 sum over the rows. There is no forward-mode
-    derivative.
+    The kernel is converted to the type of `x`, and so is the incoming gradient. The gradient of a
+    float32 kernel is a float32 sum over the rows. There is no forward-mode derivative.
 
     Args:
         x: rows.
         kernel_DF: weight matrix.
-        dtype: type of the result; None: that of `x`.
-        axis: mesh axis over which rows and kernel are split inside of `shard_map`, if they are.
+        dtype: type of the result; None: type of `x`.
+        axis: mesh axis over which rows and kernel are split inside of `shard_map`; None: none.
     """
     if isinstance(kernel_DF, Quantized):
         return kernel_DF.times(x, dtype, axis)
@@ -43,8 +42,8 @@ def _product_forward(x, kernel_DF, dtype):
 def _product_backward(dtype, saved, gradient):
     x, kernel_DF = saved
     gradient = gradient.astype(x.dtype)
-    of_x = gradient @ _transposed(kernel_DF.astype(x.dtype))
-    return of_x, _outer(x, gradient, kernel_DF.dtype)
+    grad_x = gradient @ _transposed(kernel_DF.astype(x.dtype))
+    return grad_x, _outer(x, gradient, kernel_DF.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -53,7 +52,7 @@ _product.defvjp(_product_forward, _product_backward)
 def row_product(x: Array, rows_VD: Array | Quantized, dtype=None) -> Array:
     """Returns the products of x [..., D] with the rows of a matrix: [..., V].
 
-    It is `product` with the transpose, and serves embeddings that are heads, too.
+    It equals `product` with the transposed matrix, and is used for tied embeddings.
     """
     if isinstance(rows_VD, Quantized):
         return rows_VD.times(x, dtype)
@@ -79,25 +78,25 @@ def _row_product_backward(dtype, saved, gradient):
 _row_product.defvjp(_row_product_forward, _row_product_backward)
 
 
-def _outer(left: Array, right: Array, dtype) -> Array:
-    """[..., D], [..., F] -> [D, F]: the sum of the outer products."""
-    left, right = (array.reshape(-1, array.shape[-1]) for array in (left, right))
-    return jnp.matmul(_transposed(left), right, preferred_element_type=dtype)
+def _outer(x: Array, y: Array, dtype) -> Array:
+    """Returns the sum of the outer products of rows: [..., D], [..., F] -> [D, F]."""
+    x, y = (array.reshape(-1, array.shape[-1]) for array in (x, y))
+    return jnp.matmul(_transposed(x), y, preferred_element_type=dtype)
 
 
-def _transposed(matrix: Array) -> Array:
+def _transposed(matrix_DF: Array) -> Array:
     """Returns the transpose [F, D] of a matrix [D, F].
 
-    XLA for CPUs (seen with JAX 0.12) makes a transpose part of the product that reads it, and
-    computes that product in float32, at half of bfloat16's speed. It does not do so with a
-    transpose in two halves, and copying them takes a tenth of the time that the product saves.
+    XLA for CPUs (with JAX 0.12) fuses a transpose with the product that reads it, and computes that
+    product in float32, at half the speed of bfloat16. It does not fuse a transpose in two halves,
+    and the copy takes a tenth of the time that this saves.
     """
 
-    def in_halves(matrix):
-        half = len(matrix) // 2
-        return jnp.concatenate([matrix[:half].T, matrix[half:].T], axis=1)
+    def in_halves(matrix_DF):
+        half = len(matrix_DF) // 2
+        return jnp.concatenate([matrix_DF[:half].T, matrix_DF[half:].T], axis=1)
 
-    # On a mesh the halves of a split dimension would have to be exchanged.
-    if matrix.dtype != jnp.bfloat16 or not jax.sharding.get_abstract_mesh().empty:
-        return matrix.T
-    return lax.platform_dependent(matrix, cpu=in_halves, default=jnp.transpose)
+    # On a mesh, devices would have to exchange the halves of a split axis.
+    if matrix_DF.dtype != jnp.bfloat16 or not jax.sharding.get_abstract_mesh().empty:
+        return matrix_DF.T
+    return lax.platform_dependent(matrix_DF, cpu=in_halves, default=jnp.transpose)

@@ -1,6 +1,6 @@
 """Flax modules as pure functions of nested dicts of arrays.
 
-A module is a class that is made of a hashable config: `module(config, dtype=..., rngs=...)`.
+A module is a class with a hashable config as argument: `module(config, dtype=..., rngs=...)`.
 """
 
 import functools
@@ -24,13 +24,13 @@ def param_shapes(module, config, dtype=jnp.float32) -> PyTree:
 
 def init(module, config, key: Array, dtype=jnp.float32) -> PyTree:
     """Returns random parameters as a nested dict of arrays."""
-    made = module(config, dtype=dtype, rngs=nnx.Rngs(key))
-    return nnx.to_pure_dict(nnx.state(made, nnx.Param))
+    instance = module(config, dtype=dtype, rngs=nnx.Rngs(key))
+    return nnx.to_pure_dict(nnx.state(instance, nnx.Param))
 
 
 def bind(module, config, params: PyTree, dtype):
     """Returns the module with these parameters and this compute type."""
     graph, state = nnx.split(_abstract(module, config, jnp.dtype(dtype)), nnx.Param)
-    state = jax.tree.map(lambda leaf: leaf, state)
+    state = jax.tree.map(lambda leaf: leaf, state)  # a copy, because `_abstract` is cached
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)

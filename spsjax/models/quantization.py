@@ -1,11 +1,10 @@
-"""Weight matrices in int8: half the bytes of bfloat16.
+"""Quantisation of weight matrices to int8, with half the bytes of bfloat16.
 
-A matrix is rounded to multiples of a step, from -127 to 127 of them; each output channel has its
-own step. "int8" multiplies activations as they are. "int8_dynamic" rounds each row of them as well,
-so that integers are multiplied.
+A matrix is rounded to integers in [-127, 127] times a scale per output channel. "int8" multiplies
+them with unquantised activations. "int8_dynamic" also quantises each row of activations, and
+multiplies integers.
 
-A quantised model is another model: samples are exact with respect to it, not to the one it was
-made of.
+A quantised model is another model. Samples are exact with respect to it, not to the original.
 """
 
 import dataclasses
@@ -18,18 +17,18 @@ from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, PyTree, pytree_dataclass
 
 KINDS = "int8", "int8_dynamic"
-_MOST = 127  # steps
+_MOST = 127  # greatest integer
 
 
 @pytree_dataclass
 class Quantized:
-    """A matrix in int8, which takes the place of an array among a model's parameters.
+    """Matrix in int8, in place of an array among a model's parameters.
 
     Attributes:
-        steps: int8 of the matrix's shape.
-        size: float32 size of a step; of the same shape, but 1 along the inputs.
+        steps: int8 integers, with the shape of the matrix.
+        size: float32 scales, with the shape of the matrix except for a size of 1 along the inputs.
         inputs: axis of the inputs from the end: -2 for a kernel [D, F], -1 for a table [V, D].
-        dynamic: whether the activations are rounded, too.
+        dynamic: whether activations are also quantised.
     """
 
     steps: Array
@@ -44,57 +43,60 @@ class Quantized:
 
     @property
     def dtype(self):
-        """Type of its values."""
+        """Type of the dequantised values."""
         return self.size.dtype
 
     def times(self, x: Array, dtype=None, axis: str | None = None) -> Array:
         """Returns the products of x [..., D] with each output channel: [..., F].
 
-        The inputs are constants: a gradient through rounded activations would be wrong.
+        The products have no correct gradient, because rounding has none.
 
         Args:
-            x: activations; each row [D] of them has its own step.
-            dtype: type of the result; None: that of `x`.
-            axis: mesh axis over which rows are split inside of `shard_map`, so that the results
-                are to be summed over it; None: rows are whole.
+            x: activations; each row [D] has its own scale.
+            dtype: type of the result; None: type of `x`.
+            axis: mesh axis over which rows are split inside of `shard_map`, so that the caller has
+                to sum the results over it; None: rows are whole.
         """
-        if self.dynamic and x.size == x.shape[-1]:  # one row is slow here in any type (`linear`)
+        if self.dynamic and x.size == x.shape[-1]:  # one row is slow in any type (`linear`)
             return self.times(jnp.repeat(x, 2, axis=-2), dtype, axis)[..., :1, :]
         size = jnp.squeeze(self.size, self.inputs)
-        numbers = (((x.ndim - 1,), (self.steps.ndim + self.inputs,)), ((), ()))
+        dimensions = (((x.ndim - 1,), (self.steps.ndim + self.inputs,)), ((), ()))
         if self.dynamic:
-            steps, of_x = rounded(x, -1, axis)
-            sums = jax.lax.dot_general(steps, self.steps, numbers, preferred_element_type=jnp.int32)
-            size = size * of_x
+            steps, x_size = rounded(x, -1, axis)
+            sums = jax.lax.dot_general(
+                steps, self.steps, dimensions, preferred_element_type=jnp.int32
+            )
+            size = size * x_size
         else:
-            steps = self.steps.astype(x.dtype)  # bfloat16 holds whole numbers up to 256 exactly
+            steps = self.steps.astype(x.dtype)  # exact: bfloat16 has all integers up to 256
             wide = jnp.promote_types(x.dtype, jnp.float32)
-            sums = jax.lax.dot_general(x, steps, numbers, preferred_element_type=wide)
+            sums = jax.lax.dot_general(x, steps, dimensions, preferred_element_type=wide)
         return (sums * size).astype(dtype or x.dtype)
 
     def rows(self, ids: Array, dtype) -> Array:
-        """Returns rows of a table, by their numbers."""
+        """Returns dequantised rows of a table, by index."""
         return (self.steps[ids] * self.size[ids]).astype(dtype)
 
     def values(self) -> Array:
-        """Returns the matrix in float32."""
+        """Returns the dequantised matrix in float32."""
         return self.steps * self.size
 
 
 def rounded(x: Array, inputs: int, axis: str | None = None) -> tuple[Array, Array]:
-    """Returns int8 steps and their float32 size, one along `inputs`; steps times size is about x.
+    """Returns int8 steps and float32 scales, whose product approximates x.
 
-    Where x is not finite, so is the size. `axis` is as for `times`.
+    There is one scale along the axis `inputs`. It is not finite where x is not. `axis` has the
+    meaning of `Quantized.times`.
     """
     x = x.astype(jnp.float32)
-    most = jnp.max(jnp.abs(x), axis=inputs, keepdims=True)
-    most = most if axis is None else jax.lax.pmax(most, axis)
-    size = jnp.where(most == 0, 1, most / _MOST)
+    greatest = jnp.max(jnp.abs(x), axis=inputs, keepdims=True)
+    greatest = greatest if axis is None else jax.lax.pmax(greatest, axis)
+    size = jnp.where(greatest == 0, 1, greatest / _MOST)
     return jnp.round(x / size).astype(jnp.int8), size
 
 
 def check_kind(kind: str | None) -> None:
-    """Raises InputError unless it names a kind of quantisation, or is None."""
+    """Raises InputError unless `kind` is a kind of quantisation or None."""
     if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
         raise InputError(
             f"quantize: expected None or {' or '.join(KINDS)}, found {short_repr(kind)}"
@@ -102,10 +104,10 @@ def check_kind(kind: str | None) -> None:
 
 
 def inputs_of(path: tuple, tied: bool) -> int | None:
-    """Returns the axis of a parameter's inputs; None: it stays as it is.
+    """Returns the axis of a parameter's inputs; None: the parameter is not quantised.
 
-    All matrices that a pass multiplies are quantised, but for a router's, on which the choice of
-    experts depends.
+    All matrices that a pass multiplies are quantised, except those of routers, because small errors
+    there change the choice of experts.
 
     Args:
         path: path of the parameter.
@@ -120,34 +122,34 @@ def inputs_of(path: tuple, tied: bool) -> int | None:
 
 
 def quantized_leaf(path: tuple, leaf, kind: str, tied: bool):
-    """Returns a parameter as `quantize` does. A `jax.ShapeDtypeStruct` becomes one, too."""
+    """Returns one quantised parameter; a `jax.ShapeDtypeStruct` gives quantised shapes."""
     inputs = inputs_of(path, tied)
     if inputs is None:
         return leaf
-    where = _shardings(leaf, inputs)
+    shardings = _shardings(leaf, inputs)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         steps, size = jax.eval_shape(lambda matrix: rounded(matrix, inputs), leaf)
         steps, size = (
-            jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding)
-            for part, sharding in zip((steps, size), where)
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            for shape, sharding in zip((steps, size), shardings)
         )
     else:
-        steps, size = jax.jit(rounded, static_argnums=1, out_shardings=where)(leaf, inputs)
+        steps, size = jax.jit(rounded, static_argnums=1, out_shardings=shardings)(leaf, inputs)
     return Quantized(steps, size, inputs, kind == "int8_dynamic")
 
 
 def _shardings(leaf, inputs: int):
-    """Returns the shardings of steps and of their sizes: that of the matrix, but of one input.
+    """Returns the shardings of a quantized matrix and of its scales.
 
-    The sizes of a table are whole everywhere, because rows of it are looked up.
+    The scales of an embedding table are replicated, because its rows are looked up.
     """
-    where = leaf.sharding
-    if not isinstance(where, NamedSharding):
-        return where, where
-    spec = [*where.spec, *[None] * (leaf.ndim - len(where.spec))]
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        return sharding, sharding
+    spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
     spec = [None] * leaf.ndim if inputs == -1 else spec
     spec[inputs] = None
-    return where, NamedSharding(where.mesh, PartitionSpec(*spec))
+    return sharding, NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def quantize(params: PyTree, kind: str, tied: bool) -> PyTree:
@@ -166,11 +168,11 @@ def quantize(params: PyTree, kind: str, tied: bool) -> PyTree:
 
 
 def is_matrix(node) -> bool:
-    """Returns whether a node of a tree of parameters is one matrix in int8."""
+    """Returns whether a node of a pytree of parameters is a matrix in int8."""
     return isinstance(node, Quantized)
 
 
 def kind_of(params: PyTree) -> str | None:
-    """Returns the kind of a model's quantisation; None: its matrices are floating-point numbers."""
+    """Returns the kind of a model's quantisation; None: the model is not quantised."""
     matrices = filter(is_matrix, jax.tree.leaves(params, is_leaf=is_matrix))
     return next((KINDS[matrix.dynamic] for matrix in matrices), None)

@@ -1,18 +1,19 @@
-"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864), and what stretches them.
+"""Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864) and their scalings.
 
-Scalings are those of `Config.rope_scaling`:
+`Config.rope_scaling` is one of:
   * ("linear", factor) divides all frequencies.
-  * ("llama3", factor, low, high, original) divides those of wavelengths above `original / low`,
-    leaves those below `original / high`, and interpolates between the two.
-  * ("yarn", factor, fast, slow, original, attention, truncate) divides frequencies of less than
-    `slow` turns within the original context, leaves those of more than `fast`, and interpolates
-    between their indices (YaRN; Peng et al. 2023, arXiv 2309.00071, 3.2 to 3.4).
-  * ("dynamic", factor, original) raises the base with the position beyond the original context. A
-    token that is decoded has the frequencies that `transformers` gives it; of a prompt that is
-    longer than the original context `transformers` rotates all tokens by its length.
+  * ("llama3", factor, low, high, original) divides frequencies with wavelengths above
+    `original / low`, keeps those with wavelengths below `original / high`, and interpolates between
+    these bounds.
+  * ("yarn", factor, fast, slow, original, attention, truncate) divides frequencies with less than
+    `slow` turns in the original context, keeps those with more than `fast` turns, and interpolates
+    between these bounds (YaRN; Peng et al. 2023, arXiv 2309.00071, 3.2 to 3.4).
+  * ("dynamic", factor, original) raises the base at positions beyond the original context. Decoded
+    tokens get the frequencies of `transformers`. The tokens of a long prompt do not: `transformers`
+    rotates all of them by the length of the prompt.
   * ("longrope", attention, original, whole, short, long) divides each frequency by a factor of its
-    own (Ding et al. 2024, arXiv 2402.13753). The short factors hold up to the original context.
-`attention` is a factor of both cosine and sine.
+    own (Ding et al. 2024, arXiv 2402.13753). The short factors apply up to the original context.
+`attention` is a factor of cosine and sine.
 """
 
 import math
@@ -41,7 +42,7 @@ def angles(
 
 
 def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
-    """Returns the [C/2] frequencies of all positions within the context, as float32."""
+    """Returns the frequencies [C/2] float32 of positions within the context."""
     plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     kind, *values = scaling or (None,)
     if kind == "linear":
@@ -54,7 +55,7 @@ def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
         factor, fast, slow, original, _, truncate = values
 
         def index(turns: float) -> float:
-            """Returns the index of the frequency that turns so often within the context."""
+            """Returns the index of the frequency with a number of turns in the original context."""
             return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = index(fast), index(slow)
@@ -68,13 +69,13 @@ def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
     return plain.astype(np.float32)
 
 
-def _mixed(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
-    """Returns frequencies of which a share is kept and the rest divided by a factor."""
-    return plain * (kept + (1 - kept) / factor)
+def _mixed(plain: np.ndarray, factor: float, share: np.ndarray) -> np.ndarray:
+    """Returns the mean of original frequencies, with weight `share`, and divided ones."""
+    return plain * (share + (1 - share) / factor)
 
 
 def _of_position(positions: Array, head_dim: int, theta: float, factor: float, original: float):
-    """Returns the frequencies of each position, with the base of a text that ends with it."""
+    """Returns the frequencies of each position, with the base for a text of that length."""
     length = jnp.maximum(positions + 1, original)
     stretch = factor * length / original - (factor - 1)
     base = math.log(theta) + jnp.log(stretch) * head_dim / (head_dim - 2)

@@ -1,10 +1,10 @@
-"""The one decoder. A family of models is a `Config`; a new block is a flag, never a fork.
+"""Decoder-only transformer for all model families. A family is a `Config` with other flags.
 
 `hf.families` lists the families, and `config` the flags in which they differ.
 
-Flax NNX modules live in this file and in `layers`. Everything else sees `apply`, a pure function of
-a plain nested dict of arrays. Layers are unrolled: scanning over stacked weights copies each slice
-on some backends, and one code path is enough.
+Other modules use `apply`, a pure function of a nested dict of arrays; the Flax NNX modules are in
+this file and in `layers`. Layers are unrolled, because a scan over stacked weights copies each
+slice on some backends.
 """
 
 import functools
@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spsjax import caches as kv
 from spsjax.errors import InputError
+from spsjax.models import caches as kv
 from spsjax.models import pure
 from spsjax.models.attention import capped
 from spsjax.models.config import Config, Skipped
-from spsjax.models.layers import Context, DecoderBlock, Norm, context_of
+from spsjax.models.context import Context, context_of
+from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.linear import INIT, head_logits
 from spsjax.models.products import row_product
 from spsjax.models.quantization import Quantized
@@ -27,7 +28,7 @@ from spsjax.types import Array, Block, ModelOutput, PyTree
 
 
 class Transformer(nnx.Module):
-    """A decoder-only transformer."""
+    """Decoder-only transformer."""
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -73,7 +74,10 @@ class Transformer(nnx.Module):
             run = functools.partial(self.layers[index], skips=_skips(skipped, index))
             run = jax.checkpoint(run) if remat else run
             x_BTD, row = run(stream[-1], context, cached[index], earlier[index])
-            if tokens_BT.shape[1] >= _LONG and index % _SUMMED == _SUMMED - 1:
+            if (
+                tokens_BT.shape[1] >= _BARRIER_TOKENS
+                and index % _BARRIER_LAYERS == _BARRIER_LAYERS - 1
+            ):
                 x_BTD = jax.lax.optimization_barrier(x_BTD)
             rows.append(row)
             stream.append(x_BTD)
@@ -101,7 +105,7 @@ class Transformer(nnx.Module):
         return x_BTD
 
     def logits(self, hidden_BTD) -> Array:
-        """Returns logits [B, T, V] of final hidden states."""
+        """Returns the logits [B, T, V] of final hidden states."""
         if self.config.tie_embeddings:
             logits = head_logits(hidden_BTD, self.embed.embedding.get_value(), row_product)
         else:
@@ -111,18 +115,18 @@ class Transformer(nnx.Module):
 
 
 def _skips(skipped: Skipped | Array, layer: int) -> tuple[bool | Array, bool | Array]:
-    """Returns whether attention and feed-forward of a layer are left out."""
+    """Returns whether the attention and the feed-forward network of a layer are skipped."""
     if isinstance(skipped, Skipped):
         return layer in skipped.attention, layer in skipped.ffn
     return skipped[:, layer, 0], skipped[:, layer, 1]
 
 
-# Layers whose outputs a compiler may keep separately, and add up again where the sum is needed. In
-# a pass over a prompt each is large: the TPU's compiler would keep 98 of 160 of a 70B model, 1.6
-# GB per chip at 1,024 tokens. In a short pass they are small, and a barrier costs more than it
-# saves.
-_SUMMED = 4
-_LONG = 64  # tokens
+# A barrier after every `_BARRIER_LAYERS` layers of a pass of `_BARRIER_TOKENS` or more. Without it,
+# a compiler may keep the outputs of layers separately and add them up where the sum is needed. In a
+# pass over a prompt they are large: for a 70B model, the TPU's compiler would keep 98 of 160, 1.6
+# GB per chip at 1,024 tokens. In a short pass, a barrier costs more than it saves.
+_BARRIER_LAYERS = 4
+_BARRIER_TOKENS = 64
 
 
 def param_shapes(config: Config, dtype=jnp.float32) -> PyTree:
@@ -152,25 +156,26 @@ def apply(
 ) -> ModelOutput:
     """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
 
-    The cache is only read. The block holds earlier nodes of the same round; these tokens are
-    appended to it. Without a cache this is a pass for training, or over the start of a prompt.
+    The pass reads the cache and does not change it. The block has the earlier nodes of the round,
+    and these tokens are appended to it. A pass without a cache serves training and the start of a
+    prompt.
 
     Args:
-        config: shape of the model.
-        params: parameters as `init` returns them.
-        tokens_BT: int tokens; ids are clipped to the vocabulary.
-        cache: keys and values of the committed tokens.
-        block: block to append to, with room for T more nodes (`empty_block`); None: a new one of
-            exactly these T tokens.
+        config: config of the model.
+        params: parameters in the form of `init`.
+        tokens_BT: token ids, which are clipped to the vocabulary.
+        cache: keys and values of the committed tokens; None: no cache.
+        block: block to append to, with room for T more nodes (`empty_block`); None: a new block of
+            these T tokens.
         positions_BT: position of each token in its row; None: consecutive, after cache and block.
-        ancestors: [B or 1, T, P] bool, the block's nodes that each token sees, itself included;
-            None: those at its own position and before it.
+        ancestors: nodes of the block to which each token attends [B or 1, T, P] bool, itself
+            included; None: all nodes up to its own position.
         tap_layers: layers whose input is returned in `taps`; `num_layers` is the final stream.
-        dtype: compute type; None: the type of the parameters.
-        remat: whether to recompute a block's activations for its gradient instead of storing them.
+        dtype: compute type; None: type of the parameters.
+        remat: whether the backward pass recomputes the activations of each layer.
         num_logits: number of last tokens whose logits are computed; None: all.
-        skipped: sub-layers that are not run; their part of the block stays as it was. Or [B, L, 2]
-            bool, whether a row leaves out attention and feed-forward of each layer; all are run.
+        skipped: sub-layers that do not run, and add nothing to the block. Or [B, L, 2] bool: rows
+            that skip the attention and feed-forward of each layer; then all sub-layers run.
     """
     for layer in tap_layers:
         if not 0 <= layer <= config.num_layers:
@@ -184,18 +189,18 @@ def apply(
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
-    """Returns logits [B, T, V] of final hidden states that an earlier `apply` returned."""
+    """Returns the logits [B, T, V] of final hidden states from an earlier `apply`."""
     return _bind(config, params, hidden_BTD.dtype).logits(hidden_BTD)
 
 
 def exit_logits(config: Config, params: PyTree, stream_BTD: Array) -> Array:
-    """Returns logits [B, T, V] of a residual stream, as if its layer were the last."""
+    """Returns the logits [B, T, V] of an early exit: a residual stream, the final norm and head."""
     model = _bind(config, params, stream_BTD.dtype)
     return model.logits(model.norm(stream_BTD))
 
 
 def head_kernel(config: Config, params: PyTree) -> Array:
-    """Returns the head's matrix [D, V], with the rows that pad the vocabulary."""
+    """Returns the matrix of the head [D, V], including the padding of the vocabulary."""
     tied = config.tie_embeddings
     matrix = params["embed"]["embedding"] if tied else params["head"]["kernel"]
     matrix = matrix.values() if isinstance(matrix, Quantized) else matrix
@@ -210,15 +215,15 @@ def embed(config: Config, params: PyTree, tokens_BT: Array) -> Array:
 def attention_received(
     config: Config, params: PyTree, tokens_BT: Array, counted_BT: Array, cache: kv.KVCache
 ) -> list[Array]:
-    """Returns one [B, G, S] per layer: how much attention tokens give to the slots of a cache.
+    """Returns the attention [B, G, S] per layer that the slots of a cache receive from tokens.
 
-    It is added up over the tokens that count and the query heads that read a key-value head.
+    It is the sum over the counted tokens and over the query heads of each key-value head.
 
     Args:
-        config, params: the model.
-        tokens_BT: the tokens that follow the cache.
-        counted_BT: [B, T] bool, which of them count.
-        cache: keys and values of the tokens before them, all of them.
+        config, params: config and parameters of the model.
+        tokens_BT: tokens that follow the cache.
+        counted_BT: whether a token counts, bool.
+        cache: keys and values of all earlier tokens.
     """
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     taps = apply(config, params, tokens_BT, cache, tap_layers=range(config.num_layers)).taps
@@ -228,14 +233,14 @@ def attention_received(
         weights = layer.attention.weights(layer.attention_norm(stream), context, cached)[0]
         weights = jnp.where(counted_BT[:, None, :, None, None], weights, 0)
         total = jnp.sum(weights, axis=(2, 3))
-        # Heads that a mesh cannot split come once for each group of queries.
+        # Key-value heads that a mesh cannot split were repeated for each group of query heads.
         total = total.reshape(len(total), config.num_kv_heads, -1, total.shape[-1])
         received.append(jnp.sum(total, axis=2))
     return received
 
 
 def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
-    """Returns the model with these parameters; its compute type is theirs if `dtype` is None."""
+    """Returns the model with these parameters; `dtype` None: it computes in their type."""
     return pure.bind(Transformer, config, params, dtype or _dtype(params))
 
 
@@ -246,14 +251,14 @@ def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KV
 
 
 def num_slots(config: Config, slots: int) -> int:
-    """Returns how many slots a model's cache has if its buffers have room for `slots` tokens."""
+    """Returns the number of slots of a model's cache for token buffers of `slots`."""
     return config.sinks + config.recent + kv.SLACK if config.recent else slots
 
 
 def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv.KVCache:
-    """Returns a cache for some decoder blocks.
+    """Returns a cache for decoder blocks.
 
-    That of a model that sees recent tokens only has room for these, whatever `slots` is.
+    The cache of a model that attends to recent tokens only has a fixed size, whatever `slots` is.
     """
     slots = num_slots(config, slots)
     distances = (None,) * config.num_layers
@@ -265,12 +270,12 @@ def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv
 
 
 def distances_of(layers, slots: int) -> tuple[Array, ...]:
-    """Returns one [H, S, C] per layer with relative positions; see `caches.KVCache.distances`."""
+    """Returns the projected distances [H, S, C] per layer (`caches.KVCache.distances`)."""
     return tuple(layer.attention.distances(slots) for layer in layers)
 
 
 def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:
-    """Returns a block with room for `nodes` tokens per row, to give to `apply` again and again."""
+    """Returns an empty block with room for `nodes` tokens per row, which `apply` fills."""
     shape = (batch, config.num_kv_heads, nodes, config.head_dim)
     return kv.empty_block(config.num_layers, shape, _dtype(params))
 
@@ -280,9 +285,9 @@ def _dtype(params: PyTree):
 
 
 def repeat_layers(params: PyTree, num_layers: int) -> PyTree:
-    """Returns the parameters of a deeper model, whose layer i is layer i mod L of these.
+    """Returns the parameters of a deeper model, whose layer i is layer i mod L of this model.
 
-    Repeated layers are copies, so that a training step can consume all of them.
+    Repeated layers are copies, because a training step donates its buffers.
     """
     layers, L = params["layers"], len(params["layers"])
     copies = {layer: jax.tree.map(jnp.copy, layers[layer % L]) for layer in range(L, num_layers)}

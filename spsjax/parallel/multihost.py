@@ -1,4 +1,4 @@
-"""Runs of several processes: start-up, communication and locks."""
+"""Multi-process runs: start-up, communication and locks."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from spsjax.errors import InputError, one_line, short_repr
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files
 
-# Seconds without a heartbeat after which a process counts as lost and the others end.
+# Seconds without a heartbeat after which a process counts as lost, and the other processes end.
 HEARTBEAT_SECONDS = 20
 
 # Folders that this process has locked, with their locks.
@@ -34,10 +34,10 @@ def initialize(
 ) -> None:
     """Connects the processes of a run. Call it before any other use of JAX.
 
-    No argument is needed on TPU pods and under schedulers that JAX knows.
+    On TPU pods and under schedulers that JAX supports, no argument is needed.
 
     Args:
-        coordinator: address and port at which process 0 listens, equal in all processes.
+        coordinator: address and port of process 0, equal in all processes.
         num_processes: number of processes.
         process_id: index of this process, from 0.
         timeout: seconds to wait for the other processes.
@@ -121,8 +121,18 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def settle(*results: PyTree) -> None:
+    """Waits until the programs of these results have ended, if there are several processes.
+
+    Independent programs may run in different orders in different processes. Then a collective of
+    one program would be matched with a collective of another.
+    """
+    if jax.process_count() > 1:
+        jax.block_until_ready(results)
+
+
 def to_host(tree: PyTree) -> PyTree:
-    """Returns complete copies of all arrays as NumPy arrays, in every process."""
+    """Returns complete NumPy copies of all arrays in every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(np.asarray, multihost_utils.process_allgather(tree, tiled=True))

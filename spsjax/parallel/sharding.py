@@ -5,8 +5,8 @@ key, value, gate and up are column-parallel. Out and down are row-parallel, and 
 one all-reduce after each of them, so two per layer. Embedding and head are split by vocabulary.
 A bias is split like the output that it is added to.
 
-A third axis, `slots`, splits the slots of caches of whole texts, for few rows of great length. All
-else is the same on all devices of that axis.
+A third axis, `slots`, splits the slots of caches of all tokens, for few rows of long texts. All
+other arrays are replicated over it.
 """
 
 import contextlib
@@ -50,8 +50,7 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None, *, slot
         data: size of the axis that splits batches.
         model: size of the axis that splits weights.
         devices: devices to choose from; None: all devices.
-        slots: size of the axis that splits the slots of caches, a power of two; there is no such
-            axis if it is 1.
+        slots: size of the axis that splits the slots of caches, a power of two; 1: no such axis.
 
     Raises:
         InputError: a size is not a positive integer, there are too few devices, or `devices` holds
@@ -70,7 +69,7 @@ def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None, *, slot
         raise InputError(f"mesh: expected integers >= 1, found {product}")
     if (count := math.prod(axes.values())) > len(devices):
         text = f"mesh: expected at most {len(devices)} devices, found {product}"
-        if any(device.platform == "cpu" for device in devices):  # there, a mesh can be tried out
+        if any(device.platform == "cpu" for device in devices):  # CPUs can emulate a mesh
             flag = f"--xla_force_host_platform_device_count={count}"
             text += f". Set smaller axes, or XLA_FLAGS={flag} for as many CPU devices"
         raise InputError(text)
@@ -122,7 +121,7 @@ def param_shardings(
     Args:
         mesh: mesh of the model; None: the default device.
         config: model config (`models.config.Config`).
-        replicate: whether every device holds all parameters.
+        replicate: whether every device has all parameters.
 
     Raises:
         InputError: the mesh does not divide the model.
@@ -134,23 +133,23 @@ def param_shardings(
     return lambda path: NamedSharding(mesh, P() if replicate else param_spec(path, mesh, config))
 
 
-def place_params(params: PyTree, sharding_of: Callable[[tuple], Sharding]) -> PyTree:
-    """Returns the parameters with the shardings that `param_shardings` gives."""
+def shard_params(params: PyTree, sharding_of: Callable[[tuple], Sharding]) -> PyTree:
+    """Returns the parameters on their devices, with the shardings of `param_shardings`."""
 
-    def place(path, leaf):
+    def put(path, leaf):
         return jax.device_put(leaf, sharding_of(tuple(entry.key for entry in path)))
 
-    return jax.tree_util.tree_map_with_path(place, params)
+    return jax.tree_util.tree_map_with_path(put, params)
 
 
-def place_shapes(shapes: PyTree, sharding_of: Callable[[tuple], Sharding]) -> PyTree:
-    """Returns shapes and types of parameters with the shardings that `param_shardings` gives."""
+def shard_shapes(shapes: PyTree, sharding_of: Callable[[tuple], Sharding]) -> PyTree:
+    """Returns the shapes of parameters with the shardings of `param_shardings`."""
 
-    def place(path, leaf):
-        where = sharding_of(tuple(entry.key for entry in path))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    def with_sharding(path, leaf):
+        sharding = sharding_of(tuple(entry.key for entry in path))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(place, shapes)
+    return jax.tree_util.tree_map_with_path(with_sharding, shapes)
 
 
 def model_axis() -> int:
@@ -159,15 +158,15 @@ def model_axis() -> int:
 
 
 def slots_axis() -> int:
-    """Returns the size of the axis that splits slots of the current mesh, or 1 without one."""
+    """Returns the size of the slots axis of the current mesh, or 1 without such an axis."""
     return jax.sharding.get_abstract_mesh().shape.get("slots", 1)
 
 
 def split_rows(logits: Array) -> Array:
-    """Constrains logits [B, ..., V] to be split by rows; the vocabulary may be split, too.
+    """Constrains logits [B, ..., V] to be split by rows; the vocabulary may also be split.
 
-    Without this, where the logits are gathered right after the product, the compiler may gather the
-    head's weights instead. Does nothing without a mesh.
+    Logits are gathered after the product with the head. Without the constraint, the compiler may
+    gather the weights of the head instead. Without a mesh, the function does nothing.
     """
     return _constrained(logits, P("data", *[P.UNCONSTRAINED] * (logits.ndim - 1)))
 
@@ -176,24 +175,24 @@ def gather_vocab(logits: Array) -> Array:
     """Gathers logits [B, ..., V] that are split by vocabulary, with one all-gather.
 
     Sampling reduces over the vocabulary about forty times. Each reduction of split logits would
-    need a collective, while gathered logits need none. Does nothing without a mesh.
+    need a collective, and gathered logits need none. Without a mesh, the function does nothing.
     """
     return whole_rows(logits)
 
 
 def whole_rows(x: Array) -> Array:
-    """Keeps activations [B, ...] whole on every device of their rows.
+    """Constrains activations [B, ...] to be split by rows only.
 
-    For what a split kernel reads that the compiler would otherwise split, too, and with it all that
-    it was computed from. Does nothing without a mesh.
+    The compiler would otherwise split the input of a row-parallel kernel like the kernel, and with
+    it all activations that it was computed from. Without a mesh, the function does nothing.
     """
     return _constrained(x, P("data"))
 
 
 def whole_heads(rows_BGSC: Array, split: bool = False) -> Array:
-    """Under a mesh: keeps key-value heads that it cannot split whole on every device.
+    """Constrains keys or values to have whole heads on every device if a mesh cannot split them.
 
-    If they are to be `split`, slots are split over their axis.
+    If `split`, slots are split over the slots axis.
     """
     divides = rows_BGSC.shape[1] % model_axis() == 0
     if divides and not split:
@@ -203,9 +202,9 @@ def whole_heads(rows_BGSC: Array, split: bool = False) -> Array:
 
 
 def gather_slots(sums: Array) -> Array:
-    """Gathers [N, B, ...], of which each device of the slots' axis has made one.
+    """Gathers arrays [N, B, ...] whose entry n was computed by device n of the slots axis.
 
-    Does nothing without a mesh.
+    Without a mesh, the function does nothing.
     """
     return _constrained(sums, P(None, "data", *[P.UNCONSTRAINED] * (sums.ndim - 2)))
 
@@ -224,5 +223,5 @@ def batch_sharding(mesh: Mesh | None) -> Sharding:
 
 
 def replicated(mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of arrays that every device holds whole."""
+    """Returns the sharding of arrays that are replicated on all devices."""
     return batch_sharding(None) if mesh is None else NamedSharding(mesh, P())

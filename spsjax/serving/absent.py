@@ -1,7 +1,7 @@
-"""Fields of a request that have no effect: they count as if they had been left out.
+"""Fields of a request that have no effect, which are ignored.
 
-Clients send many fields with values that mean "nothing", because their types have them. A value
-with an effect that is not implemented is refused by the name of its field.
+Clients send many fields with values that mean "nothing". A value with an effect that is not
+implemented is refused, with the name of its field.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from spsjax.errors import InputError, short_repr
 
-# Values that mean nothing, by field. Others are refused.
+# Values without an effect, by field. Other values are refused.
 COMMON = {
     "presence_penalty": [0],
     "frequency_penalty": [0],
@@ -60,19 +60,15 @@ _NEVER = (
     "prompt_cache_retention",
     "parallel_tool_calls",
 )
-# Fields whose content belongs to others: a null in it may mean something.
+# Fields whose content is passed on: a null in it may have a meaning.
 _OPAQUE = ("chat_template_kwargs",)
 
 
 def without(body: Mapping, known: Mapping[str, list]) -> dict:
-    """Returns a request's body without the fields that have no effect.
+    """Returns a request's body without fields that have no effect.
 
-    Args:
-        body: the JSON object of a request.
-        known: values that mean nothing, by field.
-
-    Raises:
-        InputError: a field of `known` has a value with an effect.
+    `known` has the values without an effect by field. Another value of these fields is an
+    InputError.
     """
     body = {key: value for key, value in _without_nulls(body).items() if key not in _NEVER}
     biases = body.get("logit_bias")
@@ -106,7 +102,7 @@ def _plain(message):
 
 
 def _is(value, others: list) -> bool:
-    """Returns whether a value is one of others; true is not 1 here."""
+    """Returns whether a value equals one of others; true does not equal 1."""
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in others
     )

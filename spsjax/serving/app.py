@@ -16,11 +16,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from spsjax.engine import Request
 from spsjax.errors import InputError, one_line, short_repr
+from spsjax.runtime.engine import Request
 from spsjax.serving import protocol
 from spsjax.serving.metrics import Metrics
 from spsjax.serving.page import Page
@@ -33,32 +33,19 @@ _LOOK_SECONDS = 0.5  # how often a waiting handler looks whether its client is s
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Limits of a server, and the names by which clients know it.
+    """Limits of a server, and the names by which clients know it."""
 
-    Attributes:
-        name: name of the model that clients ask for.
-        api_key: key that clients must send; empty: none.
-        most_bytes: greatest size of a request's body.
-        most_tokens: most new tokens of a request.
-        hosts: names by which the server may be asked; (): any. It keeps pages of other names away
-            that resolve to this machine.
-    """
-
-    name: str
-    api_key: str = ""
-    most_bytes: int = 2**20
-    most_tokens: int = 4096
+    name: str  # name of the model that clients ask for
+    api_key: str = ""  # key that clients must send; empty: none
+    most_bytes: int = 2**20  # greatest size of a request's body
+    most_tokens: int = 4096  # most new tokens of a request
+    # Names by which the server may be asked; (): any. It keeps pages of other names away that
+    # resolve to this machine.
     hosts: tuple[str, ...] = ()
 
 
 def make(worker: Worker, options: Options, page: Page | None = None) -> Starlette:
-    """Returns the application of a worker, which it stops when it ends.
-
-    Args:
-        worker: runs the requests.
-        options: limits and names.
-        page: the page at "/"; None: there is none.
-    """
+    """Returns the application of a worker, which it stops at its end; `page` is served at "/"."""
     server = _Server(worker, options)
 
     @contextlib.asynccontextmanager
@@ -188,7 +175,8 @@ class _Server:
         reply = protocol.Reply(ask)
         if ask.stream:  # which notices itself if its client has gone
             events = self._events(None, ask, tickets, start)
-            return _EventStream(_lines(events, reply, ask, tickets), tickets)
+            lines = _lines(events, reply, ask, tickets)
+            return protocol.Stream(lines, "text/event-stream", lambda: _cancel(tickets))
         texts, reasons = [""] * len(tickets), [""] * len(tickets)
         async with contextlib.aclosing(self._events(http, ask, tickets, start)) as events:
             async for index, text, reason in events:
@@ -213,13 +201,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.to_thread(
-                self._worker.submit,
-                every,
-                ask.sampling,
-                budget,
-                seeds,
-                loop,
-                ask.stop_token_ids,
+                self._worker.submit, every, ask.sampling, budget, seeds, loop, ask.stop_token_ids
             )
         except InputError as error:
             raise ApiError(400, self._public(error)) from None
@@ -233,10 +215,10 @@ class _Server:
     async def _events(
         self, http: HttpRequest | None, ask: protocol.Ask, tickets: list[Ticket], start: float
     ) -> AsyncIterator[tuple[int, str, str | None]]:
-        """Yields index, new text, and at the end the reason of each choice, as they come.
+        """Yields index, new text, and at the end the reason of each choice, as they arrive.
 
-        However it ends, all requests are done or cancelled after it. With `http` it ends when the
-        client has gone.
+        At its end, all requests are done or cancelled. With `http` it ends when the client has
+        gone.
         """
         pieces: asyncio.Queue = asyncio.Queue()
         tasks = []
@@ -253,12 +235,12 @@ class _Server:
                 left -= piece[2] is not None
                 yield piece
         finally:
-            for ticket, task in zip(tickets, tasks):
-                ticket.request.cancel()
+            _cancel(tickets)
+            for task in tasks:
                 task.cancel()
 
     async def _follow(self, http, index: int, ticket: Ticket, cut, pieces, start: float) -> None:
-        """Puts the text of one choice into a queue as it comes."""
+        """Puts the text of one choice into a queue as it is generated."""
         request, sent, began = ticket.request, 0, False
         try:
             while True:
@@ -286,26 +268,17 @@ class _Server:
                     raise ClientDisconnect
         except (ApiError, ClientDisconnect) as error:
             pieces.put_nowait(error)
-        except Exception as error:  # of this request, or of the model: the other requests go on
+        except Exception as error:  # an error of this request or of the model: others continue
             pieces.put_nowait(ApiError(500, self._public(error), "server_error"))
         finally:
             request.cancel()
             self._metrics.ended(request, start)
 
 
-class _EventStream(StreamingResponse):
-    """Lines that are sent as they come. However it ends, its requests are done or cancelled."""
-
-    def __init__(self, lines: AsyncIterator[str], tickets: list[Ticket]):
-        super().__init__(lines, media_type="text/event-stream")
-        self._tickets = tickets
-
-    async def __call__(self, scope, receive, send):
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            for ticket in self._tickets:
-                ticket.request.cancel()
+def _cancel(tickets: list[Ticket]) -> None:
+    """Cancels all requests that are not done."""
+    for ticket in tickets:
+        ticket.request.cancel()
 
 
 async def _lines(stream, reply: protocol.Reply, ask: protocol.Ask, tickets: list[Ticket]):
@@ -332,7 +305,7 @@ def _line(body: dict) -> str:
 
 
 def _used(request: Request, end: int) -> int:
-    """Returns how many new tokens the text has, up to the end of its stop if it has one."""
+    """Returns the number of new tokens of a text, up to the end of its stop if it has one."""
     most, text = len(request.tokens), request.text[:end]
 
     def has_all(count: int) -> bool:
@@ -342,8 +315,8 @@ def _used(request: Request, end: int) -> int:
 
 
 def _usage(tickets: list[Ticket], prompts: int) -> dict[str, int]:
-    """Returns the numbers of tokens; a prompt counts once, however many choices it has."""
-    each = len(tickets) // prompts
-    before = sum(len(ticket.request.prompt) for ticket in tickets[::each])
+    """Returns the numbers of tokens; a prompt counts once, whatever its number of choices."""
+    choices = len(tickets) // prompts
+    before = sum(len(ticket.request.prompt) for ticket in tickets[::choices])
     new = sum(ticket.used for ticket in tickets)
     return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}

@@ -4,17 +4,13 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from spsjax.engine import Engine, Request
+from spsjax.runtime.engine import Engine, Request
 
 _SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """Counts what an engine's requests did.
-
-    Args:
-        engine: the engine.
-    """
+    """Counts of an engine's requests."""
 
     def __init__(self, engine: Engine):
         self._all = CollectorRegistry()

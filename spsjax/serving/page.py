@@ -1,4 +1,4 @@
-"""A page that shows how a text comes about: each token streams in the colour of its kind."""
+"""A page that streams a text with every token in the colour of its kind."""
 
 import asyncio
 import concurrent.futures
@@ -6,18 +6,19 @@ import dataclasses
 import functools
 import importlib.resources
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from spsjax import generation, pacing
+from spsjax import generation
+from spsjax.decode import schedule
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, NonFiniteError, one_line, short_repr
 from spsjax.loading import LoadedDrafter, Model
-from spsjax.rounds import Totals, pieces
+from spsjax.runtime.rounds import Totals, pieces
 from spsjax.sampling import SamplingParams
 from spsjax.serving import protocol
 from spsjax.serving.protocol import ApiError
@@ -30,9 +31,9 @@ _POLICY = (
 
 
 def _draft_length(value) -> int | str:
-    if value in pacing.NAMES or (type(value) is int and 1 <= value <= _MOST_DRAFTED):
+    if value in schedule.NAMES or (type(value) is int and 1 <= value <= _MOST_DRAFTED):
         return value
-    names = " or ".join(map(json.dumps, pacing.NAMES))
+    names = " or ".join(map(json.dumps, schedule.NAMES))
     raise ValueError(
         f"expected an integer in [1, {_MOST_DRAFTED}] or {names}, found {short_repr(value)}"
     )
@@ -52,20 +53,17 @@ class _Ask(BaseModel):
 
 @dataclasses.dataclass(eq=False)
 class _Text:
-    """A text that is being written, and what the page's thread does for it."""
+    """A text that is being generated, and the current job of the page's thread."""
 
     ask: _Ask
     job: concurrent.futures.Future | None = None
 
 
 class Page:
-    """The page and what it asks for. It shows one text at a time, apart from the engine's requests.
+    """The page and its endpoints, for one text at a time, apart from the engine's requests.
 
-    Args:
-        model: the target.
-        drafters: what one can choose from, by name, the first one first; plain decoding is added.
-        most_bytes, most_tokens: limits of a request's body and of its new tokens.
-        needs_key: whether the page has to ask for the API key.
+    Drafters are choices by name, the default first; plain decoding is added. `most_bytes` and
+    `most_tokens` limit a request's body and its new tokens.
     """
 
     def __init__(
@@ -89,18 +87,18 @@ class Page:
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
 
     async def choices(self, http: HttpRequest) -> Response:
-        """Returns what one can choose from."""
+        """Returns the choices of the page's form."""
         return JSONResponse(
             {
                 "model": self._model.name,
                 "drafters": list(self._drafters),
-                "num_speculative_tokens": [*pacing.NAMES, *range(1, _MOST_DRAFTED + 1)],
+                "num_speculative_tokens": [*schedule.NAMES, *range(1, _MOST_DRAFTED + 1)],
                 "most_tokens": self._most_tokens,
             }
         )
 
     async def rounds(self, http: HttpRequest) -> Response:
-        """Returns the pieces of a text as they come, one JSON object per line."""
+        """Returns the pieces of a text as they are generated, one JSON object per line."""
         ask = protocol.parse(_Ask, await protocol.body(http, self._most_bytes))
         if ask.drafter not in self._drafters:
             known = ", ".join(self._drafters)
@@ -113,10 +111,11 @@ class Page:
         if self._current is not None:
             raise ApiError(429, "the page shows another text; try again later", "rate_limit_error")
         text = self._current = _Text(ask)
-        return _Lines(functools.partial(self._end, text), self._lines(text))
+        end = functools.partial(self._end, text)
+        return protocol.Stream(self._lines(text), "application/x-ndjson", end)
 
     def _end(self, text: "_Text") -> None:
-        """Lets the next text begin, once the page's thread has left this one."""
+        """Lets the next text begin when the page's thread has finished this text."""
 
         def end(job=None):
             if self._current is text:
@@ -128,7 +127,7 @@ class Page:
             text.job.add_done_callback(end)
 
     async def _do(self, text: "_Text", function, *arguments):
-        """Calls a function in the page's thread, which goes on even if the client has gone."""
+        """Calls a function in the page's thread, which continues even if the client has gone."""
         text.job = self._thread.submit(function, *arguments)
         return await asyncio.wrap_future(text.job)
 
@@ -156,20 +155,6 @@ class Page:
         _, steps = generation.rounds(*arguments, **options)
         next(steps, None)
         return generation.rounds(*arguments, **options)
-
-
-class _Lines(StreamingResponse):
-    """Lines that are sent as they come. However it ends, the page is free for the next text."""
-
-    def __init__(self, end: Callable[[], None], lines: AsyncIterator[str]):
-        super().__init__(lines, media_type="application/x-ndjson")
-        self._end = end
-
-    async def __call__(self, scope, receive, send):
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._end()
 
 
 def _figures(totals: Totals) -> dict:

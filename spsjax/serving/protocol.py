@@ -1,20 +1,15 @@
-"""Bodies of requests and answers of OpenAI's completions and chat endpoints."""
+"""Bodies of requests and answers, and streams, of OpenAI's completions and chat endpoints."""
 
 import json
 import math
 import time
 import uuid
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request as HttpRequest
+from starlette.responses import StreamingResponse
 
 from spsjax.errors import InputError, one_line, printable, short_repr
 from spsjax.sampling import SamplingParams
@@ -27,7 +22,7 @@ _LONGEST_MESSAGE = 300
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong.
+    """An error that a client receives as its answer.
 
     Attributes:
         status: HTTP status.
@@ -45,14 +40,14 @@ class ApiError(Exception):
 
 
 async def body(http: HttpRequest, most_bytes: int) -> bytes:
-    """Returns a request's JSON body, of which no more is read than is allowed.
+    """Returns a request's JSON body, of which at most `most_bytes` are read.
 
-    Any page of a browser can send other types here without asking.
+    Other types are refused, because any page in a browser can send them without asking.
     """
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        found = short_repr(kind)
-        raise ApiError(415, f"Content-Type: expected 'application/json', found {found}")
+        actual = short_repr(kind)
+        raise ApiError(415, f"Content-Type: expected 'application/json', found {actual}")
     read = bytearray()
     async for part in http.stream():
         read += part
@@ -72,7 +67,7 @@ def _stop_texts(value) -> list[str]:
 
 
 def _prompts(value) -> list[str] | list[list[int]]:
-    """Returns the prompts of a completion, each a text or its token ids."""
+    """Returns the prompts of a completion, as texts or as token ids."""
 
     def is_ids(ids) -> bool:
         known = isinstance(ids, list) and bool(ids)
@@ -92,7 +87,7 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """Fields of both kinds of request, without those that have no effect (`absent`)."""
+    """Common fields of both kinds of request, without those that have no effect (`absent`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -117,7 +112,7 @@ class Ask(BaseModel):
 
     @classmethod
     def no_effect(cls) -> dict[str, list]:
-        """Returns the values that mean nothing, by field."""
+        """Returns the values without an effect, by field."""
         raise NotImplementedError
 
     @property
@@ -204,10 +199,10 @@ def parse(kind: type[_Body], body: bytes) -> _Body:
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        parts, text = first["loc"], first["msg"].removeprefix("Value error, ")
+        keys, text = first["loc"], first["msg"].removeprefix("Value error, ")
         text = _PLAIN.get(first["type"], text)
-        place = ".".join(map(str, parts))
-        text = f"{place}: {text}" if place else text
+        key = ".".join(map(str, keys))
+        text = f"{key}: {text}" if key else text
     except InputError as error:
         text = str(error)
     except (ValueError, RecursionError) as error:
@@ -216,10 +211,7 @@ def parse(kind: type[_Body], body: bytes) -> _Body:
 
 
 class Cut:
-    """Cuts a text that grows before the first of some texts.
-
-    Args:
-        stops: the texts.
+    """Cuts a growing text before the first of some stop texts.
 
     Attributes:
         end: length of the text up to the end of the stop that cuts it; 0: there is none yet.
@@ -229,31 +221,41 @@ class Cut:
         self.stops, self.end = stops, 0
 
     def __call__(self, text: str, done: bool) -> str:
-        """Returns as much as is safe to send: what may be the beginning of a stop is held back.
+        """Returns the text that is safe to send, without a possible beginning of a stop at its end.
 
-        Of several stops the one that is whole first counts, however much of the text is known.
+        Of several stops, the one that is complete first counts.
         """
-        places = {stop: text.find(stop) for stop in self.stops}
-        if ends := [(place + len(stop), place) for stop, place in places.items() if place >= 0]:
-            self.end, place = min(ends)
-            return text[:place]
+        starts = {stop: text.find(stop) for stop in self.stops}
+        if ends := [(start + len(stop), start) for stop, start in starts.items() if start >= 0]:
+            self.end, start = min(ends)
+            return text[:start]
         if done:
             return text
-        held = 0
+        kept_back = 0
         for stop in self.stops:
             for size in range(min(len(stop) - 1, len(text)), 0, -1):
                 if text.endswith(stop[:size]):
-                    held = max(held, size)
+                    kept_back = max(kept_back, size)
                     break
-        return text[: len(text) - held]
+        return text[: len(text) - kept_back]
+
+
+class Stream(StreamingResponse):
+    """Lines that are sent as they are generated; `end` is called at the end, whatever its cause."""
+
+    def __init__(self, lines: AsyncIterator[str], media_type: str, end: Callable[[], object]):
+        super().__init__(lines, media_type=media_type)
+        self._end = end
+
+    async def __call__(self, scope, receive, send):
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 class Reply:
-    """Makes the bodies of one request's answers.
-
-    Args:
-        ask: the request.
-    """
+    """Bodies of the answers to one request."""
 
     def __init__(self, ask: Ask):
         self._chat = isinstance(ask, Chat)

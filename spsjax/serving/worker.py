@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from spsjax.engine import Engine, Request
 from spsjax.errors import InputError
+from spsjax.runtime.engine import Engine, Request
 from spsjax.sampling import SamplingParams
 
-_BEAT_SECONDS = 5.0  # of an idle engine of several processes: collectives do not wait forever
+_BEAT_SECONDS = 5.0  # heartbeat of an idle engine with several processes: collectives time out
 
 
 class Busy(Exception):
@@ -22,11 +22,11 @@ class Starting(Exception):
 
 
 class Ticket:
-    """A submitted request, seen from an event loop.
+    """A submitted request, as an event loop sees it.
 
     Attributes:
         request: the engine's request.
-        used: number of its tokens that were answered, known at its end; it may run on for a round.
+        used: number of answered tokens, known at the end; the request may run for another round.
     """
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
@@ -36,7 +36,7 @@ class Ticket:
         self._seen = 0
 
     async def news(self, seconds: float) -> None:
-        """Waits until there are more tokens or the request is done, or for so many seconds."""
+        """Waits for more tokens or the end of the request, at most for some seconds."""
         try:
             await asyncio.wait_for(self._news.wait(), seconds)
         except TimeoutError:
@@ -44,9 +44,9 @@ class Ticket:
         self._news.clear()
 
     def publish(self) -> bool:
-        """Tells the event loop what is new, from the engine's thread; returns whether it is done.
+        """Notifies the event loop of new tokens, from the engine's thread; returns `done`.
 
-        The event loop may be closed by now, which is no concern of the others.
+        A closed event loop cancels the request, without an effect on others.
         """
         done = self.request.done  # before the tokens: they are complete if it is
         if done or len(self.request.tokens) > self._seen:
@@ -61,10 +61,8 @@ class Ticket:
 class Worker:
     """Runs an engine in a thread of its own until it is stopped.
 
-    Args:
-        engine: an engine that only this thread runs.
-        most_waiting: requests that may wait for a row.
-        prepare: called first, in this thread; until it returns no request is taken.
+    Only this thread runs the engine. It first calls `prepare`; until that returns, no request is
+    taken. `most_waiting` requests may wait for a row.
 
     Attributes:
         ready: whether requests are taken.
@@ -92,13 +90,10 @@ class Worker:
         loop: asyncio.AbstractEventLoop,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Ticket]:
-        """Queues one request for each prompt, all or none, and returns their tickets.
+        """Queues one request per prompt and seed, all or none, and returns their tickets.
 
-        Args:
-            prompts, sampling, stop_token_ids: as for `Engine.submit`.
-            max_new_tokens: None: as many as there is room for after prompts of token ids.
-            seeds: one for each prompt.
-            loop: event loop in which the tickets are waited for.
+        Without `max_new_tokens`, a request fills the room after its prompt of token ids. `loop` is
+        the event loop in which the tickets are awaited.
 
         Raises:
             Starting: the engine is not ready.

@@ -1,7 +1,7 @@
-"""Tokenizers of model folders, and training of new ones.
+"""Tokenizers of model folders, and training of new tokenizers.
 
-A folder's tokenizer is the first of these that is there: `tokenizer.json` (read by the `tokenizers`
-library), `tokenizer.model` (SentencePiece), or GPT-2's `vocab.json` and `merges.txt`.
+The tokenizer of a folder is the first of these that exists: `tokenizer.json` (read by the
+`tokenizers` library), `tokenizer.model` (SentencePiece), or GPT-2's `vocab.json` and `merges.txt`.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ def exists(folder: pathlib.Path) -> bool:
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
-    """Loads the tokenizer of a folder, or from one file.
+    """Loads a tokenizer from a folder or from one file.
 
     Raises InputError if there is no tokenizer, or if its files cannot be read.
     """

@@ -1,9 +1,9 @@
-"""Child process of `chat_template.render`: limits itself, and renders one template in a sandbox.
+"""Child process of `chat_template.render`, which renders one template in a sandbox with limits.
 
-It is run as a script and imports no module of this package, because JAX takes seconds to import.
-Its arguments are seconds of computing and bytes of memory. It reads a JSON object with a template,
-its variables and the most characters of the text. It writes one with the text, or with an error and
-whether the template refused the messages; it writes nothing if the memory does not suffice.
+It runs as a script and imports no module of this package, because JAX takes seconds to import. Its
+arguments are limits of CPU seconds and bytes of memory. It reads a JSON object with a template, its
+variables and the greatest length of the text. It writes a JSON object with the text, or with an
+error and whether the template refused the messages. If the memory is too small, it writes nothing.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Refusal(Exception):
-    """The call of `raise_exception` by a template."""
+    """Call of `raise_exception` by a template."""
 
 
 def main() -> None:
-    """Renders the template of the standard input."""
+    """Renders the template from standard input and writes the result to standard output."""
     limits = zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, sys.argv[1:]))
     for limit, value in (*limits, (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # macOS has no limit of memory
+        with contextlib.suppress(ValueError, OSError):  # macOS cannot limit memory
             resource.setrlimit(limit, (value, value))
     request = json.load(sys.stdin)
     try:
         text = _render(request["template"], request["variables"], request["most"])
         result = {"text": text}
-    except MemoryError:  # there may be none left for a result
+    except MemoryError:  # a result would need memory, too
         raise
     except Exception as error:  # a template is a program, which can raise anything
         reason = " ".join(str(error).split())[:1000] or type(error).__name__

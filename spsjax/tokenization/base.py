@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and the files of a folder that belong to one."""
+"""Interface of tokenizers, and their files in a model folder."""
 
 import abc
 import functools
@@ -17,9 +17,9 @@ from spsjax.utils import atomic_files, git_lfs
 KINDS = ("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt")
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
-# Files that change or extend a tokenizer, if they are there.
-_BESIDE = _SETTINGS, "special_tokens_map.json", "added_tokens.json", _TEMPLATE
-NAMES = tuple(name for kind in KINDS for name in kind) + _BESIDE
+# Optional files that change or extend a tokenizer.
+_OPTIONAL = _SETTINGS, "special_tokens_map.json", "added_tokens.json", _TEMPLATE
+NAMES = tuple(name for kind in KINDS for name in kind) + _OPTIONAL
 
 
 class Tokenizer(abc.ABC):
@@ -27,16 +27,16 @@ class Tokenizer(abc.ABC):
 
     Attributes:
         path: path of the first tokenizer file.
-        files: contents of all files that a folder needs, by file name.
+        files: contents of the tokenizer's files, by file name.
         vocab_size: highest token id plus one.
-        bos_id: beginning-of-sequence id, if there is one.
-        eos_id: end-of-sequence id, if there is one.
+        bos_id: beginning-of-sequence id; None: there is none.
+        eos_id: end-of-sequence id; None: there is none.
     """
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str]):
         self.path, self._names = folder / names[0], names
         self.files = {name: read(folder / name) for name in names}
-        for name in _BESIDE:
+        for name in _OPTIONAL:
             if os.path.lexists(folder / name):
                 self.files[name] = read(folder / name)
         self._settings = self._object("special_tokens_map.json") | self._object(_SETTINGS)
@@ -69,7 +69,7 @@ class Tokenizer(abc.ABC):
     @functools.cached_property
     @abc.abstractmethod
     def pieces(self) -> dict[int, str]:
-        """The piece of text of each id, without control ids."""
+        """Piece of text of each id, without control ids."""
 
     def __eq__(self, other) -> bool:
         """Returns whether each id has the same text in both. Control ids may differ."""
@@ -77,7 +77,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 hash of the tokenizer files."""
+        """SHA-256 hash of the tokenizer files."""
         return hashlib.sha256(b"".join(self.files[name] for name in self._names)).hexdigest()
 
     def save(self, folder: pathlib.Path) -> None:
@@ -97,7 +97,8 @@ class Tokenizer(abc.ABC):
             variables: further variables of the chat template, as `enable_thinking=False`.
 
         Raises:
-            InputError: the folder has no chat template, or one that refuses the messages or fails.
+            InputError: the folder has no chat template, or the template refuses the messages or
+                fails.
         """
         template = self._template()
         if template is None:
@@ -138,7 +139,8 @@ class Tokenizer(abc.ABC):
     def _check_complete(self) -> None:
         """Raises InputError if the settings have tokens that the tokenizer files do not have.
 
-        Older fine-tuned models add tokens in this way. They would be read as plain text here.
+        Older fine-tuned models add tokens in this way, which this package would encode as plain
+        text.
         """
         added = self._object("added_tokens.json")
         listed = self._settings.get("added_tokens_decoder")
@@ -162,7 +164,7 @@ class Tokenizer(abc.ABC):
         """Returns the piece of an id, control ids included, as the tokenizer files spell it."""
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
-        """Returns token ids as a list; raises InputError unless the tokenizer has each of them."""
+        """Returns token ids as a list; raises InputError unless the tokenizer has all of them."""
         try:
             ids = [operator.index(id) for id in ids]
         except TypeError:
@@ -188,10 +190,10 @@ class Tokenizer(abc.ABC):
 
 
 def difference(one: Tokenizer | None, other: Tokenizer | None) -> str | None:
-    """Returns where two tokenizers differ, for messages; None: one can draft for the other.
+    """Returns a difference between two tokenizers, for messages; None: drafting is possible.
 
-    Each id of the shorter vocabulary must have the same text in both, control ids apart. The longer
-    one may have tokens beyond. If one is None, nothing is known to differ.
+    Each id of the smaller vocabulary, except control ids, must have the same text in both. The
+    larger vocabulary may have more tokens. If a tokenizer is None, no difference is known.
     """
     if one is None or other is None or one is other:
         return None
@@ -199,7 +201,8 @@ def difference(one: Tokenizer | None, other: Tokenizer | None) -> str | None:
     if key not in _COMPARED:
         while len(_COMPARED) >= _MOST_COMPARED:
             _COMPARED.pop(next(iter(_COMPARED)))  # the oldest
-        _COMPARED[key] = one, other, _difference(one, other)  # kept, so that no other has their ids
+        # The entry refers to both tokenizers, so that no later object can get their `id`s.
+        _COMPARED[key] = one, other, _difference(one, other)
     return _COMPARED[key][2]
 
 
@@ -211,19 +214,19 @@ def _difference(one: Tokenizer, other: Tokenizer) -> str | None:
     for token in range(min(one.vocab_size, other.vocab_size)):
         texts = one.pieces.get(token), other.pieces.get(token)
         if texts[0] != texts[1]:
-            shown = ("no text" if text is None else short_repr(text) for text in texts)
-            return f"id {token}: {' and '.join(shown)}"
+            quoted = ("no text" if text is None else short_repr(text) for text in texts)
+            return f"id {token}: {' and '.join(quoted)}"
     return None
 
 
 def incremental_text(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], ends: Collection[int] = ()
 ) -> str:
-    """Returns the text that `tokens` add to the text of `prompt`, without one of `ends` at its end.
+    """Returns the text that `tokens` add to the text of `prompt`, without a last id in `ends`.
 
     Some tokenizers decode tokens differently without the tokens before them, so both are decoded
-    together and the prompt's text is removed. Ids beyond the tokenizer's have no text: the
-    vocabulary of a model may be padded.
+    together and the prompt's text is removed. Ids beyond the tokenizer's vocabulary have no text,
+    because the vocabulary of a model may be padded.
     """
     if len(tokens) and tokens[-1] in ends:
         tokens = tokens[:-1]
@@ -255,7 +258,7 @@ def read(path: pathlib.Path) -> bytes:
 def check_text(text) -> None:
     """Raises InputError unless `text` is a string without lone surrogates.
 
-    No encoding of Unicode has them.
+    Lone surrogates have no encoding in UTF-8.
     """
     if not isinstance(text, str):
         raise InputError(f"text: expected a string, found {type(text).__name__}")

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from spsjax.errors import InputError, one_line, printable, short_repr
 
 _CHILD = pathlib.Path(__file__).with_name("_template_child.py")
-# Limits of a template: seconds of computing, bytes of memory, and characters of text (beside ten
-# per character of the conversation). The template of a published model takes milliseconds.
+# Limits of a template: CPU seconds, bytes of memory, and characters of text (plus ten per character
+# of the conversation). Templates of published models take milliseconds.
 _SECONDS, _MEMORY, _CHARACTERS = 5, 1 << 30, 1_000_000
-_MOST_REASON = 200  # characters of a reason that an error shows
+_MOST_REASON = 200  # characters of a template's error that a message quotes
 
 
 def render(
@@ -26,10 +26,10 @@ def render(
 ) -> str:
     """Returns the text of a conversation, up to the beginning of the answer.
 
-    Templates come with downloaded checkpoints, so they run in a sandbox, and in a process of its
-    own: only the operating system can bound the time and the memory of every operation of Jinja.
-    macOS bounds the time alone. Templates have the functions that `transformers` offers:
-    `raise_exception`, `strftime_now` and the filter `tojson`.
+    Templates come with downloaded checkpoints, so they run in a sandbox in a separate process. Only
+    the operating system can limit time and memory of all operations of Jinja (on macOS only the
+    time). Templates can use the functions that `transformers` offers: `raise_exception`,
+    `strftime_now` and the filter `tojson`.
 
     Args:
         template: source of the Jinja template.
@@ -53,16 +53,16 @@ def render(
     result = _run_child(request)
     if "text" in result:
         return result["text"]
-    found = printable(result["error"])[:_MOST_REASON]
+    reason = printable(result["error"])[:_MOST_REASON]
     if result.get("refused"):
-        wanted = f"a conversation for the chat template of {folder}"
-        raise InputError(f"messages: expected {wanted}, found {found}")
-    raise InputError(f"{folder}: expected a chat template for the messages, found {found}")
+        expected = f"a conversation for the chat template of {folder}"
+        raise InputError(f"messages: expected {expected}, found {reason}")
+    raise InputError(f"{folder}: expected a chat template for the messages, found {reason}")
 
 
 def _run_child(request: str) -> dict:
-    """Returns the answer of the child process to a request, or the error that ended the child."""
-    # The child must find Jinja where this process has found it. -P: not in the child's own folder.
+    """Returns the response of the child process, or the error that ended it."""
+    # The child imports Jinja from this process's path. -P: it ignores its own folder.
     child = subprocess.run(
         [sys.executable, "-P", str(_CHILD), str(_SECONDS), str(_MEMORY)],
         input=request,
@@ -78,12 +78,12 @@ def _run_child(request: str) -> dict:
 
 
 def conversation(messages: Sequence[Mapping]) -> list[dict]:
-    """Returns messages as templates take them: parts of type "text" joined, and no nulls.
+    """Returns messages in the form that templates take: text parts are joined, nulls are removed.
 
-    Other fields, as `name` and `reasoning_content`, stay as they are.
+    Other fields, such as `name` and `reasoning_content`, stay as they are.
 
     Raises:
-        InputError: a message without a role, or with a content that is no text.
+        InputError: a message has no role, or its content is not a text.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InputError(f"messages: expected a list of messages, found {short_repr(messages)}")
@@ -95,8 +95,8 @@ def _message(name: str, message) -> dict:
         raise InputError(f"{name}: expected a role and a content, found {short_repr(message)}")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        parts = enumerate(content)
-        content = "".join(_part(f"{name}.content[{number}]", part) for number, part in parts)
+        texts = (_text(f"{name}.content[{number}]", part) for number, part in enumerate(content))
+        content = "".join(texts)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise InputError(
             f"{name}.content: expected a text or a list of text parts, "
@@ -106,10 +106,10 @@ def _message(name: str, message) -> dict:
     return {key: value for key, value in named.items() if value is not None or key == "content"}
 
 
-def _part(name: str, part) -> str:
-    """Returns the text of a part. Its other fields are hints for other servers."""
+def _text(name: str, part) -> str:
+    """Returns the text of a content part; other fields are ignored, as they are for caching."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(part.get("text"), str):
-        found = short_repr(part if kind in (None, "text") else kind)
-        raise InputError(f'{name}: expected a part of type "text" with a text, found {found}')
+        value = short_repr(part if kind in (None, "text") else kind)
+        raise InputError(f'{name}: expected a part of type "text" with a text, found {value}')
     return part["text"]

@@ -14,12 +14,12 @@ from spsjax.tokenization import base
 
 # GPT-2's end of text. Its own files do not mark it as special.
 _END = "<|endoftext|>"
-# A piece that stands for one byte, in tokenizers with byte fallback.
+# Piece of one byte, in tokenizers with byte fallback.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class HuggingFace(base.Tokenizer):
-    """A tokenizer that the `tokenizers` library reads."""
+    """Tokenizer of the `tokenizers` library."""
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str]):
         super().__init__(folder, names)
@@ -51,7 +51,7 @@ class HuggingFace(base.Tokenizer):
             for token in map(self._special, ("bos_token", "eos_token"))
         )
         self._prefix = []
-        # The number of ids that the file adds after a text. They are cut off, because the model
+        # Number of ids that the tokenizer adds after a text. They are removed, because the model
         # continues the text.
         added = model.encode("x").special_tokens_mask
         self._suffix = 0 if all(added) else added[::-1].index(0)
@@ -63,14 +63,14 @@ class HuggingFace(base.Tokenizer):
         }
         if names != base.KINDS[0]:
             self._check_complete()
-        # In older files the class of transformers adds this id, not the tokenizer file.
+        # In older folders, a class of `transformers` adds this id, and not the tokenizer file.
         if adds_bos and not self.encode(""):
             self._prefix = [self.bos_id]
 
     def _gpt2(self, folder: pathlib.Path) -> tokenizers.Tokenizer:
         """Returns GPT-2's byte-level BPE (Radford et al. 2019).
 
-        Other models have files of these names, but split text in another way before the merges.
+        Other models have files with these names, but split text differently before the merges.
         """
         name = self._settings.get("tokenizer_class", "GPT2Tokenizer")
         config = base.read(folder / "config.json") if (folder / "config.json").exists() else b"{}"
@@ -116,8 +116,8 @@ class HuggingFace(base.Tokenizer):
         ids = self._checked(ids)
         if self._bytes.keys().isdisjoint(ids):
             return self._model.decode(ids)
-        # The library drops a whole run of bytes if the last character of the run is incomplete, so
-        # text that was already streamed would change. Here each run is decoded separately.
+        # If the last character of a run of bytes is incomplete, the library drops the whole run,
+        # and text that was already streamed would change. So each run is decoded separately.
         tokens = []
         for is_byte, run in itertools.groupby(ids, self._bytes.__contains__):
             if is_byte:

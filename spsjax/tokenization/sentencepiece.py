@@ -17,7 +17,10 @@ _SPACE = "\u2581"  # a space inside a piece
 
 
 class SentencePiece(base.Tokenizer):
-    """A SentencePiece model. `encode` begins with its beginning-of-sequence id, if there is one."""
+    """Tokenizer of the SentencePiece library.
+
+    `encode` adds the beginning-of-sequence id, if there is one.
+    """
 
     def __init__(self, folder: pathlib.Path, names: Sequence[str]):
         super().__init__(folder, names)
@@ -54,7 +57,7 @@ class SentencePiece(base.Tokenizer):
 
     @functools.cached_property
     def _controls(self) -> dict[str, int]:
-        """The ids of control pieces, by piece."""
+        """Ids of control pieces, by piece."""
         model = self._model
         ids = [id for id in range(self.vocab_size) if model.is_control(id)]
         return {model.id_to_piece(id): id for id in ids if model.id_to_piece(id)}
@@ -67,8 +70,9 @@ class SentencePiece(base.Tokenizer):
         if whole:
             ids = self._model.encode(text)
             return [self.bos_id, *ids] if self._adds_bos else ids
-        # A chat template writes control pieces as text, but the library never reads text as control
-        # pieces. So the text is split at them. Longer names go first, as one may begin another.
+        # A chat template writes control pieces as text, but the library never encodes text to
+        # control ids. So the text is split at them. Longer names come first, because a name may be
+        # a prefix of another.
         controls = self._controls
         names = sorted(map(re.escape, controls), key=len, reverse=True)
         segments = re.split(f"({'|'.join(names)})", text) if names else [text]
@@ -87,12 +91,12 @@ class SentencePiece(base.Tokenizer):
 def train(texts: Iterable[str], path: str | pathlib.Path, vocab_size: int) -> SentencePiece:
     """Trains a byte-fallback BPE that preserves white space, and writes it to `path`.
 
-    Runs of 2, 4, 8, 12 and 16 spaces are pieces, because code is full of indentation. Text is not
-    normalised, so decoding restores the encoded text. The one exception is U+2581, which is
+    Runs of 2, 4, 8, 12 and 16 spaces are pieces, which shortens indented code. Text is not
+    normalised, so decoding restores the encoded text. The only exception is U+2581, which is
     decoded as a space.
 
     Args:
-        texts: texts to train on.
+        texts: training texts.
         path: path of the new SentencePiece model.
         vocab_size: number of pieces.
 

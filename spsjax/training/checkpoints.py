@@ -28,13 +28,9 @@ class Checkpoints:
     """The newest and the best checkpoints of a run, in a folder that all processes share.
 
     Orbax writes a checkpoint in the background and renames its folder when it is complete. Orbax
-    does not notice files that are damaged later. Each checkpoint therefore holds checksums of its
-    arrays, and a damaged one is not resumed.
-
-    Args:
-        folder: folder of the checkpoints.
-        keep: number of newest checkpoints to keep.
-        keep_best: number of checkpoints with the highest score to keep.
+    does not notice files that are damaged later. Every checkpoint therefore holds checksums of its
+    arrays, and a damaged one is not resumed. `keep` newest checkpoints are kept, and `keep_best`
+    with the highest score.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int = 2, keep_best: int = 1):
@@ -84,11 +80,8 @@ class Checkpoints:
     ) -> None:
         """Begins to write a checkpoint; raises InputError if the previous save failed.
 
-        Args:
-            step: number of finished steps.
-            state: training state.
-            iterator_state: position in the data, from `pipeline.BatchIterator.state`.
-            score: score of the state, higher is better; minus infinity if it was not measured.
+        `iterator_state` is the position in the data (`pipeline.BatchIterator.state`). A higher
+        score is better; minus infinity means that it was not measured.
         """
         note = {
             "iterator": iterator_state,
@@ -113,13 +106,10 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def restore(self, like: PyTree) -> tuple[int, PyTree, dict] | None:
-        """Restores the newest undamaged checkpoint.
+        """Restores the newest undamaged checkpoint, into the shapes and shardings of `like`.
 
         Newer, damaged checkpoints are reported in a warning and moved to the folder `damaged`, so
         that their steps can be saved again.
-
-        Args:
-            like: training state or its shapes, with the shardings to restore to.
 
         Returns:
             Step, training state and iterator state, or None if there is no checkpoint.
@@ -176,11 +166,10 @@ class Checkpoints:
     def _hide_unreadable(self) -> list[int]:
         """Moves away checkpoints that make Orbax fail when it opens the folder.
 
+        Returns their steps. Raises InputError, and moves nothing, if there is no other checkpoint.
+
         Returns:
             The steps of those checkpoints.
-
-        Raises:
-            InputError: there is no other checkpoint. Nothing is moved then.
         """
         written = self._written()
         hidden = [step for step in written if not _is_readable(self.folder / f"step_{step}")]
@@ -191,7 +180,7 @@ class Checkpoints:
         return hidden
 
     def _remove_damaged(self, restored: int, faults: dict[int, str]) -> None:
-        """Moves away and reports the damaged checkpoints that are newer than the restored one."""
+        """Moves and reports the damaged checkpoints that are newer than the restored one."""
         if multihost.is_main_process():
             reports = dict(faults)
             for step in faults:
@@ -237,7 +226,7 @@ class Checkpoints:
 
 
 def _is_readable(path: pathlib.Path) -> bool:
-    """Returns whether the files are intact that Orbax reads when it opens the folder.
+    """Returns whether the files are intact that Orbax reads when it opens a checkpoint's folder.
 
     Raises OSError if the system refuses to read a file that exists.
     """
@@ -261,7 +250,7 @@ def _all_damaged(folder: pathlib.Path, faults: str) -> InputError:
 
 
 def _is_system_error(error: BaseException) -> bool:
-    """Returns whether an error comes from the system, which says nothing about the file.
+    """Returns whether an error comes from the system and not from the file.
 
     TensorStore reports some of these errors only in the text of another exception.
     """

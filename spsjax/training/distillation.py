@@ -38,12 +38,12 @@ class Objective:
             tokens that a sharpened or greedy target emits.
     """
 
-    name: str
+    name: str = "lk_hybrid"
     temperatures: tuple[float, ...] = (1.0,)
 
     def __post_init__(self):
         if self.name != "cross_entropy":
-            losses.divergence(self.name, "cross_entropy")
+            losses.divergence(self.name, "name", "cross_entropy")
         if not isinstance(self.temperatures, (tuple, list)) or not self.temperatures:
             raise InputError(
                 "temperatures: expected one or more numbers above 0, "
@@ -60,34 +60,28 @@ class Mixture:
 
     Every batch mixes corpus text with samples of the target. On-policy text replaces whole batches:
     its share is the probability that a step trains on samples of the current draft.
-
-    Attributes:
-        corpus: share of corpus text.
-        target: share of texts that the target wrote, sampled once before training.
-        draft: share of texts that the draft writes during training (on-policy).
-        samples: number of texts to sample from the target.
-        batch: number of texts to sample at once.
-        prompt_length: number of corpus tokens that begin each sample. They are not trained on.
-        temperature: sampling temperature.
     """
 
-    corpus: float = 1.0
-    target: float = 0.0
-    draft: float = 0.0
-    samples: int = 1024
-    batch: int = 16
+    corpus: float = 1.0  # share of corpus text
+    target: float = 0.0  # share of texts that the target wrote, sampled once before training
+    draft: float = 0.0  # share of texts that the draft writes during training (on-policy)
+    samples: int = 1024  # number of texts to sample from the target
+    batch: int = 16  # number of texts to sample at once
+    # Number of corpus tokens that begin each sample. They are not trained on.
     prompt_length: int = 32
-    temperature: float = 1.0
+    temperature: float = 1.0  # sampling temperature
 
     def __post_init__(self):
         shares = self.corpus, self.target, self.draft
         for name, share in zip(("corpus", "target", "draft"), shares):
-            check_number(f"mixture.{name}", share, 0, 1)
+            check_number(name, share, 0, 1)
         if abs(sum(shares) - 1) > 1e-6:
-            raise InputError(f"mixture: expected three shares that add up to 1, found {shares}")
+            raise InputError(
+                f"corpus, target, draft: expected shares that add up to 1, found {shares}"
+            )
         for field in ("samples", "batch", "prompt_length"):
-            check_integer(f"mixture.{field}", getattr(self, field), 1)
-        check_number("mixture.temperature", self.temperature, 0, 1e30)
+            check_integer(field, getattr(self, field), 1)
+        check_number("temperature", self.temperature, 0, 1e30)
 
     def check_fits(self, length: int) -> None:
         """Raises InputError if sampled texts of `length` tokens would be prompts only."""
@@ -108,14 +102,8 @@ def distillation_metrics(
     """Returns a metrics function: the draft's loss, acceptance rate, agreement and cross entropy.
 
     Its `frozen` argument holds the target's parameters. A batch has `tokens` [B, T+1]. If it also
-    has the columns of a `TargetCache`, they replace the target's forward pass.
-
-    Args:
-        config: shape of the draft.
-        target_config: shape of the target.
-        objective: training objective.
-        precision: numerical options of both forward passes.
-        temperature: sampling temperature, above 0, at which "acceptance" is computed.
+    has the columns of a `TargetCache`, they replace the target's forward pass. "acceptance" is
+    computed at a sampling temperature above 0.
     """
 
     def metrics(params, frozen, batch):
@@ -148,19 +136,20 @@ def distillation_metrics(
 
 
 def _distribution_pairs(
-    target_config, target_params, batch, logits, temperatures, dtype
+    target_config, target_params, batch, logits_BTV, temperatures, dtype
 ) -> tuple[list[tuple[Array, Array]], Array]:
-    """Returns logits of (target, draft) per temperature, and where their most likely tokens agree.
+    """Returns logits (target, draft) per temperature, and whether their most likely tokens agree.
 
-    The target comes from the batch's cached columns if there are any: `ids` and `log_probs` of its
-    most likely tokens, or `states`, its final hidden states. Otherwise it is run.
+    The target's logits come from cached columns of the batch if there are any: `ids` and
+    `log_probs` of its most likely tokens, or `states`, its final hidden states. Otherwise the
+    target is run.
     """
-    draft_argmax = jnp.argmax(logits, -1)
+    draft_argmax = jnp.argmax(logits_BTV, -1)
     if "ids" in batch:
         pairs = [
             (
                 batch["log_probs"][..., index, :],
-                losses.top_k_with_rest(logits / temperature, batch["ids"]),
+                losses.top_k_with_rest(logits_BTV / temperature, batch["ids"]),
             )
             for index, temperature in enumerate(temperatures)
         ]
@@ -172,12 +161,14 @@ def _distribution_pairs(
         tokens = batch["tokens"][:, :-1]
         target_logits = train_step.forward(target_config, target_params, tokens, dtype).logits
     target_logits = jax.lax.stop_gradient(target_logits)
-    pairs = [(target_logits / temperature, logits / temperature) for temperature in temperatures]
+    pairs = [
+        (target_logits / temperature, logits_BTV / temperature) for temperature in temperatures
+    ]
     return pairs, draft_argmax == jnp.argmax(target_logits, -1)
 
 
 def sample_continuations(
-    model: Model, prompts: np.ndarray, length: int, temperature: float, seed: int
+    model: Model, prompts_BP: np.ndarray, length: int, temperature: float, seed: int
 ) -> dict[str, np.ndarray]:
     """Samples continuations of prompts [B, P] as training examples, the same in every process.
 
@@ -187,18 +178,18 @@ def sample_continuations(
     Returns:
         `tokens` [B, length] int32, and `start` and `stop` [B] as in `step.loss_mask`.
     """
-    count, prompt = prompts.shape
+    count, prompt = prompts_BP.shape
     stop = min(length, model.config.max_positions)
     out = generation.generate(
         model,
-        prompts.tolist(),
+        prompts_BP.tolist(),
         sampling=SamplingParams(temperature=temperature),
         max_new_tokens=stop - prompt,
         seed=seed,
         stop_at_eos=False,
     )
     tokens = np.zeros((count, length), np.int32)
-    tokens[:, :stop] = np.concatenate([prompts, np.stack(out.tokens)], axis=1)
+    tokens[:, :stop] = np.concatenate([prompts_BP, np.stack(out.tokens)], axis=1)
     return {
         "tokens": tokens,
         "start": np.full(count, prompt, np.int32),
@@ -212,14 +203,10 @@ def on_policy(
     batch_sharding: jax.sharding.Sharding,
     seed: int,
 ) -> Callable[[int, PyTree, PyTree], PyTree]:
-    """Returns `(step, params, batch) -> batch`, which sometimes replaces a batch by draft samples.
+    """Returns `(step, params, batch) -> batch`, which replaces some batches by draft samples.
 
-    Args:
-        mixture: how often to replace a batch, and how many of its tokens to use as prompts.
-        as_model: builds the draft model from the parameters of a step.
-        batch_sharding: sharding of the rows of a batch.
-        seed: random seed of the choice and of the samples. Both depend on the seed and the step
-            alone, so that a resumed run repeats what an uninterrupted one does.
+    The choice and the samples depend on the seed and the step alone, so that a resumed run repeats
+    them. `as_model` returns the draft model with the parameters of a step.
     """
 
     def replace_batch(step: int, params: PyTree, batch: PyTree) -> PyTree:

@@ -1,10 +1,10 @@
 """Training objective of drafters of the target's features.
 
-Drafting feeds a drafter with its own outputs, so training does, too: a batch is run in several
-steps, of which each continues the outputs of the one before, as deep as drafts are to be. The
-tokens are always those of the text. One step is EAGLE-1's training (Li et al. 2401.15077, 4.2);
-several are EAGLE-3's training-time test (2503.01840, 3.2), and, without a gradient from step to
-step, HASS's harmonised context (Zhang et al. 2408.15766, 3.2).
+Drafting feeds a drafter with its own outputs, and so does training: a batch is run in several
+steps, and a step continues the outputs of the step before. The tokens are always those of the text.
+One step is EAGLE-1's training (Li et al. 2401.15077, 4.2). Several steps are EAGLE-3's
+training-time test (2503.01840, 3.2) or, without a gradient from step to step, HASS's harmonised
+context (Zhang et al. 2408.15766, 3.2).
 """
 
 import dataclasses
@@ -24,56 +24,44 @@ from spsjax.types import Array, ModelOutput, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class FeatureObjective:
-    """Loss of a drafter: a weighted sum of three terms in each step.
+    """Loss of a drafter: a weighted sum of three terms in each step."""
 
-    Attributes:
-        steps: steps per batch.
-        every: from the second step on only one index in so many goes on, and counts as many times.
-            It trains on more text in the same time; the papers have 1.
-        one: whether a batch trains one step only, drawn at random, which counts for all: for heads
-            that do not depend on each other (Stern et al. 2018, 1811.03115, 6).
-        decay: factor of the loss from step to step.
-        detached: whether gradients stop between steps.
-        divergence: divergence of the draft's distribution from the target's, both restricted to the
-            draft's tokens: a name of `losses.DIVERGENCES`. ("forward_kl" has the gradient of the
-            cross entropy.) Where the target's best token cannot be drafted, it does not count.
-        token: weight of that divergence.
-        feature: weight of the smooth L1 distance between output and feature, the mean over D.
-        top_k: weight of the cross entropy over the target's 10 most probable tokens.
-        noise: width of the uniform noise on features, at 512 tokens per text; longer texts have
-            less.
-        glance: for drafters of several tokens per step: a first pass without gradient counts the
-            wrong tokens, and so many drafts per wrong token are shown the answer to their first
-            one, which then does not count (Falcon's glancing, 2412.12639, 4.2).
-        target: if above 0, the target is trained, too, which changes what it samples. It is the
-            weight of the divergence from what the target was (Medusa-2's self-distillation,
-            2401.10774, 2.2.2).
-    """
-
-    steps: int = 1
+    steps: int = 1  # steps per batch
+    # From the second step on, one index in `every` continues, with weight `every`. It trains
+    # on more text in the same time; the papers have 1.
     every: int = 1
+    # Whether a batch trains one step only, drawn at random, which counts for all: for heads that do
+    # not depend on each other (Stern et al. 2018, 1811.03115, 6).
     one: bool = False
-    decay: float = 1.0
-    detached: bool = False
+    decay: float = 1.0  # factor of the loss from step to step
+    detached: bool = False  # whether gradients stop between steps
+    # Divergence of the draft's distribution from the target's, both restricted to the draft's
+    # tokens: a name of `losses.DIVERGENCES`. ("forward_kl" has the gradient of the cross entropy.)
+    # Where the target's best token cannot be drafted, it does not count.
     divergence: str = "forward_kl"
-    token: float = 1.0
+    token: float = 1.0  # weight of that divergence
+    # Weight of the smooth L1 distance between output and feature, the mean over D.
     feature: float = 0.0
-    top_k: float = 0.0
+    top_k: float = 0.0  # weight of the cross entropy over the target's 10 most probable tokens
+    # Width of the uniform noise on features, at 512 tokens per text; longer texts have less.
     noise: float = 0.0
+    # For drafters of several tokens per step: a first pass without gradient counts the wrong
+    # tokens, and so many drafts per wrong token are shown the answer to their first one, which then
+    # does not count (Falcon's glancing, 2412.12639, 4.2).
     glance: float = 0.0
+    # If above 0, the target is trained, too, which changes what it samples. It is the weight of the
+    # divergence from what the target was (Medusa-2's self-distillation, 2401.10774, 2.2.2).
     target: float = 0.0
 
     def __post_init__(self):
-        check_integer("objective.steps", self.steps, 1)
-        check_integer("objective.every", self.every, 1)
-        check_flag("objective.one", self.one)
-        check_flag("objective.detached", self.detached)
+        check_integer("steps", self.steps, 1)
+        check_integer("every", self.every, 1)
+        check_flag("one", self.one)
+        check_flag("detached", self.detached)
         for field in ("decay", "token", "feature", "top_k", "noise", "glance", "target"):
-            check_number(f"objective.{field}", getattr(self, field), 0, 1e6)
+            check_number(field, getattr(self, field), 0, 1e6)
         if not (self.token or self.feature or self.top_k):
-            raise InputError(
-                "objective: expected a weight above 0 for token, feature or top_k, found none"
-            )
+            raise InputError("token, feature, top_k: expected a weight above 0, found none")
         losses.divergence(self.divergence)
 
 
@@ -87,33 +75,31 @@ def feature_metrics(
     temperature: float = 1.0,
     depth: int = 0,
 ) -> train_step.PerTokenMetrics:
-    """Returns a metrics function: the loss, and acceptance and agreement in each step.
+    """Returns a metrics function: the loss, and acceptance and agreement per step.
 
-    A `depth` above the objective's steps adds steps that are judged without being trained.
-
-    Its `params` are the drafter's trained parameters, or, if the target is trained, too, `drafter`
-    and `target`. Its `frozen` argument holds `target`, the target's parameters before any training,
-    and `drafter`, the drafter's constants. A batch has `tokens` [B, T+1]; if it also has the
-    columns of a `TargetCache`, they replace the target's forward pass. Column t of a metric is
-    about the prediction of token t + 1. The first columns, as many as there are steps, lack some
-    steps, and should not count.
-
-    "acceptance" is the probability that a drafted token is accepted, as the first token of a draft;
-    "acceptance_2" that of the second, if the text's own token is the first, and so on: the paper's
-    n-alpha, at a temperature above 0. "greedy_agreement" says the same of greedy decoding.
+    A `depth` above the objective's steps adds steps that are evaluated without being trained.
+    `params` are the drafter's trained parameters, or, if the target is trained, too, `drafter` and
+    `target`. `frozen` holds `target`, the target's parameters before any training, and `drafter`,
+    the drafter's constants. A batch has `tokens` [B, T+1]; columns of a `TargetCache` replace the
+    target's forward pass. Column t of a metric is about the prediction of token t + 1. The first
+    columns, as many as there are steps, lack some steps and should not count. "acceptance" is the
+    probability that a drafted token is accepted as the first token of a draft. "acceptance_2" is
+    that of a second token after the text's own first token, and so on: the paper's n-alpha, at a
+    temperature above 0. "greedy_agreement" is the same for greedy decoding.
     """
 
     def metrics(params, frozen, batch):
         tokens = batch["tokens"]
         both, before, live = _run_targets(drafter, objective, params, frozen, batch, precision)
         target, features = jax.lax.stop_gradient(live), drafter.features(both, live)
-        fed = features + _noise(objective.noise, tokens, features)
-        values = {}
-        judge = _judge(drafter, both, objective, target, features, temperature)
+        fed, values = features + _noise(objective.noise, tokens, features), {}
+        metrics_of_step = _step_metrics(drafter, both, objective, target, features, temperature)
         if objective.one:
-            judge = _judge_of(_drawn(tokens, 0, objective.steps), objective.steps, judge)
+            metrics_of_step = _only_step(
+                _drawn(tokens, 0, objective.steps), objective.steps, metrics_of_step
+            )
         index = jnp.arange(features.shape[1])
-        # Those beyond the text count in no column.
+        # Indices beyond the text count in no column.
         later = index[: -(-len(index) // objective.every)] * objective.every
         later += _drawn(tokens, 1, objective.every)
         options = max(objective.steps, depth), objective.detached, precision.remat
@@ -122,14 +108,13 @@ def feature_metrics(
             glanced = _glanced(drafter, both, objective.glance, target, tokens, fed)
             unrolled = functools.partial(unrolled, glanced=glanced)
         for step, outputs in enumerate(unrolled(both, tokens[:, 1:], fed, *options, later)):
-            # The output of pair t, after `step` tokens, stands for feature t + 1 + step.
+            # The output of pair t, after `step` tokens, predicts feature t + 1 + step.
             columns = (later if step else index) + 1 + step
             suffix, weight = (f"_{step + 1}", objective.every) if step else ("", 1)
-            for name, value in judge(outputs, columns, step).items():
+            for name, value in metrics_of_step(outputs, columns, step).items():
                 if glanced is not None and step == 0:
                     value *= ~glanced
-                whole = jnp.zeros(features.shape[:2], value.dtype)
-                values[name + suffix] = whole.at[:, columns].set(weight * value, mode="drop")
+                values[name + suffix] = _in_columns(weight * value, columns, features.shape[1])
         names = [name for name in values if name.startswith("loss")]
         terms = [objective.decay**step * values.pop(name) for step, name in enumerate(names)]
         loss = sum(terms[: objective.steps])
@@ -138,16 +123,22 @@ def feature_metrics(
             values["target_divergence"] = divergence(before.logits, live.logits)
             loss += objective.target * values["target_divergence"]
         if objective.one or objective.glance:
-            return {"loss": loss}  # what was not judged, or shown, would be counted
+            return {"loss": loss}  # other metrics would count skipped steps or shown answers
         return {"loss": loss} | values
 
     return metrics
 
 
+def _in_columns(value_BL: jax.Array, columns_L: jax.Array, length: int) -> jax.Array:
+    """Returns values [B, T] with 0 in all other columns; columns beyond the text are dropped."""
+    whole = jnp.zeros((len(value_BL), length), value_BL.dtype)
+    return whole.at[:, columns_L].set(value_BL, mode="drop")
+
+
 def _run_targets(
     drafter, objective, params, frozen, batch, precision
 ) -> tuple[PyTree, ModelOutput, ModelOutput]:
-    """Returns all parameters, and the outputs of the target as it was and as it is."""
+    """Returns all parameters, and the outputs of the initial target and of the current target."""
     before = target_output(drafter, frozen["target"], batch, precision)
     weights = jax.tree.map(lambda leaf: leaf.astype(precision.dtype), params)
     if not objective.target:
@@ -161,7 +152,7 @@ def _run_targets(
 def target_output(
     drafter: FeatureDrafter, params: PyTree, batch: PyTree, precision: train_step.Precision
 ) -> ModelOutput:
-    """Returns what the target makes of a batch's texts, from cached columns if there are any."""
+    """Returns the target's outputs on a batch's texts, from cached columns if there are any."""
     config = drafter.target
     if "states" not in batch:
         return jax.lax.stop_gradient(_run_target(drafter, params, batch["tokens"], precision))
@@ -173,37 +164,37 @@ def target_output(
     return jax.lax.stop_gradient(ModelOutput(logits, states, tuple(taps), None))
 
 
-def _run_target(drafter, params, tokens, precision, remat=False) -> ModelOutput:
+def _run_target(drafter, params, tokens_BT, precision, remat=False) -> ModelOutput:
     return transformer.apply(
         drafter.target,
         params,
-        tokens[:, :-1],
+        tokens_BT[:, :-1],
         tap_layers=drafter.tap_layers,
         dtype=precision.dtype,
         remat=remat,
     )
 
 
-def _judge(
-    drafter, params, objective, target, features, temperature
+def _step_metrics(
+    drafter, params, objective, target, features_BTD, temperature
 ) -> Callable[[Array, Array, int], dict[str, Array]]:
-    """Returns what gives loss, acceptance and agreement [B, L] of a step's outputs in columns.
+    """Returns a function that computes loss, acceptance and agreement [B, L] of a step in columns.
 
-    The target's side is the same in all steps, and is computed here, once.
+    The target's values are the same in all steps, and are computed here, once.
     """
     ids = drafter.draft_ids(params)
     all_logits, all_log_probs = target.logits, jax.nn.log_softmax(target.logits / temperature)
     all_best = jnp.argmax(all_logits, axis=-1)
     all_counts = jnp.ones(all_best.shape, jnp.float32)
     if ids is not None:
-        found = jnp.zeros(all_logits.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
-        all_counts = (ids[found[all_best]] == all_best).astype(jnp.float32)
-        all_best = found[all_best]
+        index_of_id = jnp.zeros(all_logits.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
+        all_counts = (ids[index_of_id[all_best]] == all_best).astype(jnp.float32)
+        all_best = index_of_id[all_best]
         all_logits, all_log_probs = all_logits[..., ids], all_log_probs[..., ids]
     divergence = losses.divergence(objective.divergence)
-    sides = all_logits, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features)
+    sides = all_logits, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features_BTD)
 
-    def judge(outputs, columns, step):
+    def metrics_of_step(outputs, columns, step):
         take = functools.partial(jnp.take, indices=columns, axis=1, mode="clip")
         logits, log_probs, best, counts, wanted = map(take, sides)
         draft_logits = drafter.draft_logits(params, outputs, step).astype(jnp.float32)
@@ -226,18 +217,18 @@ def _judge(
             "greedy_agreement": counts * (at_best == jnp.max(draft_logits, axis=-1)),
         }
 
-    return judge
+    return metrics_of_step
 
 
-def _judge_of(only: Array, steps: int, judge: Callable) -> Callable:
-    """Returns a judge of one step, times the number of steps; all others have 0."""
+def _only_step(only: Array, steps: int, metrics_of: Callable) -> Callable:
+    """Returns the metrics of one drawn step, times the number of steps; other steps have 0."""
 
-    def judge_one(*arguments):
+    def metrics_of_step(*arguments):
         *arrays, step = arguments
 
         def chosen(*arrays):
             return jax.tree.map(
-                lambda value: steps * value.astype(jnp.float32), judge(*arrays, step)
+                lambda value: steps * value.astype(jnp.float32), metrics_of(*arrays, step)
             )
 
         shapes = jax.eval_shape(chosen, *arrays)
@@ -247,50 +238,50 @@ def _judge_of(only: Array, steps: int, judge: Callable) -> Callable:
 
         return jax.lax.cond(only == step, chosen, skipped, *arrays)
 
-    return judge_one
+    return metrics_of_step
 
 
-def _top_cross_entropy(target_logits: Array, draft_logits: Array) -> Array:
+def _top_cross_entropy(target_logits_BLV: Array, draft_logits_BLV: Array) -> Array:
     """Returns the cross entropy over the most probable tokens, not normalised (HASS, 3.1)."""
-    count = min(_TOP, target_logits.shape[-1])
-    probs, ids = jax.lax.top_k(jax.nn.softmax(target_logits), count)
-    logs = jnp.take_along_axis(jax.nn.log_softmax(draft_logits), ids, axis=-1)
+    count = min(_TOP, target_logits_BLV.shape[-1])
+    probs, ids = jax.lax.top_k(jax.nn.softmax(target_logits_BLV), count)
+    logs = jnp.take_along_axis(jax.nn.log_softmax(draft_logits_BLV), ids, axis=-1)
     return -jnp.sum(probs * logs, axis=-1)
 
 
-def _smooth_l1(outputs: Array, features: Array) -> Array:
+def _smooth_l1(outputs_BLD: Array, features_BLD: Array) -> Array:
     """Returns the mean over D of Huber's function with threshold 1: [..., D] -> [...]."""
-    distance = jnp.abs(outputs.astype(jnp.float32) - features.astype(jnp.float32))
+    distance = jnp.abs(outputs_BLD.astype(jnp.float32) - features_BLD.astype(jnp.float32))
     return jnp.mean(jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5), axis=-1)
 
 
-def _noise(width: float, tokens: Array, features: Array) -> Array:
-    """Returns uniform noise that depends on the texts alone, so that a resumed run repeats it."""
+def _noise(width: float, tokens_BT: Array, features_BTD: Array) -> Array:
+    """Returns uniform noise that the texts determine, so that a resumed run repeats it."""
     if not width:
-        return jnp.zeros((), features.dtype)
-    key = train_step.text_key(tokens, 2)
-    scale = width * 512 / features.shape[1]
-    return scale * jax.random.uniform(key, features.shape, features.dtype, -0.5, 0.5)
+        return jnp.zeros((), features_BTD.dtype)
+    key = train_step.text_key(tokens_BT, 2)
+    scale = width * 512 / features_BTD.shape[1]
+    return scale * jax.random.uniform(key, features_BTD.shape, features_BTD.dtype, -0.5, 0.5)
 
 
-def _glanced(drafter, params, share, target, tokens, features) -> Array:
-    """Returns [B, T] bool: the drafts that are shown the answer to their first token.
+def _glanced(drafter, params, share, target, tokens_BT, features_BTD) -> Array:
+    """Returns [B, T] bool: whether a draft is shown the answer to its first token.
 
-    Their number per text is a share of the tokens that a pass gets wrong. They depend on texts and
-    weights alone, so that a resumed run repeats them.
+    The number of such drafts per text is a share of the tokens that a pass gets wrong. They depend
+    on texts and weights alone, so that a resumed run repeats them.
     """
     best, wrong = jnp.argmax(target.logits, axis=-1), 0
-    index = jnp.arange(tokens.shape[1] - 1)
-    steps = drafter.unrolled(params, tokens[:, 1:], features, drafter.tokens_per_step)
+    index = jnp.arange(tokens_BT.shape[1] - 1)
+    steps = drafter.unrolled(params, tokens_BT[:, 1:], features_BTD, drafter.tokens_per_step)
     for step, outputs in enumerate(steps):
         drafted = jnp.argmax(drafter.draft_logits(params, outputs, step), axis=-1)
         wanted = jnp.take(best, index + 1 + step, axis=1, mode="clip")
         wrong += jnp.sum((drafted != wanted) & (index + 1 + step < len(index)), axis=1)
-    numbers = jax.random.uniform(train_step.text_key(tokens, 3), best.shape)
+    numbers = jax.random.uniform(train_step.text_key(tokens_BT, 3), best.shape)
     rank = jnp.argsort(jnp.argsort(numbers, axis=1), axis=1)
     return jax.lax.stop_gradient(rank < share * wrong[:, None])
 
 
-def _drawn(tokens: Array, role: int, count: int) -> Array:
-    """Returns a number below `count` that texts determine, another one for each role."""
-    return jax.random.randint(train_step.text_key(tokens, role), (), 0, count)
+def _drawn(tokens_BT: Array, role: int, count: int) -> Array:
+    """Returns a number below `count` that the texts and the role determine."""
+    return jax.random.randint(train_step.text_key(tokens_BT, role), (), 0, count)

@@ -25,8 +25,8 @@ class LayerSkip:
         dropout: probability with which a row leaves out the last layer; a layer before it is left
             out with dropout (2^(l / (L - 1)) - 1), the first never.
         exit_scale: weight of the exits' losses, relative to that of the last layer's.
-        every: every so many layers an exit is trained in a batch, from a first one that is drawn at
-            random (the authors take them in turn).
+        every: distance in layers of the exits that a batch trains. The first exit is drawn at
+            random (the authors rotate it).
     """
 
     dropout: float = 0.1
@@ -44,7 +44,7 @@ def training_metrics(
 ) -> PerTokenMetrics:
     """Returns the weighted loss of the last layer and of the exits of a batch.
 
-    What is left to chance depends on the texts alone, so that a resumed run repeats it.
+    Random choices depend on the texts alone, so that a resumed run repeats them.
     """
     L = config.num_layers
     if options.every > max(L - 1, 1):
@@ -84,7 +84,7 @@ def training_metrics(
 
 
 def held_out_metrics(config: transformer.Config, precision: Precision) -> PerTokenMetrics:
-    """Returns the cross entropy of the last layer, "loss", and after each layer before it."""
+    """Returns the cross entropy of the last layer, "loss", and after every earlier layer."""
 
     def metrics(params, frozen, batch):
         tokens = batch["tokens"]
@@ -92,32 +92,29 @@ def held_out_metrics(config: transformer.Config, precision: Precision) -> PerTok
         output = transformer.apply(
             config, params, tokens[:, :-1], tap_layers=taps, dtype=precision.dtype
         )
-        found = {"loss": losses.cross_entropy(output.logits, tokens[:, 1:])}
+        values = {"loss": losses.cross_entropy(output.logits, tokens[:, 1:])}
         for layers, stream in zip(taps, output.taps):
             logits = transformer.exit_logits(config, params, stream)
-            found[f"after_{layers}"] = losses.cross_entropy(logits, tokens[:, 1:])
-        return found
+            values[f"after_{layers}"] = losses.cross_entropy(logits, tokens[:, 1:])
+        return values
 
     return metrics
 
 
 def drop_rates(dropout: float, num_layers: int) -> Array:
-    """Returns [L]: the probability with which each layer is left out (section 4.1.1)."""
+    """Returns [L]: the probability of skipping a layer (section 4.1.1)."""
     depth = jnp.arange(num_layers) / max(num_layers - 1, 1)
     return dropout * (2.0**depth - 1)
 
 
-def loss_weights(exits: Array, num_layers: int, exit_scale: float) -> Array:
-    """Returns the weights of the losses after some layers, and of the last one: they add up to 1.
+def loss_weights(exits_N: Array, num_layers: int, exit_scale: float) -> Array:
+    """Returns the weights [N + 1] of the losses after exits [N] and after the last layer.
 
-    They grow with the layer, as the sum of the numbers of the layers that are trained up to it.
-
-    Args:
-        exits: [N] int, layers in rising order, counted from 0 and without the last.
-        num_layers: L.
-        exit_scale: factor of all weights but the last.
+    The weights add up to 1. They grow with the layer, as the sum of the numbers of the layers that
+    are trained up to it. Exits are ascending layers, counted from 0. Their weights are multiplied
+    by `exit_scale`.
     """
-    layers = jnp.append(exits, num_layers - 1)
+    layers = jnp.append(exits_N, num_layers - 1)
     sums = jnp.cumsum(layers + 1)
     weights = jnp.where(layers < num_layers - 1, exit_scale * sums, sums)
     return weights / jnp.sum(weights)

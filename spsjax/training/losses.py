@@ -117,16 +117,18 @@ DIVERGENCES = {
 _WITH_BETA = "jensen_shannon", "mixed"
 
 
-def divergence(name: str, other: str = "") -> Callable[[Array, Array], Array]:
-    """Returns the divergence with this name; "jensen_shannon:0.1" and "mixed:0.1" also set beta.
+def divergence(
+    name: str, key: str = "divergence", other: str = ""
+) -> Callable[[Array, Array], Array]:
+    """Returns a divergence by name; "jensen_shannon:0.1" and "mixed:0.1" also set beta.
 
-    Raises InputError, which also names what the caller takes besides, if there is no such
-    divergence.
+    The error message names the config's key, and another name that the key may have. Raises
+    InputError if there is no divergence of this name.
     """
     base, colon, beta = str(name).partition(":")
     if base not in DIVERGENCES or (colon and base not in _WITH_BETA):
         raise InputError(
-            f"objective: expected {other and other + ' or '}one of {', '.join(DIVERGENCES)}, "
+            f"{key}: expected {other and other + ' or '}one of {', '.join(DIVERGENCES)}, "
             f"found {short_repr(name)}"
         )
     if not colon:
@@ -136,7 +138,7 @@ def divergence(name: str, other: str = "") -> Callable[[Array, Array], Array]:
             raise ValueError
     except ValueError:
         raise InputError(
-            f"objective: expected beta in [1e-6, 1 - 1e-6], found {short_repr(name)}"
+            f"{key}: expected beta in [1e-6, 1 - 1e-6], found {short_repr(name)}"
         ) from None
     return functools.partial(DIVERGENCES[base], beta=float(beta))
 
@@ -145,9 +147,8 @@ def top_k_with_rest(logits: Array, ids: Array) -> Array:
     """Returns log probabilities of the tokens `ids`, then of all other tokens together.
 
     [..., V], [..., k] int -> [..., k + 1]. It serves to distil from a target of which only the most
-    likely tokens were cached. By the data-processing inequality, a divergence between two such
-    distributions is at most the divergence between the full ones, and their acceptance is at least
-    the full acceptance.
+    likely tokens were cached. By the data-processing inequality, the divergence of two results is
+    at most that of the full distributions, and their acceptance is at least the full acceptance.
     """
     log_probs = jnp.take_along_axis(_log_probs(logits), ids, axis=-1)
     return jnp.concatenate([log_probs, _log_rest(log_probs)], axis=-1)

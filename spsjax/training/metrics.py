@@ -50,12 +50,12 @@ def summarize(values_NT: np.ndarray, mask_NT: np.ndarray, stretches: int = 16) -
 
 
 def with_interval(mean: float, interval: float | None, digits: int) -> str:
-    """Returns a mean and half the width of its interval as text; a dash if there is none."""
+    """Returns a mean and half the width of its interval as text, a dash for None."""
     return f"{mean:.{digits}f} ± " + ("-" if interval is None else f"{interval:.{digits}f}")
 
 
 def evenly_spaced(count: int, available: int) -> np.ndarray:
-    """Returns indices of at most `count` of the available examples, spread over the whole text."""
+    """Returns indices of at most `count` of the available examples, evenly spaced."""
     count = min(count, available)
     return np.arange(count) * available // count
 
@@ -70,12 +70,7 @@ def evaluate_batches(
 ) -> dict[str, MetricSummary]:
     """Evaluates all rows of a table in batches and summarizes every metric.
 
-    Args:
-        metrics_of: jitted `step.PerTokenMetrics`.
-        params, frozen: first two arguments of `metrics_of`.
-        table: examples.
-        batch: rows per batch.
-        batch_sharding: sharding of the rows of a batch.
+    `metrics_of` is a jitted `step.PerTokenMetrics`.
     """
     values, masks = {}, []
     local = pipeline.local_rows(batch_sharding, batch)

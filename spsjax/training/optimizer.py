@@ -15,30 +15,21 @@ class OptimizerConfig:
     """Options of AdamW after clipping by the global norm, under a warm-up and cosine schedule.
 
     Matrices are decayed; embeddings, norms and biases are not. The schedule's shape is
-    Chinchilla's (Hoffmann et al. 2022, arXiv 2203.15556, section 4.1). Warm-up and clipping are
-    Gopher's (Rae et al. 2021, arXiv 2112.11446, section 3.2), to which that paper refers. The
-    weight decay and Adam's betas are our own choice; neither paper states them.
-
-    Attributes:
-        learning_rate: peak learning rate.
-        steps: number of steps in the whole run.
-        warmup: step at which the rate reaches its peak; 0 starts at the peak.
-        final_rate: rate of the last step, as a share of the peak.
-        weight_decay: weight decay, multiplied by the rate.
-        clip: largest global norm of a gradient.
-        b1, b2: AdamW's decay rates of the moments, below 1.
-        accumulate: number of microbatches per batch, whose gradients are added up.
+    Chinchilla's (Hoffmann et al. 2022, arXiv 2203.15556, section 4.1), and clipping is Gopher's
+    (Rae et al. 2021, arXiv 2112.11446, section 3.2), to which that paper refers. The weight decay
+    and Adam's betas are our own choice; neither paper states them.
     """
 
-    learning_rate: float
-    steps: int
-    warmup: int = 1500
-    final_rate: float = 0.1
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    learning_rate: float = 1e-3  # peak learning rate
+    steps: int = dataclasses.field(kw_only=True)  # number of steps in the whole run
+    warmup: int = 100  # step at which the rate reaches its peak; 0 starts at the peak
+    final_rate: float = 0.0  # rate of the last step, as a share of the peak
+    weight_decay: float = 0.0  # weight decay, multiplied by the rate
+    clip: float = 1.0  # largest global norm of a gradient
+    # AdamW's decay rates of the moments, below 1.
     b1: float = 0.9
     b2: float = 0.95
-    accumulate: int = 1
+    accumulate: int = 1  # number of microbatches per batch, whose gradients are added up
 
     def __post_init__(self):
         for field, least in (("steps", 1), ("warmup", 0), ("accumulate", 1)):

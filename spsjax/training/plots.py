@@ -45,17 +45,11 @@ def plot_curves(folder: pathlib.Path) -> str:
 
 
 def plot_depths(runs: Mapping[str, str | pathlib.Path], path: str | pathlib.Path) -> None:
-    """Draws acceptance by depth, from the last evaluations of trainings of feature drafters.
+    """Draws acceptance by depth from the last evaluations of trainings of feature drafters.
 
-    It is the probability that a draft token is accepted if those before it are the text's own: the
-    papers' n-alpha, on held-out text, with its 95% interval.
-
-    Args:
-        runs: folders of runs, by the names to show.
-        path: file to write.
-
-    Raises:
-        InputError: a run has no evaluation, or matplotlib is missing.
+    It is the probability that a draft token is accepted if all earlier tokens are the text's own:
+    the papers' n-alpha, on held-out text, with its 95% interval. `runs` are folders by title.
+    Raises InputError if a run has no evaluation, or if matplotlib is missing.
     """
     if not importlib.util.find_spec("matplotlib"):
         raise InputError("plot: expected matplotlib to be installed, found none")

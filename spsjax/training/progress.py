@@ -7,18 +7,14 @@ from collections.abc import Iterator
 import jax
 
 from spsjax.parallel import multihost
-from spsjax.performance import hardware
+from spsjax.planning import hardware
 from spsjax.utils.progress import Bar
 
 
 class Progress:
     """A progress bar on standard error: steps, time left, loss, tokens/s and share of peak FLOP/s.
 
-    Args:
-        start: number of steps that earlier processes have finished.
-        steps: number of steps in the whole run.
-        tokens: tokens per step.
-        flops: floating-point operations per step, on all devices together.
+    `tokens` and `flops` are per step on all devices together.
     """
 
     def __init__(self, start: int, steps: int, tokens: int, flops: float):

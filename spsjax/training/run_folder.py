@@ -7,11 +7,10 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
@@ -41,20 +40,24 @@ class Folder:
 
     Args:
         path: folder; created when the run begins.
-        config: config of the run. A folder whose run had another config is refused.
+        config: all values of the run's config. A folder whose run had another config is refused.
         free_keys: top-level keys of the config that may change when a run is resumed.
 
     Attributes:
         path: absolute path of the folder.
+        name: path of the folder as the caller wrote it, for output.
         resumable: whether the folder holds a run that can be resumed.
     """
 
-    def __init__(self, path: str | pathlib.Path, config: ConfigDict, free_keys: Sequence[str] = ()):
-        self.path = pathlib.Path(path).absolute()
+    def __init__(
+        self, path: str | pathlib.Path, config: Mapping[str, Any], free_keys: Sequence[str] = ()
+    ):
+        self.name = pathlib.Path(path)
+        self.path = self.name.absolute()
         atomic_files.check_outputs(map(self.path.joinpath, _FILES), [self.path])
         self._free_keys = free_keys
         self._events: _EventFile | None = None
-        self._config = json.loads(config.to_json())
+        self._config = json.loads(json.dumps(config))  # tuples become lists, as in the file
         multihost.check_same_everywhere(self._config)
         self.resumable = multihost.all_true((self.path / "config.json").exists())
         if self.resumable:
@@ -76,7 +79,7 @@ class Folder:
             self._check_stored_config(pinned=True)
 
     def begin(self, step: int) -> None:
-        """Begins the run, or resumes it after `step` and drops later log records."""
+        """Begins the run, or resumes it after `step` and removes later log records."""
         if not multihost.is_main_process():
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -143,11 +146,8 @@ class _EventFile:
 
     It uses the synchronous writer of tensorboardX. `SummaryWriter` writes in a thread of its own:
     on a full disk that thread dies with a traceback, the training loop then blocks on its queue,
-    and a killed run loses up to two minutes of events.
-
-    Args:
-        folder: folder of the run.
-        step: first step of this file. TensorBoard hides points of earlier files from there on.
+    and a killed run loses up to two minutes of events. TensorBoard hides points of earlier files
+    from the first step of this file on.
     """
 
     def __init__(self, folder: pathlib.Path, step: int):
@@ -218,7 +218,7 @@ def _flatten(config: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    """Returns command, versions and devices of this process."""
+    """Returns the command, versions and devices of this process."""
     versions = {}
     for package in _PACKAGES:
         try:

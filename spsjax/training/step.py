@@ -27,15 +27,10 @@ PerTokenMetrics = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Numerical options of a forward pass.
+    """Numerical options of a forward pass."""
 
-    Attributes:
-        dtype: compute type; None or "": float32 on CPUs, bfloat16 on accelerators.
-        remat: whether activations are recomputed for the gradient, which saves memory.
-    """
-
-    dtype: Any = None
-    remat: bool = False
+    dtype: Any = ""  # compute type; empty: float32 on CPUs, bfloat16 on accelerators
+    remat: bool = False  # whether activations are recomputed for the gradient, which saves memory
 
     def __post_init__(self):
         # Not the default of decoding: a resumed run must not depend on the version of XLA.
@@ -81,13 +76,13 @@ def loss_mask(batch: PyTree) -> Array:
     return counts.astype(jnp.float32)
 
 
-def text_key(tokens: Array, role: int) -> Array:
-    """Returns a key that texts determine, and that differs from batch to batch.
+def text_key(tokens_BT: Array, role: int) -> Array:
+    """Returns a random key that the texts of a batch determine, so that a resumed run repeats it.
 
-    So a resumed run repeats its random choices. `role` is another number for each use.
+    `role` differs between uses of the key.
     """
-    weights = jnp.arange(1, 1 + tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
-    number = jnp.sum(tokens.astype(jnp.uint32) * weights)
+    weights = jnp.arange(1, 1 + tokens_BT.size, dtype=jnp.uint32).reshape(tokens_BT.shape)
+    number = jnp.sum(tokens_BT.astype(jnp.uint32) * weights)
     return jax.random.fold_in(jax.random.key(number), role)
 
 
@@ -146,8 +141,8 @@ def _accumulated(gradient_of, params, frozen, batch, accumulate: int):
 def _split_rows(leaf: Array, count: int) -> Array:
     """Reshapes [B, ...] to [count, B / count, ...].
 
-    Rows are dealt out in turn, so that each stays on its device and every device has rows of every
-    microbatch.
+    Rows are distributed cyclically, so that a row stays on its device and every device has rows of
+    every microbatch.
     """
     rows = leaf.shape[0] // count
     return jnp.swapaxes(leaf.reshape(rows, count, *leaf.shape[1:]), 0, 1)
@@ -160,19 +155,15 @@ def all_finite(params: PyTree) -> Array:
 
 
 def model_shapes(config: transformer.Config, mesh: Mesh | None) -> PyTree:
-    """Returns the shapes of a transformer's parameters, each with its sharding."""
+    """Returns the shapes of a transformer's parameters with their shardings."""
     shapes = transformer.param_shapes(config)
-    return sharding.place_shapes(shapes, sharding.param_shardings(mesh, config))
+    return sharding.shard_shapes(shapes, sharding.param_shardings(mesh, config))
 
 
 def state_shapes(param_shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:
-    """Returns the shapes of a training state, each with its sharding.
+    """Returns the shapes of a training state with their shardings.
 
     The moments of a parameter are sharded like the parameter; scalars are replicated.
-
-    Args:
-        param_shapes: shapes with shardings, as from `model_shapes`.
-        optimizer: optimizer whose state is part of the training state.
     """
     transformation = optimizer.transformation()
     replicated = _replicated(jax.tree.leaves(param_shapes)[0].sharding)
@@ -201,27 +192,13 @@ def _replicated(where: Sharding) -> Sharding:
 def random_params(
     init: Callable[..., PyTree], param_shapes: PyTree, seed: int, *arguments: PyTree
 ) -> PyTree:
-    """Returns random parameters, each created directly in its sharding.
-
-    Args:
-        init: function from a key, and the arguments, to parameters, such as
-            `partial(transformer.init, config)`.
-        param_shapes: shapes with shardings, as from `model_shapes`.
-        seed: random seed.
-        *arguments: further arguments of `init`.
-    """
+    """Returns random parameters `init(key, *arguments)`, created directly in their shardings."""
     shardings = jax.tree.map(lambda shape: shape.sharding, param_shapes)
     return jax.jit(init, out_shardings=shardings)(jax.random.key(seed), *arguments)
 
 
 def init_state(params: PyTree, shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:
-    """Returns the training state of the first step.
-
-    Args:
-        params: initial parameters. The state holds them, not a copy.
-        shapes: shapes of the state, from `state_shapes`.
-        optimizer: optimizer whose state is created.
-    """
+    """Returns the training state of the first step, which holds `params` without a copy."""
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes["optimizer"])
     init = jax.jit(optimizer.transformation().init, out_shardings=shardings)
     return {"params": params, "optimizer": init(params)}

@@ -22,31 +22,24 @@ from spsjax.utils import hashing
 
 @dataclasses.dataclass(frozen=True)
 class TargetCache:
-    """Options for caching what the target computes on texts, instead of running it in every step.
+    """Options of the cache of the target's outputs, which replaces its passes in every step."""
 
-    Attributes:
-        store: what the cache holds per token. "nothing" disables the cache. "states" stores the
-            final hidden states in half precision (2 D bytes), from which the head alone recomputes
-            the logits, and as many bytes per tapped layer. "top_k" stores the ids of the `k` most
-            likely tokens (4 bytes each) and their probabilities at each temperature (4 bytes each).
-            All other tokens then count as one, and the acceptance rate that training logs is an
-            upper bound.
-        k: number of tokens that "top_k" stores.
-        batch: number of texts in one forward pass of the target.
-    """
-
-    store: str = "nothing"
-    k: int = 64
-    batch: int = 4
+    # What the cache holds per token. "nothing" disables the cache. "states" stores the final hidden
+    # states in half precision (2 D bytes), from which the head alone recomputes the logits, and as
+    # many bytes per tapped layer. "top_k" stores the ids of the `k` most likely tokens (4 bytes
+    # each) and their probabilities at each temperature (4 bytes each). All other tokens then count
+    # as one, and the acceptance rate that training logs is an upper bound.
+    store: str = "states"
+    k: int = 64  # number of tokens that "top_k" stores
+    batch: int = 2  # number of texts in one forward pass of the target
 
     def __post_init__(self):
         if self.store not in ("nothing", "states", "top_k"):
             raise InputError(
-                "target_cache.store: expected 'nothing', 'states' or 'top_k', "
-                f"found {short_repr(self.store)}"
+                f"store: expected 'nothing', 'states' or 'top_k', found {short_repr(self.store)}"
             )
         for field in ("k", "batch"):
-            check_integer(f"target_cache.{field}", getattr(self, field), 1)
+            check_integer(field, getattr(self, field), 1)
 
     def columns(
         self,
@@ -129,20 +122,14 @@ class TargetCache:
 def target_samples(
     target: Model, examples, mixture: distillation.Mixture, folder: pathlib.Path, seed: int
 ) -> dict[str, np.ndarray]:
-    """Returns texts that the target wrote after prompts of the corpus; samples them only once.
+    """Returns continuations that the target generated after prompts of the corpus; samples once.
 
-    Args:
-        target: target model.
-        examples: [N, T+1] int32 corpus examples, whose first tokens are the prompts.
-        mixture: number of samples, their prompt length and temperature.
-        folder: folder of all caches.
-        seed: random seed of prompts and samples.
+    Prompts are the first tokens of examples [N, T+1]. The columns are those of
+    `distillation.sample_continuations`, cached below `folder`. Raises InputError if a cached file
+    is damaged.
 
     Returns:
         Columns as in `distillation.sample_continuations`.
-
-    Raises:
-        InputError: a cached file is damaged.
     """
     length = examples[0].shape[0]
     rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]

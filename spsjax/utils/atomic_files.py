@@ -13,7 +13,7 @@ import filelock
 
 from spsjax.errors import InputError
 
-# Error codes of a file system that cannot lock files, as some network file systems cannot.
+# Error codes of file systems without locks, such as some network file systems.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -100,9 +100,9 @@ def sha256(path: pathlib.Path) -> str:
 
 
 def check_outputs(files: Iterable[pathlib.Path], folders: Iterable[pathlib.Path]) -> None:
-    """Raises InputError if an output file is a folder, or an output folder something else.
+    """Raises InputError if an output file is a folder, or an output folder is not a folder.
 
-    A long run calls it first, because it could write its last files only after all its work.
+    Long runs call it at their start, so that they do not fail after all the work.
     """
     for path in files:
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""Whether the default device multiplies bfloat16 as it is."""
+"""Test for native bfloat16 products on the default device."""
 
 import functools
 import re
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 @functools.cache
 def is_multiplied_directly() -> bool:
-    """Returns whether XLA multiplies matrices of bfloat16 without converting them to float32 first.
+    """Returns whether XLA multiplies bfloat16 matrices without a conversion to float32.
 
-    Accelerators do. On CPUs it depends on the version of XLA and on the processor, so a small
-    product is compiled, and the program read.
+    It does on accelerators. On CPUs this depends on the version of XLA and on the processor, so the
+    function compiles a small product and inspects the program.
     """
     if jax.default_backend() != "cpu":
         return True

@@ -1,4 +1,4 @@
-"""Jitted functions, with their compile time apart from their run time."""
+"""Jitted functions with a measurement of their compile time."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from jax import monitoring
 from spsjax.utils import traced
 
 _jitted = {}
-_newest = threading.local()  # `ended`: when this thread compiled last
+_newest = threading.local()  # `ended`: end of this thread's last compilation
 
 
 def _note_compilation(event: str, seconds: float, **_) -> None:
@@ -25,18 +25,19 @@ def compiled(function: Callable, *static, donate: int | None = None) -> Callable
     """Returns `function(*static, ...)` as a jitted function of the remaining arguments.
 
     The jitted function returns `(result, compile_seconds)`. The second is 0 if a program for these
-    shapes and shardings was there already, also of other numbers (`traced.number`) in `static`.
+    shapes and shardings exists. Values of traced numbers in `static` (`traced.number`) do not
+    matter.
 
     Args:
         function: pure function.
-        static: hashable leading arguments, compiled in but for their numbers.
-        donate: index of a remaining argument whose buffers the result may take over.
+        static: hashable leading arguments, which are compiled in, except for traced numbers.
+        donate: index of a remaining argument whose buffers the result may reuse.
     """
     program, numbers = jitted(function, *static, donate=donate)
 
     def call(*args):
         start = time.perf_counter()
-        result = program(numbers, *args)  # returns as soon as it is compiled and has begun
+        result = program(numbers, *args)  # returns after compilation, before the program ends
         return result, max(getattr(_newest, "ended", start) - start, 0.0)
 
     return call
@@ -45,9 +46,9 @@ def compiled(function: Callable, *static, donate: int | None = None) -> Callable
 def jitted(
     function: Callable, *static, donate: int | None = None
 ) -> tuple[jax.stages.Wrapped, tuple[float, ...]]:
-    """Returns the function that `compiled` calls, and its first argument: the numbers of `static`.
+    """Returns the function that `compiled` calls and its first argument, the numbers of `static`.
 
-    Takes what `compiled` takes.
+    The arguments are those of `compiled`.
     """
     static, numbers = traced.split(static)
     key = function, static, donate
@@ -56,12 +57,12 @@ def jitted(
         def run(numbers, *args):
             return function(*traced.join(static, numbers), *args)
 
-        run.__name__ = run.__qualname__ = function.__name__  # in programs and in profiles
+        run.__name__ = run.__qualname__ = function.__name__  # the name in profiles
         _jitted[key] = jax.jit(run, donate_argnums=() if donate is None else donate + 1)
     return _jitted[key], numbers
 
 
 def clear() -> None:
-    """Forgets all programs: one process may not map the programs of a whole test suite."""
+    """Discards all compiled programs, for tests: the OS limits a process's memory mappings."""
     _jitted.clear()
     jax.clear_caches()

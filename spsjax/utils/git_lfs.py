@@ -1,4 +1,4 @@
-"""Pointers of Git LFS, which a clone without it has in the place of large files."""
+"""Detection of Git LFS pointers, which replace large files in a clone without Git LFS."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ _BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 
 def check(path: pathlib.Path, content: bytes) -> None:
-    """Raises InputError if a file's content, or its beginning, is that of a pointer."""
+    """Raises InputError if the content of a file, or its beginning, is a pointer."""
     if content.startswith(_BEGINNING):
         raise InputError(
             f"{path}: expected the file, found a Git LFS pointer to it. "

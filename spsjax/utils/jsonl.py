@@ -1,4 +1,4 @@
-"""JSON-lines files: read with line numbers, appended durably, repaired after a crash."""
+"""JSON-lines files: reading with line numbers, durable appending, and repair after a crash."""
 
 import gzip
 import json
@@ -14,9 +14,9 @@ def read(path: str | pathlib.Path, allow_torn: bool = False) -> Iterator[tuple[i
     """Yields the line number and the value of each line that is not blank.
 
     Args:
-        path: file to read; a name that ends in `.gz` is decompressed.
-        allow_torn: whether a last line without a newline is skipped. A process that was killed
-            while it wrote, or that is still writing, leaves such a line.
+        path: path of the file; files with the suffix `.gz` are decompressed.
+        allow_torn: whether a last line without a newline is skipped. A process that is writing, or
+            was killed while writing, leaves an incomplete line.
 
     Raises:
         InputError: the file cannot be read, or a line is not JSON.
@@ -42,12 +42,12 @@ def read(path: str | pathlib.Path, allow_torn: bool = False) -> Iterator[tuple[i
 
 
 def to_line(record: object) -> bytes:
-    """Returns one line of JSON. Raises ValueError for a NaN or an infinity: JSON has neither."""
+    """Returns one line of JSON; raises ValueError for NaN or infinity, which JSON does not have."""
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def append(path: str | pathlib.Path, record: object) -> None:
-    """Appends one record, and returns when it is on the disk."""
+    """Appends one record and waits until it is on the disk."""
     line = to_line(record)
     with open(path, "ab") as file:
         file.write(line)
@@ -56,7 +56,7 @@ def append(path: str | pathlib.Path, record: object) -> None:
 
 
 def drop_torn_line(path: str | pathlib.Path) -> None:
-    """Removes a last line without a newline, which a process that was killed may have left."""
+    """Removes a last line without a newline, which a killed process may have left."""
     with open(path, "r+b") as file:
         content = file.read()
         end = content.rfind(b"\n") + 1

@@ -1,15 +1,21 @@
 """Progress bars on terminals, and plain lines in log files."""
 
 import sys
+from collections.abc import Callable, Iterable, Sequence
 
 from tqdm import tqdm
+
+# Wrapper of a list of jobs that shows the progress; `iter` shows none.
+Progress = Callable[[Sequence], Iterable]
+# Function from a title to a `Progress`.
+TitledProgress = Callable[[str], Progress]
 
 _LOG_SECONDS = 10
 _LINE = "{desc}: {n_fmt}/{total_fmt} in {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 
 
 class Bar(tqdm):
-    """A progress bar on stderr, or a line every ten seconds where stderr is not a terminal.
+    """Progress bar on stderr, or a line every ten seconds if stderr is not a terminal.
 
     The arguments are those of `tqdm`.
     """
@@ -17,7 +23,7 @@ class Bar(tqdm):
     def __init__(self, *args, **options):
         self._log = not sys.stderr.isatty()
         if self._log:
-            # One step may take minutes: look at the clock after each.
+            # A step may take minutes, so the clock is checked after every step.
             options |= {"mininterval": _LOG_SECONDS, "miniters": 1, "leave": False}
             options |= {"bar_format": _LINE}
         super().__init__(*args, **options)
@@ -31,8 +37,8 @@ class Bar(tqdm):
         return False
 
     def close(self) -> None:
-        """Ends the bar, in a log file with a last line unless it is too short to be shown."""
-        shown = not self.disable and self.last_print_t >= self.start_t + self.delay
-        if self._log and shown:
+        """Closes the bar; in a log file it prints a last line if the bar has printed before."""
+        has_printed = not self.disable and self.last_print_t >= self.start_t + self.delay
+        if self._log and has_printed:
             self.display()
         super().close()

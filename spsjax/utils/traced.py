@@ -1,13 +1,14 @@
-"""Numbers of static objects that are traced, so that a new value compiles nothing.
+"""Traced numbers in static objects, so that a new value does not compile a new program.
 
-Drafters, their rules, verifiers and pacers are frozen dataclasses, and static arguments of jitted
-functions. A field declared with `number` is not: `split` takes its value out of the static
-arguments, the jitted function takes it as an argument of its own, and `join` puts it back while the
-function is traced. So traced code may compute with the field, but may not branch on it in Python.
+Drafters, stopping rules, verifiers and schedules are frozen dataclasses, and static arguments of
+jitted functions. Fields declared with `number` are traced instead. `split` takes their values out
+of the static arguments, the jitted function receives them as an argument of its own, and `join`
+puts them back while the function is traced. So code may compute with such a field, but may not
+branch on it in Python.
 
-A Python float stays weakly typed as an argument of a jitted function. In an expression with arrays
-it has their precision, as if it were a constant. Only what is computed from numbers alone, as
-1 - memory, has that of a JAX scalar: float32, unless 64 bits are enabled.
+A Python float stays weakly typed as an argument of a jitted function: in an expression with arrays
+it has their precision, as a constant would. An expression of such numbers alone, as 1 - memory, has
+the precision of a JAX scalar: float32, unless 64 bits are enabled.
 """
 
 import dataclasses
@@ -17,31 +18,31 @@ from collections.abc import Callable
 
 import numpy as np
 
-_OFF = "number whose value stays static"  # of a field's metadata
+_OFF = "number whose value stays static"  # key in a field's metadata
 
 
 class _Absent(enum.Enum):
-    """The value of a traced number in a static object."""
+    """Placeholder of a traced number in a static object."""
 
     NUMBER = enum.auto()
 
 
 def number(default: object = dataclasses.MISSING, off: float | None = None):
-    """Returns a dataclass field whose value is traced, an int if it is annotated so, or a float.
+    """Returns a dataclass field with a traced value: an int if it is annotated `int`, else a float.
 
     Args:
         default: default of the field; missing: it has none.
-        off: value that stays static, because it switches something off in the compiled program.
+        off: value that stays static, because it removes code from the compiled program.
     """
     return dataclasses.field(default=default, metadata={_OFF: off})
 
 
-@functools.lru_cache(maxsize=1024)  # an engine asks in every step, and a hash is 40 times faster
+@functools.lru_cache(maxsize=1024)  # called in every step of an engine; 40 times faster
 def split(static: tuple) -> tuple[tuple, tuple[float, ...]]:
     """Returns static arguments without their traced numbers, and these numbers.
 
-    Arguments that differ in these numbers alone become equal. Looks into tuples and into frozen
-    dataclasses that are compared by their fields.
+    Arguments that differ only in these numbers become equal. The function descends into tuples and
+    into frozen dataclasses that are compared by their fields.
     """
     numbers = []
 
@@ -55,16 +56,19 @@ def split(static: tuple) -> tuple[tuple, tuple[float, ...]]:
 
 
 def join(static: tuple, numbers: tuple) -> tuple:
-    """Returns what was split, with these numbers, which may be traced; nothing is checked.
+    """Inverts `split` with other numbers, which may be traced; objects do not check their fields.
 
-    What an object keeps beside its fields is lost.
+    Attributes that are not fields are lost.
     """
-    left = iter(numbers)
-    return _mapped(lambda _, value: next(left) if value is _Absent.NUMBER else value, static)
+    remaining = iter(numbers)
+    return _mapped(lambda _, value: next(remaining) if value is _Absent.NUMBER else value, static)
 
 
 def _mapped(function: Callable, value):
-    """Returns a value with `function(field, number)` for each number, or itself if none differs."""
+    """Returns a value with `function(field, number)` in place of each number.
+
+    If no number changes, it returns the same object.
+    """
     if type(value) is tuple:
         items = tuple(_mapped(function, item) for item in value)
         return items if any(new is not old for new, old in zip(items, value)) else value
@@ -78,7 +82,7 @@ def _mapped(function: Callable, value):
         fields[field.name], same = new, same and new is old
     if same:
         return value
-    copy = object.__new__(type(value))  # runs no checks, which do not take traced numbers
+    copy = object.__new__(type(value))  # skips `__post_init__`, which cannot check traced numbers
     for name, new in fields.items():
         object.__setattr__(copy, name, new)
     return copy

@@ -1,4 +1,4 @@
-"""Verifiers, one module per rule, each with a `Verifier`."""
+"""Verifiers: one module per acceptance rule, with a class `Verifier`."""
 
 from spsjax.errors import InputError, short_repr
 from spsjax.verifiers import (
@@ -29,7 +29,7 @@ NAMES = tuple(__all__)
 
 
 def by_name(name: str) -> Verifier:
-    """Returns the verifier of a module, with its defaults; raises InputError for another name."""
+    """Returns the verifier of a name with its defaults; raises InputError for another name."""
     if name not in NAMES:
         raise InputError(f"verifier: expected {', '.join(NAMES)}, found {short_repr(name)}")
     return globals()[name].Verifier()

@@ -1,4 +1,4 @@
-"""The interface of verifiers."""
+"""Interface of verifiers."""
 
 import abc
 
@@ -13,9 +13,9 @@ class Verifier(abc.ABC):
     """Decides which draft tokens are accepted, and draws the token that follows them.
 
     A concrete verifier is a final, frozen, hashable dataclass: it is a static argument of the
-    jitted loop, but for fields declared with `utils.traced.number`. It computes acceptance
-    probabilities and residual distributions as pure functions first and draws afterwards, so that
-    the exactness tests enumerate the code that runs.
+    jitted loop, except for fields declared with `utils.traced.number`. Pure functions compute
+    acceptance probabilities and residual distributions, and tokens are drawn afterwards. So the
+    exactness tests can enumerate all outcomes of the code that runs.
 
     Attributes:
         lossless: whether the emitted tokens follow the target's distribution exactly.
@@ -33,31 +33,30 @@ class Verifier(abc.ABC):
         Args:
             keys_B: one key per row and round; draws use `sampling.uniforms` of the roles ACCEPT
                 and NEXT.
-            proposal: what the drafter proposed.
-            logits_BMV: the target's logits at every node: what follows the root, and each token.
+            proposal: proposal of the drafter.
+            logits_BMV: logits of the target at every node, for the token after it.
             rows: sampling parameters per row.
         """
-        target_probs = sampling.to_probs(logits_BMV, rows)
-        if not proposal.tokens.shape[1]:  # nothing was drafted, and nothing is to be decided
-            return verdicts.accept_nothing(keys_B, proposal.tokens, target_probs[:, 0])
-        return self.verify(keys_B, proposal, target_probs)
+        target_probs_BMV = sampling.to_probs(logits_BMV, rows)
+        if not proposal.tokens.shape[1]:  # K = 0: autoregressive sampling
+            return verdicts.accept_nothing(keys_B, proposal.tokens, target_probs_BMV[:, 0])
+        return self.verify(keys_B, proposal, target_probs_BMV)
 
     @abc.abstractmethod
-    def verify(self, keys_B: Array, proposal: Proposal, target_probs: Array) -> Verdict:
-        """Returns the verdict, given the distributions [B, M, V] that should have been sampled."""
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
+        """Returns the verdict, from the target's distribution at every node."""
 
     @abc.abstractmethod
-    def accept_probs(self, proposal: Proposal, target_probs: Array) -> Array:
-        """Returns [B, N]: how probable it is that each draft token is accepted.
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
+        """Returns the probability [B, N] that each draft token is accepted, given the proposal.
 
-        Only the rule's own draws are random. The sum over a proposal's tokens is the mean number
-        that is accepted of it.
+        The sum over the tokens of a proposal is the expected number of accepted tokens.
         """
 
     def check(self, proposal: Proposal) -> None:
-        """Raises InputError for a kind of proposal that the rule does not fit, when traced.
+        """Raises InputError for a kind of proposal that the rule does not support.
 
-        It is not asked for a proposal without nodes.
+        It is called when the loop is traced, except for proposals without nodes.
         """
         if proposal.parents is not None and not self.trees:
             raise InputError(

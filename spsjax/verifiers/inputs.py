@@ -1,4 +1,4 @@
-"""Checks of distributions that a caller brings."""
+"""Checks of the arguments of standalone verification."""
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +14,25 @@ _TOLERANCE = 0.02
 def check_key(key) -> None:
     """Raises InputError unless `key` is one JAX key, typed or raw."""
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
-    new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    old = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    if not new and (dtype, shape) != (old.dtype, old.shape):
-        found = type(key).__name__ if dtype is None else f"{dtype} {list(shape)}"
-        raise InputError(f"key: expected one key (jax.random.key), found {found}")
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    if not typed and (dtype, shape) != (raw.dtype, raw.shape):
+        description = type(key).__name__ if dtype is None else f"{dtype} {list(shape)}"
+        raise InputError(f"key: expected one key (jax.random.key), found {description}")
 
 
 def as_array(name: str, value):
-    """Returns the value as an array of its own type. (JAX would wrap a large integer.)"""
+    """Returns the value as an array of its own type, because JAX would wrap large integers."""
     if isinstance(value, jax.Array):
         return value
     try:
         return np.asarray(value)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of different lengths
         raise InputError(f"{name}: expected an array, found {short_repr(value)}") from None
 
 
 def draft_tokens(name: str, value, target_probs, letter: str) -> tuple[Array, int]:
-    """Returns draft tokens [B, N], and V; raises InputError unless they are ids in [-1, V)."""
+    """Returns draft tokens [B, N] and V; raises InputError unless tokens are ids in [-1, V)."""
     tokens = as_array(name, value)
     if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InputError(
@@ -47,8 +47,8 @@ def draft_tokens(name: str, value, target_probs, letter: str) -> tuple[Array, in
 def parents(value, tokens: Array, num_nodes: int) -> Array:
     """Returns the parents [B, N] of draft tokens.
 
-    Raises InputError unless a parent has a smaller number, and one of the `num_nodes` nodes that
-    may have children.
+    Raises InputError unless each parent has a smaller number than its child, and is one of the
+    first `num_nodes` nodes.
     """
     parents = as_array("parents", value)
     if parents.shape != tokens.shape or not jnp.issubdtype(parents.dtype, jnp.integer):
@@ -78,37 +78,38 @@ def num_nodes(draft_probs) -> int | None:
     return probs.shape[1]
 
 
-def check_distinct(tokens: Array, parents: Array) -> None:
-    """Raises InputError if a token comes twice below one node, unless traced."""
-    if isinstance(tokens, jax.core.Tracer) or isinstance(parents, jax.core.Tracer):
+def check_distinct(tokens_BN: Array, parents_BN: Array) -> None:
+    """Raises InputError if a node has two children with one token; traced values pass."""
+    if isinstance(tokens_BN, jax.core.Tracer) or isinstance(parents_BN, jax.core.Tracer):
         return
-    tokens, parents = np.asarray(tokens), np.asarray(parents)
-    twins = (tokens[:, :, None] == tokens[:, None]) & (parents[:, :, None] == parents[:, None])
-    twins &= np.triu(np.ones(twins.shape[1:], bool), 1) & (tokens >= 0)[:, None]
+    tokens_BN, parents_BN = np.asarray(tokens_BN), np.asarray(parents_BN)
+    twins = tokens_BN[:, :, None] == tokens_BN[:, None]
+    twins &= parents_BN[:, :, None] == parents_BN[:, None]
+    twins &= np.triu(np.ones(twins.shape[1:], bool), 1) & (tokens_BN >= 0)[:, None]
     if twins.any():
         row, first, _ = np.argwhere(twins)[0]
         raise InputError(
             "tokens: expected siblings that differ, because they were drawn without replacement, "
-            f"found {tokens[row, first]} twice in row {row}. Else pass replacement=True"
+            f"found {tokens_BN[row, first]} twice in row {row}. Else pass replacement=True"
         )
 
 
-def depth(parents: Array) -> int:
-    """Returns the greatest depth of a node; N if the parents [B, N] are traced."""
-    B, N = parents.shape
-    if isinstance(parents, jax.core.Tracer):
+def depth(parents_BN: Array) -> int:
+    """Returns the greatest depth of a node; N if the parents are traced."""
+    B, N = parents_BN.shape
+    if isinstance(parents_BN, jax.core.Tracer):
         return N
     depths = np.zeros((B, N + 1), int)
-    for n, parent in enumerate(np.asarray(parents).T):
+    for n, parent in enumerate(np.asarray(parents_BN).T):
         depths[:, n + 1] = depths[np.arange(B), parent] + 1
     return int(depths.max())
 
 
 def distributions(name: str, value, shape: tuple | None = None, relevant=True) -> Array:
-    """Returns probabilities [..., V] in float32 or more, since half precision cannot be summed.
+    """Returns probabilities [..., V] in float32 or float64, because half precision sums badly.
 
-    Checks their shape, and, where `relevant` and finite, that they are distributions, with a wide
-    margin for half precision. Under `jit` the values are not known, and not checked.
+    Raises InputError unless the shape fits and the rows where `relevant` is true are distributions.
+    Non-finite rows pass, and `_TOLERANCE` allows for half precision. Traced values pass, too.
     """
     probs = as_array(name, value)
     fits = probs.ndim and probs.shape[-1] and shape in (None, probs.shape)
@@ -131,7 +132,7 @@ def distributions(name: str, value, shape: tuple | None = None, relevant=True) -
 
 
 def _outside(array, least, end):
-    """Returns a number that is not in [least, end), or None; None if it is traced."""
+    """Returns a number outside of [least, end); None: there is none, or the array is traced."""
     if isinstance(array, jax.core.Tracer):  # under jit the values are not known
         return None
     numbers = np.asarray(array)
@@ -140,5 +141,5 @@ def _outside(array, least, end):
 
 
 def describe(array) -> str:
-    """Returns type and shape of an array, for a message."""
+    """Returns a description of an array for messages: type and shape."""
     return f"{array.dtype} {list(array.shape)}"

@@ -1,9 +1,9 @@
-"""Verification by matching: the target draws at every node, and the child with that token wins.
+"""Verification by matching: a token is drawn from the target at every node, and compared.
 
-**Lossless** for any proposal, chain or tree, however its tokens were chosen, as long as that did
-not depend on these draws: the emitted tokens are the target's own draws. For a chain it accepts
-less than rejection sampling does; for tokens that are chosen deterministically there is nothing
-better that looks at one path (Miao et al. 2023, arXiv 2305.09781, naive sampling).
+**Lossless** for any chain or tree whose tokens do not depend on these draws, because the emitted
+tokens are the target's own draws (Miao et al. 2023, arXiv 2305.09781, naive sampling). For drawn
+tokens it accepts fewer than rejection sampling. For tokens that were chosen deterministically, no
+rule that follows one path accepts more.
 """
 
 import dataclasses
@@ -17,28 +17,29 @@ from spsjax.verifiers import base, verdicts
 
 @dataclasses.dataclass(frozen=True)
 class Verifier(base.Verifier):
-    """Walks from the root to the child that equals the target's draw, until there is none.
+    """Walks from the root to the child that equals the target's draw, as long as there is one.
 
-    Lossless. Every node has one draw, whatever paths lead to it.
+    Lossless. Every node has one draw.
     """
 
     lossless = True
     trees = True
 
-    def verify(self, keys_B, proposal, target_probs):
-        B, M, _ = target_probs.shape
+    def verify(self, keys_B, proposal, target_probs_BMV):
+        B, M, _ = target_probs_BMV.shape
         uniforms = sampling.uniforms(keys_B, sampling.NEXT, 2 * M).reshape(B, M, 2)
-        return walk(proposal, sampling.draw(target_probs, uniforms), jnp.sum(target_probs, axis=-1))
+        drawn_BM = sampling.draw(target_probs_BMV, uniforms)
+        return walk(proposal, drawn_BM, jnp.sum(target_probs_BMV, axis=-1))
 
-    def accept_probs(self, proposal, target_probs):
+    def accept_probs(self, proposal, target_probs_BMV):
         parents = verdicts.parents_of(proposal)
-        return verdicts.with_ancestors(parents, drawn_probs(proposal, target_probs))
+        return verdicts.with_ancestors(parents, drawn_probs(proposal, target_probs_BMV))
 
 
 def drawn_probs(proposal: Proposal, probs_BMV: Array) -> Array:
-    """Returns [B, N]: how probable each draft token is as its parent's draw.
+    """Returns the probability [B, N] that the draw at a token's parent selects the token.
 
-    Of siblings with the same token, only the first one that is offered can be it.
+    Of siblings with the same token, only the first eligible one can be selected.
     """
     parents, tokens = verdicts.parents_of(proposal), proposal.tokens
     offered = verdicts.offered(proposal)
@@ -50,19 +51,19 @@ def drawn_probs(proposal: Proposal, probs_BMV: Array) -> Array:
 def walk(
     proposal: Proposal, drawn_BM: Array, mass_BM: Array, accepted_BN: Array | None = None
 ) -> Verdict:
-    """Returns the verdict of a walk: to an accepted child, else to one that equals the draw.
+    """Returns the verdict of a walk to accepted children, else to children that equal the draw.
 
     Args:
         proposal: N draft tokens per row.
-        drawn_BM: the token drawn at each node, in case that no child is accepted.
-        mass_BM: sum of each node's distribution; not finite or 0 where nothing could be drawn.
-        accepted_BN: draft tokens that are accepted if their parent is reached. Of several siblings
-            the first one counts. None: no token is.
+        drawn_BM: token drawn at each node, which is used if no child is accepted.
+        mass_BM: sum of the distribution at each node; not finite or 0: no token could be drawn.
+        accepted_BN: whether a draft token is accepted if its parent is reached; of several accepted
+            siblings the first one counts. None: no token is accepted.
     """
     parents, accepted = verdicts.parents_of(proposal), accepted_BN
     if accepted is None:
         accepted = jnp.zeros(parents.shape, bool)
-    # Nothing can be drawn from such a node, so no child of it is accepted.
+    # No child is accepted at a node whose distribution is invalid, so that the row is reported.
     drawable = jnp.isfinite(mass_BM) & (mass_BM > 0)
     equal = proposal.tokens == jnp.take_along_axis(drawn_BM, parents, axis=1)
     equal &= jnp.take_along_axis(drawable, parents, axis=1)

@@ -1,4 +1,4 @@
-"""Verification of other people's distributions, with checked inputs."""
+"""Standalone verification of draft tokens and distributions, with checked inputs."""
 
 import jax.numpy as jnp
 
@@ -21,20 +21,19 @@ def rejection_sample(
 
     Args:
         key: one key; row b uses `fold_in(key, b)`. A key of another generator than threefry is
-            turned into a threefry key first.
-        draft_tokens: [B, K] int; -1: nothing is proposed at this position and after it.
-        draft_probs: [B, K, V] float, each summing to 1.
-        target_probs: [B, K+1, V] float, each summing to 1.
+            converted to a threefry key first.
+        draft_tokens: tokens [B, K] int; -1: no token at this position and after it.
+        draft_probs: distributions of the draft [B, K, V] float.
+        target_probs: distributions of the target [B, K+1, V] float.
         lenience: number in (0, 1]; acceptance is min(1, target / (lenience draft)), lossy below 1.
 
     Returns:
-        [B, K+1] int32 tokens padded with -1, and [B] int32 their number: 1..K+1, or 0 for a row
+        Tokens [B, K+1] int32, padded with -1, and their number [B] int32: 1..K+1, or 0 for a row
         with a probability that is not finite.
 
     Raises:
-        InputError: shapes or types do not fit together, or lenience is outside (0, 1]. Unless
-            traced by `jit`, also if ids are outside the vocabulary or if distributions do not sum
-            to 1.
+        InputError: shapes or types do not fit together, or lenience is outside (0, 1]. Outside of
+            `jit`, also if ids are outside the vocabulary or distributions do not sum to 1.
     """
     rule = rejection.Verifier(lenience)
     chain = _chain(key, draft_tokens, draft_probs, target_probs)
@@ -46,7 +45,7 @@ def block_verify(
 ) -> tuple[Array, Array]:
     """Verifies a chain as a whole (Sun et al. 2024, arXiv 2403.10444, Algorithm 2). Lossless.
 
-    Emits at least as many tokens as `rejection_sample` in expectation. Arguments, results and
+    The expected number of tokens is at least that of `rejection_sample`. Arguments, results and
     errors are the same.
     """
     rule = block.Verifier()
@@ -63,34 +62,34 @@ def tree_verify(
     method: str = "match",
     replacement: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Verifies a tree of draft tokens. Lossless, if the tokens were drawn as said below.
+    """Verifies a tree of draft tokens. Lossless if the arguments say how the tokens were drawn.
 
     Node 0 is the last committed token, and node 1 + n is `tokens[:, n]`. The children of a node
     come in the order in which they were drawn.
 
     Args:
-        key: as in `rejection_sample`.
-        tokens: [B, N] int; -1: no token is here, and nothing below it can be accepted. Which tokens
-            are absent must not depend on what was drawn for them, and of siblings without
-            replacement only the last ones may be absent.
-        parents: [B, N] int, the parent of each token: a node with a smaller number.
-        draft_probs: [B, P, V] float: the children of node p were drawn from `draft_probs[:, p]`.
-            Nodes from P on have no children. None: tokens were not drawn but chosen. "match" does
-            not look at them.
-        target_probs: [B, N+1, V] float: what follows each node.
-        method: "match" and "recursive" fit all trees, "traversal" those with `draft_probs`, "kseq"
-            those that were also drawn with replacement.
+        key: one key, as in `rejection_sample`.
+        tokens: draft tokens [B, N] int; -1: no token, and nothing below it can be accepted. The
+            decision to omit a token must not depend on the token. Of siblings without replacement,
+            only the last ones may be omitted.
+        parents: parent of each token [B, N] int, a node with a smaller number.
+        draft_probs: distributions of the draft [B, P, V] float; the children of node p were drawn
+            from `draft_probs[:, p]`, and nodes from P on have no children. None: tokens were chosen
+            deterministically. "match" ignores the values.
+        target_probs: distribution of the target at every node [B, N+1, V] float.
+        method: rule. "match" and "recursive" fit all trees. "traversal" needs `draft_probs`. "kseq"
+            needs `draft_probs` and `replacement=True`.
         replacement: whether the children of a node were drawn independently of each other; else
-            each was drawn without the tokens of the ones before.
+            each was drawn without the tokens of its earlier siblings.
 
     Returns:
-        [B, K+1] int32 tokens padded with -1, [B] int32 their number, as in `rejection_sample`, and
-        [B, K+1] int32 the root and the accepted nodes, padded with -1. K is the greatest depth of a
-        node, or N under `jit`, where the depth is not known.
+        Tokens [B, K+1] int32, padded with -1; their number [B] int32, as in `rejection_sample`; and
+        the path [B, K+1] int32: the root and the accepted nodes, padded with -1. K is the greatest
+        depth of a node, or N under `jit`, where the depth is unknown.
 
     Raises:
-        InputError: as in `rejection_sample`; also if parents are no tree, if the method does not
-            fit the draft, or if siblings are equal that were drawn without replacement.
+        InputError: an error of `rejection_sample`, parents that are not a tree, a method that does
+            not fit the draft, or equal siblings that were drawn without replacement.
     """
     rule = _rule_for_trees(method, draft_probs, replacement)
     inputs.check_key(key)
@@ -101,7 +100,7 @@ def tree_verify(
     parents = inputs.parents(parents, tokens, N + 1 if P is None else P)
     scored = tree.reached(jnp.asarray(parents), jnp.asarray(tokens) >= 0)
     target_probs = inputs.distributions("target_probs", target_probs, (B, N + 1, V), scored)
-    tokens = jnp.where(scored[:, 1:], tokens, -1)  # none below an absent one
+    tokens = jnp.where(scored[:, 1:], tokens, -1)  # also omits tokens below an omitted one
     if draft_probs is not None:
         has_children = (parents[..., None] == jnp.arange(P)) & scored[:, 1:, None]
         has_children = jnp.any(has_children, axis=1)
@@ -117,7 +116,7 @@ def tree_verify(
 
 
 def _rule_for_trees(method: str, draft_probs, replacement: bool) -> Verifier:
-    """Returns the verifier of that name; raises InputError if it does not fit."""
+    """Returns the verifier of a method; raises InputError if it does not fit the draft."""
     if method not in TREE_RULES:
         raise InputError(f"method: expected {', '.join(TREE_RULES)}, found {short_repr(method)}")
     check_flag("replacement", replacement)
@@ -131,7 +130,7 @@ def _rule_for_trees(method: str, draft_probs, replacement: bool) -> Verifier:
 
 
 def _chain(key, tokens, draft_probs, target_probs) -> tuple[Proposal, Array]:
-    """Returns proposal and target probabilities of a chain after all checks."""
+    """Returns the proposal and the target's probabilities of a chain, after all checks."""
     inputs.check_key(key)
     tokens, V = inputs.draft_tokens("draft_tokens", tokens, target_probs, "K")
     B, K = tokens.shape
@@ -141,14 +140,14 @@ def _chain(key, tokens, draft_probs, target_probs) -> tuple[Proposal, Array]:
 
 
 def _verify(
-    rule: Verifier, key: Array, proposal: Proposal, target_probs: Array
+    rule: Verifier, key: Array, proposal: Proposal, target_probs_BMV: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns tokens, their number and the path; none for rows that are not finite.
+    """Returns tokens, their number and the path; rows with non-finite probabilities get no tokens.
 
-    The distributions of nodes that are not proposed may be anything.
+    The distributions at omitted nodes are ignored.
     """
-    verdict = rule.verify(sampling.row_keys(key, len(target_probs)), proposal, target_probs)
-    parents, target = verdicts.parents_of(proposal), jnp.sum(target_probs, axis=-1)
+    verdict = rule.verify(sampling.row_keys(key, len(target_probs_BMV)), proposal, target_probs_BMV)
+    parents, target = verdicts.parents_of(proposal), jnp.sum(target_probs_BMV, axis=-1)
     used = tree.reached(parents, proposal.tokens >= 0)  # the nodes that could be accepted
     finite = jnp.all(jnp.isfinite(target) | ~used, axis=1)
     if proposal.probs is not None:

@@ -1,7 +1,8 @@
-"""Acceptance of the target's best tokens (Stern et al. 2018, arXiv 1811.03115, 5.1). **Lossy.**
+"""Top-k acceptance (Stern et al. 2018, arXiv 1811.03115, section 5.1). **Lossy.**
 
-A draft token is accepted if it is among the k most probable ones of the target. The paper decodes
-greedily with it. Here greedy rows stay exact, as with every rule, and it acts on sampled ones.
+A draft token is accepted if it is among the target's k most probable tokens. The paper uses the
+rule in greedy decoding. Here it applies to sampled rows only, and greedy rows are exact as with
+every rule.
 """
 
 import dataclasses
@@ -15,12 +16,12 @@ from spsjax.verifiers import approximate, verdicts
 
 @dataclasses.dataclass(frozen=True)
 class Verifier(approximate.Approximate):
-    """Accepts the longest path of tokens among the target's k best ones. Lossy, not if greedy.
+    """Accepts the longest path of tokens among the target's k best. Lossy, but exact if greedy.
 
-    Tokens of probability 0, filtered ones too, are never accepted.
+    Tokens of probability 0, such as filtered tokens, are never accepted.
 
     Attributes:
-        k: how many tokens are good enough.
+        k: number of acceptable tokens.
     """
 
     k: int = 2
@@ -28,8 +29,9 @@ class Verifier(approximate.Approximate):
     def __post_init__(self):
         check_integer("k", self.k, 1)
 
-    def good_enough(self, proposal, target_probs):
-        probs, parents = verdicts.at_tokens(proposal, target_probs), verdicts.parents_of(proposal)
-        k = min(self.k, target_probs.shape[-1])
-        least = lax.top_k(target_probs, k)[0][..., -1]
-        return (probs > 0) & (probs >= jnp.take_along_axis(least, parents, axis=1))
+    def is_acceptable(self, proposal, target_probs_BMV):
+        parents = verdicts.parents_of(proposal)
+        probs = verdicts.at_tokens(proposal, target_probs_BMV)
+        k = min(self.k, target_probs_BMV.shape[-1])
+        kth_BM = lax.top_k(target_probs_BMV, k)[0][..., -1]  # the k-th highest probability
+        return (probs > 0) & (probs >= jnp.take_along_axis(kth_BM, parents, axis=1))

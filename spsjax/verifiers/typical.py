@@ -1,7 +1,7 @@
 """Typical acceptance (Cai et al. 2024, arXiv 2401.10774, section 2.3.1). **Lossy.**
 
-A draft token is accepted if the target does not find it too improbable, whatever it was drawn from.
-The emitted tokens are more probable ones than the target's own.
+A draft token is accepted if its probability under the target exceeds a threshold, whatever the
+draft's distribution. The emitted tokens are on average more probable than samples of the target.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from spsjax.verifiers import approximate, verdicts
 
 @dataclasses.dataclass(frozen=True)
 class Verifier(approximate.Approximate):
-    """Accepts the longest path of tokens that are typical of the target. Lossy, not if greedy.
+    """Accepts the longest path of tokens that are typical of the target. Lossy, exact if greedy.
 
     A token is typical if its probability exceeds min(epsilon, delta exp(-entropy)).
 
     Attributes:
-        epsilon: probability that always suffices, in (0, 1].
+        epsilon: probability above which a token is always typical, in (0, 1].
         delta: factor of exp(-entropy), above 0.
     """
 
@@ -40,14 +40,14 @@ class Verifier(approximate.Approximate):
                     f"{name}: expected a number in {interval}, found {short_repr(value)}"
                 )
 
-    def good_enough(self, proposal, target_probs):
-        least = threshold(target_probs, self.epsilon, self.delta)
-        least = jnp.take_along_axis(least, verdicts.parents_of(proposal), axis=1)
-        return verdicts.at_tokens(proposal, target_probs) > least
+    def is_acceptable(self, proposal, target_probs_BMV):
+        bound = threshold(target_probs_BMV, self.epsilon, self.delta)
+        bound = jnp.take_along_axis(bound, verdicts.parents_of(proposal), axis=1)
+        return verdicts.at_tokens(proposal, target_probs_BMV) > bound
 
 
 def threshold(target_probs: Array, epsilon: float, delta: float) -> Array:
-    """Returns the probability that a typical token exceeds: [..., V] -> [...]."""
+    """Returns min(epsilon, delta exp(-entropy)), the paper's threshold: [..., V] -> [...]."""
     logs = jnp.log(jnp.where(target_probs > 0, target_probs, 1))
     entropy = -jnp.sum(target_probs * logs, axis=-1)
     return jnp.minimum(epsilon, delta * jnp.exp(-entropy))

@@ -11,6 +11,7 @@ from helpers.command_line import ROOT, fails_with_one_line, run
 
 from spsjax.cli import main
 
+TARGET = ROOT / "configs" / "experiments" / "pystdlib_target.py"
 SCRIPTS = sorted((ROOT / "scripts").glob("[!_]*.py"))
 
 
@@ -32,12 +33,10 @@ def test_script_without_packages_is_one_line(path):
         ([".venv"], "{root}/.venv", "python -m pip install -e {root}"),
         (["other"], "/usr", "python -m pip install -e {root}"),
         ([".venv", ".venv-3.13"], "/usr", "source {root}/.venv-3.13/bin/activate"),
-        ([".venv-3.13", ".venv"], "/usr", "source {root}/.venv/bin/activate"),
         ([".venv", ".venv-3.13"], "{root}/.venv", "python -m pip install -e {root}"),
     ],
 )
 def test_remedy_activates_or_installs(monkeypatch, tmp_path, folders, prefix, remedy):
-    """The newest environment is activated; into an active one the package is installed."""
     monkeypatch.syspath_prepend(SCRIPTS[0].parent)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     import _environment
@@ -56,9 +55,8 @@ def test_remedy_activates_or_installs(monkeypatch, tmp_path, folders, prefix, re
     ("command", "flag"),
     [
         *(("generate.py --prompt=x --config.dtype=", flag) for flag in ("target", "coordinator")),
-        *(("benchmark.py --config.dtype=", flag) for flag in ("draft", "size", "json", "plot")),
-        ("predict.py", "report"),
-        ("train_target.py --workdir=x --config.tokenizer=", "export"),
+        ("benchmark.py --config.dtype=", "workdir"),
+        (f"train.py --config={TARGET} --workdir=x --config.tokenizer=", "export"),
     ],
 )
 def test_empty_flag_is_one_line(tmp_path, command, flag):
@@ -70,7 +68,7 @@ def test_empty_flag_is_one_line(tmp_path, command, flag):
 @pytest.mark.process
 def test_closed_stdout_is_one_line():
     """Python has no sys.stdout then, and the next file that is opened would get its number."""
-    script = [sys.executable, ROOT / "scripts" / "predict.py", "--acceptance=1"]
+    script = [sys.executable, ROOT / "scripts" / "plan.py"]
     closing = ["sh", "-c", 'exec "$@" >&-', "sh", *script]
     result = subprocess.run(closing, stderr=subprocess.PIPE, encoding="utf-8", timeout=600)
     fails_with_one_line(result, "output: expected stdout and stderr to be open")

@@ -9,7 +9,6 @@ from spsjax.utils import progress
 
 
 def test_bar_in_a_log_file_prints_whole_lines(capsys, monkeypatch):
-    """A log file has a line at the start, one per interval with the loss, and one at the end."""
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0)
     with progress.Bar(total=2, unit="step") as bar:
         bar.set_postfix_str("loss 3.4", refresh=False)
@@ -23,7 +22,6 @@ def test_bar_in_a_log_file_prints_whole_lines(capsys, monkeypatch):
 
 
 def test_bar_in_a_log_file_waits_between_lines(capsys):
-    """Many quick steps make two lines; a bar that ends before its delay makes none."""
     assert list(terminal.progress("measuring")(range(1000))) == list(range(1000))
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("measuring: 0/1000 in") and last.startswith("measuring: 1000/1000 in")
@@ -32,7 +30,6 @@ def test_bar_in_a_log_file_waits_between_lines(capsys):
 
 
 def test_bar_on_a_terminal_rewrites_its_line(capsys, monkeypatch):
-    """A terminal has one line, which is erased at the end."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(terminal.progress("measuring")(range(2)))
     shown = capsys.readouterr().err
@@ -41,7 +38,6 @@ def test_bar_on_a_terminal_rewrites_its_line(capsys, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 40])
 def test_table_breaks_lines_between_words_only(capsys, monkeypatch, columns):
-    """Every word and figure is whole, even where the terminal is too narrow for the table."""
     monkeypatch.setenv("COLUMNS", str(columns))
     header = ["pass of the loop", *["interconnect ms"] * 5]
     terminal.print_table(header, [["scoring", *["128,201,262"] * 5]])

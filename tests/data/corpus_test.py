@@ -27,8 +27,8 @@ def prepare(tmp_path, texts, length=8, vocab_size=VOCAB_SIZE, **options):
     return corpus.prepare(tmp_path / "data", texts, length, vocab_size=vocab_size, **options)
 
 
-def test_tokens_are_labels_once_between_begin_and_end(tmp_path, texts):
-    """Every token of a split is a label exactly once, and every text has a begin and an end id."""
+def test_tokens_are_labels_once_and_the_manifest_describes_every_file(tmp_path, texts):
+    """Every text has a begin and an end id."""
     train, held_out, tokenizer = prepare(tmp_path, texts)
     for windows, split in ((train, "train"), (held_out, "held_out")):
         stream = np.fromfile(tmp_path / "data" / f"{split}.bin", np.uint16)
@@ -40,10 +40,6 @@ def test_tokens_are_labels_once_between_begin_and_end(tmp_path, texts):
         decoded = [tokenizer.decode(ids) for ids in np.split(stream, ends)]
         for text in decoded[:-1]:
             assert text.startswith("def function_") and text.endswith("\n")
-
-
-def test_manifest_describes_every_file(tmp_path, texts):
-    train, held_out, tokenizer = prepare(tmp_path, texts)
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     splits = manifest["splits"]
     assert splits["train"]["tokens"] == len(train.tokens)
@@ -61,53 +57,45 @@ def test_manifest_describes_every_file(tmp_path, texts):
 def test_corpus_is_built_once_and_reproducible(tmp_path, texts):
     first = prepare(tmp_path, texts)
     (tmp_path / "texts" / "3.txt").unlink()  # does not change a corpus that is already tokenized
-    second = prepare(tmp_path, texts)
-    assert np.array_equal(first[0].tokens, second[0].tokens)
-    elsewhere = prepare(tmp_path / "more", texts)
+    assert np.array_equal(first[0].tokens, prepare(tmp_path, texts)[0].tokens)
+    elsewhere, again = (prepare(tmp_path / name, texts) for name in ("more", "again"))
     sizes = [len(train.tokens) + len(held_out.tokens) for train, held_out, _ in (first, elsewhere)]
     assert sizes[1] < sizes[0]
-    again = prepare(tmp_path / "again", texts)
     assert again[2].files == elsewhere[2].files
     assert np.array_equal(again[0].tokens, elsewhere[0].tokens)
 
 
 def test_other_corpus_in_the_folder_is_refused_or_replaced(tmp_path, texts):
     prepare(tmp_path, texts)
-    with pytest.raises(
-        InputError, match=r"expected tokenizer 'trained, 310 .*, found 'trained, 300"
-    ):
+    message = "expected tokenizer 'trained, 310 .*, found 'trained, 300"
+    with pytest.raises(InputError, match=message):
         prepare(tmp_path, texts, vocab_size=310)
     assert prepare(tmp_path, texts, vocab_size=310, replace=True)[2].vocab_size == 310
 
 
-@pytest.mark.parametrize("name", ["train.bin", "held_out.bin"])
-def test_truncated_token_file_is_named(tmp_path, texts, name):
-    prepare(tmp_path, texts)
+def damaged_file_is_named(tmp_path, texts, name, content, message):
     path = tmp_path / "data" / name
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(InputError, match=f"^{path}: expected .* tokens of uint16, found .* bytes$"):
+    before = path.read_bytes()
+    path.write_bytes(content(before))
+    with pytest.raises(InputError, match=f"^{path}: expected {message}"):
         prepare(tmp_path, texts)
+    path.write_bytes(before)
 
 
-def test_token_file_or_tokenizer_of_another_corpus_is_named(tmp_path, texts):
-    _, _, tokenizer = prepare(tmp_path, texts)
-    path = tmp_path / "data" / "train.bin"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(InputError, match=rf"^{path}: expected the tokens of .*, found others$"):
-        prepare(tmp_path, texts)
-    prepare(tmp_path / "other", texts, vocab_size=310)
-    tokenizer.path.write_bytes((tmp_path / "other" / "data" / "tokenizer.model").read_bytes())
-    with pytest.raises(InputError, match=r": expected the tokenizer of .*, found another one$"):
-        prepare(tmp_path, texts)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"splits": 3}'])
-def test_damaged_manifest_is_named(tmp_path, texts, text):
+def test_damaged_files_and_those_of_another_corpus_are_named(tmp_path, texts):
     prepare(tmp_path, texts)
-    path = tmp_path / "data" / "manifest.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=f"^{path}: expected a manifest, found "):
-        prepare(tmp_path, texts)
+    prepare(tmp_path / "other", texts, vocab_size=310)
+    other = (tmp_path / "other" / "data" / "tokenizer.model").read_bytes()
+    for name in ("train.bin", "held_out.bin"):
+        message = ".* tokens of uint16, found .* bytes$"
+        damaged_file_is_named(tmp_path, texts, name, lambda raw: raw[:-2], message)
+    message = "the tokens of .*, found others$"
+    damaged_file_is_named(tmp_path, texts, "train.bin", lambda raw: b"\xff" * len(raw), message)
+    message = "the tokenizer of .*, found another one$"
+    damaged_file_is_named(tmp_path, texts, "tokenizer.model", lambda raw: other, message)
+    for text in (b"", b"{}", b'{"splits": 3}'):
+        content = lambda raw, text=text: text  # noqa: E731
+        damaged_file_is_named(tmp_path, texts, "manifest.json", content, "a manifest, found ")
 
 
 def test_interrupted_build_leaves_no_corpus(tmp_path, texts, monkeypatch):
@@ -129,20 +117,12 @@ def test_single_document_is_refused_with_a_hint(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_text_shorter_than_one_example_is_refused(tmp_path, texts):
-    with pytest.raises(
-        InputError, match=r"^held_out: expected at least 513 tokens, one example, f"
-    ):
-        prepare(tmp_path, texts, length=512)
-
-
 def test_adding_text_after_a_refusal_succeeds(tmp_path, texts):
-    with pytest.raises(InputError, match=r"^held_out: expected at least 101 tokens"):
+    with pytest.raises(InputError, match=r"^held_out: expected at least 101 tokens, one example, "):
         prepare(tmp_path, texts, length=100)
     for index in range(100, 200):
-        (tmp_path / "texts" / f"{index}.txt").write_text(
-            f"def more_{index}(x):\n    return {index}\n"
-        )
+        text = f"def more_{index}(x):\n    return {index}\n"
+        (tmp_path / "texts" / f"{index}.txt").write_text(text)
     prepare(tmp_path, texts, length=100)
 
 

@@ -1,7 +1,6 @@
 """Tests of reading documents, and of their split into training and held-out sets."""
 
 import gzip
-import json
 
 import pytest
 
@@ -15,39 +14,27 @@ def read(*train, **options):
 
 
 def split(sources):
-    """Documents by split."""
+    """Returns the names of the documents of each split."""
     splits = {"train": [], "held_out": [], "copy": []}
     for name, document in documents.Split(sources):
-        splits[name].append(document)
+        splits[name].append(document.name)
     return splits
 
 
-def write_lines(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+def write_modules(folder, **more):
+    texts = {f"module_{index}.py": f"text {index}" for index in range(60)} | more
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+
+
+HELD_OUT = [f"module_{index}.py" for index in (3, 21, 31, 53, 56)]
 
 
 def test_held_out_names_never_change():
-    names = [
-        "abc.py",
-        "argparse.py",
-        "codecs.py",
-        "email/header.py",
-        "heapq.py",
-        "json/decoder.py",
-        "os.py",
-        "typing.py",
-    ]
-    names += [f"module_{index}.py" for index in range(60)]
-    assert [name for name in names if documents.is_held_out(name)] == [
-        "codecs.py",
-        "email/header.py",
-        "module_3.py",
-        "module_21.py",
-        "module_31.py",
-        "module_53.py",
-        "module_56.py",
-    ]
+    names = ["abc.py", "argparse.py", "codecs.py", "email/header.py", "heapq.py", "json/decoder.py"]
+    names += ["os.py", "typing.py", *(f"module_{index}.py" for index in range(60))]
+    held_out = [name for name in names if documents.is_held_out(name)]
+    assert held_out == ["codecs.py", "email/header.py", *HELD_OUT]
 
 
 def test_stdlib_source_excludes_its_tests():
@@ -93,30 +80,18 @@ def test_split_does_not_depend_on_where_the_folder_is(tmp_path):
         folder.mkdir(parents=True)
         for index in range(40):
             (folder / f"{index}.txt").write_text(f"text {index}")
-    splits = [
-        {
-            name: [document.name for document in members]
-            for name, members in split(Sources((source,))).items()
-        }
-        for source in (str(tmp_path / "here"), f"{tmp_path}/there/deep", f"{tmp_path}/there/deep/*")
-    ]
-    assert splits[0] == splits[1] == splits[2]
-    assert 0 < len(splits[0]["held_out"]) < 10
+    sources = "here", "there/deep", "there/deep/*"
+    here, there, pattern = (split(Sources((f"{tmp_path}/{source}",))) for source in sources)
+    assert here == there == pattern and 0 < len(here["held_out"]) < 10
 
 
-def test_jsonl_source_has_one_document_per_line(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"body": "one"}, {"body": "two\u2028three", "id": 3})
-    path.write_text(path.read_text() + "\n")
-    assert [(document.name, document.text) for document in read(path, field="body")] == [
-        ("a.jsonl:1", "one"),
-        ("a.jsonl:2", "two\u2028three"),
-    ]
-    packed = tmp_path / "b.jsonl.gz"
+def test_jsonl_lines_and_pieces_between_separators_are_documents(tmp_path):
+    path, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    path.write_text('{"body": "one"}\n{"body": "two\\u2028three", "id": 3}\n\n')
+    expected = [("a.jsonl:1", "one"), ("a.jsonl:2", "two\u2028three")]
+    assert [(document.name, document.text) for document in read(path, field="body")] == expected
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert len(read(packed, field="body")) == 2
-
-
-def test_separator_cuts_text_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one<end>two<end>\n<end>three")
     texts = [document.text for document in read(path, separator="<end>")]
@@ -124,24 +99,15 @@ def test_separator_cuts_text_files(tmp_path):
 
 
 def test_copy_of_a_held_out_text_is_not_trained_on(tmp_path):
-    for index in range(60):
-        (tmp_path / f"module_{index}.py").write_text(f"text {index}")
+    """A held-out text counts once, also if two sources have it."""
+    write_modules(tmp_path)
+    twice = split(Sources((str(tmp_path), str(tmp_path / "*.py"))))
+    assert len(twice["held_out"]) == len(twice["copy"]) == 5
     (tmp_path / "copy.py").write_text("text 21")
     splits = split(Sources((str(tmp_path),)))
-    assert {document.name for document in splits["held_out"]} == {
-        f"module_{index}.py" for index in (3, 21, 31, 53, 56)
-    }
-    assert [document.name for document in splits["copy"]] == ["copy.py"]
-    assert len(splits["train"]) == 55
-    texts = {document.text for document in splits["train"]}
-    assert not texts & {document.text for document in splits["held_out"]}
-
-
-def test_held_out_text_counts_once(tmp_path):
-    for index in range(60):
-        (tmp_path / f"module_{index}.py").write_text(f"text {index}")
-    splits = split(Sources((str(tmp_path), str(tmp_path / "*.py"))))
-    assert len(splits["held_out"]) == 5 and len(splits["copy"]) == 5
+    assert sorted(splits["held_out"]) == sorted(HELD_OUT)
+    assert splits["copy"] == ["copy.py"] and len(splits["train"]) == 55
+    assert not {*splits["train"]} & {*HELD_OUT, "copy.py"}
 
 
 def test_held_out_sources_replace_the_hash(tmp_path):
@@ -150,9 +116,7 @@ def test_held_out_sources_replace_the_hash(tmp_path):
     (tmp_path / "again.txt").write_text("text c")
     train = tuple(str(tmp_path / f"{name}.txt") for name in ("a", "b", "again"))
     splits = split(Sources(train, (str(tmp_path / "c.txt"),)))
-    assert [document.name for document in splits["train"]] == ["a.txt", "b.txt"]
-    assert [document.name for document in splits["copy"]] == ["again.txt"]
-    assert [document.name for document in splits["held_out"]] == ["c.txt"]
+    assert splits == {"train": ["a.txt", "b.txt"], "copy": ["again.txt"], "held_out": ["c.txt"]}
 
 
 def test_small_corpus_still_holds_out_one_document(tmp_path):
@@ -169,19 +133,13 @@ PACKED = gzip.compress(b"xyz" * 33, mtime=0)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.jsonl",
-            b'{"id": 1, "body": "x"}\n',
-            r"a.jsonl:1: expected a field 'text', found id, b",
-        ),
+        ("a.jsonl", b'{"id": 1, "body": "x"}\n', "a.jsonl:1: expected a field 'text', found id, b"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a.jsonl:2: expected text to be a string, f"),
         ("a.jsonl", b'\n["text"]\n', r"a.jsonl:2: expected a JSON object, found \['text'\]$"),
-        ("a.jsonl", b'{"text": "x\n', r"a.jsonl:1: expected a JSON object, found Unterminated"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a.jsonl:1: expected text in valid Unicode, found "),
         ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: expected a JSON object, found "),
         ("a.txt", b"abc\xff", r"a.txt: expected text in UTF-8, found an invalid byte at 3$"),
         ("a.txt.gz", b"no gzip", r"a.txt.gz: expected a text file, found Not a gzipped file"),
-        ("a.txt.gz", PACKED[:-9], r"a.txt.gz: expected a text file, found "),
         ("a.txt.gz", PACKED[:12] + b"?" * 20, "expected a text file, found"),
     ],
 )
@@ -191,10 +149,7 @@ def test_unreadable_file_is_named_with_its_line(tmp_path, name, content, message
         read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "sources",
-    [("a.txt", "./a.txt"), (".", "a.txt"), ("*.txt", "?.txt"), ("a.txt", "link")],
-)
+@pytest.mark.parametrize("sources", [(".", "a.txt"), ("*.txt", "?.txt"), ("a.txt", "link")])
 def test_file_in_two_sources_is_refused(tmp_path, monkeypatch, sources):
     """It would be trained on twice. One file may be in both splits: copies are left out."""
     (tmp_path / "a.txt").write_text("text")
@@ -202,20 +157,16 @@ def test_file_in_two_sources_is_refused(tmp_path, monkeypatch, sources):
     if "link" in sources:
         (tmp_path / "link").symlink_to("a.txt")
     for options in ({"train": sources}, {"train": ("a.txt",), "held_out": sources}):
-        with pytest.raises(
-            InputError, match=r": expected each file in one source, found .*(a\.txt|link)"
-        ):
+        message = r": expected each file in one source, found .*(a\.txt|link)"
+        with pytest.raises(InputError, match=message):
             documents.listing(Sources(**options))
     documents.listing(Sources(("a.txt",), ("a.txt",)))
 
 
-def test_missing_source_is_named(tmp_path):
+def test_missing_and_invalid_sources_are_named(tmp_path):
     for source in (tmp_path / "nothing", tmp_path / "*.txt", tmp_path):
         with pytest.raises(InputError, match=r": expected a file, a folder with files, or a patte"):
             read(source)
-
-
-@pytest.mark.parametrize("train", ["stdlib", (), (3,), None])
-def test_invalid_sources_are_refused(train):
-    with pytest.raises(InputError, match=r"^train: expected "):
-        Sources(train)
+    for train in ("stdlib", (3,), None):
+        with pytest.raises(InputError, match=r"^train: expected "):
+            Sources(train)

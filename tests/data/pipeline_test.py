@@ -66,7 +66,7 @@ def test_tables_are_mixed_by_their_shares():
     assert sorted(rows[rows < 1000][:40] // 3) == list(range(40))  # one epoch of the first table
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (8, 1), (1, 8)])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
 def test_mesh_receives_the_same_batches_in_order(shape):
     tables = [table(40), table(16, start=1000)]
     one_device = take(iterator(tables, (0.5, 0.5), batch=8), 5)
@@ -77,16 +77,14 @@ def test_mesh_receives_the_same_batches_in_order(shape):
 
 
 def test_row_order_does_not_depend_on_the_batch_size():
+    """Batches of one row alternate between tables."""
     tables = [table(40), table(10, start=1000)]
     one_by_one = take(iterator(tables, (0.75, 0.25), batch=1), 24)
     batches = take(iterator(tables, (0.75, 0.25), batch=8), 3)
     rows = [np.concatenate([batch["tokens"] for batch in taken]) for taken in (one_by_one, batches)]
     assert np.array_equal(*rows)
-
-
-def test_batches_of_one_row_alternate_between_tables():
-    batches = take(iterator([table(40), table(10, start=1000)], (0.5, 0.5), batch=1), 8)
-    assert sum(int(batch["tokens"][0, 0] >= 1000) for batch in batches) == 4
+    alternating = take(iterator(tables, (0.5, 0.5), batch=1), 8)
+    assert sum(int(batch["tokens"][0, 0] >= 1000) for batch in alternating) == 4
 
 
 def test_columns_of_a_row_stay_together():

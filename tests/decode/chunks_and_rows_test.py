@@ -9,54 +9,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting, reference
+from helpers.calls import Call, assert_same_texts
 from helpers.environment import FAST
 from helpers.models import PROMPTS, build_model, logits_of, tiny_config
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model, numpy_spread_params
 
 import spsjax
-from spsjax import InputError, SamplingParams, decode, execution, generation, loading, sampling
+from spsjax import InputError, SamplingParams, decode, generation, loading, sampling
 from spsjax.drafters import ngram
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
-from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers import match, rejection
-
-NAMES = ["draft_model", "tapped"]
-
-
-@pytest.fixture
-def unfiltered():
-    """Compiles loops without filters and sizes of scoring passes."""
-    with drafting.small_programs():
-        yield
 
 
 def request_of(target, drafter, prompts=PROMPTS, new=8, **changes):
     """Returns a checked request, with changes to its program."""
     params = SamplingParams(temperature=[1.0, 0.0, 0.7][: len(prompts)])
-    request = Request("test", target, prompts, drafter, None, params, new, 3, None, False)
-    request.program = dataclasses.replace(request.program, **changes)
-    return request
+    rule = changes.pop("verifier", None)
+    return Call(target, prompts, drafter, None, params, new, 3, rule, False, **changes)
 
 
 def assert_same_state(state, expected):
     """Asserts that caches hold the same up to what was read, and that features are the same."""
     read = np.asarray(expected.lengths)[:, None] - 1
     for some, other in ((state.cache, expected.cache), (state.drafter, expected.drafter)):
-        for found, right in zip(*map(jax.tree.leaves, (some, other)), strict=True):
-            found, right = np.asarray(found), np.asarray(right)
-            if found.ndim == 4:  # keys or values
-                there = np.arange(found.shape[2]) < read
-                found, right = (np.moveaxis(array, 1, 2)[there] for array in (found, right))
-            np.testing.assert_allclose(found, right, atol=1e-5)
-
-
-def finish(request, state):
-    """Runs all rows to their ends, and returns their tokens and lengths."""
-    loop = compiled(decode.run, request.program)
-    state, _ = loop(request.params, state)
-    return np.asarray(state.tokens), np.asarray(state.lengths)
+        for actual, right in zip(*map(jax.tree.leaves, (some, other)), strict=True):
+            actual, right = np.asarray(actual), np.asarray(right)
+            if actual.ndim == 4:  # keys or values
+                there = np.arange(actual.shape[2]) < read
+                actual, right = (np.moveaxis(array, 1, 2)[there] for array in (actual, right))
+            np.testing.assert_allclose(actual, right, atol=1e-5)
 
 
 def test_logits_of_the_last_tokens_are_those_of_all(target):
@@ -69,93 +52,30 @@ def test_logits_of_the_last_tokens_are_those_of_all(target):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("draft_model", 7),
-        pytest.param("tapped", 12, marks=pytest.mark.slow),
-    ],
+    ("name", "size"), [("draft_model", 7), pytest.param("tapped", 12, marks=pytest.mark.slow)]
 )
 def test_prefill_in_chunks_gives_the_same_state(target, draft, name, size):
     """Chunks give the state of one pass, whether or not they divide the lengths of the prompts."""
     drafter = drafting.build(name, draft, 3)
     whole = request_of(target, drafter)
     chunks = request_of(target, drafter, prefill_tokens=size)
-    assert_same_state(execution.prefill(chunks)[0], execution.prefill(whole)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", ["tapped", "random_tree"])
-def test_inserted_row_continues_as_if_alone(target, draft, name):
-    """A new row that replaces an unfinished one gets its own tokens; the other rows keep theirs.
-
-    The state of one drafter is a feature, that of the other a cache. The first row gets the tokens
-    that it gets alone.
-    """
-    drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
-    prompts = [*PROMPTS[1:], PROMPTS[0]]
-    request = request_of(target, drafter, prompts, verifier=verifier)
-    state, _ = execution.prefill(request)
-    step = compiled(decode.step, request.program)
-    undisturbed = finish(request, state)
-    first = request_of(target, drafter, prompts[:1], verifier=verifier)
-    alone, (length,) = finish(first, execution.prefill(first)[0])
-    assert length == undisturbed[1][0]
-    np.testing.assert_array_equal(undisturbed[0][0, :length], alone[0, :length])
-    for _ in range(2):
-        state, _ = step(request.params, state)
-    single = request_of(target, drafter, [[11, 12, 11]], verifier=verifier)
-    fresh, _ = execution.prefill(single)
-    inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
-    tokens, lengths = finish(request, inserted)
-    alone, (length,) = finish(single, fresh)
-    np.testing.assert_array_equal(tokens[1, : lengths[1]], alone[0, :length])
-    for row in (0, 2):
-        assert lengths[row] == undisturbed[1][row]
-        np.testing.assert_array_equal(
-            tokens[row, : lengths[row]], undisturbed[0][row, : lengths[row]]
-        )
-    # The same rows in another order, one of them left out.
-    taken, _ = compiled(decode.take)(inserted, np.asarray([2, -1, 1], np.int32))
-    assert taken.done.tolist() == [inserted.done[2], True, inserted.done[1]]
-    others, other_lengths = finish(request, taken)
-    for row, before in ((0, 2), (2, 1)):
-        assert other_lengths[row] == lengths[before]
-        np.testing.assert_array_equal(
-            others[row, : lengths[before]], tokens[before, : lengths[before]]
-        )
+    assert_same_state(chunks.prefill(), whole.prefill())
 
 
 def test_insert_takes_the_first_row_of_a_padded_state(target):
     """On a mesh a single prompt gets rows that fill it up; they must not reach other rows."""
     request = request_of(target, None)
-    state, _ = execution.prefill(request)
-    fresh, _ = execution.prefill(request_of(target, None, [[11, 12, 11], [1], [2]]))
-    inserted, _ = compiled(decode.insert)(state, jnp.int32(1), fresh)
+    state = request.prefill()
+    fresh = request_of(target, None, [[11, 12, 11], [1], [2]]).prefill()
+    inserted, _ = compiled(decode.rows.insert)(state, jnp.int32(1), fresh)
     assert inserted.lengths.tolist() == [state.lengths[0], 3, state.lengths[2]]
     more = state.tokens.shape[1] + 1 - fresh.tokens.shape[1]
     longer = dataclasses.replace(fresh, tokens=np.pad(fresh.tokens, ((0, 0), (0, more))))
     with pytest.raises(InputError, match=r"^fresh: expected a state of at most \d+ slots"):
-        decode.insert(state, 1, longer)
+        decode.rows.insert(state, 1, longer)
     for row in (-1, len(state.tokens)):
         with pytest.raises(InputError, match=rf"row: expected a row in .*, found {row}$"):
-            decode.insert(state, row, state)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unfiltered")
-def test_inserted_row_works_with_relative_positions():
-    """The table of distances in a cache belongs to no row, and stays as it is."""
-    target = numpy_spread_model(32, positions="relative", ffn="gelu")
-    request = request_of(target, None)
-    state, _ = execution.prefill(request)
-    single = request_of(target, None, [[11, 12, 11]])
-    fresh, _ = execution.prefill(single)
-    inserted, _ = compiled(decode.insert)(state, jnp.int32(2), fresh)
-    taken, _ = compiled(decode.take)(inserted, np.asarray([1, 0, 2], np.int32))
-    tokens, lengths = finish(request, taken)
-    alone, (length,) = finish(single, fresh)
-    np.testing.assert_array_equal(tokens[2, : lengths[2]], alone[0, :length])
+            decode.rows.insert(state, row, state)
 
 
 @pytest.mark.slow
@@ -167,8 +87,7 @@ def test_greedy_tree_with_relative_positions_is_greedy():
     with drafting.small_programs():
         out = spsjax.generate(target, PROMPTS, drafter, verifier=match.Verifier(), **options)
         expected = spsjax.generate(target, PROMPTS, **options)
-    for tokens, others in zip(out.tokens, expected.tokens):
-        np.testing.assert_array_equal(tokens, others)
+    assert_same_texts(out.tokens, expected.tokens)
     assert out.stats.block_efficiency > 1.2
 
 
@@ -212,36 +131,6 @@ def test_load_drafter_of_another_vocabulary_is_refused(target):
         spsjax.load_drafter("pystdlib/draft", target)
 
 
-@dataclasses.dataclass(frozen=True)
-class Alternating(ngram.Drafter):
-    """A drafter of 0, 1, 2 or 3 tokens by turns, with a scoring pass per number or for all."""
-
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def score_sizes(self):
-        return *self.sizes, self.num_speculative_tokens
-
-    def propose(self, params, state, now):
-        proposal = super().propose(params, state, now)
-        wanted = (now.lengths % 4)[:, None]
-        kept = jnp.arange(self.num_speculative_tokens) < wanted
-        return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1))
-
-
-@pytest.mark.slow
-def test_score_sizes_change_no_token(target):
-    prompts = [[3, 4, 5, 3, 4, 5, 3], [1, 2, 1, 2, 1, 2]]
-    options = {"sampling": SamplingParams(temperature=0.3), "max_new_tokens": 40, "seed": 4}
-    options["stop_at_eos"] = False
-    expected = spsjax.generate(target, prompts, Alternating(3), **options)
-    out = spsjax.generate(target, prompts, Alternating(3, sizes=(0, 1, 2)), **options)
-    for tokens, others in zip(out.tokens, expected.tokens):
-        np.testing.assert_array_equal(tokens, others)
-    assert out.stats.accepted_histogram == expected.stats.accepted_histogram
-    assert np.count_nonzero(out.stats.accepted_histogram) > 2
-
-
 CACHE_COPY = re.compile(r"= (\S+) (?:copy|copy-start)\(")
 
 
@@ -254,18 +143,15 @@ def cache_copies(text: str, caches) -> list[str]:
 
 @pytest.mark.parametrize("name", ["none", pytest.param("random_tree", marks=pytest.mark.slow)])
 def test_run_copies_no_cache(monkeypatch, draft, name):
-    """The optimized loop copies no cache. Without optimization XLA copies anything.
-
-    It has no filters, which hold no cache and take long to compile.
-    """
+    """Of the optimized loop, without filters, which hold no cache and take long to compile."""
     monkeypatch.setattr(sampling, "to_probs", lambda logits, rows: jax.nn.softmax(logits))
     target = numpy_spread_model(48, num_kv_heads=8)
     drafter, verifier = drafting.build(name, draft, 3), drafting.verifier(name)
     request = request_of(target, drafter, verifier=verifier)
-    prefill = functools.partial(decode.prefill, request.program, request.slots)
+    prefill = functools.partial(decode.prompt.prefill, request.program, request.slots)
     state = jax.eval_shape(prefill, request.params, *request.inputs)
     caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
-    run = jax.jit(functools.partial(decode.run, request.program), donate_argnums=1)
+    run = jax.jit(functools.partial(decode.step.run, request.program), donate_argnums=1)
     text = run.lower(request.params, state).compile(compiler_options=FAST).as_text()
     assert " while(" in text and not cache_copies(text, caches)
 
@@ -292,10 +178,10 @@ def test_prefill_of_a_long_prompt_needs_bounded_memory():
     target = build_model(config, numpy_spread_params(config, 0), None)
     prompt = [1] * (slots - 40)
     request = request_of(target, target, [prompt], new=30)
-    prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
+    prefill = jax.jit(functools.partial(decode.prompt.prefill, request.program, request.slots))
     memory = prefill.lower(request.params, *request.inputs).compile().memory_analysis()
     caches = 2 * 2 * 2 * slots * config.num_kv_heads * config.head_dim * 4  # of two models
-    scores = 4 * decode.PREFILL_SCORES * config.num_heads  # of a chunk, in bytes
+    scores = 4 * decode.prompt.PREFILL_SCORES * config.num_heads  # of a chunk, in bytes
     assert memory.temp_size_in_bytes < 5 * scores + caches
 
 
@@ -331,16 +217,9 @@ def test_last_chunk_stays_within_the_cache(target, draft, new, slots):
     whole = request_of(target, drafter, prompt, new=new)
     chunks = request_of(target, drafter, prompt, new=new, prefill_tokens=12)
     assert (whole.slots, whole.inputs[1].shape[1]) == (slots, 32)
-    expected, _ = execution.prefill(whole)
-    state, _ = execution.prefill(chunks)
+    expected = whole.prefill()
+    state = chunks.prefill()
     assert_same_state(state, expected)
-
-
-def test_drafter_of_another_target_is_refused(target):
-    other = numpy_spread_model(32)
-    drafter = loading.as_drafter(other, other)
-    with pytest.raises(InputError, match="expected probs of a proposal as floating"):
-        spsjax.generate(target, PROMPTS, drafter, max_new_tokens=4)
 
 
 def test_drafter_that_is_not_on_the_targets_mesh_is_refused(target, draft):
@@ -349,20 +228,6 @@ def test_drafter_that_is_not_on_the_targets_mesh_is_refused(target, draft):
     drafter = loading.as_drafter(draft, target)
     with pytest.raises(InputError, match="expected weights on the target's devices"):
         spsjax.generate(split, PROMPTS, drafter, max_new_tokens=4)
-
-
-@dataclasses.dataclass(frozen=True)
-class TooMany(ngram.Drafter):
-    """Proposes one token more than it says."""
-
-    def propose(self, *args):
-        more = dataclasses.replace(self, num_speculative_tokens=self.num_speculative_tokens + 1)
-        return ngram.Drafter.propose(more, *args)
-
-
-def test_proposal_longer_than_declared_is_refused(target):
-    with pytest.raises(InputError, match=r"drafter: expected tokens .*\[3, 2\], found .*\[3, 3\]"):
-        spsjax.generate(target, PROMPTS, TooMany(2), max_new_tokens=4)
 
 
 def test_numpy_weights_are_refused_in_one_line(target):
@@ -389,6 +254,6 @@ def test_block_without_a_cache_serves_every_row(target):
 def test_prefill_hides_the_empty_cache_from_the_compiler(target, draft):
     """Otherwise XLA evaluates the empty cache's scores while it compiles, for half a minute."""
     request = request_of(target, draft)
-    prefill = jax.jit(functools.partial(decode.prefill, request.program, request.slots))
+    prefill = jax.jit(functools.partial(decode.prompt.prefill, request.program, request.slots))
     text = prefill.lower(request.params, *request.inputs).as_text()
     assert re.search(r"optimization_barrier %\S+ : tensor<3xi32>", text)

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spsjax import caches as kv
-from spsjax import decode, scoring, tree
+from spsjax import decode, tree
 from spsjax.drafters import none
+from spsjax.models import caches as kv
 from spsjax.types import Block, ModelOutput, Proposal, Round, Verdict
 from spsjax.verifiers import match
 
 ROWS, K, N, V, END = 3, 3, 5, 4, 9
 SIZES = 0, 2, 4, 5
 RNG = np.random.default_rng(0)
-# A number per node, never zero, so that padding is told from nodes.
+# A number per node, never zero, so that padding differs from nodes.
 FEATURES = RNG.uniform(1, 2, (ROWS, N + 1, 2)).astype(np.float32)
 DRAWN = RNG.integers(0, 2, (ROWS, N + 1))
 
@@ -55,13 +55,10 @@ def proposal_of(kind):
 
 @pytest.mark.parametrize("kind", ("chain", "tree"))
 def test_smallest_size_gives_what_the_whole_pass_gives(kind):
-    """The smallest size that holds the tokens is used, and its output is padded.
-
-    What pads it are zeros, and positions of -1, which no cache takes in.
-    A row that is done does not count, however many tokens it proposes.
-    """
+    """Padding is zeros, with positions of -1. Rows that are done do not count."""
     drafter = types.SimpleNamespace(num_speculative_tokens=K, score_sizes=SIZES)
-    smallest = jax.jit(lambda *args: scoring.at_smallest_size(drafter, *args, judge))
+    program = types.SimpleNamespace(drafter=drafter, schedule=None)
+    smallest = jax.jit(lambda *args: decode.sizes.at_smallest_size(program, *args, judge))
     whole, lengths, accepted = jax.jit(judge), set(), 0
     for used in range(N + 1):
         proposal = proposal_of(kind)
@@ -106,7 +103,7 @@ def committed(proposal, verdict, done, room):
         done=done,
         cache=kv.empty(1, (batch, 1, slots, 2), jnp.float32, (None,)).at(lengths - 1),
         drafter=(),
-        pace=(),
+        history=(),
         rows=None,
         limits=lengths + room,
         keys=None,
@@ -120,7 +117,7 @@ def committed(proposal, verdict, done, room):
     output = ModelOutput(None, jnp.zeros((batch, nodes, 1)), (), block)
     program = decode.Program(None, none.Drafter(), None, (END,))
     now = Round(state.tokens, state.lengths, None, None, None)
-    return decode.commit(program, {}, state, now, proposal, output, verdict)
+    return decode.step.commit(program, {}, state, now, proposal, output, verdict)
 
 
 def test_commit_counts_the_tokens_that_may_be_accepted():

@@ -6,18 +6,18 @@ the texts do not follow the target's distribution.
 """
 
 import collections
-import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
+from helpers import drafting
+from helpers.calls import Call
 
 import spsjax
-from spsjax import SamplingParams, Tree, decode, execution, pacing, sampling, verifiers
-from spsjax.drafters import draft_model
+from spsjax import SamplingParams, Tree, decode, sampling, verifiers
+from spsjax.drafters import base, draft_model
 from spsjax.loading import LoadedDrafter
-from spsjax.request import Request
 from spsjax.types import Proposal
 from spsjax.utils import compilation
 
@@ -59,10 +59,10 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    recorder, uniforms, step = Recorder(), sampling.uniforms, decode.step
+    recorder, uniforms, step = Recorder(), sampling.uniforms, decode.step.step
 
     def watched_step(program, params, state, *args, **options):
-        keys = jax.random.key_data(decode.round_keys(state))
+        keys = jax.random.key_data(decode.step.round_keys(state))
         jax.debug.callback(recorder.note_round, keys, state.done)
         return step(program, params, state, *args, **options)
 
@@ -72,7 +72,7 @@ def recorder(monkeypatch):
         return numbers
 
     monkeypatch.setattr(sampling, "uniforms", watched)
-    monkeypatch.setattr(decode, "step", watched_step)
+    monkeypatch.setattr(decode.step, "step", watched_step)
     compilation.clear()  # of programs that nobody watches
     yield recorder
     compilation.clear()
@@ -80,10 +80,7 @@ def recorder(monkeypatch):
 
 @pytest.mark.parametrize(
     ("rule", "tree"),
-    [
-        ("rejection", None),
-        ("traversal", Tree((0, 0, 1))),
-    ],
+    [("rejection", None), ("traversal", Tree((0, 0, 1)))],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_generate_uses_each_number_once(recorder, target, draft, rule, tree):
@@ -122,17 +119,16 @@ def test_rule_asks_once_for_numbers_of_a_role(monkeypatch, rule):
     assert sampling.NEXT in roles and sorted({*roles} - {sampling.DRAFT}) == sorted(roles)
 
 
-def test_rounds_without_a_draft_use_numbers_of_their_own(recorder, target, draft):
-    """Some rounds draft, and in others the drafter rests; they share no number."""
-    request = Request(
-        "", target, [[3, 4, 5], [9]], draft, "auto", SamplingParams(), 18, 0, "rejection", False
+def test_rounds_without_a_draft_use_numbers_of_their_own(recorder, target, draft, monkeypatch):
+    """Rounds with a draft and rounds without share no number."""
+    monkeypatch.setattr(base, "SCHEDULED_TOKENS", 1)
+    chain = drafting.build("draft_model", draft, 1)
+    call = Call(
+        target, [[3, 4, 5], [9]], chain, "auto", SamplingParams(), 18, 0, "rejection", False
     )
-    drafter = dataclasses.replace(request.program.drafter, num_speculative_tokens=1)
-    request.program = dataclasses.replace(request.program, drafter=drafter)
-    state, _ = execution.prefill(request)
+    state = call.prefill(decode.schedule.only(0, 1))
     for depth in (0, 1, 0, 1):
-        request.params["costs"] = execution.placed(request, pacing.forced(depth, 1))
-        state, _ = execution.run(request, state, 1)
+        state = call.loop.run(state, 1, decode.schedule.only(depth, 1))
     recorder.check(CHAIN, least=6)
 
 

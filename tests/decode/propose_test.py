@@ -48,7 +48,7 @@ def proposed(drafter, depths):
 
     def propose(depths):
         now = Round(tokens, lengths, None, None, None, depths)
-        return decode.propose(program, {}, state, now)
+        return decode.step.propose(program, {}, state, now)
 
     proposal = jax.jit(propose)(None if depths is None else np.asarray(depths))
     eligible = proposal.eligible
@@ -77,6 +77,6 @@ def test_propose_of_a_chain_drops_tokens_that_are_not_eligible(depths, expected)
     assert tokens == [[*expected]] and eligible is None
 
 
-def test_propose_for_rows_that_all_rest_is_nothing():
+def test_propose_for_rows_that_all_skip_drafting_is_nothing():
     tokens, eligible = proposed(Fixed(TOKENS, ELIGIBLE, PARENTS), (0, 0))
     assert np.all(np.asarray(tokens) == -1) and not np.any(eligible)

@@ -96,7 +96,7 @@ def test_generate_gives_recorded_tokens(pair, recorded, case):
 
 def margin(target, prompt: str, tokens: list[int], other: int) -> float:
     """Returns the target's highest logit after prompt and tokens, minus that of `other`."""
-    from spsjax.evaluation import acceptance_analysis
+    from spsjax.benchmarks import acceptance_analysis
 
     ids = target.tokenizer.encode(prompt)
     greedy = SAMPLINGS["greedy"]

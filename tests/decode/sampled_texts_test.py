@@ -34,16 +34,10 @@ MIX = (
 )
 
 
-def params_of_rows(rows: int) -> SamplingParams:
-    """Returns the sampling parameters of a batch of mixed rows."""
-    full = [SamplingParams(**MIX[row % len(MIX)]) for row in range(rows)]
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    return SamplingParams(**{name: [getattr(p, name) for p in full] for name in names})
-
-
 def counts_of(model, drafter, verifier):
     """Samples a mixed batch per seed, and returns index into MIX -> counts of sequences."""
-    params = params_of_rows(ROWS)
+    rows = [vars(SamplingParams(**MIX[row % len(MIX)])) for row in range(ROWS)]
+    params = SamplingParams(**{name: [row[name] for row in rows] for name in rows[0]})
     counts = collections.defaultdict(collections.Counter)
     for seed in range(SEEDS):
         out = spsjax.generate(
@@ -55,18 +49,14 @@ def counts_of(model, drafter, verifier):
     return counts
 
 
-def distributions_of(target):
-    """Returns a target's joint distributions: index into MIX -> distribution."""
-    model, limit = logits_of(target), len(PROMPT) + NEW
+@pytest.fixture(scope="module")
+def exact(small_target):
+    """The target's joint distributions: index into MIX -> distribution."""
+    model, limit = logits_of(small_target), len(PROMPT) + NEW
     return {
         MIX.index(params): reference.joint_distribution(model, PROMPT, limit, **params)
         for params in MIX
     }
-
-
-@pytest.fixture(scope="module")
-def exact(small_target):
-    return distributions_of(small_target)
 
 
 def unfiltered_counts(model, drafter, K=2):
@@ -141,10 +131,7 @@ def test_draw_from_several_blocks_follows_the_weights():
     assert g_test(counts, perturbed(distribution)) < SUSPICIOUS
 
 
-@pytest.mark.parametrize(
-    ("lenience", "dtype"),
-    [(1.0, jnp.float32), (0.6, jnp.bfloat16)],
-)
+@pytest.mark.parametrize(("lenience", "dtype"), [(1.0, jnp.float32), (0.6, jnp.bfloat16)])
 def test_rejection_sample_has_the_exact_distribution(lenience, dtype):
     """Tokens of `rejection_sample` follow the lenient joint distribution in both types."""
     rng = np.random.default_rng(3)

@@ -36,9 +36,9 @@ def round_function(program):
     """Returns a jitted round of tables and chosen numbers: the state, the verdict, the proposal."""
 
     def run(params, starts, rows, draft, accept, following):
-        state = decode.take(starts, rows)
+        state = decode.rows.take(starts, rows)
         numbers = {sampling.DRAFT: draft, sampling.ACCEPT: accept, sampling.NEXT: following}
-        seen, rule, propose = {}, type(program.verifier), decode.propose
+        seen, rule, propose = {}, type(program.verifier), decode.step.propose
         verify = rule.verify
 
         def proposing(*args):
@@ -54,11 +54,11 @@ def round_function(program):
             for owner, name, replacement in (
                 (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
                 (transformer, "apply", table_model.apply),
-                (decode, "propose", proposing),
+                (decode.step, "propose", proposing),
                 (rule, "verify", verifying),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
-            output = dataclasses.replace(decode.step(program, params, state), keys=())
+            output = dataclasses.replace(decode.step.step(program, params, state), keys=())
         return output, seen["verdict"], seen["proposal"]  # NumPy cannot hold the keys
 
     return jax.jit(run)
@@ -79,27 +79,27 @@ class Rounds:
         self.prefixes, self._starts = loop.starts(params)
         for number, prefix in enumerate(self.prefixes):
 
-            def law(context, prefix=prefix):
+            def distribution_of(context, prefix=prefix):
                 return reference.to_probs(model((*prefix, *context)), **params)
 
             distinct = not shape.replacement
-            for tokens, mass in tree_enumeration.trees(self.tree, law, distinct):
+            for tokens, mass in tree_enumeration.trees(self.tree, distribution_of, distinct):
                 self.rows.append(number)
                 self._tokens.append(tokens)
                 self.masses.append(mass)
-                self._middles.append(self._numbers(tokens, law, distinct))
+                self._middles.append(self._numbers(tokens, distribution_of, distinct))
         self.masses = np.asarray(self.masses)
         self.rows = np.asarray(self.rows)
         self._round = round_function(loop.program)
 
-    def _numbers(self, tokens, law, distinct):
+    def _numbers(self, tokens, distribution_of, distinct):
         """Returns the numbers that draw the tokens of a tree, from the middles of intervals."""
         left, numbers, contexts = {}, [], self.tree.contexts(tokens)
         for token, parent in zip(tokens, self.tree.parents):
             if token < 0:  # there is nothing to draw from
                 numbers.append(0.5)
                 continue
-            probs = left.setdefault(parent, np.array(law(contexts[parent]), float))
+            probs = left.setdefault(parent, np.array(distribution_of(contexts[parent]), float))
             share = probs / probs.sum()
             numbers.append(np.cumsum(share)[token] - share[token] / 2)
             if distinct:

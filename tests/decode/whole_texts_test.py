@@ -15,7 +15,7 @@ import pytest
 from helpers import broken_verifiers, drafting, enumeration, reference, table_drafters, table_model
 from helpers.table_drafters import END, VOCAB
 
-from spsjax import DynamicTree, Tree, pacing, sampling
+from spsjax import DynamicTree, Tree, decode, sampling
 from spsjax.drafters import stopping, suffix
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.loading import LoadedDrafter
@@ -112,10 +112,7 @@ def rejected(studied, fault=0) -> bool:
 @pytest.mark.xdist_group("broken verifiers")
 @pytest.mark.parametrize("fault", broken_verifiers.FAULTS[:-1])
 def test_broken_verifier_is_rejected(fault):
-    """Enumeration rejects every faulty verifier of `broken_verifiers`, and accepts the sound one.
-
-    Three new tokens, so that a bonus token after two drafts is emitted.
-    """
+    """Of three new tokens, so that a bonus token after two drafts is emitted."""
     studied = loop("draft_model", 2, 3, broken=True)
     assert rejected(studied, broken_verifiers.FAULTS.index(fault)) == (fault != "none")
 
@@ -145,10 +142,7 @@ def test_draft_model_of_more_tokens_than_the_limit_is_lossless():
 
 @pytest.mark.slow
 def test_draft_opposite_to_target_is_lossless():
-    """Supports that hardly overlap are lossless.
-
-    After the filters most ratios are zero, and most residuals are the whole target.
-    """
+    """After the filters most ratios are zero, and most residuals are the whole target."""
     studied = loop("draft_model", 2, 4)
     studied = dataclasses.replace(studied, draft=-3 * studied.target)
     assert_lossless(studied, {"temperature": 0.0}, {"top_k": 2})
@@ -180,22 +174,22 @@ def test_chain_that_ends_early_is_lossless(name):
     assert_lossless(studied, {})
 
 
+WITH_A_MODEL = "early_exit", "sparse_self", "windowed", "hybrid", "lookahead"
+OTHERS = *WITH_A_MODEL, *drafting.HEADS, "draft_model", "none"  # which other tests enumerate
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", ["early_exit", "sparse_self", "windowed", "hybrid", "lookahead"])
+@pytest.mark.parametrize("name", WITH_A_MODEL)
 def test_drafter_with_a_model_is_lossless(name):
-    """An early exit lacks layers, and a small cache lacks tokens.
-
-    Some of lookahead's n-grams begin alike, and its window is never accepted. Some rounds of the
-    hybrid take what was looked up, and others the model's draft.
-    """
+    """Some of lookahead's n-grams begin alike; the hybrid takes look-ups and drafts."""
     prompt = (0, 1, 0) if name == "hybrid" else (0,)
     assert_lossless(loop(name, 2, 3, prompt=prompt), WARM)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", ["copy", "ngram", "suffix"])
+@pytest.mark.parametrize("name", sorted({*drafting.PACKAGE} - {*OTHERS}))
 def test_drafter_without_weights_is_lossless(name):
     """The prompt has no match, and most of the longer contexts have one."""
     assert_lossless(loop(name, 2, 4, prompt=(0, 1)), WARM)
@@ -240,8 +234,8 @@ def test_tree_matching_of_deeper_trees_is_lossless():
 
 
 @dataclasses.dataclass(frozen=True)
-class AsTold(pacing.Pacer):
-    """A pacer whose state is the depth of the next round."""
+class FromState(decode.schedule.Schedule):
+    """A schedule whose state is the depth of the next round."""
 
     def init(self, costs, batch, num_speculative_tokens):
         return jnp.zeros(batch, jnp.int32)
@@ -249,7 +243,7 @@ class AsTold(pacing.Pacer):
     def depths(self, costs, state, done_B):
         return jnp.where(done_B, 0, state)
 
-    def update(self, costs, state, asked_B, offered_B, accepted_B):
+    def update(self, state, asked_B, offered_B, accepted_B):
         return state
 
 
@@ -259,18 +253,16 @@ class ByHistory(enumeration.Loop):
 
     def __post_init__(self):
         super().__post_init__()
-        self.program = dataclasses.replace(self.program, pacer=AsTold())
-        equal = jnp.ones(self.K + 1)
-        self.params["costs"] = jax.tree.map(jnp.asarray, pacing.Costs(equal, equal, 0))
+        self.program = dataclasses.replace(self.program, schedule=FromState())
 
     def starts(self, params):
         prefixes, state = super().starts(params)
         depths = np.zeros(len(state.lengths), np.int32)
         depths[: len(prefixes)] = [sum(prefix) % (self.K + 1) for prefix in prefixes]
-        return prefixes, dataclasses.replace(state, pace=jnp.asarray(depths))
+        return prefixes, dataclasses.replace(state, history=jnp.asarray(depths))
 
     def check_caches(self, output):
-        """Drafters that rest read what they missed later."""
+        """Drafters read later what they missed in rounds without a draft."""
 
 
 @pytest.mark.slow
@@ -288,8 +280,8 @@ def test_depths_that_vary_with_the_text_are_lossless(name):
 def test_draft_of_a_fixed_depth_is_lossless():
     """The costs fix a depth of 1, as they do while rounds are timed, for n-grams of two tokens."""
     studied = loop("lookahead", 2, 3)
-    studied.program = dataclasses.replace(studied.program, pacer=pacing.Fastest())
-    studied.params["costs"] = jax.tree.map(jnp.asarray, pacing.forced(1, 2))
+    studied.program = dataclasses.replace(studied.program, schedule=decode.schedule.Fastest())
+    studied.costs = decode.schedule.only(1, 2)
     assert_lossless(studied, WARM)
 
 

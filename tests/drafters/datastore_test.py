@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
+from helpers.calls import assert_same_texts
 from helpers.numpy_models import numpy_spread_model
 
 import spsjax
@@ -41,11 +42,6 @@ def proposed(target, stored, text):
     return jax.tree.map(np.asarray, proposal)
 
 
-def random_texts(seed, count=12, symbols=3):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, symbols, rng.integers(1, 12)).tolist() for _ in range(count)]
-
-
 def occurrences(texts, ending):
     """Returns (text, index) of every place at which a sequence of tokens ends."""
     size = len(ending)
@@ -59,7 +55,8 @@ def occurrences(texts, ending):
 
 @pytest.mark.parametrize("most", (1, 4, 7))
 def test_matches_are_those_of_a_plain_search(most):
-    texts = random_texts(most)
+    rng = np.random.default_rng(most)
+    texts = [rng.integers(0, 3, rng.integers(1, 12)).tolist() for _ in range(12)]
     store = datastore.Store(160, max_match=most)
     store.extend(texts)
     arrays = jax.tree.map(jnp.asarray, store.sorted())
@@ -77,17 +74,17 @@ def test_matches_are_those_of_a_plain_search(most):
             p for p in range(1, most + 1) if p <= len(query) and occurrences(texts, query[-p:])
         ]
         longest = max(lengths, default=0)
-        found = search(jnp.asarray(recent), jnp.asarray(max(longest, 1)))
-        assert found[0] == longest
+        actual = search(jnp.asarray(recent), jnp.asarray(max(longest, 1)))
+        assert actual[0] == longest
         if not longest:
             continue
-        begin, end, shorter = map(int, found[1:])
+        begin, end, shorter = map(int, actual[1:])
         counts = {p: len(occurrences(texts, query[-p:])) for p in lengths}
         assert end - begin == counts[longest]
-        places = np.asarray(arrays.order)[begin:end]
+        ends = np.asarray(arrays.order)[begin:end]
         tokens = np.asarray(arrays.tokens)
-        for place in places:
-            assert tokens[place + 1 - longest : place + 1].tolist() == query[-longest:]
+        for index in ends:
+            assert tokens[index + 1 - longest : index + 1].tolist() == query[-longest:]
         more = [p for p in lengths if counts[p] > counts[longest]]
         assert shorter == max(more, default=0)
         compared += 1
@@ -147,8 +144,7 @@ def test_text_is_the_targets_and_a_known_answer_takes_few_calls():
     full = spsjax.load_drafter("suffix", model, store=store)
     first, second = (spsjax.generate(model, PROMPTS, each, 6, **options) for each in (empty, full))
     for out in (first, second):
-        for tokens, expected in zip(out.tokens, plain.tokens):
-            np.testing.assert_array_equal(tokens, expected)
+        assert_same_texts(out.tokens, plain.tokens)
     assert second.stats.block_efficiency > 2 * first.stats.block_efficiency
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from helpers import drafting
+from helpers.golden_folders import rewrite
 from helpers.models import spread_model
 
 import spsjax
@@ -44,16 +45,11 @@ def folder(head, target, tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text("utf-8"))
     flat = raw["transformer_layer_config"] | {"draft_vocab_size": raw["draft_vocab_size"]}
     (tmp_path / "config.json").write_text(json.dumps(flat), "utf-8")
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    renamed = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+    safetensors.numpy.save_file(renamed, path)
     return tmp_path
-
-
-def rewrite(folder, fields=None, tensors=None):
-    """Changes the config and the tensors of a folder; None removes a tensor."""
-    config, path = folder / "config.json", folder / "model.safetensors"
-    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | (fields or {})), "utf-8")
-    stored = safetensors.numpy.load_file(path) | (tensors or {})
-    kept = {name: array for name, array in stored.items() if array is not None}
-    safetensors.numpy.save_file(kept, path)
 
 
 def load(folder, target, *messages):
@@ -61,9 +57,9 @@ def load(folder, target, *messages):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loaded = spsjax.load_drafter(folder, target)
-    told = [str(warning.message) for warning in caught]
-    assert len(told) == len(messages), told
-    assert all(part in text and "\n" not in text for part, text in zip(messages, told)), told
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == len(messages), texts
+    assert all(part in text and "\n" not in text for part, text in zip(messages, texts)), texts
     return loaded
 
 
@@ -84,7 +80,7 @@ def load(folder, target, *messages):
         {"target_layer_ids": [2, 4, 6]},
     ],
 )
-def test_layers_to_read_are_found_wherever_trainers_write_them(target, head, folder, fields):
+def test_layers_to_read_are_read_from_every_layout(target, head, folder, fields):
     rewrite(folder, fields)
     assert load(folder, target).drafter == head.drafter
 
@@ -92,8 +88,8 @@ def test_layers_to_read_are_found_wherever_trainers_write_them(target, head, fol
 def test_layers_that_begin_with_one_are_those_whose_outputs_are_read(target, head, folder):
     """SpecForge and ModelOpt count outputs from 0. Only the layout of speculators says inputs."""
     rewrite(folder, {"eagle_config": {TAPS: [1, 3, 5]}})
-    told = f"eagle_config.{TAPS} [1, 3, 5] begins with 1"
-    assert load(folder, target, told).drafter == head.drafter
+    message = f"eagle_config.{TAPS} [1, 3, 5] begins with 1"
+    assert load(folder, target, message).drafter == head.drafter
     inputs = dataclasses.replace(head.drafter, tap_layers=(1, 3, 5))
     spsjax.save_drafter(folder, dataclasses.replace(head, drafter=inputs), target)
     assert load(folder, target).drafter == inputs
@@ -102,14 +98,15 @@ def test_layers_that_begin_with_one_are_those_whose_outputs_are_read(target, hea
 @pytest.mark.parametrize("fields", [{}, {TAPS: None}, {"eagle_config": {TAPS: None}}])
 def test_layers_that_no_file_names_are_the_authors_and_a_line_says_so(target, folder, fields):
     rewrite(folder, fields)
-    told = f"no {TAPS}, so the drafter reads the inputs of layers [2, 3, 3]"
-    assert load(folder, target, told).drafter.tap_layers == (2, 3, 3)
+    message = f"no {TAPS}, so the drafter reads the inputs of layers [2, 3, 3]"
+    assert load(folder, target, message).drafter.tap_layers == (2, 3, 3)
 
 
-@pytest.mark.parametrize("place", [None, "eagle_config", "transformer_layer_config"])
+@pytest.mark.parametrize("section", [None, "eagle_config", "transformer_layer_config"])
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-def test_flags_are_found_wherever_trainers_write_them(target, head, folder, place, flag):
-    rewrite(folder, {TAPS: [2, 4, 6]} | ({flag: True} if place is None else {place: {flag: True}}))
+def test_flags_are_read_from_every_layout(target, head, folder, section, flag):
+    fields = {flag: True} if section is None else {section: {flag: True}}
+    rewrite(folder, {TAPS: [2, 4, 6]} | fields)
     assert load(folder, target).drafter == dataclasses.replace(head.drafter, **{flag: True})
 
 
@@ -149,7 +146,7 @@ def test_keys_that_ask_for_another_computation_are_refused(target, folder, field
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_method_is_told_by_the_layer_when_no_key_names_it(target, head, folder):
+def test_method_follows_from_the_layer_without_a_key(target, head, folder):
     rewrite(folder, {TAPS: [2, 4, 6], "draft_vocab_size": None, "architectures": None})
     again = load(folder, target)
     assert again.drafter == head.drafter
@@ -168,12 +165,12 @@ def test_head_that_is_left_out_is_the_targets(target, folder, size):
     copied = load(folder, target)
     assert copied.drafter.own_head and copied.drafter.vocab_size == 48
     outputs = np.random.default_rng(0).normal(size=(2, 3, 32)).astype(np.float32)
-    found, expected = (
+    actual, expected = (
         jax.jit(one.drafter.logits)(one.with_target(target.params), outputs)
         for one in (shared, copied)
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert found.shape == (2, 3, 48)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert actual.shape == (2, 3, 48)
     spsjax.save_drafter(folder / "again", shared, target, "float32")
     again = load(folder / "again", target)
     assert again.drafter == shared.drafter
@@ -204,14 +201,14 @@ def test_ids_in_any_order_give_the_same_drafter(target, head, folder):
 
 
 @pytest.mark.parametrize(
-    ("offsets", "found"), [({0: 1}, "some of them twice"), ({29: 30}, "ids from 0 to 59")]
+    ("offsets", "actual"), [({0: 1}, "some of them twice"), ({29: 30}, "ids from 0 to 59")]
 )
-def test_ids_that_name_no_tokens_are_refused(target, folder, offsets, found):
+def test_ids_that_name_no_tokens_are_refused(target, folder, offsets, actual):
     d2t = np.zeros(30, np.int64)
     for row, offset in offsets.items():
         d2t[row] = offset
     rewrite(folder, {TAPS: [2, 4, 6]}, {"d2t": d2t})
-    with pytest.raises(InputError, match=f"d2t: expected offsets of different ids.*{found}"):
+    with pytest.raises(InputError, match=f"d2t: expected offsets of different ids.*{actual}"):
         spsjax.load_drafter(folder, target)
 
 

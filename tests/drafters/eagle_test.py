@@ -17,10 +17,11 @@ import spsjax
 from spsjax import decode
 from spsjax.drafters import eagle, eagle3
 from spsjax.models import pure
-from spsjax.models.layers import context_of
-from spsjax.training import feature_losses, losses, train_head
+from spsjax.models.context import context_of
+from spsjax.training import feature_losses
 from spsjax.training.feature_losses import FeatureObjective
 from spsjax.training.step import Precision
+from spsjax.training.tasks.features import build_drafter
 from spsjax.verifiers import rejection
 
 VOCAB = 48
@@ -88,41 +89,12 @@ def test_layer_reads_each_feature_beside_the_token_after_it(target, name):
     np.testing.assert_allclose(outputs, layer(trained, stream, read), atol=1e-4)
 
 
-@pytest.mark.training
-def test_pairs_of_a_feature_and_the_wrong_token_teach_less(target):
-    """A drafter that reads x_t beside f_t cannot know what comes after x_{t+1}."""
-    drafter, params = drafting.trained_head("eagle", target.config)
-    params = {"target": target.params, "drafter": params}
-    output, features, *_ = unrolled(drafter, params, texts_of(32), 1)
-    rates = []
-    for shift in (1, 0):
-        tokens = jnp.asarray(texts_of(32)[:, shift : shift + 12])
-        (outputs,) = drafter.unrolled(params, tokens, features, 1)
-        draft = drafter.logits(params, outputs)[:, :-1]
-        rates.append(float(losses.acceptance(output.logits[:, 1:], draft).mean()))
-    assert rates[0] > rates[1] + 0.05, rates
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def metrics_of(drafter, objectives, params, tokens):
-    """Returns the metrics of some objectives on texts."""
-    constants = {key: params["drafter"][key] for key in drafter.constants}
-    weights = {key: value for key, value in params["drafter"].items() if key not in constants}
-    frozen = {"target": params["target"], "drafter": constants}
-    return [
-        feature_losses.feature_metrics(drafter, objective, Precision())(
-            weights, frozen, {"tokens": tokens}
-        )
-        for objective in objectives
-    ]
-
-
 @pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_metrics_are_those_of_the_distributions(target, name):
     """Acceptance and agreement of both steps, computed from whole logits, text by text."""
     drafter, params = both(name, target)
     objective = FeatureObjective(steps=2, decay=0.5, feature=0.0)
-    (values,) = metrics_of(drafter, (objective,), params, texts_of())
+    (values,) = drafting.metrics_of(drafter, (objective,), params, texts_of())
     output, _, _, logits = jax.tree.map(np.asarray, unrolled(drafter, params, texts_of(), 2))
     expected = 0
     for step, drafted in enumerate(logits):
@@ -147,7 +119,9 @@ def test_indices_that_go_on_count_for_those_that_do_not(target):
     drafter, params = both("eagle", target)
     objectives, offsets = (FeatureObjective(steps=3), FeatureObjective(steps=3, every=3)), set()
     for text in texts_of(6)[3:]:
-        whole, part = jax.tree.map(np.asarray, metrics_of(drafter, objectives, params, text[None]))
+        whole, part = jax.tree.map(
+            np.asarray, drafting.metrics_of(drafter, objectives, params, text[None])
+        )
         np.testing.assert_array_equal(part["acceptance"], whole["acceptance"])
         for step, name in ((1, "acceptance_2"), (2, "acceptance_3")):
             (columns,) = np.nonzero(part[name][0])
@@ -205,7 +179,7 @@ def test_default_layers_are_low_middle_and_high(layers):
 )
 def test_config_of_an_odd_drafter_is_refused(options, message):
     with pytest.raises(spsjax.InputError, match=message):
-        train_head.build_drafter(options, tiny_config(VOCAB))
+        build_drafter(options, tiny_config(VOCAB))
 
 
 def test_odd_objectives_are_refused():
@@ -240,8 +214,8 @@ def test_head_of_a_target_with_a_tied_head_and_padding():
 
     def round_(params, *inputs):  # its shapes fit
         keys = jax.random.split(jax.random.key(0), 2)
-        state = decode.prefill(program, 32, params, *inputs, keys)
-        return state, decode.step(program, params, state)
+        state = decode.prompt.prefill(program, 32, params, *inputs, keys)
+        return state, decode.step.step(program, params, state)
 
     before, after = jax.eval_shape(round_, params, *inputs)
     assert before == after
@@ -255,7 +229,7 @@ def test_training_of_eagle_3_begins_with_the_targets_head(options):
     target = spread_model(VOCAB, **options)
     config, scale = target.config, np.linspace(0.5, 2, target.config.d_model, dtype=np.float32)
     weights = target.params | {"norm": {"scale": scale}}
-    drafter = train_head.build_drafter({"method": "eagle3", "vocab_size": 9}, config)
+    drafter = build_drafter({"method": "eagle3", "vocab_size": 9}, config)
     ids = np.arange(0, 45, 5)
     state = np.random.default_rng(1).standard_normal((2, 3, config.d_model)).astype(np.float32)
 
@@ -269,6 +243,6 @@ def test_training_of_eagle_3_begins_with_the_targets_head(options):
     kernel = weights["embed"]["embedding"].T if tied else weights["head"]["kernel"]
     expected = normed(config, scale, state) @ np.asarray(kernel)[:, ids]
     np.testing.assert_allclose(first_logits(weights), expected, rtol=1e-4, atol=1e-4)
-    narrow = train_head.build_drafter({"method": "eagle3", "d_model": 16}, config)
+    narrow = build_drafter({"method": "eagle3", "d_model": 16}, config)
     assert narrow.config.d_model == 16
     assert narrow.from_target({}, {"target": weights, "drafter": {}}) == {}

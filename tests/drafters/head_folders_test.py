@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from helpers import drafting
+from helpers.bad_input import one_line
+from helpers.golden_folders import rewrite
 from helpers.models import build_model, spread_model
 
 import spsjax
 from spsjax import SamplingParams, Tree, loading
-from spsjax.training import train_head
+from spsjax.training.tasks.features import build_drafter
 
 PROMPTS = [[3, 4, 5, 3], [9], [1, 2, 1, 2, 1], [30, 31]]
 
@@ -28,19 +30,9 @@ def loaded(name, target, **fields) -> loading.LoadedDrafter:
     return loading.LoadedDrafter(name, drafter, drafting.random_weights(drafter))
 
 
-def rewritten(folder, fields=None, tensors=None):
-    """Changes the config and the tensors of a drafter's folder; None removes a tensor."""
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | (fields or {})))
-    (path,) = folder.glob("*.safetensors")
-    stored = safetensors.numpy.load_file(path) | (tensors or {})
-    kept = {name: array for name, array in stored.items() if array is not None}
-    safetensors.numpy.save_file(kept, path)
-
-
 def narrow_head(target) -> loading.LoadedDrafter:
     sizes = {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 30}
-    drafter = train_head.build_drafter({"method": "eagle3"} | sizes, target.config)
+    drafter = build_drafter({"method": "eagle3"} | sizes, target.config)
     return loading.LoadedDrafter("narrow", drafter, drafting.random_weights(drafter))
 
 
@@ -65,26 +57,11 @@ def test_saved_drafter_is_loaded_unchanged(target, name, fields, tmp_path):
         spsjax.load(tmp_path / name)
 
 
-def test_drafter_of_the_authors_layout_is_read(target, tmp_path):
-    """SafeAILab's EAGLE-3 has the layer's own config.json, and another prefix."""
-    head = loaded("eagle3", target)
-    spsjax.save_drafter(tmp_path, head, target, "float32")
-    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    layer = raw["transformer_layer_config"] | {"draft_vocab_size": raw["draft_vocab_size"]}
-    layer["eagle_aux_hidden_state_layer_ids"] = raw["eagle_aux_hidden_state_layer_ids"]
-    (tmp_path / "config.json").write_text(json.dumps(layer), encoding="utf-8")
-    tensors = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
-    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    again = spsjax.load_drafter(tmp_path, target)
-    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
-
-
 def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
     folder = tmp_path / "eagle3"
     spsjax.save_drafter(folder, loaded("eagle3", target), target)
-    config, weights = folder / "config.json", folder / "model.safetensors"
-    raw, tensors = json.loads(config.read_text("utf-8")), safetensors.numpy.load_file(weights)
+    raw = json.loads((folder / "config.json").read_text("utf-8"))
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     layer = raw["transformer_layer_config"]
     ids = tensors["d2t"]
     cases = (
@@ -103,12 +80,10 @@ def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
         ({}, {"layers.1.mlp.up_proj.weight": ids}, "expected no tensor layers.1"),
     )
     for fields, changed, message in cases:
-        config.write_text(json.dumps(raw | fields), encoding="utf-8")
-        kept = {name: array for name, array in (tensors | changed).items() if array is not None}
-        safetensors.numpy.save_file(kept, weights)
-        with pytest.raises(spsjax.InputError) as caught:
+        (folder / "config.json").write_text(json.dumps(raw), "utf-8")
+        rewrite(folder, fields, tensors | changed)
+        with one_line(message):
             spsjax.load_drafter(folder, target)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +102,16 @@ def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
 )
 def test_folders_that_do_not_fit_are_refused(target, tmp_path, name, fields, tensors, message):
     spsjax.save_drafter(tmp_path, loaded(name, target), target)
-    rewritten(tmp_path, fields, tensors)
-    with pytest.raises(spsjax.InputError) as caught:
+    rewrite(tmp_path, fields, tensors)
+    with one_line(message):
         spsjax.load_drafter(tmp_path, target)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_medusa_of_the_first_trainer_uses_the_targets_head(target, tmp_path):
     """Its files have no vocabulary matrices, and their config may name fewer heads."""
     spsjax.save_drafter(tmp_path, loaded("medusa", target), target, "float32")
     none = {f"{index}.1.weight": None for index in range(4)}
-    rewritten(tmp_path, {"medusa_num_heads": 2}, none)
+    rewrite(tmp_path, {"medusa_num_heads": 2}, none)
     again = spsjax.load_drafter(tmp_path, target)
     assert (again.drafter.own_heads, again.drafter.num_heads) == (False, 4)
 
@@ -154,7 +128,7 @@ def test_tied_mlp_speculator_may_be_stored_with_copies(target, tmp_path):
     }
     copies |= {f"speculator.ln.{i}.bias": stored["speculator.ln.0.bias"] for i in (1, 2, 3)}
     copies |= {f"speculator.proj.{i}.weight": stored["speculator.proj.1.weight"] for i in (2, 3)}
-    rewritten(tmp_path, {}, copies)
+    rewrite(tmp_path, {}, copies)
     again = spsjax.load_drafter(tmp_path, target)
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
 
@@ -190,8 +164,8 @@ def test_head_on_a_mesh_is_whole_or_split(target, tmp_path, name, replicate):
     spsjax.save_drafter(tmp_path, loaded(name, target), target, "float32")
     head = spsjax.load_drafter(tmp_path, many, replicate)
     for kernel in ("fc", "query", "out"):
-        found = head.params["fc"] if kernel == "fc" else head.params["layer"]["attention"][kernel]
-        assert found["kernel"].is_fully_replicated == (replicate is None)
+        actual = head.params["fc"] if kernel == "fc" else head.params["layer"]["attention"][kernel]
+        assert actual["kernel"].is_fully_replicated == (replicate is None)
 
 
 @pytest.mark.slow

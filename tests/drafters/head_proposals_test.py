@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting, reference
-from helpers.models import spread_model, tiny_config
+from helpers.calls import padded
+from helpers.models import FAMILIES, spread_model, tiny_config
+from helpers.numpy_models import numpy_spread_model
 
-import spsjax
 from spsjax import DynamicTree, SamplingParams, Tree, decode, sampling
 from spsjax.drafters import sparse_self
 from spsjax.models import transformer
@@ -51,7 +52,10 @@ MORE = {
     "mlp_speculator": ("drawn", "dynamic"),
     "blockwise": ("chain",),
     "narrow": ("drawn",),
+    "single": ("drawn",),
     "triple": ("chain", "drawn"),
+    "relative": ("chain",),
+    "gemma": ("drawn",),
     "untied": ("chain",),
     "shared": ("chain",),
 }
@@ -59,6 +63,7 @@ FILTERED = "medusa"  # drafts with filters, for all others: they take long to co
 COMMITS = "eagle3", "falcon", "medusa", "sparse_self", "spire", "triple"  # of drafters that differ
 OPTIONS = {
     "narrow": ("eagle3", {"norm_output": True, "norm_before_residual": True, "fc_norm": True}),
+    "single": ("falcon", {"tokens_per_step": 1}),
     "triple": ("falcon", {"tokens_per_step": 3}),
     "untied": ("mlp_speculator", {"tied": False}),
     "shared": ("medusa", {"own_heads": False, "num_blocks": 2}),
@@ -73,8 +78,12 @@ def marked(name, *others, slow=False):
 
 @functools.cache
 def drafter_of(name):
-    """Returns a drafter of HEADS or OPTIONS and its weights."""
+    """Returns a drafter of HEADS or OPTIONS, or SPiRE for a target of FAMILIES, and its weights."""
     config = tiny_config(48)
+    if name in FAMILIES:
+        target = target_of(name)
+        drafter = drafting.head("spire", target.config, num_layers=2, recent=4)
+        return drafter, drafting.random_weights(drafter, target.params)
     if name in drafting.HEADS:
         return drafting.random_head(name, config)
     if name == "sparse_self":
@@ -87,18 +96,21 @@ def drafter_of(name):
     return drafter, drafting.random_weights(drafter, drafting.target_params(48))
 
 
-@pytest.fixture(scope="module")
-def target():
+@functools.cache
+def target_of(name):
+    """Returns the target of a drafter."""
+    if name in FAMILIES:
+        return numpy_spread_model(48, num_layers=3, **FAMILIES[name])
     return spread_model(48)
 
 
 class Drafting:
     """A drafter of features in the loop, and its distributions in training."""
 
-    def __init__(self, target, name):
-        self.target, (self.drafter, weights) = target, drafter_of(name)
+    def __init__(self, name):
+        self.target, (self.drafter, weights) = target_of(name), drafter_of(name)
         self.filters = name == FILTERED
-        self.params = {"target": target.params, "drafter": weights}
+        self.params = {"target": self.target.params, "drafter": weights}
 
     def program(self, shape, count=K) -> decode.Program:
         drafter = dataclasses.replace(self.drafter, tree=shape, num_speculative_tokens=count)
@@ -108,14 +120,11 @@ class Drafting:
         """Returns the state after some texts, each in the first tokens of its row."""
         rows, limits = SamplingParams(**SAMPLING).rows(4), np.full(4, 26, np.int32)
         inputs = jax.device_put((rows, tokens, lengths, limits))
-        prefill = compiled(decode.prefill, self.program(None), SLOTS)
+        prefill = compiled(decode.prompt.prefill, self.program(None), SLOTS)
         return prefill(self.params, *inputs, keys_of_rows())[0]
 
-    def begun(self) -> decode.DecodeState:
-        tokens = np.random.default_rng(0).integers(0, 48, (4, SLOTS)).astype(np.int32)
-        for row, prompt in enumerate(PROMPTS):
-            tokens[row, : len(prompt)] = prompt
-        return self.state(tokens, LENGTHS)
+    def after_prompts(self) -> decode.DecodeState:
+        return self.state(*padded(PROMPTS, SLOTS, seed=0))
 
     def propose(self, state, shape, count=K) -> Proposal:
         propose = filtered if self.filters else drafting.small_propose
@@ -135,8 +144,8 @@ class Drafting:
 
 def filtered(program, params, state, keys) -> Proposal:
     """Returns what is proposed next with these keys, with all filters."""
-    state, now = decode.next_round(program, params, state)
-    return decode.propose(program, params, state, dataclasses.replace(now, keys=keys))
+    state, now = decode.step.next_round(program, params, state)
+    return decode.step.propose(program, params, state, dataclasses.replace(now, keys=keys))
 
 
 @functools.cache
@@ -163,13 +172,8 @@ def _trained(drafter, params, tokens, last, later):
 
 def nodes_of(proposal):
     """Returns the tokens above each node of each row: (row, node) -> path."""
-    paths = {}
-    for row, tokens in enumerate(proposal.tokens.tolist()):
-        paths[row, 0] = ()
-        for node, token in enumerate(tokens):
-            parent = node if proposal.parents is None else int(proposal.parents[row, node])
-            paths[row, node + 1] = (*paths[row, parent], token)
-    return paths
+    rows = enumerate(drafting.paths(proposal, row) for row in range(len(PROMPTS)))
+    return {(row, node): path for row, paths in rows for node, path in enumerate(paths)}
 
 
 def check_distributions(studied, proposal):
@@ -230,13 +234,10 @@ def check_search(studied, proposal, shape):
         for shape in shapes[name]
     ],
 )
-def test_every_node_has_the_distribution_of_training(target, name, shape):
-    """After the node's own path, behind prompts of several lengths, with several filters.
-
-    The filters do not narrow what is chosen.
-    """
-    studied, tree = Drafting(target, name), SHAPES[shape]
-    proposal = studied.propose(studied.begun(), tree)
+def test_every_node_has_the_distribution_of_training(name, shape):
+    """After its own path, behind prompts of several lengths, with filters."""
+    studied, tree = Drafting(name), SHAPES[shape]
+    proposal = studied.propose(studied.after_prompts(), tree)
     if shape == "dynamic":
         check_search(studied, proposal, tree)
     elif shape == "chosen":
@@ -246,10 +247,10 @@ def test_every_node_has_the_distribution_of_training(target, name, shape):
 
 
 @pytest.mark.parametrize("name", [marked(name, slow=name == "triple") for name in COMMITS])
-def test_state_after_a_path_of_a_tree_equals_a_fresh_prefill(target, name):
+def test_state_after_a_path_of_a_tree_equals_a_fresh_prefill(name):
     """After paths of every length, twice. The tree and the verdict are given."""
-    studied, parents = Drafting(target, name), SHAPES["drawn"].parents
-    state = studied.begun()
+    studied, parents = Drafting(name), SHAPES["drawn"].parents
+    state = studied.after_prompts()
     rng, paths = np.random.default_rng(1), [(), (2,), (1, 4), (1, 3, 6)]
     for round_ in range(2):
         tokens = rng.integers(0, 48, (4, len(parents))).astype(np.int32)
@@ -282,29 +283,15 @@ def committed(program, params, state, tokens_BN, verdict) -> decode.DecodeState:
     """Returns the state after a given tree and verdict."""
     parents = jnp.broadcast_to(jnp.asarray(program.drafter.tree.parents), tokens_BN.shape)
     proposal = Proposal(tokens_BN, None, parents)
-    state, now = decode.next_round(program, params, state)
-    output = decode.score(program, params, state, proposal)
-    return decode.commit(program, params, state, now, proposal, output, verdict)
+    state, now = decode.step.next_round(program, params, state)
+    output = decode.step.score(program, params, state, proposal)
+    return decode.step.commit(program, params, state, now, proposal, output, verdict)
 
 
 @pytest.mark.parametrize("name", [marked("eagle3"), marked("falcon", slow=True)])
-def test_a_single_token_is_drafted(target, name):
+def test_a_single_token_is_drafted(name):
     """With K = 1 a drafter takes no second step."""
-    studied = Drafting(target, name)
-    state = studied.begun()
+    studied = Drafting(name)
+    state = studied.after_prompts()
     one, chain = (studied.propose(state, None, count) for count in (1, K))
     np.testing.assert_allclose(one.probs[:, 0], chain.probs[:, 0], atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "shape"), [marked("falcon", "dynamic"), marked("spire", "drawn")])
-def test_greedy_texts_of_trees_are_those_of_plain_decoding(target, name, shape):
-    drafter, weights = drafter_of(name)
-    drafter = dataclasses.replace(drafter, tree=SHAPES[shape], num_speculative_tokens=K)
-    loaded = spsjax.loading.LoadedDrafter(name, drafter, weights)
-    plain, out = (
-        spsjax.generate(target, PROMPTS, each, None, SamplingParams(0.0), 16, stop_at_eos=False)
-        for each in (None, loaded)
-    )
-    assert np.array_equal(out.tokens, plain.tokens)
-    assert out.stats.block_efficiency > 1

@@ -1,4 +1,4 @@
-"""A look-up and a model in one drafter: who drafts, what runs, and that a rested model is whole."""
+"""A look-up and a model in one drafter: who drafts, what runs, and what a paused model drafts."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
+from helpers.calls import assert_same_texts, padded
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
@@ -37,7 +38,7 @@ def draft(target):
 
 @dataclasses.dataclass(frozen=True)
 class Looks(base.Drafter):
-    """Looks up token 7 in every place, and expects what it is told."""
+    """Looks up token 7 in every place, and expects a given number of tokens."""
 
     num_speculative_tokens: int = K
     expects: float = traced.number(0.0)
@@ -87,18 +88,14 @@ def beginning(target, drafter, params):
     """Returns program, parameters and state of the rows of PROMPTS."""
     program = decode.Program(target.config, drafter, rejection.Verifier())
     weights = {"target": target.params, "drafter": params}
-    tokens = np.zeros((3, 8), np.int32)
-    for row, prompt in enumerate(PROMPTS):
-        tokens[row, : len(prompt)] = prompt
-    lengths = np.asarray(list(map(len, PROMPTS)), np.int32)
-    return program, weights, fresh(program, weights, tokens, lengths)
+    return program, weights, fresh(program, weights, *padded(PROMPTS, 8))
 
 
 def fresh(program, params, tokens, lengths):
     """Returns the state after a prefill of some tokens."""
     inputs = jax.device_put((GREEDY.rows(3), tokens, lengths, np.full(3, 80, np.int32)))
     keys = sampling.row_keys(jax.random.key(0), 3)
-    return compiled(decode.prefill, program, 96)(params, *inputs, keys)[0]
+    return compiled(decode.prompt.prefill, program, 96)(params, *inputs, keys)[0]
 
 
 def looks_up(state, depth=K) -> np.ndarray:
@@ -109,9 +106,9 @@ def looks_up(state, depth=K) -> np.ndarray:
 
 def some_state(rows, score, expected) -> hybrid.State:
     """Returns a hybrid's state that has looked up token 7 everywhere."""
-    found = np.full((rows, K), 7, np.int32)
+    actual = np.full((rows, K), 7, np.int32)
     score, expected = (np.full(rows, value, np.float32) for value in (score, expected))
-    return hybrid.State((), found, score, expected)
+    return hybrid.State((), actual, score, expected)
 
 
 @pytest.mark.parametrize(("expects", "calls"), [(0.1, 7), (K + 1.0, 0)])
@@ -142,8 +139,8 @@ def test_model_does_not_run_for_rows_that_are_done():
 def test_score_counts_no_more_tokens_than_are_drafted():
     """Four tokens that are looked up are expected to give 3; of one, no more than 1 counts."""
     own = some_state(1, 3.0, 2.0)
-    found = [np.asarray(hybrid.looks_up(own, np.asarray([depth]))).item() for depth in (K, 2, 1)]
-    assert found == [True, True, False]
+    actual = [np.asarray(hybrid.looks_up(own, np.asarray([depth]))).item() for depth in (K, 2, 1)]
+    assert actual == [True, True, False]
 
 
 def looked_up(program, tokens, lengths) -> Proposal:
@@ -155,22 +152,19 @@ def looked_up(program, tokens, lengths) -> Proposal:
 @drafting.small
 def synced_state(program, params, state):
     """Returns the state with which a round drafts."""
-    return decode.next_round(program, params, state)[0]
+    return decode.step.next_round(program, params, state)[0]
 
 
 @pytest.fixture(scope="module")
 def rounds(target, draft):
-    """Some rounds: parameters, and of each the state, both proposals and the state after it.
-
-    The state is that after `sync`, which has looked up.
-    """
+    """Parameters, and of some rounds the synced state, both proposals, the state after it."""
     program, params, state = beginning(target, both_of(draft), draft.params)
     run, rounds = compiled(drafting.small_step, program), []
     for _ in range(14):
-        found, _ = compiled(looked_up, program)(state.tokens, state.lengths)
+        actual, _ = compiled(looked_up, program)(state.tokens, state.lengths)
         synced, _ = compiled(synced_state, program)(params, state)
         (proposal, after), _ = run(params, state)
-        rounds.append((synced, proposal, found, after))
+        rounds.append((synced, proposal, actual, after))
         state = after
     return params, rounds
 
@@ -179,13 +173,13 @@ def test_rows_take_the_proposal_that_is_expected_to_be_longer(draft, rounds):
     """And the average is that of the model's rounds alone."""
     drafter, average, looked = both_of(draft), np.full(3, 1.0), 0
     assert drafter.num_speculative_tokens == K and drafter.model_tokens == MODEL_TOKENS
-    for before, proposal, found, after in rounds[1]:
+    for before, proposal, actual, after in rounds[1]:
         rows, tokens = looks_up(before), np.asarray(proposal.tokens)
-        expected, found = jax.tree.map(np.asarray, (before.drafter.expected, found))
-        better = (found.tokens[:, 0] >= 0) & (found.aux >= expected)
+        expected, actual = jax.tree.map(np.asarray, (before.drafter.expected, actual))
+        better = (actual.tokens[:, 0] >= 0) & (actual.aux >= expected)
         np.testing.assert_array_equal(rows, better)
         looked += rows.sum()
-        np.testing.assert_array_equal(tokens[rows], found.tokens[rows])
+        np.testing.assert_array_equal(tokens[rows], actual.tokens[rows])
         assert (tokens[~rows, MODEL_TOKENS:] == -1).all()
         accepted = np.argmax(np.asarray(after.accepted) - np.asarray(before.accepted), axis=1)
         average = np.where(rows, average, (average + accepted) / 2)
@@ -193,18 +187,15 @@ def test_rows_take_the_proposal_that_is_expected_to_be_longer(draft, rounds):
     assert 0 < looked < 33
 
 
-def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draft, rounds):
-    """Its tokens and distributions are those after a fresh prefill of the text.
-
-    Also where another row made the model run while this one looked up.
-    """
+def test_draft_of_a_model_that_paused_is_that_of_one_that_did_not(target, draft, rounds):
+    """Also where another row made the model run while this one looked up."""
     model = draft_model.Drafter(draft.config, MODEL_TOKENS)
     alone = decode.Program(target.config, model, rejection.Verifier())
     propose = compiled(drafting.small_propose, alone)
-    params, compared, mixed, rested = rounds[0], 0, 0, np.zeros(3, bool)
+    params, compared, mixed, paused = rounds[0], 0, 0, np.zeros(3, bool)
     for state, proposal, *_ in rounds[1]:
         looked = looks_up(state)
-        if (back := rested & ~looked).any():
+        if (back := paused & ~looked).any():
             again = fresh(alone, params, np.asarray(state.tokens), np.asarray(state.lengths))
             expected, _ = propose(params, again, state.keys)
             tokens = np.asarray(proposal.tokens)[:, :MODEL_TOKENS]
@@ -213,12 +204,12 @@ def test_draft_of_a_model_that_rested_is_that_of_one_that_never_did(target, draf
             probs = np.asarray(proposal.probs)[:, :MODEL_TOKENS][there]
             np.testing.assert_allclose(probs, np.asarray(expected.probs)[there], atol=1e-5)
             compared += back.sum()
-            mixed += 0 if rested.all() else back.sum()
-        rested = looked
+            mixed += 0 if paused.all() else back.sum()
+        paused = looked
     assert compared and mixed
 
 
-def test_rule_of_the_model_hears_of_its_own_rounds_alone(rounds):
+def test_rule_of_the_model_learns_from_its_own_rounds_alone(rounds):
     """Each row's bound moves in the rounds that the model drafted, and stays in the others."""
     moved = np.zeros(2, int)
     for state, _, _, after in rounds[1]:
@@ -233,14 +224,13 @@ def test_rule_of_the_model_hears_of_its_own_rounds_alone(rounds):
 @pytest.mark.parametrize(("name", "count"), [("eagle", None), ("early_exit", "auto")])
 def test_greedy_text_is_the_targets(target, draft, name, count, monkeypatch):
     """Also if its model reads features late, or begins the target's pass: not of all tokens."""
-    monkeypatch.setattr(base, "PACED_TOKENS", K)  # of which few depths are compiled
+    monkeypatch.setattr(base, "SCHEDULED_TOKENS", K)  # of which few depths are compiled
     loaded = drafting.build(name, draft, 2)
     drafter = hybrid.Drafter(loaded.drafter, suffix.Drafter(K))
     together = LoadedDrafter("together", drafter, loaded.params)
     out = spsjax.generate(target, PROMPTS, together, count, sampling=GREEDY, max_new_tokens=40)
     expected = spsjax.generate(target, PROMPTS, sampling=GREEDY, max_new_tokens=40)
-    for tokens, others in zip(out.tokens, expected.tokens):
-        np.testing.assert_array_equal(tokens, others)
+    assert_same_texts(out.tokens, expected.tokens)
 
 
 def test_look_up_that_expects_nothing_is_refused(target, draft):

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 from helpers import drafting
-from helpers.models import build_model
+from helpers.calls import assert_same_texts, padded
+from helpers.models import FAMILIES, build_model
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
-from spsjax import InputError, SamplingParams, Tree, caches, decode, loading
+from spsjax import InputError, SamplingParams, Tree, decode, loading
 from spsjax.drafters import draft_model, sparse_self
-from spsjax.models import transformer
+from spsjax.models import caches, transformer
 from spsjax.parallel import sharding
 from spsjax.verifiers import match
 
@@ -26,11 +27,6 @@ PROMPTS = [
     for row, size in enumerate((60, 1, 33))
 ]
 SMALL = {"sinks": 2, "recent": 12}
-FAMILIES = {
-    "rotary": {},
-    "relative": {"positions": "relative", "ffn": "gelu"},
-    "gemma": {"post_norms": True, "qk_norm": True, "windows": (9, 0), "rope_theta_local": 1e3},
-}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +43,6 @@ def texts(target, drafter, **options):
     return spsjax.generate(target, PROMPTS, drafter, **options)
 
 
-def assert_same(some, others):
-    for tokens, expected in zip(some.tokens, others.tokens, strict=True):
-        np.testing.assert_array_equal(tokens, expected)
-
-
 TREE = Tree((0, 0, 1))
 ROWS = 16
 
@@ -63,29 +54,15 @@ def logits_after(config, params, texts, last):
     return logits[np.arange(len(texts)), last]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-@drafting.small
-def proposed(program, params, tokens, lengths):
-    """Returns the proposal after prompts."""
-    rows, keys = SamplingParams().rows(len(tokens)), jax.random.split(jax.random.key(3), 2)
-    state = decode.prefill(program, 96, params, rows, tokens, lengths, lengths + 8, keys)
-    state, now = decode.next_round(program, params, state)
-    return dataclasses.replace(decode.propose(program, params, state, now), aux=())
-
-
 def check_distributions(target, drafter, prompts, draft=None):
     """Asserts that a draft has a model's distributions, after each node's own path of tokens."""
     model = draft or target
     program = decode.Program(target.config, drafter, match.Verifier())
-    lengths = np.asarray(list(map(len, prompts)), np.int32)
-    tokens = np.zeros((2, 64), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
     params = {"target": target.params, "drafter": draft.params if draft else {}}
-    proposal = jax.tree.map(np.asarray, proposed(program, params, tokens, lengths))
+    proposal = jax.device_get(drafting.proposed_after(program, params, *padded(prompts, 64), 96))
     texts, last, nodes = np.zeros((ROWS, 80), np.int32), np.zeros(ROWS, int), []
     for row, prompt in enumerate(prompts):
-        paths = drafting.paths(jax.tree.map(lambda leaf, row=row: leaf[row:], proposal))
+        paths = drafting.paths(proposal, row)
         for node in range(proposal.probs.shape[1]) if drafter.tree is None else TREE.inner:
             text = [*prompt, *paths[node]]
             texts[len(nodes), : len(text)], last[len(nodes)] = text, len(text) - 1
@@ -127,25 +104,9 @@ def test_cache_of_the_whole_text_accepts_everything(family, chosen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ("chosen", "tree"))
-def test_greedy_text_is_the_targets(target, kind):
-    """A small cache drafts chains and trees of which some tokens are accepted and others not."""
-    drafter = drafter_of(target, chosen=8, observed=6)
-    if kind == "tree":
-        drafter = spsjax.load_drafter("sparse_self:16", target, tree=Tree.branching(2, 2))
-        assert drafter.drafter.num_speculative_tokens == 2
-    out = texts(target, drafter)
-    assert_same(out, texts(target, None))
-    assert 0.02 < out.stats.acceptance_rate < 0.98
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ("window", "chosen"))
 def test_engine_gives_the_text_of_a_call_whatever_its_chunks(target, tmp_path, name):
-    """Chunks that do not add up to the buffers must not set a window back too far.
-
-    The text may be longer than the context of a draft with a window.
-    """
+    """Of a text that may be longer than the context of a draft with a window."""
     draft = numpy_nearby_model(target, distance=0.1)
     draft = build_model(dataclasses.replace(draft.config, max_positions=64), draft.params, None)
     loading.save(tmp_path, draft, dtype="float32")
@@ -167,22 +128,16 @@ def test_mesh_gives_the_text_of_one_device(heads):
     split = build_model(single.config, single.params, sharding.mesh(1, 2))
     some, other = (
         texts(
-            model,
-            drafter_of(model, chosen=8, observed=6),
-            sampling=SamplingParams([0.0, 1.0, 0.8]),
+            model, drafter_of(model, chosen=8, observed=6), sampling=SamplingParams([0.0, 1.0, 0.8])
         )
         for model in (single, split)
     )
-    assert_same(some, other)
-    assert some.stats == dataclasses.replace(other.stats, **_times(some.stats))
-
-
-def _times(stats):
-    return {
-        field.name: getattr(stats, field.name)
-        for field in dataclasses.fields(stats)
-        if "seconds" in field.name
-    }
+    assert_same_texts(some.tokens, other.tokens)
+    one, many = (
+        {name: value for name, value in vars(out.stats).items() if "seconds" not in name}
+        for out in (some, other)
+    )
+    assert one == many
 
 
 def test_state_is_as_small_as_its_slots(target):

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting, toy_drafters
+from helpers.calls import Call, assert_same_texts
 
 import spsjax
-from spsjax import InputError, SamplingParams, Tree, execution, loading
+from spsjax import InputError, SamplingParams, Tree, loading
 from spsjax.drafters import sample, stopping
-from spsjax.request import Request
 from spsjax.utils.compilation import compiled
 
 LOGITS = np.log(np.asarray([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3], [1.0, 1e-30, 1e-30]], np.float32))
@@ -56,10 +56,7 @@ def test_entropy_ends_after_an_uncertain_distribution():
 
 
 def test_bound_follows_the_share_of_accepted_tokens():
-    """By hand: the average moves from 0.9 half of the way to the last round's share.
-
-    A row in which nothing was offered stays. All of a whole chain: the bound stays, too.
-    """
+    """By hand: from 0.9 half of the way to the last share; it stays if nothing was offered."""
     rule = stopping.Adaptive(stopping.Confidence(0.4), step=0.1)
     rounds = [4, 4, 2, 0, 2, 2], [2, 4, 2, 0, 2, 2], [4, 4, 4, 4, 2, 3]
     after = after_round(rule, *rounds)
@@ -84,11 +81,10 @@ def test_loop_moves_the_bound(target, draft, threshold, share, sign):
     """A bound that hardly anything passes falls, and one that all pass rises."""
     rule = stopping.Adaptive(stopping.Confidence(threshold), share, step=0.1)
     drafter = loading.with_stop_rule(loading.as_drafter(draft, target), target, rule)
-    options = SamplingParams(), NEW, 0, "rejection", False
-    request = Request("x", target, PROMPTS, drafter, K, *options)
-    state, _ = execution.prefill(request)
+    request = Call(target, PROMPTS, drafter, K, verifier="rejection", stop_at_eos=False)
+    state = request.prefill()
     assert state.drafter[1].bound.tolist() == [threshold] * 2
-    state, _ = execution.run(request, state, 4)
+    state = request.loop.run(state, 4)
     assert (np.sign(state.drafter[1].bound - threshold) == sign).all()
 
 
@@ -129,8 +125,7 @@ def test_greedy_text_is_unchanged_and_less_is_proposed(target, draft):
     expected = spsjax.generate(target, PROMPTS, **options)
     drafter = loading.with_stop_rule(loading.as_drafter(draft, target), target, rule)
     out = spsjax.generate(target, PROMPTS, drafter, K, **options)
-    for tokens, same in zip(out.tokens, expected.tokens, strict=True):
-        np.testing.assert_array_equal(tokens, same)
+    assert_same_texts(out.tokens, expected.tokens)
     rounds = sum(out.stats.accepted_histogram)
     assert rounds <= out.stats.proposed_tokens < K * rounds
     assert sum(out.stats.accepted_histogram[1:])

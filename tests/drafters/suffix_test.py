@@ -1,11 +1,11 @@
-"""Proposals of suffix decoding, compared with counting by brute force."""
+"""Proposals of look-ups, compared with plain loops and with counting by brute force."""
 
 import numpy as np
 import pytest
 from helpers import drafting, reference
 
 from spsjax import InputError
-from spsjax.drafters import suffix
+from spsjax.drafters import ngram, suffix
 from spsjax.utils.compilation import compiled
 
 ROWS, SLOTS = 300, 20
@@ -24,6 +24,20 @@ def paths_of(tokens, parents):
         if token >= 0:
             paths.append((*paths[parent], token))
     return paths[1:]
+
+
+@pytest.mark.parametrize(("K", "sizes"), [(4, (1, 3)), (7, (2, 3)), (3, (1, 1))])
+def test_ngram_proposal_is_that_of_a_plain_loop(K, sizes):
+    """Repeated with its period; what lies beyond a row's tokens is never copied."""
+    drafter = ngram.Drafter(K, min_ngram=sizes[0], max_ngram=sizes[1])
+    rng = np.random.default_rng(K)
+    tokens, lengths = rng.integers(0, 4, (400, 16)), rng.integers(1, 17, 400)
+    (proposed, _), _ = compiled(propose, drafter)(tokens, lengths)
+    texts = (row[:length].tolist() for row, length in zip(tokens, lengths))
+    expected = [reference.lookup(text, K, *sizes) for text in texts]
+    assert np.asarray(proposed).tolist() == expected
+    missing = sum(row[0] < 0 for row in expected)
+    assert 40 < missing < 360  # some rows match, some do not
 
 
 @pytest.mark.parametrize(
@@ -50,14 +64,14 @@ def test_proposal_has_the_highest_score_of_counts(K, N, options):
         text = tokens[row, :length].tolist()
         expected = reference.suffix_proposals(text, K, N, **options)
         above = np.asarray(parents)[row] if N else np.arange(K)
-        found = paths_of(np.asarray(proposed)[row].tolist(), above.tolist())
+        actual = paths_of(np.asarray(proposed)[row].tolist(), above.tolist())
         if not expected:
-            assert found == []
+            assert actual == []
             missing += 1
             continue
         score = [sum(prob for _, prob in nodes) for nodes in expected]
         best = [path for path, _ in expected[score.index(max(score))]]
-        assert (found if not N else sorted(found)) == (best if not N else sorted(best)), text
+        assert (actual if not N else sorted(actual)) == (best if not N else sorted(best)), text
     assert 10 < missing < 150
 
 

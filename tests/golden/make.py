@@ -27,69 +27,51 @@ LLAMA3 = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 8}
 GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 9, **WINDOW}
-# By folder: class of the config, changed fields, and type on disk.
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+DTYPES = {"gpt2": "float32", "llama2": "float16"}  # on disk; of the others: bfloat16
+# By folder: class of the config, and changed fields.
 FAMILIES = {
-    "gpt2": (
-        transformers.GPT2Config,
-        {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
-        "float32",
-    ),
-    "llama2": (transformers.LlamaConfig, {"num_key_value_heads": 4}, "float16"),
-    "llama3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}, "bfloat16"),
-    "mistral": (transformers.MistralConfig, WINDOW, "bfloat16"),
-    "multi_query": (transformers.MistralConfig, {"num_key_value_heads": 1}, "bfloat16"),
-    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}, "bfloat16"),
-    "qwen2_windows": (
-        transformers.Qwen2Config,
-        {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
-        "bfloat16",
-    ),
-    "qwen3": (transformers.Qwen3Config, {"head_dim": 6}, "bfloat16"),
-    "gemma": (transformers.GemmaConfig, {"head_dim": 6}, "bfloat16"),
-    "gemma2": (
-        transformers.Gemma2Config,
-        {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0, **GEMMA},
-        "bfloat16",
-    ),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        {
-            "num_hidden_layers": 7,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-            **GEMMA,
-        },
-        "bfloat16",
-    ),
-    "mixtral": (
-        transformers.MixtralConfig,
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        "bfloat16",
-    ),
+    "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", WINDOW),
+    "multi_query": ("Mistral", {"num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
+    "qwen3": ("Qwen3", {"head_dim": 6}),
+    "gemma": ("Gemma", {"head_dim": 6}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0, **GEMMA}),
+    "gemma3": ("Gemma3Text", {"num_hidden_layers": 7, "rope_parameters": ROPES, **GEMMA}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
+        "Qwen3Moe",
         {
             "head_dim": 6, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
             "norm_topk_prob": False,
         },
-        "bfloat16",
     ),
 }  # fmt: skip
 
 
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, DTYPES.get(name, "bfloat16"))
+
+
 def model(name: str) -> transformers.PreTrainedModel:
     """Returns the random model of a folder in float32, rounded to the type on disk."""
-    kind, changes, dtype = FAMILIES[name]
+    kind, changes = FAMILIES[name]
     torch.manual_seed(sorted(FAMILIES).index(name))
-    shape = TOKENS if kind is transformers.GPT2Config else SHAPE
-    made = transformers.AutoModelForCausalLM.from_config(kind(**{**shape, **changes}))
+    fields = {**(TOKENS if kind == "GPT2" else SHAPE), **changes}
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    made = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim == 1:  # norms and biases are initialized to constants
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            parameter.copy_(parameter.to(getattr(torch, dtype)))
+            parameter.copy_(parameter.to(dtype_of(name)))
     return made.float().eval()
 
 
@@ -107,10 +89,10 @@ def expected(made: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def main():
-    for name, (_, _, dtype) in FAMILIES.items():
+    for name in FAMILIES:
         made = model(name)
         arrays = expected(made)
-        made.to(getattr(torch, dtype)).save_pretrained(HERE / name)
+        made.to(dtype_of(name)).save_pretrained(HERE / name)
         (HERE / name / "generation_config.json").unlink(missing_ok=True)
         np.savez_compressed(HERE / name / "expected.npz", **arrays)
         size = sum(path.stat().st_size for path in (HERE / name).iterdir())

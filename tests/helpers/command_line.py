@@ -155,6 +155,11 @@ def _run_app(main, argv, flags_parser) -> None:
     sys.exit(main(flags_parser(argv)))
 
 
+def settings(values=(), **more) -> list[str]:
+    """Returns flags that set keys of a config."""
+    return [f"--config.{name}={value}" for name, value in {**dict(values), **more}.items()]
+
+
 def free_port() -> int:
     """Returns a port that no process listens to."""
     with socket.socket() as listener:

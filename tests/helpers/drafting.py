@@ -16,7 +16,7 @@ from helpers.import_graph import PLUG_INS
 from helpers.models import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spsjax import decode, drafters, loading, sampling, scoring
+from spsjax import SamplingParams, decode, drafters, loading, sampling
 from spsjax.drafters import (
     contrib,
     draft_model,
@@ -34,7 +34,8 @@ from spsjax.training import feature_losses, step
 from spsjax.types import Round
 from spsjax.verifiers import match, rejection
 
-_SHARED = *PLUG_INS["drafters"], "contrib", "learned_stopping", "lstm"
+_SHARED = {name.removeprefix("contrib.") for name in PLUG_INS["drafters"]}
+_SHARED |= {"contrib", "learned_stopping"}
 
 
 def _names_of(package) -> list[str]:
@@ -99,7 +100,7 @@ def head(name: str, config, **fields):
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
     if name == "spire":
-        return spire.Drafter(config, num_layers=1, recent=6, **fields)
+        return spire.Drafter(config, **{"num_layers": 1, "recent": 6} | fields)
     if name == "mlp_speculator":
         return mlp_speculator.Drafter(config, num_steps=4, width=24, **fields)
     if name == "blockwise":
@@ -153,7 +154,7 @@ def random_weights(drafter, near=None):
     return jax.tree.map(changed, noise, weights)
 
 
-def begun(drafter, target_params):
+def initial_weights(drafter, target_params):
     """Returns the weights that the training of a drafter of features begins with."""
 
     @jax.jit
@@ -173,7 +174,7 @@ def trained_head(name: str, config, updates: int = 60):
     feature = float(name in ("eagle", "falcon"))
     objective = feature_losses.FeatureObjective(steps=steps, feature=feature)
     metrics = feature_losses.feature_metrics(drafter, objective, step.Precision())
-    params = begun(drafter, target)
+    params = initial_weights(drafter, target)
     constants = {name: params.pop(name) for name in drafter.constants}
     frozen = {"target": target, "drafter": constants}
     optimizer = optax.adam(3e-3)
@@ -196,15 +197,27 @@ def trained_head(name: str, config, updates: int = 60):
     return drafter, train(params, jax.random.key(4)) | constants
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def metrics_of(drafter, objectives, params, tokens):
+    """Returns the metrics of some objectives on texts, with parameters of target and drafter."""
+    constants = {key: params["drafter"][key] for key in drafter.constants}
+    weights = {key: value for key, value in params["drafter"].items() if key not in constants}
+    frozen, batch = {"target": params["target"], "drafter": constants}, {"tokens": tokens}
+    return [
+        feature_losses.feature_metrics(drafter, objective, step.Precision())(weights, frozen, batch)
+        for objective in objectives
+    ]
+
+
 def replicated(params, mesh):
     return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
 
-def paths(proposal) -> list[tuple[int, ...]]:
-    """Returns the tokens from the root to each node of the first row's proposal, the root first."""
+def paths(proposal, row: int = 0) -> list[tuple[int, ...]]:
+    """Returns the tokens from the root to each node of a row's proposal, the root first."""
     nodes = [()]
-    for node, token in enumerate(np.asarray(proposal.tokens)[0].tolist()):
-        above = node if proposal.parents is None else int(proposal.parents[0, node])
+    for node, token in enumerate(np.asarray(proposal.tokens)[row].tolist()):
+        above = node if proposal.parents is None else int(proposal.parents[row, node])
         nodes.append((*nodes[above], token))
     return nodes
 
@@ -221,7 +234,7 @@ def small_programs():
 
     For tests that are about neither. Programs then compile in half the time.
     """
-    at_smallest_size = scoring.at_smallest_size
+    at_smallest_size = decode.sizes.at_smallest_size
 
     def to_probs(logits, rows):
         temperature = rows.temperature[:, *[None] * (logits.ndim - 1)]
@@ -229,16 +242,17 @@ def small_programs():
         best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
         return jnp.where(temperature == 0, best, probs)
 
-    def at_one_size(drafter, *arguments):
-        one_size = types.SimpleNamespace(
-            num_speculative_tokens=drafter.num_speculative_tokens,
-            score_sizes=drafter.score_sizes[-1:],
+    def at_one_size(program, *arguments):
+        drafter = types.SimpleNamespace(
+            num_speculative_tokens=program.drafter.num_speculative_tokens,
+            score_sizes=program.drafter.score_sizes[-1:],
         )
+        one_size = types.SimpleNamespace(drafter=drafter, schedule=None)
         return at_smallest_size(one_size, *arguments)
 
     with (
         mock.patch.object(sampling, "to_probs", to_probs),
-        mock.patch.object(scoring, "at_smallest_size", at_one_size),
+        mock.patch.object(decode.sizes, "at_smallest_size", at_one_size),
     ):
         yield
 
@@ -257,23 +271,37 @@ def small(function):
 @small
 def small_step(program, params, state):
     """Returns the proposal of a round, and the state after it."""
-    proposals, propose = [], decode.propose
+    proposals, propose = [], decode.step.propose
 
     def watched(*arguments):
         result = propose(*arguments)
         proposals.append(result)
         return result
 
-    with mock.patch.object(decode, "propose", watched):
-        state = decode.step(program, params, state)
+    with mock.patch.object(decode.step, "propose", watched):
+        state = decode.step.step(program, params, state)
     return proposals[0], state
 
 
 @small
 def small_propose(program, params, state, keys, depths=None):
     """Returns what is proposed next with these keys."""
-    state, now = decode.next_round(program, params, state, depths)
-    return decode.propose(program, params, state, dataclasses.replace(now, keys=keys))
+    state, now = decode.step.next_round(program, params, state, depths)
+    return decode.step.propose(program, params, state, dataclasses.replace(now, keys=keys))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+@small
+def proposed_after(program, params, tokens, lengths, slots):
+    """Returns what is proposed after prompts, without filters."""
+    rows, keys = (
+        SamplingParams().rows(len(tokens)),
+        sampling.row_keys(jax.random.key(3), len(tokens)),
+    )
+    limits = lengths + 8
+    state = decode.prompt.prefill(program, slots, params, rows, tokens, lengths, limits, keys)
+    state, now = decode.step.next_round(program, params, state)
+    return dataclasses.replace(decode.step.propose(program, params, state, now), aux=())
 
 
 def round_of(tokens, lengths, rows=None, keys=None) -> Round:

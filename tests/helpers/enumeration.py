@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import broken_verifiers, reference, table_model
 from helpers.table_model import REPLACED
+from helpers.tree_enumeration import doubled, in_parts, joined
 
 from spsjax import decode, sampling
 from spsjax.drafters import base, draft_model
@@ -38,7 +39,7 @@ SLOTS, WIDTH, PREFIXES, ROWS = 12, 8, 16, 256
 def _prefill(program):
     def prefill(*args):
         with mock.patch.multiple(transformer, **REPLACED):
-            return decode.prefill(program, SLOTS, *args)
+            return decode.prompt.prefill(program, SLOTS, *args)
 
     return jax.jit(prefill)
 
@@ -50,38 +51,36 @@ def _step(program, broken):
     It returns the number of accepted tokens, the token after them, the proposal and the new state.
     """
 
-    def step(params, starts, rows, uniforms, fault):
+    def step(params, costs, starts, rows, uniforms, fault):
         numbers = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms))
-        proposals, propose = [], decode.propose
+        proposals, propose = [], decode.step.propose
 
         def watched(*args):
             proposals.append(propose(*args))
             return proposals[-1]
 
         sampler = broken_verifiers.verifier(fault) if broken else rejection.rejection
-        state = decode.take(starts, rows)
+        state = decode.rows.take(starts, rows)
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in (
                 (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
-                (decode, "propose", watched),
+                (decode.step, "propose", watched),
                 (rejection, "rejection", sampler),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(mock.patch.multiple(transformer, **REPLACED))
-            output = decode.step(program, params, state)
+            depths = None
+            if program.schedule is not None:
+                depths = program.schedule.depths(costs, state.history, state.done)
+            output = decode.step.step(program, params, state, depths)
         accepted = jnp.argmax(output.accepted, axis=1)
-        place = jnp.minimum(state.lengths + accepted, SLOTS - 1)
-        drawn = jnp.take_along_axis(output.tokens, place[:, None], axis=1)[:, 0]
+        position = jnp.minimum(state.lengths + accepted, SLOTS - 1)
+        drawn = jnp.take_along_axis(output.tokens, position[:, None], axis=1)[:, 0]
         output = dataclasses.replace(output, keys=())  # NumPy cannot hold them
         proposal = dataclasses.replace(proposals[-1], aux=())
         return accepted, drawn, proposal, output
 
     return jax.jit(step)
-
-
-def doubled(uniforms):
-    """Returns pairs of numbers for `draw`: with one block of tokens, only the second decides."""
-    return np.stack([np.full_like(uniforms, 0.5), uniforms], axis=-1).reshape(len(uniforms), -1)
 
 
 @dataclasses.dataclass
@@ -96,6 +95,7 @@ class Loop:
     prompt: tuple[int, ...] = (0,)
     verifier: Verifier = rejection.Verifier()
     broken: bool = False  # whether a sampler of `broken_verifiers` replaces spsjax's
+    costs: object = None  # by which the schedule of `program` decides, if it is given one
 
     def __post_init__(self):
         self.drafter = self.loaded.drafter
@@ -134,16 +134,12 @@ class Loop:
 
     def _step(self, starts, fault, rows, draft, accept, draws):
         """Runs a round of some rows with chosen numbers, in parts of one size; see `_step`."""
-        step, parts = _step(self.program, self.broken), []
-        for first in range(0, len(rows), ROWS):
-            part = (
-                np.resize(x[first : first + ROWS], (ROWS, *x.shape[1:]))
-                for x in (rows, draft, accept, draws)
-            )
-            rows_R, *uniforms = part
-            result = step(self.params, starts, rows_R, tuple(uniforms), fault)
-            parts.append((result, min(ROWS, len(rows) - first)))
-        return parts
+        step, arrays = _step(self.program, self.broken), (rows, draft, accept, draws)
+        parts = [
+            step(self.params, self.costs, starts, part[0], tuple(part[1:]), fault)
+            for part in in_parts(arrays, ROWS)
+        ]
+        return joined(parts, len(rows))
 
     def _paths(self, prefixes, starts):
         """Returns every draft path: row of its prefix, tokens, numbers that draw it, probability.
@@ -159,7 +155,7 @@ class Loop:
         middles, mass = np.zeros((len(start), K)), np.ones(len(start))
         for k in range(K):
             numbers = doubled(middles), np.zeros((len(start), K)), np.zeros((len(start), 2))
-            proposal = whole(2, self._step(starts, 0, start, *numbers))
+            proposal = self._step(starts, 0, start, *numbers)[2]
             if proposal.probs is None:
                 return rows, np.zeros((len(rows), 0), int), np.zeros((len(rows), K)), rows * 0 + 1.0
             probs = proposal.probs[:, k]
@@ -192,16 +188,16 @@ class Loop:
                 middle = (low + high) / 2
                 holds = below(some, middle)
                 low, high = np.where(holds, middle, low), np.where(holds, high, middle)
-            found = np.zeros(len(some))
-            found[some] = (low + high) / 2
-            return found.reshape(shape)
+            actual = np.zeros(len(some))
+            actual[some] = (low + high) / 2
+            return actual.reshape(shape)
 
         def accepts_more(some, uniform):
             accept = np.where(np.arange(K) == a[some, None], uniform[:, None], only_a[some])
-            return whole(0, run(some, accept, 0 * uniform)) > a[some]
+            return run(some, accept, 0 * uniform)[0] > a[some]
 
         def draws_less(some, uniform):
-            return whole(1, run(some, only_a[some], uniform)) < z[some]
+            return run(some, only_a[some], uniform)[1] < z[some]
 
         # After K accepted tokens always comes the bonus token.
         threshold = bisect((z == 0) & (a < K), accepts_more)[:, :, 0]
@@ -212,13 +208,13 @@ class Loop:
         everything = np.ones(len(owner), bool)
         mass, last = mass.reshape(-1), run(everything, only_a, ((begin + end) / 2).reshape(-1))
         real = mass > 1e-13
-        np.testing.assert_array_equal(whole(0, last)[real], a[real])
-        np.testing.assert_array_equal(whole(1, last)[real], z[real])
-        prefix_of, output = [prefixes[row] for row in start[owner]], whole(3, last)
+        np.testing.assert_array_equal(last[0][real], a[real])
+        np.testing.assert_array_equal(last[1][real], z[real])
+        prefix_of, output = [prefixes[row] for row in start[owner]], last[3]
         if self._is_whole_model():
             possible = path_mass[owner] > 0
             drafts = [prefixes[row] for row in start[owner][possible]], drafted[owner][possible]
-            self._check_drafts(*drafts, jax.tree.map(lambda x: x[possible], whole(2, last)), params)
+            self._check_drafts(*drafts, jax.tree.map(lambda x: x[possible], last[2]), params)
         self.check_caches(output)
         return self.joint(prefix_of, mass, output)
 
@@ -235,7 +231,7 @@ class Loop:
         rng = np.random.default_rng(len(prefixes))
         numbers = rng.random((len(prefixes), 3 * M))[start]
         nothing = np.zeros((len(drawn), self.K))
-        proposal = whole(2, self._step(starts, 0, start, numbers, nothing, doubled(drawn * 0.0)))
+        proposal = self._step(starts, 0, start, numbers, nothing, doubled(drawn * 0.0))[2]
         middles, mass = np.zeros(drawn.shape), np.ones(len(drawn))
         model = table_model.model_of(self.target)
         for row, prefix in enumerate(prefixes):
@@ -250,8 +246,8 @@ class Loop:
                 middles[of_prefix, node] = np.cumsum(probs)[token] - probs[token] / 2
                 mass[of_prefix] *= probs[token]
         last = self._step(starts, 0, start, numbers, nothing, doubled(middles))
-        assert whole(0, last).sum()  # some tokens are accepted
-        output = whole(3, last)
+        assert last[0].sum()  # some tokens are accepted
+        output = last[3]
         self.check_caches(output)
         return self.joint([prefixes[row] for row in start], mass, output)
 
@@ -301,15 +297,6 @@ class Loop:
             valid = np.arange(tokens.shape[1]) < expected[:, None]
             held = np.asarray(cache.keys[0]).reshape(*tokens.shape, 2)[:, :, 0]
             np.testing.assert_array_equal(held[valid], tokens[valid])
-
-
-def whole(index, parts):
-    """Returns one of the results of a round in NumPy, put together from the parts of its rows."""
-    chosen = [
-        jax.tree.map(lambda leaf, count=count: np.asarray(leaf)[:count], result[index])
-        for result, count in parts
-    ]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chosen)
 
 
 def distance(distribution, other) -> float:

@@ -29,6 +29,15 @@ def edit_config(folder, remove=(), **changes):
     path.write_text(json.dumps({name: raw[name] for name in raw if name not in remove}))
 
 
+def rewrite(folder, fields=None, tensors=None):
+    """Changes the config and the only file of tensors of a folder; None removes a tensor."""
+    edit_config(folder, **(fields or {}))
+    (path,) = folder.glob("*.safetensors")
+    stored = safetensors.numpy.load_file(path) | (tensors or {})
+    kept = {name: array for name, array in stored.items() if array is not None}
+    safetensors.numpy.save_file(kept, path)
+
+
 def copy_golden(name, folder, rename=lambda key: key, config=lambda raw: raw, **more):
     """Copies a golden folder with other tensor names, more tensors or a changed config.json."""
     folder.mkdir()

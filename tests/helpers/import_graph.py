@@ -10,17 +10,15 @@ PACKAGE = ROOT / "spsjax"
 FLOORS = (
     {"types", "errors"},
     {"utils", "tree"},
-    {"parallel", "pacing"},
-    {"sampling", "caches"},
+    {"parallel"},
+    {"sampling"},
     {"models", "verifiers", "tokenization"},
     {"drafters"},
-    {"scoring", "loading"},
-    {"decode"},
-    {"memory"},
-    {"request"},
-    {"execution", "rounds", "chance"},
-    {"generation", "engine", "data", "performance"},
-    {"training", "evaluation", "serving"},
+    {"decode", "loading"},
+    {"runtime"},
+    {"generation", "data", "planning"},
+    {"benchmarks", "serving"},
+    {"training"},
     {"cli"},
 )
 # The rooms whose modules import only what they share, never each other.
@@ -38,7 +36,9 @@ PLUG_INS = {
         "folders",
         "pair_folders",
         "eagle3_config",
+        "contrib.falcon_training",
         "contrib.lstm",
+        "contrib.sequences",
     )
 }
 MODULES = sorted(

@@ -10,6 +10,13 @@ from spsjax import loading
 from spsjax.models import transformer
 from spsjax.parallel import sharding
 
+# Kinds of positions and attention: changes of `tiny_config`.
+FAMILIES = {
+    "rotary": {},
+    "relative": {"positions": "relative", "ffn": "gelu"},
+    "learned": {"positions": "learned", "norm": "layer", "ffn": "gelu", "biases": "all"},
+    "gemma": {"post_norms": True, "qk_norm": True, "windows": (9, 0), "rope_theta_local": 1e3},
+}
 # Prompts of other lengths, one of which repeats itself.
 PROMPTS = [list(range(1, 30)), [7, 7], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]]
 
@@ -69,7 +76,7 @@ def nearby_model(model: loading.Model, seed: int = 1, distance: float = 0.2, mes
 
 def build_model(config: transformer.Config, params, mesh) -> loading.Model:
     """Returns a model of these parameters, sharded over the mesh if there is one."""
-    params = sharding.place_params(params, sharding.param_shardings(mesh, config))
+    params = sharding.shard_params(params, sharding.param_shardings(mesh, config))
     return loading.Model("tiny", config, params, mesh=mesh)
 
 

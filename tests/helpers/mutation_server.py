@@ -79,7 +79,7 @@ def answer(request: dict) -> dict:
 
     Args:
         request: "arguments" of pytest, and "texts", a dict from the path of a module, as
-            "spsjax/decode.py", to the text in place of its own.
+            "spsjax/tree.py", to the text in place of its own.
     """
     replaced = [Replaced(file, text) for file, text in request["texts"].items()]
     sys.meta_path[:0] = replaced

@@ -12,17 +12,15 @@ import resource
 import runpy
 import sys
 
+import spsjax.benchmarks.paper
+import spsjax.benchmarks.peers.hf
 import spsjax.cli.main
 import spsjax.cli.terminal
-import spsjax.evaluation.hf_baseline
-import spsjax.evaluation.paper
-import spsjax.performance.aot
-import spsjax.training.train_draft
-import spsjax.training.train_head
-import spsjax.training.train_target
+import spsjax.planning.aot
+import spsjax.training.fit
 
 with contextlib.suppress(ImportError):
-    import spsjax.cli.plots  # noqa: F401
+    import spsjax.cli.comparison_plots  # noqa: F401
 gc.freeze()  # imported modules never become garbage
 
 

@@ -4,6 +4,8 @@ import contextlib
 import threading
 import time
 
+import spsjax
+
 
 @contextlib.contextmanager
 def address_of(application):
@@ -21,6 +23,12 @@ def address_of(application):
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+def models_of(pair: list[str]):
+    """Returns the target and the draft that two flags name."""
+    target = spsjax.load(pair[0].partition("=")[2])
+    return target, spsjax.load_drafter(pair[1].partition("=")[2], target)
 
 
 def metrics_of(address: str) -> dict[str, str]:

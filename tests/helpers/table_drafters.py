@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import drafting, table_model, toy_drafters
 
-from spsjax.drafters import base, draft_model, hybrid, ngram, none, sparse_self, suffix
+from spsjax.drafters import base, draft_model, hybrid, ngram, none, sparse_self, successors, suffix
 from spsjax.drafters.contrib import copy, early_exit, lookahead
 from spsjax.loading import LoadedDrafter
 from spsjax.models.config import Skipped
@@ -65,6 +65,7 @@ def build(name: str, K: int) -> LoadedDrafter:
         "ngram": lambda: ngram.Drafter(K, max_ngram=2),
         "none": none.Drafter,
         "sparse_self": lambda: sparse_self.Drafter(config, K, sinks=1, recent=1),
+        "successors": lambda: successors.Drafter(K),
         "suffix": lambda: suffix.Drafter(K),
     }
     if name in own_model:

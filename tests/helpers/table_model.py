@@ -12,7 +12,7 @@ import numpy as np
 
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
-from spsjax.models.layers import context_of
+from spsjax.models.context import context_of
 from spsjax.types import Block, ModelOutput
 
 CONTEXT = 10  # the most tokens that a model can see

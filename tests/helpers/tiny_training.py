@@ -22,6 +22,7 @@ SMALL = {
     "log_every": 5,
     "optimization": {"warmup": 3, "learning_rate": 1e-2},
 }
+DRAFT_EVAL = {"prompts": 4, "prompt_length": 8, "new_tokens": 16}
 ONE_STEP = {"steps": 1, "optimization": {"warmup": 0, "learning_rate": 1e-12}}
 
 
@@ -40,27 +41,22 @@ def write_texts(folder: pathlib.Path) -> str:
     return str(folder)
 
 
-def config(name, texts, **changes):
-    """The shipped config of a target or a draft, made small and changed."""
-    path = ROOT / "configs" / "experiments" / f"pystdlib_{name}.py"
-    small = runpy.run_path(str(path))["get_config"]()
+def config(name, texts, target=None, **changes):
+    """The shipped config of a target, a draft or a drafter of features, made small and changed."""
+    model = name in ("target", "draft")
+    path = f"experiments/pystdlib_{name}.py" if model else f"drafters/{name}.py"
+    small = runpy.run_path(str(ROOT / "configs" / path))["get_config"]()
     small.update(SMALL | {"data": {"train": (texts,)}})
-    if name == "target":
-        small.model.update(SHAPE | {"num_layers": 2, "vocab_size": 320, "max_positions": 64})
-    else:
+    if model:
         small.model.update(SHAPE)
-        small.draft_eval.update({"prompts": 4, "prompt_length": 8, "new_tokens": 16})
-    small.update(changes)
-    return small
-
-
-def head_config(method, texts, target, **changes):
-    """The shipped config of a drafter of features, made small and changed."""
-    small = runpy.run_path(str(ROOT / "configs" / "drafters" / f"{method}.py"))["get_config"]()
-    small.update(SMALL | {"data": {"train": (texts,)}, "target": str(target)})
-    small.target_cache.store = "nothing"
-    small.draft_eval.update({"prompts": 4, "prompt_length": 8, "new_tokens": 16})
-    small.draft_eval.temperatures = (1.0,)
+    if name == "target":
+        small.model.update({"num_layers": 2, "vocab_size": 320, "max_positions": 64})
+    else:
+        small.draft_eval.update(DRAFT_EVAL)
+        small.target = str(target)
+    if not model:
+        small.target_cache.store = "nothing"
+        small.draft_eval.temperatures = (1.0,)
     small.update(changes)
     return small
 
@@ -86,22 +82,3 @@ def untrained_target(texts: str, base: pathlib.Path) -> pathlib.Path:
     hf_weights.save(folder, model, params)
     tokenizer.save(folder)
     return folder
-
-
-@functools.cache
-def target_run(texts: str, base: pathlib.Path) -> pathlib.Path:
-    """Returns the run folder of a target, which is trained once per process."""
-    from spsjax.training.train_target import train_target
-
-    train_target(config("target", texts), base / "target_run")
-    return base / "target_run"
-
-
-@functools.cache
-def draft_run(texts: str, base: pathlib.Path) -> pathlib.Path:
-    """Returns the run folder of a draft of that target, which is trained once per process."""
-    from spsjax.training.train_draft import distill_draft
-
-    target = str(target_run(texts, base) / "model")
-    distill_draft(config("draft", texts, target=target), base / "draft_run")
-    return base / "draft_run"

@@ -70,9 +70,9 @@ def files_of(path: pathlib.Path) -> frozenset[pathlib.Path]:
         names = [helper[0]] if helper[0] else re.findall(r"\w+", helper[1])
         files |= {ROOT / "tests" / "helpers" / f"{name}.py" for name in names}
     # Tests of mutants depend on the files that they change, and on the tests that they run.
-    named = {*re.findall(r'"([\w/]+\.py)"', source)} - {"__init__.py"}
+    named = {*re.findall(r'(?:"|^)([\w/]+\.py)(?:"|$)', source, re.M)} - {"__init__.py"}
     files |= {ROOT / "spsjax" / name for name in named}
-    files |= {ROOT / "tests" / name for name in re.findall(r'"([\w/]+_test\.py)::', source)}
+    files |= {ROOT / "tests" / name for name in re.findall(r"([\w/]+_test\.py)::", source)}
     files |= {path.with_name(f"{name}.py") for name in re.findall(r"^import (\w+)$", source, re.M)}
     files |= {ROOT / "scripts" / name for name in re.findall(r'"(\w+\.(?:py|sh))"', source)}
     files |= set(ROOT.glob("configs/**/*.py")) if "get_config" in source else set()

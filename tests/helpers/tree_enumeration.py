@@ -175,11 +175,11 @@ def doubled(numbers):
     return np.stack([np.full_like(numbers, 0.5), numbers], axis=-1).reshape(len(numbers), -1)
 
 
-def in_parts(arrays):
-    """Returns arrays [R, ...] in parts of ROWS rows, so that one program is compiled."""
-    starts = range(0, max(len(arrays[0]), 1), ROWS)
-    parts = [[array[start : start + ROWS] for array in arrays] for start in starts]
-    parts[-1] = [np.resize(array, (ROWS, *array.shape[1:])) for array in parts[-1]]
+def in_parts(arrays, size=ROWS):
+    """Returns arrays [R, ...] in parts of `size` rows, so that one program is compiled."""
+    starts = range(0, max(len(arrays[0]), 1), size)
+    parts = [[array[start : start + size] for array in arrays] for start in starts]
+    parts[-1] = [np.resize(array, (size, *array.shape[1:])) for array in parts[-1]]
     return parts
 
 

@@ -14,10 +14,11 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import spsjax
-from spsjax import execution, loading
+from spsjax import loading
 from spsjax.cli import configs, main
 from spsjax.drafters import base
 from spsjax.parallel import multihost
+from spsjax.runtime import costs
 
 _TARGET = flags.DEFINE_string("target", None, "Folder of the target.")
 _DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft.")
@@ -52,12 +53,12 @@ def run():
         outs = [spsjax.generate(target, PROMPTS, drafter, **options) for drafter in (None, draft)]
         if _MORE.value:
             # Costs need not be exact here, and nothing or one token is drafted.
-            execution._MOST_ROUNDS, execution._SECONDS, execution._LEAST_SWEEPS = 4, 0.0, 1
-            base.PACED_TOKENS = 1
+            costs._MOST_ROUNDS, costs._SECONDS, costs._LEAST_SWEEPS = 4, 0.0, 1
+            base.SCHEDULED_TOKENS = 1
             loaded = loading.as_drafter(draft, target)
             one = dataclasses.replace(loaded.drafter, num_speculative_tokens=1)
-            paced = dataclasses.replace(loaded, drafter=one)
-            outs.append(spsjax.generate(target, PROMPTS, paced, "auto", **options | greedy))
+            scheduled = dataclasses.replace(loaded, drafter=one)
+            outs.append(spsjax.generate(target, PROMPTS, scheduled, "auto", **options | greedy))
         tokens = [[row.tolist() for row in out.tokens] for out in outs]
         if multihost.is_main_process():
             print(json.dumps({"tokens": tokens, "held": held}), flush=True)

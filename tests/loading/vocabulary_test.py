@@ -15,9 +15,10 @@ from helpers.models import build_model, logits_of, tiny_config
 from helpers.numpy_models import numpy_spread_model, numpy_spread_params
 
 import spsjax
-from spsjax import SamplingParams, loading, request, tokenization
+from spsjax import SamplingParams, loading
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
+from spsjax.runtime.batch import token_ids
 from spsjax.training import step as train_step
 
 PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
@@ -25,10 +26,8 @@ forward = jax.jit(train_step.forward, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """A tokenizer of PIECES pieces."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    return tokenization.train(["def f(x):\n    return x\n" * 9, "import os\n" * 9], path, PIECES)
+def tokenizer(tiny_tokenizer):
+    return tiny_tokenizer
 
 
 def folder_of(path, tokenizer, rows, seed=0, **changes):
@@ -54,16 +53,12 @@ def test_padding_is_never_sampled(tokenizer, tmp_path):
     assert np.max(out.tokens) < PIECES
 
 
-def test_save_keeps_weights_of_padding(tokenizer, tmp_path):
+def test_weights_of_padding_and_eos_id_beyond_tokenizer_are_kept(tokenizer, tmp_path):
+    """The config of some fine-tuned models has an end-of-sequence id without a token."""
     folder = folder_of(tmp_path / "one", tokenizer, TARGET_ROWS)
     loading.save(tmp_path / "two", loading.load(folder), "float32")
     for name in ("config.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_eos_id_beyond_tokenizer_is_kept(tokenizer, tmp_path):
-    """The config of some fine-tuned models has an end-of-sequence id without a token."""
-    folder = folder_of(tmp_path, tokenizer, TARGET_ROWS)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": PIECES + 1}))
     assert loading.load(folder).config.vocab_size == PIECES + 2
@@ -123,12 +118,15 @@ def test_mesh_that_divides_padded_rows_splits_the_head(tokenizer, tmp_path):
 
 
 class Silent:
-    """A tokenizer that decodes all ids to nothing."""
+    """A tokenizer that decodes all ids to nothing, and puts nothing before a text."""
 
     vocab_size, bos_id, eos_id = 0, None, None
 
     def decode(self, ids):
         return ""
+
+    def encode(self, text):
+        return []
 
 
 def of_width(model, size):
@@ -162,16 +160,7 @@ def test_draft_vocabulary_of_any_size_is_lossless(small_target, small_draft, siz
     assert g_test(counts, perturbed(expected)) < SUSPICIOUS
 
 
-def test_pair_with_different_tokenizers_is_refused(tokenizer, tmp_path):
-    other = tokenization.train(["once upon a time there was a fox\n" * 9], tmp_path / "other", 290)
-    target = loading.load(folder_of(tmp_path / "target", tokenizer, TARGET_ROWS))
-    draft = loading.load(folder_of(tmp_path / "draft", other, TARGET_ROWS))
-    with one_line("draft", "the target's texts of all ids that both have, found id 265: '"):
-        spsjax.generate(target, ["def"], draft)
-
-
 def with_more(tokenizer, *texts):
-    """Returns a tokenizer with more tokens at its end."""
     longer = copy.copy(tokenizer)
     more = dict(enumerate(texts, tokenizer.vocab_size))
     longer.decode = lambda ids: ""
@@ -181,7 +170,6 @@ def with_more(tokenizer, *texts):
 
 @pytest.mark.parametrize("longer", ["target", "draft"])
 def test_pair_of_which_one_has_more_tokens_at_its_end_works(tokenizer, tmp_path, longer):
-    """Greedy texts are the target's, with tokens that only it has."""
     more = with_more(tokenizer, "<think>", "</think>")
     sizes = {"target": PIECES, "draft": PIECES} | {longer: PIECES + 2}
     models = {}
@@ -192,18 +180,13 @@ def test_pair_of_which_one_has_more_tokens_at_its_end_works(tokenizer, tmp_path,
         models[name] = dataclasses.replace(one, config=config, tokenizer=own)
     target, draft = models["target"], models["draft"]
     prompts = [[1, 2, 3 + row] for row in range(8)]
-    options = {
-        "sampling": SamplingParams(temperature=0.0),
-        "max_new_tokens": 12,
-        "stop_at_eos": False,
-    }
+    options = {"max_new_tokens": 12, "stop_at_eos": False, "sampling": SamplingParams(0.0)}
     plain = spsjax.generate(target, prompts, **options).tokens
     out = spsjax.generate(target, prompts, draft, 3, **options)
     np.testing.assert_array_equal(out.tokens, plain)
 
 
 def test_pair_without_tokenizer_needs_equal_vocabularies(tokenizer, tmp_path):
-    """Without a tokenizer, a model must have as many ids as the other has ids or rows."""
     target = loading.load(folder_of(tmp_path, tokenizer, TARGET_ROWS))
     same, other = (numpy_spread_model(rows) for rows in (TARGET_ROWS, DRAFT_ROWS))
     assert loading.as_drafter(same, target).params is same.params
@@ -213,23 +196,16 @@ def test_pair_without_tokenizer_needs_equal_vocabularies(tokenizer, tmp_path):
     assert loading.as_drafter(other, one).params is other.params
 
 
-class Wordless(Silent):
-    """A tokenizer that puts nothing before a text."""
-
-    def encode(self, text):
-        return []
-
-
 @pytest.mark.parametrize(("of_config", "of_tokenizer"), [(5, None), (None, 6), (5, 6)])
 def test_empty_text_is_the_beginning_of_a_sequence(of_config, of_tokenizer):
     model = numpy_spread_model(48, bos_id=of_config)
-    tokenizer = Wordless()
+    tokenizer = Silent()
     tokenizer.bos_id = of_tokenizer
     model = dataclasses.replace(model, tokenizer=tokenizer)
-    assert request.token_ids(model, [""]) == [[of_config or of_tokenizer]]
+    assert token_ids(model, [""]) == [[of_config or of_tokenizer]]
     for prompt in ("x", []):  # a text without tokens, and no tokens at all
         with one_line("prompts[0]: expected", "at least one token"):
-            request.token_ids(model, [prompt])
+            token_ids(model, [prompt])
 
 
 def test_prompt_with_ids_beyond_the_model_is_refused(tokenizer):
@@ -238,8 +214,5 @@ def test_prompt_with_ids_beyond_the_model_is_refused(tokenizer):
     model = dataclasses.replace(numpy_spread_model(max(ids)), tokenizer=tokenizer)
     with one_line("prompts[0]", f"[0, {max(ids)})", f"found {max(ids)}"):
         spsjax.generate(model, ["def"])
-
-
-def test_padded_vocab_size_below_vocab_size_is_refused():
     with one_line("padded_vocab_size", "40", "48"):
         tiny_config(48, padded_vocab_size=40)

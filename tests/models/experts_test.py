@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import tiny_config
 
 from spsjax.models import experts, quantization
-from spsjax.models.config import Config
 from spsjax.parallel import sharding
 
 mixture = jax.jit(experts.mixture, static_argnums=0)
@@ -14,19 +14,8 @@ rounded = jax.jit(quantization.rounded, static_argnums=1)
 
 
 def config(num_experts, per_token, ffn="swiglu", d_ff=24):
-    return Config(
-        vocab_size=16,
-        d_model=16,
-        d_ff=d_ff,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=16,
-        max_positions=64,
-        ffn=ffn,
-        num_experts=num_experts,
-        experts_per_token=per_token,
-    )
+    more = {"num_experts": num_experts, "experts_per_token": per_token}
+    return tiny_config(16, d_model=16, d_ff=d_ff, ffn=ffn, **more)
 
 
 def inputs(config, batch, tokens, skew=0.0, seed=0):
@@ -47,12 +36,12 @@ def inputs(config, batch, tokens, skew=0.0, seed=0):
 def oracle(x, chosen, weights, kernels):
     """Runs the experts of one token after the other, in float64."""
     out = np.zeros(x.shape)
-    for place in np.ndindex(*x.shape[:2]):
-        for expert in np.flatnonzero(chosen[place]):
+    for index in np.ndindex(*x.shape[:2]):
+        for expert in np.flatnonzero(chosen[index]):
             gate, up, down = (kernel[expert].astype(np.float64) for kernel in kernels)
-            before = x[place] @ gate
-            inner = before / (1 + np.exp(-before)) * (x[place] @ up)
-            out[place] += weights[place][expert] * (inner @ down)
+            before = x[index] @ gate
+            inner = before / (1 + np.exp(-before)) * (x[index] @ up)
+            out[index] += weights[index][expert] * (inner @ down)
     return out
 
 
@@ -65,8 +54,8 @@ def oracle(x, chosen, weights, kernels):
 def test_each_token_gets_the_sum_of_its_own_experts(num_experts, per_token, batch, tokens, skew):
     shape = config(num_experts, per_token)
     arguments = inputs(shape, batch, tokens, skew)
-    found = mixture(shape, *arguments)
-    np.testing.assert_allclose(found, oracle(*arguments), rtol=1e-4, atol=1e-4)
+    actual = mixture(shape, *arguments)
+    np.testing.assert_allclose(actual, oracle(*arguments), rtol=1e-4, atol=1e-4)
 
 
 def test_a_token_that_is_not_finite_spoils_no_other():
@@ -74,10 +63,10 @@ def test_a_token_that_is_not_finite_spoils_no_other():
     x, chosen, weights, kernels = inputs(shape, 2, 9)
     clean = mixture(shape, x, chosen, weights, kernels)
     x[1, 4], weights[1, 4] = np.nan, np.nan
-    found = np.array(mixture(shape, x, chosen, weights, kernels))
-    assert np.isnan(found[1, 4]).all()
-    found[1, 4] = clean[1, 4]
-    np.testing.assert_array_equal(found, clean)
+    actual = np.array(mixture(shape, x, chosen, weights, kernels))
+    assert np.isnan(actual[1, 4]).all()
+    actual[1, 4] = clean[1, 4]
+    np.testing.assert_array_equal(actual, clean)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -93,11 +82,11 @@ def test_gradients_are_those_of_all_experts(ffn):
     shape = config(8, 2, ffn)
     arguments = inputs(shape, 2, 7)
     direction = np.random.default_rng(1).normal(size=arguments[0].shape)
-    found, expected = (
+    actual, expected = (
         gradients(mix, shape, direction, *arguments) for mix in (mixture, experts.all_experts)
     )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, expected
     )
 
 
@@ -127,10 +116,10 @@ def test_a_mesh_gives_the_values_of_one_device(num_experts, d_ff, batch, kind):
         )
     alone = np.asarray(mixture(shape, x, chosen, weights, kernels))
     with sharding.use_mesh(sharding.mesh(2, 4)):
-        found = mixture(shape, x, chosen, weights, kernels)
+        actual = mixture(shape, x, chosen, weights, kernels)
     # A copied mixture does not round what its experts give.
     rounding = 0.03 if (kind, d_ff) == ("int8_dynamic", 10) else 1e-5
-    np.testing.assert_allclose(found, alone, rtol=1e-4, atol=rounding * np.abs(alone).max())
+    np.testing.assert_allclose(actual, alone, rtol=1e-4, atol=rounding * np.abs(alone).max())
 
 
 def test_experts_that_nobody_chose_are_not_read():

@@ -16,8 +16,8 @@ from helpers.numpy_models import numpy_params
 
 import spsjax
 from spsjax import SamplingParams, sampling
-from spsjax.caches import Segment
 from spsjax.models import attention, rope, transformer
+from spsjax.models.caches import Segment
 from spsjax.verifiers import inputs
 
 HALF_ULP = 2.0**-8  # of bfloat16, relative, with room for float32 arithmetic
@@ -136,14 +136,10 @@ def test_attention_gradient_of_a_lone_token_is_zero(T):
 
 @strict_jit
 def products(query, keys):
-    """Returns scores, mixed values and scores of distances, for each way to multiply them.
-
-    These are two queries of one head, one query of two heads, and a lone one, which CPUs compute
-    twice.
-    """
+    """Returns scores, mixed values and distance scores, of two heads, of one, and of one query."""
     rows = query, query.swapaxes(2, 3), query[:, :, :1]
     scores = [attention._score(row, keys) for row in rows]
-    mixed = [attention._mix(jnp.ones(score.shape, jnp.float32), keys) for score in scores]
+    mixed = [attention._weighted_sum(jnp.ones(score.shape, jnp.float32), keys) for score in scores]
     return scores, mixed, attention.distance_scores(query[:, 0], keys[0])
 
 

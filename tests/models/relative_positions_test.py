@@ -14,8 +14,8 @@ from helpers.models import build_model, tiny_config
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_params
 
 import spsjax
-from spsjax import InputError, caches, loading
-from spsjax.models import attention, layers, transformer
+from spsjax import InputError, loading
+from spsjax.models import attention, caches, layers, transformer
 from spsjax.parallel import sharding
 
 VOCAB, LENGTH = 24, 13
@@ -37,10 +37,7 @@ def params_of(config, seed=0):
 
 
 def direct(config, params, tokens):
-    """Computes logits [T, V] in float64 by the equation of Transformer-XL's section 3.3.
-
-    The sum over pairs of positions is written out (arXiv 1901.02860).
-    """
+    """Computes float64 logits [T, V] by section 3.3 of Transformer-XL (arXiv 1901.02860)."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     H, C, D = config.num_heads, config.head_dim, config.d_model
 
@@ -206,10 +203,10 @@ def test_shared_segment_is_attended_to_like_a_copy_for_each_row():
         np.repeat(keys, 3, axis=0), np.repeat(values, 3, axis=0), visible, positions, None
     )
     for rows in (slice(None), slice(0, 1)):  # one query of several heads per key takes another path
-        found, expected = (
+        actual, expected = (
             attend(query[:, rows], part(segment, rows)) for segment in (shared, copied)
         )
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def part(segment, rows):
@@ -218,10 +215,7 @@ def part(segment, rows):
 
 @pytest.mark.parametrize(
     "changes",
-    (
-        {"num_layers": 2, "windows": (4, 0), "attention_softcap": 5.0},
-        {"sinks": 2, "recent": 5},
-    ),
+    ({"num_layers": 2, "windows": (4, 0), "attention_softcap": 5.0}, {"sinks": 2, "recent": 5}),
     ids=("windows", "sinks"),
 )
 def test_long_texts_attend_in_turn(monkeypatch, changes):
@@ -245,11 +239,11 @@ def test_long_texts_attend_in_turn(monkeypatch, changes):
         return attend(query, segments, *rest)
 
     for module in (attention, layers):
-        monkeypatch.setattr(module, "MANY_QUERIES", 5)
+        monkeypatch.setattr(module, "QUERY_CHUNK", 5)
     monkeypatch.setattr(layers, "attend", counted)
-    found = jax.jit(lambda params: loss_and_gradient(params))(params)
+    actual = jax.jit(lambda params: loss_and_gradient(params))(params)
     assert attended == {(5, 13)}
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -258,7 +252,7 @@ def test_memory_of_a_gradient_grows_with_the_length_alone(monkeypatch):
     config = tiny_config(48)
     params = numpy_spread_params(config, 0)
     for module in (attention, layers):
-        monkeypatch.setattr(module, "MANY_QUERIES", 16)
+        monkeypatch.setattr(module, "QUERY_CHUNK", 16)
 
     def temporary(T):
         def loss(params, tokens):

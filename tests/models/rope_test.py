@@ -97,8 +97,8 @@ def test_frequencies_are_those_of_transformers(folder, name, new_style):
     scaling, context, expected, factor, longest = CASES[name]
     config = config_of(folder, scaling, context, new_style)
     assert config.max_positions == longest
-    found, factors = turns(config, [1, 3])
-    np.testing.assert_allclose(found[0], expected, rtol=2e-5)
+    actual, factors = turns(config, [1, 3])
+    np.testing.assert_allclose(actual[0], expected, rtol=2e-5)
     np.testing.assert_allclose(factors, factor, rtol=1e-6)
     raw = config_json.to_json(config, "float32")
     assert config_json.parse(folder / "config.json", raw) == config
@@ -109,10 +109,10 @@ def test_dynamic_scaling_raises_the_base_with_the_length_of_the_text(folder, len
     """Each token has the frequencies of a text that ends with it, as when it is decoded."""
     config = config_of(folder, DYNAMIC, 64, False)
     assert config.max_positions == 128
-    found, _ = turns(config, [length - 1])
+    actual, _ = turns(config, [length - 1])
     expected = (length - 1) * np.asarray(OF_LENGTHS[length])
-    np.testing.assert_allclose(np.cos(found[0]), np.cos(expected), atol=3e-5)
-    np.testing.assert_allclose(np.sin(found[0]), np.sin(expected), atol=3e-5)
+    np.testing.assert_allclose(np.cos(actual[0]), np.cos(expected), atol=3e-5)
+    np.testing.assert_allclose(np.sin(actual[0]), np.sin(expected), atol=3e-5)
     raw = config_json.to_json(config, "float32")
     assert raw["max_position_embeddings"] == 64
     assert config_json.parse(folder / "config.json", raw) == config

@@ -3,6 +3,7 @@
 The collectives are those of Megatron's rules (arXiv 1909.08053).
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -10,18 +11,18 @@ import jax
 import numpy as np
 import pytest
 from helpers.bad_input import one_line
+from helpers.calls import Call
 from helpers.models import tiny_config
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 import spsjax
-from spsjax import decode, execution
-from spsjax.caches import dense
+from spsjax import decode
 from spsjax.drafters import ngram
 from spsjax.drafters.shapes import Tree
 from spsjax.models import transformer
+from spsjax.models.caches import dense
 from spsjax.parallel import sharding
-from spsjax.performance import hlo
-from spsjax.request import Request
+from spsjax.planning import hlo
 from spsjax.types import Proposal
 from spsjax.utils.compilation import compiled, jitted
 
@@ -36,7 +37,7 @@ K = 4
 
 def on(mesh, model, replicate=False):
     """Returns a copy of a model on the mesh."""
-    params = sharding.place_params(
+    params = sharding.shard_params(
         model.params, sharding.param_shardings(mesh, model.config, replicate)
     )
     return dataclasses.replace(model, params=params, mesh=mesh)
@@ -69,13 +70,13 @@ def texts_of_eight(split):
 @pytest.mark.usefixtures("texts_of_eight")
 def test_loop_of_eight_devices_verifies_without_collectives(split):
     """Once the logits are gathered, sampling and verification communicate flags alone."""
-    call = Request("generate", split[0], PROMPTS, split[1], 2, MIXED, BUDGETS, SEED, None, True)
-    state, _ = execution.prefill(call)
-    loop, numbers = jitted(decode.run, call.program, donate=1)
-    with call.model.in_mesh():
+    call = Call(split[0], PROMPTS, split[1], 2, MIXED, BUDGETS, SEED)
+    state = call.prefill()
+    loop, numbers = jitted(decode.step.run, call.program, donate=1)
+    with split[0].in_mesh():
         text = loop.lower(numbers, call.params, state, np.int32(1)).compile().as_text()
-    assert_flags_alone(text)
-    assert collectives(text, "/verify/")
+    operations = collectives(text, "/verify/")
+    assert set(operations) == {"all-reduce"} and set(operations["all-reduce"]) == {()}
 
 
 @pytest.mark.smoke
@@ -86,10 +87,7 @@ def test_eight_devices_give_the_tokens_of_one(texts_of_eight):
 
 @pytest.mark.slow
 def test_eight_parts_of_a_layer_give_the_tokens_of_one_device():
-    """Without a draft, and with a vocabulary that they do not divide.
-
-    Sharded drafts are in contract_test.
-    """
+    """Without a draft, and with a vocabulary that they do not divide."""
     target = numpy_spread_model(49, num_kv_heads=2)
     assert_same_texts(texts(on(sharding.mesh(1, 8), target), None), texts(target, None))
 
@@ -213,31 +211,24 @@ def test_width_that_the_mesh_does_not_divide_is_refused(field):
 
 def collectives(text: str, scope: str = "") -> dict[str, list[tuple[int, ...]]]:
     """Returns operation -> shapes of its results on one device, in scopes that mention `scope`."""
-    return hlo.shapes([op for op in hlo.collectives(text) if scope in op.scope])
-
-
-def assert_flags_alone(loop):
-    """Asserts that a compiled loop communicates nothing but flags to sample and to verify."""
-    operations = collectives(loop, "/verify/")
-    assert set(operations) <= {"all-reduce"} and set(operations.get("all-reduce", ())) <= {()}
+    by_kind = collections.defaultdict(list)
+    for op in hlo.collectives(text):
+        if scope in op.scope:
+            by_kind[op.kind] += op.shapes
+    return by_kind
 
 
 class Programs:
-    """A scoring pass and the loop with the inputs of `generate`, compiled when they are asked for.
-
-    Attributes:
-        model: the target.
-    """
+    """A scoring pass and the loop of `generate`, compiled when they are asked for."""
 
     def __init__(self, shape, num_kv_heads, tie, kind, slots=1):
         self.mesh = sharding.mesh(*shape, slots=slots)
         sizes = {"num_kv_heads": num_kv_heads, "tie_embeddings": tie}
         self.model = on(self.mesh, numpy_spread_model(96, num_layers=2, **sizes))
         draft = on(self.mesh, numpy_spread_model(96, **sizes), kind == "replicated draft")
-        options = draft, None, spsjax.SamplingParams(), 8, 0, None, True
-        self.request = Request("run", self.model, [[1, 2, 3]] * 4, *options)
+        self.request = Call(self.model, [[1, 2, 3]] * 4, draft)
         with jax.set_mesh(self.mesh):
-            prefill = compiled(decode.prefill, self.request.program, self.request.slots)
+            prefill = compiled(decode.prompt.prefill, self.request.program, self.request.slots)
             self.state, _ = prefill(self.request.params, *self.request.inputs)
 
     @functools.cached_property
@@ -245,7 +236,7 @@ class Programs:
         """The HLO of the scoring pass."""
 
         def score(params, state, drafts):
-            output = decode.score(self.request.program, params, state, Proposal(drafts, None))
+            output = decode.step.score(self.request.program, params, state, Proposal(drafts, None))
             return output.logits, output.block
 
         drafts = jax.device_put(np.zeros((4, K), np.int32), sharding.batch_sharding(self.mesh))
@@ -256,7 +247,7 @@ class Programs:
         """The HLO of the loop."""
 
         def run(params, state):
-            return decode.run(self.request.program, params, state)
+            return decode.step.run(self.request.program, params, state)
 
         return self._compile(jax.jit(run, donate_argnums=1))
 
@@ -320,14 +311,6 @@ def test_run_gathers_only_logits(case):
     widths = {reduced[-1:] for reduced in operations.pop("all-reduce")}
     assert widths == {(model.config.d_model,), ()} if shape[0] > 1 else {(model.config.d_model,)}
     assert not operations
-
-
-@pytest.mark.slow
-def test_verify_needs_no_collective_but_flags(case):
-    """Flags alone, and not even these where every device has all rows."""
-    (shape, *_), programs = case
-    assert_flags_alone(programs.loop)
-    assert shape[0] > 1 or not collectives(programs.loop, "/verify/")
 
 
 def test_mesh_of_too_many_devices_says_how_to_get_them():

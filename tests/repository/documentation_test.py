@@ -21,7 +21,7 @@ DOCUMENTS = {
 # Flags of other programs: git, pip, nbconvert, XLA and its TPU compiler.
 FOREIGN_FLAGS = {
     *("ExecutePreprocessor", "depth", "editable", "execute", "inplace", "quiet", "to"),
-    *("check", "full", "xla_force_host_platform_device_count"),
+    *("check", "full", "xla_force_host_platform_device_count", "xla_gpu_autotune_level"),
     "xla_tpu_enable_dot_strength_reduction",
 }
 
@@ -109,7 +109,7 @@ def test_checks_find_what_is_missing():
         "docs/none.md",
         "docs/pods.md#none",
     ]
-    assert missing_files("`spsjax/none.py` and `spsjax/decode.py`.") == ["spsjax/none.py"]
+    assert missing_files("`spsjax/none.py` and `spsjax/tree.py`.") == ["spsjax/none.py"]
     assert unknown_flags("--none --prompt=a --config.batch=2") == ["none"]
     assert unknown_config_keys("--config.none=1 --config.mesh.data=2") == ["none"]
     assert unknown_names("spsjax.none.f spsjax.drafters.ngram.Drafter") == ["spsjax.none.f"]

@@ -51,5 +51,5 @@ def test_decode_imports_no_concrete_drafter_or_verifier():
 def test_violations_finds_forbidden_imports():
     assert violations("sampling", "from spsjax import decode") == ["decode"]
     assert violations("drafters.ngram", "from spsjax.drafters import none") == ["drafters.none"]
-    assert violations("caches.dense", "def f():\n    import spsjax.decode") == ["decode"]
+    assert violations("models.caches.dense", "def f():\n    import spsjax.decode") == ["decode"]
     assert violations("decode", "from spsjax.drafters.base import Drafter") == []

@@ -11,7 +11,6 @@ from helpers.environment import ROOT
 
 @pytest.mark.parametrize("path", notebooks.NOTEBOOKS.values(), ids=notebooks.NOTEBOOKS)
 def test_notebook_is_stored_with_small_outputs(path):
-    """Stored outputs have a plot, no error, no message of a library and no path of a machine."""
     outputs = [cell["outputs"] for cell in notebooks.cells_of(path) if cell["cell_type"] == "code"]
     kinds = {output["output_type"] for cell in outputs for output in cell}
     assert kinds <= {"stream", "display_data", "execute_result"}  # no error
@@ -26,7 +25,6 @@ def test_notebook_is_stored_with_small_outputs(path):
 
 @pytest.mark.parametrize("path", notebooks.NOTEBOOKS.values(), ids=notebooks.NOTEBOOKS)
 def test_first_cell_without_spsjax_names_repository(path, monkeypatch):
-    """Where spsjax is not installed and no address is filled in, one line says what to set."""
     source = next(
         cell["source"] for cell in notebooks.cells_of(path) if cell["cell_type"] == "code"
     )

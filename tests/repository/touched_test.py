@@ -15,14 +15,12 @@ FILES = (
 
 
 def distances(monkeypatch, *changed):
-    """Returns the distances of FILES from these files of the repository, if they changed."""
     monkeypatch.setattr(touched, "changed_files", lambda commit: {ROOT / name for name in changed})
     found = touched.distances("", {TESTS / name for name in FILES})
     return {path.relative_to(TESTS).as_posix(): distance for path, distance in found.items()}
 
 
 def test_changed_module_reaches_nearest_tests_first(monkeypatch):
-    """The test of a module is one import away, the tests of what imports it are further."""
     found = distances(monkeypatch, "spsjax/verifiers/match.py")
     assert found["verifiers/match_test.py"] == 1
     assert found["decode/contract_test.py"] == 2  # through helpers/drafting.py

@@ -25,68 +25,36 @@ def make_python(path: pathlib.Path, version: str) -> pathlib.Path:
     return path
 
 
-def chosen(root: pathlib.Path, **variables) -> str:
-    """Returns the path that `find_python` finds, or its message, in a repository at `root`."""
-    (root / "scripts").mkdir()
-    functions = SCRIPT.read_text().rpartition("\nsetup_venv ")[0]
-    (root / "scripts" / "setup_venv.sh").write_text(functions)
-    command = "set -euo pipefail; source scripts/setup_venv.sh; find_python; echo $PYTHON_PATH"
-    path = f"{root}/bin:/usr/bin:/bin"
-    result = subprocess.run(
-        ["bash", "-c", command],
-        cwd=root,
-        env={"PATH": path} | variables,
-        capture_output=True,
-        text=True,
-    )
-    return (result.stdout or result.stderr).strip()
-
-
-@pytest.fixture(autouse=True)
-def newest_pythons(tmp_path):
-    """Two interpreters, and one that pyenv offers under a name but cannot start."""
-    make_python(tmp_path / "bin" / "python3.12", "3.12")
-    make_python(tmp_path / "bin" / "python3.13", "3.13")
-    make_python(tmp_path / "bin" / "python3.14", "")
-    make_python(tmp_path / "bin" / "python3", "3.11")
-
-
-def test_the_newest_interpreter_that_starts_is_taken(tmp_path):
-    assert chosen(tmp_path) == f"{tmp_path}/bin/python3.13"
-
-
-def test_pyenv_interpreters_count(tmp_path):
-    newest = make_python(tmp_path / "versions" / "3.14.2" / "bin" / "python3.14", "3.14")
+@pytest.mark.parametrize(
+    ("pythons", "variables", "expected"),
+    [
+        ({}, {}, "bin/python3.13"),  # the newest one that starts
+        ({"versions/3.14.2/bin/python3.14": "3.14"}, {}, "versions/3.14.2/bin/python3.14"),
+        ({".venv/bin/python": "3.11"}, {}, ".venv/bin/python"),
+        ({".venv/bin/python": ""}, {}, "bin/python3.13"),  # its interpreter is gone
+        ({".venv/bin/python": "3.13"}, {"PYTHON": "python3"}, "bin/python3"),
+        ({"bin/python3.12": "", "bin/python3.13": ""}, {}, "bin/python3"),
+        ({}, {"PYTHON": "python9"}, "PYTHON: expected a Python interpreter, found 'python9'"),
+    ],
+)
+def test_interpreter_is_as_asked_or_that_of_the_environment_or_the_newest(
+    tmp_path, pythons, variables, expected
+):
+    """One that pyenv offers under a name but cannot start does not count."""
+    own = {"3.12": "3.12", "3.13": "3.13", "3.14": "", "3": "3.11"}
+    own = {f"bin/python{name}": version for name, version in own.items()}
+    for path, version in {**own, **pythons}.items():
+        make_python(tmp_path / path, version)
     pyenv = tmp_path / "bin" / "pyenv"
     pyenv.write_text(f"#!/bin/sh\necho {tmp_path}\n")
     pyenv.chmod(0o755)
-    assert chosen(tmp_path) == str(newest)
-
-
-def test_an_existing_environment_keeps_its_interpreter(tmp_path):
-    make_python(tmp_path / ".venv" / "bin" / "python", "3.11")
-    assert chosen(tmp_path).endswith(".venv/bin/python")
-
-
-def test_an_environment_whose_interpreter_is_gone_does_not_count(tmp_path):
-    make_python(tmp_path / ".venv" / "bin" / "python", "")
-    assert chosen(tmp_path) == f"{tmp_path}/bin/python3.13"
-
-
-def test_variable_chooses_before_anything_else(tmp_path):
-    make_python(tmp_path / ".venv" / "bin" / "python", "3.13")
-    assert chosen(tmp_path, PYTHON="python3") == f"{tmp_path}/bin/python3"
-
-
-def test_unknown_interpreter_is_one_line(tmp_path):
-    expected = "PYTHON: expected a Python interpreter, found 'python9'"
-    assert chosen(tmp_path, PYTHON="python9") == expected
-
-
-def test_python3_is_taken_where_no_newer_one_starts(tmp_path):
-    for version in ("3.12", "3.13"):
-        (tmp_path / "bin" / f"python{version}").unlink()
-    for name in ("python3.12", "python3.13"):
-        if pathlib.Path("/usr/bin", name).exists():
-            pytest.skip(f"{name} is in /usr/bin")
-    assert chosen(tmp_path) == f"{tmp_path}/bin/python3"
+    (tmp_path / "scripts").mkdir()
+    functions = SCRIPT.read_text().rpartition("\nsetup_venv ")[0]
+    (tmp_path / "scripts" / "setup_venv.sh").write_text(functions)
+    command = "set -euo pipefail; source scripts/setup_venv.sh; find_python; echo $PYTHON_PATH"
+    path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=path | variables, capture_output=True, text=True
+    )
+    chosen = (result.stdout or result.stderr).strip()
+    assert chosen.removeprefix("scripts/../").removeprefix(f"{tmp_path}/") == expected

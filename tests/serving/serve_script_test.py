@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
-from helpers.command_line import Script, fails_with_one_line, free_port, run, tiny_pair
+from helpers.command_line import Script, fails_with_one_line, free_port, run, settings
 from helpers.models import spread_model
-from helpers.serving import metrics_of
+from helpers.serving import metrics_of, models_of
 
 import spsjax
 from spsjax import SamplingParams
@@ -27,31 +27,26 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> list[str]:
-    """Flags that name a tiny target and a draft."""
-    return tiny_pair(tmp_path_factory.mktemp("pair"))
-
-
-def start(pair, **changes) -> tuple[Script, str]:
-    """Starts a server, and returns it with its address."""
-    flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
-    process = Script("serve.py", *pair, *flags, devices=1)
+def address_of(process) -> str:
+    """Returns the address of a server once it prints it."""
     while "http://" not in (line := process.read("stdout")):
         assert process.poll() is None, process.read("stderr")
         time.sleep(0.05)
-    return process, line.split(" at ")[1].split()[0]
+    return line.split(" at ")[1].split()[0]
+
+
+def start(pair, **changes) -> tuple[Script, str]:
+    process = Script("serve.py", *pair, *settings(SMALL | changes), devices=1)
+    return process, address_of(process)
 
 
 def test_script_refuses_what_it_cannot_serve(pair):
     for flag, part in (
         ("--config.port=70000", "port: expected an integer from 0 to 65535"),
         ("--config.host=no such host", "host, port: no such host:0: expected a free address"),
-        ("--config.most_waiting=0", "most_waiting"),
         ("--config.rows=0", "--config.rows: expected an integer from 1 to"),
     ):
-        flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
-        fails_with_one_line(run("serve.py", *pair, *flags, flag), part)
+        fails_with_one_line(run("serve.py", *pair, *settings(SMALL), flag), part)
 
 
 @pytest.mark.process
@@ -72,17 +67,14 @@ def test_stopped_server_lets_requests_end_or_hear_of_it(pair):
     stream = client.completions.create(**options, max_tokens=60, stream=True)
     text = next(iter(stream)).choices[0].text
     body = {"model": NAME, "prompt": ["a"] * 7, "max_tokens": 200, "n": 16, "seed": 1}
-    answers = []
-    ask = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{address}/completions", json=body, timeout=60))
-    )
+    answers, url = [], f"{address}/completions"
+    ask = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=60)))
     ask.start()
     while float(metrics_of(address)["spsjax_waiting_requests"]) < 7 * 16 - 9:
         time.sleep(0.05)
     process.terminate()
     text += "".join(piece.choices[0].text for piece in stream)
-    target = spsjax.load(pair[0].partition("=")[2])
-    draft = spsjax.load_drafter(pair[1].partition("=")[2], target)
+    target, draft = models_of(pair)
     expected = spsjax.generate(target, ["import os"], draft, 3, SamplingParams(), 60, 4)
     assert text == expected.texts[0]
     ask.join(60)
@@ -104,21 +96,12 @@ def test_two_processes_serve_what_one_generates(tmp_path_factory, tiny_tokenizer
     folder = tmp_path_factory.mktemp("split")
     target = dataclasses.replace(spread_model(320), tokenizer=tiny_tokenizer)
     spsjax.loading.save(folder, target, "float32")
-    flags = [f"--config.{name}={value}" for name, value in SMALL.items()]
-    flags += [
-        f"--target={folder}",
-        "--config.draft=",
-        "--config.mesh.data=2",
-        "--config.mesh.model=4",
-    ]
-    flags += [f"--coordinator=localhost:{free_port()}", "--num_processes=2"]
+    flags = settings(SMALL | {"draft": "", "mesh.data": 2, "mesh.model": 4})
+    flags += [f"--target={folder}", f"--coordinator=localhost:{free_port()}", "--num_processes=2"]
     first, second = (
         Script("serve.py", *flags, f"--process_id={index}", devices=4) for index in range(2)
     )
-    while "http://" not in (line := first.read("stdout")):
-        assert first.poll() is None, first.read("stderr")
-        time.sleep(0.05)
-    address = line.split(" at ")[1].split()[0]
+    address = address_of(first)
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
     answer = client.completions.create(model=NAME, prompt="import os", max_tokens=12, seed=3)
     one = spsjax.load(folder)

@@ -8,14 +8,7 @@ import sys
 import pytest
 import sentencepiece
 from helpers.bad_input import one_line
-from helpers.tokenizer_examples import (
-    CODE,
-    SETTINGS,
-    TEMPLATE,
-    byte_level,
-    save_with,
-    sentence_piece,
-)
+from helpers.tokenizer_examples import CODE, SETTINGS, TEMPLATE, save_with
 
 from spsjax import tokenization
 from spsjax.tokenization import chat_template
@@ -24,37 +17,28 @@ HELLO = [{"role": "user", "content": "Hi"}]
 FOLDER = pathlib.Path("FOLDER")
 
 
-@pytest.fixture(scope="module")
-def sp(tmp_path_factory):
-    """A SentencePiece tokenizer."""
-    return sentence_piece(tmp_path_factory.mktemp("sp"))
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    """A byte-level BPE of the `tokenizers` library."""
-    return tokenization.load(byte_level(tmp_path_factory.mktemp("bpe") / "folder"))
-
-
 def test_chat_follows_template(bpe):
-    messages = [{"role": "user", "content": " Hi! "}]
     text = "<|user|>Hi!", "\n<|answer|>"
-    assert bpe.chat(messages) == [0, *bpe.encode(text[0])[1:], 1, *bpe.encode(text[1])[1:]]
+    ids = bpe.chat([{"role": "user", "content": " Hi! "}])
+    assert ids == [0, *bpe.encode(text[0])[1:], 1, *bpe.encode(text[1])[1:]]
 
 
 def test_chat_template_is_read_from_list_or_file(bpe, tmp_path):
-    messages = [{"role": "user", "content": "Hi"}]
-    save_with(bpe, tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    several = [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]
-    path.write_text(json.dumps(SETTINGS | {"chat_template": several}))
-    assert tokenization.load(tmp_path).chat(messages) == bpe.chat(messages)
+    """A template whose name cannot be hashed is skipped."""
+    path = save_with(bpe, tmp_path) / "tokenizer_config.json"
+    for name in ("tools", []):
+        several = [{"name": name, "template": "x"}, {"name": "default", "template": TEMPLATE}]
+        path.write_text(json.dumps(SETTINGS | {"chat_template": several}))
+        assert tokenization.load(tmp_path).chat(HELLO) == bpe.chat(HELLO)
     path.write_text(json.dumps(SETTINGS | {"chat_template": None}))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    assert tokenization.load(tmp_path).chat(messages) == bpe.chat(messages)
+    assert tokenization.load(tmp_path).chat(HELLO) == bpe.chat(HELLO)
+    (tmp_path / "chat_template.jinja").write_text("{% break %}")
+    with one_line(f"{tmp_path}: expected a chat template"):
+        tokenization.load(tmp_path).chat(HELLO)
     (tmp_path / "chat_template.jinja").unlink()
     with one_line("chat template"):
-        tokenization.load(tmp_path).chat(messages)
+        tokenization.load(tmp_path).chat(HELLO)
 
 
 def test_chat_template_has_functions_of_transformers(bpe, tmp_path):
@@ -70,19 +54,10 @@ def test_chat_template_has_functions_of_transformers(bpe, tmp_path):
     assert loaded.decode(ids) == '[I]é<[{"role": "user", "content": "é<"}]20'
 
 
-def test_chat_template_with_unhashable_name_is_skipped(bpe, tmp_path):
-    save_with(bpe, tmp_path)
-    several = [{"name": [], "template": "x"}, {"name": "default", "template": TEMPLATE}]
-    settings = json.dumps(SETTINGS | {"chat_template": several})
-    (tmp_path / "tokenizer_config.json").write_text(settings)
-    messages = [{"role": "user", "content": "Hi"}]
-    assert tokenization.load(tmp_path).chat(messages) == bpe.chat(messages)
-
-
 def test_sentencepiece_chat_encodes_bos_and_eos_as_ids(sp, tmp_path):
     sp.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
-    ids = tokenization.load(tmp_path).chat([{"role": "user", "content": "Hi"}])
+    ids = tokenization.load(tmp_path).chat(HELLO)
     text = "<|user|>Hi", "\n<|answer|>"
     bos, eos = sp.bos_id, sp.eos_id
     assert ids == [bos, *sp.encode(text[0])[1:], eos, *sp.encode(text[1])[1:]]
@@ -97,13 +72,9 @@ def test_sentencepiece_chat_encodes_control_pieces_as_ids(tmp_path):
     )  # fmt: skip
     model = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
     opening, closing = map(model.piece_to_id, controls)
+    decoder = {str(id): {"content": name} for id, name in zip((opening, closing), controls)}
     template = "{{ bos_token }}[INST] {{ messages[0].content }}[/INST]"
-    settings = SETTINGS | {
-        "chat_template": template,
-        "added_tokens_decoder": {
-            str(id): {"content": name} for id, name in zip((opening, closing), controls)
-        },
-    }
+    settings = SETTINGS | {"chat_template": template, "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     sp = tokenization.load(tmp_path)
     bos, *words = sp.encode("return x")
@@ -111,37 +82,26 @@ def test_sentencepiece_chat_encodes_control_pieces_as_ids(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "messages, template, part",
+    ("message", "part"),
     [
-        ([{"role": "robot", "content": "Hi"}], TEMPLATE, "no robots"),
-        ([], TEMPLATE, "messages"),
-        ("Hi", TEMPLATE, "'Hi'"),
-        (["Hi"], TEMPLATE, "messages[0]"),
-        ([{"content": "Hi"}], TEMPLATE, "messages[0]: expected a role"),
-        ([{"role": "user"}], TEMPLATE, "messages[0].content: expected a text or a list of text"),
-        (
-            [{"role": "user", "content": [{"type": "audio"}]}],
-            TEMPLATE,
-            "content[0]: expected a part",
-        ),
-        ([{"role": "user", "content": 3}], TEMPLATE, "content"),
-        ([{"role": "user", "content": "Hi"}], "{% for %}", "Expected an expression"),
-        ([{"role": "user", "content": "Hi"}], "{{ ''.__class__.__mro__ }}", "unsafe"),
-        ([{"role": "user", "content": "Hi"}], "{{ messages.clear() }}", "safe"),
+        ({"role": "robot", "content": "Hi"}, "no robots"),
+        ("Hi", "messages[0]"),
+        ({"content": "Hi"}, "messages[0]: expected a role"),
+        ({"role": "user"}, "messages[0].content: expected a text or a list of text"),
+        ({"role": "user", "content": [{"type": "audio"}]}, "content[0]: expected a part"),
     ],
 )
-def test_chat_refuses_bad_messages_and_unsafe_templates(bpe, tmp_path, messages, template, part):
-    save_with(bpe, tmp_path)
-    settings = SETTINGS | {"chat_template": template}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+def test_chat_refuses_bad_messages(bpe, message, part):
     with one_line("messages", part):
-        tokenization.load(tmp_path).chat(messages)
+        bpe.chat([message])
+    for messages in ([], "Hi"):
+        with one_line("messages"):
+            bpe.chat(messages)
 
 
 @pytest.mark.parametrize(
     ("template", "part"),
     [
-        ("{{ ('a' * 2 * 10**9) | length }}", "more than 1 s or 1024 MiB"),
         ("{{ 'a' | center(2 * 10**9) | length }}", "more than 1 s or 1024 MiB"),
         ("{{ 'a' * 2 * 10**6 }}", "a text of more than 1,00"),
         ("{% for i in range(9999) %}" * 2 + "{% endfor %}" * 2, "more than 1 s or 1024 MiB"),
@@ -158,38 +118,25 @@ def test_chat_template_beyond_its_limits_is_refused(monkeypatch, template, part)
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% break %}", "FOLDER: expected a chat template for the messages, found 'break'"),
         ("{{ 1/0 }}", "FOLDER: expected a chat template for the messages, found division by zero"),
-        (
-            "{{ raise_exception('no\\x1b[2J\\ud800') }}",
-            "messages: expected a conversation for the chat template of FOLDER, "
-            r"found no\x1b[2J\ud800",
-        ),
+        ("{{ raise_exception('no\\x1b[2J\\ud800') }}", r"of FOLDER, found no\x1b[2J\ud800"),
         ("{{ raise_exception('x' * 9999) }}", "of FOLDER, found xxx"),
+        ("{% for %}", "Expected an expression"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.clear() }}", "safe"),
     ],
 )
 def test_chat_template_error_names_the_fault(template, message):
     """A broken template is the fault of its folder. No control character reaches the terminal."""
-    with one_line(message):
+    with one_line("messages", message):
         chat_template.render(template, HELLO, {}, FOLDER)
 
 
-def test_chat_with_a_broken_template_names_the_folder(bpe, tmp_path):
-    save_with(bpe, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{% break %}")
-    with one_line(f"{tmp_path}: expected a chat template"):
-        tokenization.load(tmp_path).chat(HELLO)
-
-
-def test_chat_with_data_unfit_for_json_is_refused():
-    with one_line("messages: expected data for JSON, found", "not JSON serializable"):
-        chat_template.render("", [HELLO[0] | {"more": object()}], {}, FOLDER)
-
-
 def test_chat_longer_than_the_limit_of_texts_is_rendered(monkeypatch):
-    """The length of the text is bounded beside that of the conversation."""
     monkeypatch.setattr(chat_template, "_CHARACTERS", 1)
     assert chat_template.render("{{ messages[0].content }}", HELLO, {}, FOLDER) == "Hi"
+    with one_line("messages: expected data for JSON, found", "not JSON serializable"):
+        chat_template.render("", [HELLO[0] | {"more": object()}], {}, FOLDER)
 
 
 def test_chat_template_child_imports_nothing_of_its_folder(monkeypatch, tmp_path):

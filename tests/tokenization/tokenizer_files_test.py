@@ -7,21 +7,9 @@ import pathlib
 import pytest
 import tokenizers
 from helpers.bad_input import one_line
-from helpers.tokenizer_examples import CODE, SETTINGS, byte_level, save_with, sentence_piece
+from helpers.tokenizer_examples import CODE, SETTINGS, byte_level, save_with
 
 from spsjax import tokenization
-
-
-@pytest.fixture(scope="module")
-def sp(tmp_path_factory):
-    """A SentencePiece tokenizer."""
-    return sentence_piece(tmp_path_factory.mktemp("sp"))
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    """A byte-level BPE of the `tokenizers` library."""
-    return tokenization.load(byte_level(tmp_path_factory.mktemp("bpe") / "folder"))
 
 
 def test_tokenizer_json_gives_ids_of_the_library(bpe):
@@ -67,36 +55,28 @@ def test_gpt2_two_files_equal_tokenizer_json(tmp_path):
     (two / "config.json").write_text('{"model_type": "qwen2"}')
     with one_line("tokenizer.json", "qwen2"):
         tokenization.load(two)
+    (two / "config.json").unlink()
+    (two / "merges.txt").write_bytes("\r\n".join(merges).encode())
+    assert tokenization.load(two).encode("def")
+    (two / "merges.txt").write_text("\n".join(merges[:-3]))
+    with one_line("merges.txt", "vocab.json"):
+        tokenization.load(two)
     (two / "merges.txt").unlink()
     with one_line("merges.txt"):
         tokenization.load(two)
 
 
-def test_incomplete_merges_are_refused(tmp_path):
-    raw = json.loads((byte_level(tmp_path / "one") / "tokenizer.json").read_text())
-    vocab = {piece: id for piece, id in raw["model"]["vocab"].items() if id > 1}
-    merges = [" ".join(pair) for pair in raw["model"]["merges"]]
-    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_bytes("\r\n".join(merges).encode())
-    assert tokenization.load(tmp_path).encode("def")
-    (tmp_path / "merges.txt").write_text("\n".join(merges[:-3]))
-    with one_line("merges.txt", "vocab.json"):
-        tokenization.load(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {}}', "\udcff"])
-def test_damaged_tokenizer_json_is_refused(bpe, tmp_path, text):
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        *(("tokenizer.json", text, "tokenizer") for text in ("", "[]", '{"model": {}}', "\udcff")),
+        *(("tokenizer_config.json", text, "JSON") for text in ("{", "[]", "\udcff")),
+    ],
+)
+def test_damaged_file_is_refused(bpe, tmp_path, name, text, part):
     save_with(bpe, tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
-    with one_line("tokenizer.json", "tokenizer"):
-        tokenization.load(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
-def test_damaged_settings_are_refused(bpe, tmp_path, text):
-    save_with(bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_bytes(text.encode(errors="surrogateescape"))
-    with one_line("tokenizer_config.json", "JSON"):
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    with one_line(name, part):
         tokenization.load(tmp_path)
 
 
@@ -108,15 +88,12 @@ def test_folder_without_tokenizer_is_refused(tmp_path):
 
 def test_tokenizers_with_other_control_tokens_are_equal(bpe, tmp_path):
     raw = json.loads(bpe.files["tokenizer.json"])
+    extra = {"id": 300, "content": "<|more|>", "normalized": False}
+    extra |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     for name, special in (("more", True), ("other", False)):
-        extra = {
-            "id": 300, "content": "<|more|>", "single_word": False, "lstrip": False,
-            "rstrip": False, "normalized": False, "special": special,
-        }  # fmt: skip
-        folder = tmp_path / name
-        folder.mkdir()
-        save_with(bpe, folder, added_tokens=[*raw["added_tokens"], extra])
-        again = tokenization.load(folder)
+        (tmp_path / name).mkdir()
+        tokens = [*raw["added_tokens"], extra | {"special": special}]
+        again = tokenization.load(save_with(bpe, tmp_path / name, added_tokens=tokens))
         assert again.vocab_size == 301
         assert (again == bpe) == special
 
@@ -139,12 +116,6 @@ def test_tokens_of_settings_alone_are_refused(sp, tmp_path):
     known = {"added_tokens_decoder": {"1": {"content": "<s>"}, "2": {"content": "</s>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(known))
     assert tokenization.load(tmp_path) == sp
-
-
-def test_sentencepiece_follows_add_bos_token(sp, tmp_path):
-    sp.save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert tokenization.load(tmp_path).encode("def") == sp.encode("def")[1:]
 
 
 @pytest.mark.parametrize("name", ["add_bos_token", "add_prefix_space"])
@@ -180,6 +151,8 @@ def test_add_prefix_space_of_settings_is_followed(bpe, sp, tmp_path):
     assert loaded.encode("def") == bpe.encode(" def") != bpe.encode("def")
     (tmp_path / "pieces").mkdir()
     sp.save(tmp_path / "pieces")
+    (tmp_path / "pieces" / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert tokenization.load(tmp_path / "pieces").encode("def") == sp.encode("def")[1:]
     (tmp_path / "pieces" / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
     with one_line("add_prefix_space", "true"):
         tokenization.load(tmp_path / "pieces")

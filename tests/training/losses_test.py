@@ -50,7 +50,6 @@ DIVERGENCES = *losses.DIVERGENCES, "acceptance"
 # One program gives what all tests of these logits need.
 @jax.jit
 def everything(target, draft):
-    """Returns values of every objective."""
     values = {name: getattr(losses, name)(target, draft) for name in EXPECTED}
     values["cross_entropy"] = losses.cross_entropy(draft, LABELS)
     for beta in BETAS:
@@ -72,23 +71,15 @@ def gradients(target, draft):
 
 @pytest.fixture(scope="module")
 def values():
-    """The values of TARGET and DRAFT."""
     return everything(TARGET, DRAFT)
 
 
 def test_divergences_equal_numpy(values):
-    for name, expected in EXPECTED.items():
-        np.testing.assert_allclose(values[name], expected, atol=2e-6, err_msg=name)
-
-
-def test_cross_entropy_equals_numpy(values):
-    rows, columns = np.indices(LABELS.shape)
-    expected = -np.log(draft_probs[rows, columns, LABELS])
-    np.testing.assert_allclose(values["cross_entropy"], expected, atol=2e-6)
-
-
-def test_every_divergence_has_an_expected_value():
     assert losses.DIVERGENCES.keys() <= EXPECTED.keys()
+    rows, columns = np.indices(LABELS.shape)
+    cross_entropy = {"cross_entropy": -np.log(draft_probs[rows, columns, LABELS])}
+    for name, expected in (EXPECTED | cross_entropy).items():
+        np.testing.assert_allclose(values[name], expected, atol=2e-6, err_msg=name)
 
 
 def test_divergences_of_equal_models_are_zero():
@@ -145,16 +136,13 @@ def test_lk_hybrid_weight_has_no_gradient():
 
 
 def test_beta_weighs_the_target(values):
+    """Towards 0 and 1, the divergence of Jensen and Shannon tends to either one of Kullback's."""
     for beta in BETAS[:3]:
         expected = jensen_shannon(beta)
         np.testing.assert_allclose(values[f"jensen_shannon:{beta:g}"], expected, atol=2e-6)
+    for beta, expected in zip(BETAS[3:], (KL, REVERSE)):
+        np.testing.assert_allclose(values[f"jensen_shannon:{beta:g}"] / 1e-4, expected, rtol=0.1)
     np.testing.assert_allclose(values["mixed:0.25"], KL / 4 + 3 * VARIATION / 4, atol=2e-6)
-
-
-def test_jensen_shannon_tends_to_both_kl_divergences(values):
-    near = [values[f"jensen_shannon:{beta:g}"] for beta in BETAS[3:]]
-    np.testing.assert_allclose(near[0] / 1e-4, KL, rtol=0.1)
-    np.testing.assert_allclose(near[1] / 1e-4, REVERSE, rtol=0.1)
 
 
 def test_point_mass_log_acceptance_is_cross_entropy(values):
@@ -163,21 +151,23 @@ def test_point_mass_log_acceptance_is_cross_entropy(values):
     np.testing.assert_allclose(result, values["cross_entropy"], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["kl", "forward_kl:0.5", "jensen_shannon:", "jensen_shannon:1", "jensen_shannon:x", ""]
-)
+@pytest.mark.parametrize("name", ["kl", "forward_kl:0.5", "jensen_shannon:1", "jensen_shannon:x"])
 def test_unknown_objective_is_refused(name):
-    with pytest.raises(InputError, match=r"^objective: expected "):
+    with pytest.raises(InputError, match=r"^divergence: expected "):
         losses.divergence(name)
 
 
+top_k_with_rest = jax.jit(losses.top_k_with_rest)
 COARSE = "forward_kl", "reverse_kl", "jensen_shannon", "total_variation"
 
 
 @pytest.mark.parametrize("k", [1, 4, 10])
 def test_top_k_divergence_is_at_most_the_full_one(k):
-    """With all tokens but one stored, the two are equal."""
+    """With all tokens but one stored, the two are equal. The rest is the sum of the others."""
     ids = np.argsort(-TARGET, axis=-1)[..., :k]
+    probs = np.take_along_axis(target_probs, ids, axis=-1)
+    expected = np.concatenate([probs, 1 - probs.sum(-1, keepdims=True)], axis=-1)
+    np.testing.assert_allclose(np.exp(top_k_with_rest(TARGET, ids)), expected, atol=1e-6)
 
     @jax.jit
     def reduced(target, draft):
@@ -191,18 +181,7 @@ def test_top_k_divergence_is_at_most_the_full_one(k):
             np.testing.assert_allclose(value, full, rtol=1e-3, atol=1e-5)
 
 
-top_k_with_rest = jax.jit(losses.top_k_with_rest)
-
-
-def test_top_k_with_rest_sums_the_other_tokens():
-    ids = np.argsort(-TARGET, axis=-1)[..., :3]
-    probs = np.take_along_axis(target_probs, ids, axis=-1)
-    expected = np.concatenate([probs, 1 - probs.sum(-1, keepdims=True)], axis=-1)
-    np.testing.assert_allclose(np.exp(top_k_with_rest(TARGET, ids)), expected, atol=1e-6)
-
-
 def test_coarse_distribution_without_a_rest_has_finite_gradients():
-    """If the stored tokens have all the mass, the rest is not zero, and gradients are finite."""
     target = np.asarray([[50.0, 49.0, -50.0, -50.0]] * 2, np.float32)
     draft = np.zeros((2, 4), np.float32)
     draft[0, :2] = 60  # without a rest in one row, with one in the other

@@ -33,15 +33,11 @@ def test_summary_interval_covers_the_mean_as_often_as_claimed():
     assert stats.binomtest(hits, 400, 0.94).pvalue > 1e-3
 
 
-def test_summary_of_one_text_has_no_interval():
-    summary = metrics.summarize(np.ones((1, 8)), np.ones((1, 8)))
-    assert summary.interval is None
-    assert metrics.with_interval(summary.mean, summary.interval, 2) == "1.00 ± -"
-
-
-def test_interval_of_equal_texts_is_zero():
-    summary = metrics.summarize(np.ones((2, 8)), np.ones((2, 8)))
-    assert metrics.with_interval(summary.mean, summary.interval, 2) == "1.00 ± 0.00"
+@pytest.mark.parametrize(("count", "shown"), [(1, "1.00 ± -"), (2, "1.00 ± 0.00")])
+def test_interval_of_equal_texts_is_zero_and_of_one_is_none(count, shown):
+    summary = metrics.summarize(np.ones((count, 8)), np.ones((count, 8)))
+    assert metrics.with_interval(summary.mean, summary.interval, 2) == shown
+    assert (summary.interval is None) == (count == 1)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +58,10 @@ def metrics_of(params, frozen, batch):
 def test_evaluation_counts_each_example_once(batch, shape):
     """Neither the batch size nor the mesh changes the means, which NumPy computes, too."""
     start = np.arange(16, dtype=np.int32)
-    summaries = metrics.evaluate_batches(
-        metrics_of,
-        np.float32(0.5),
-        np.float32(3.0),
-        pipeline.Table(tokens=HELD_OUT, start=start),  # 16 rows
-        batch,
-        sharding.batch_sharding(sharding.mesh(*shape) if shape else None),
-    )
+    table = pipeline.Table(tokens=HELD_OUT, start=start)  # 16 rows
+    where = sharding.batch_sharding(sharding.mesh(*shape) if shape else None)
+    numbers = np.float32(0.5), np.float32(3.0)
+    summaries = metrics.evaluate_batches(metrics_of, *numbers, table, batch, where)
     tokens = HELD_OUT[:, 1:] / 2
     counted = np.arange(1, 17) >= start[:, None]
     assert summaries["sum"].mean == pytest.approx((tokens + 3)[counted].mean(), abs=1e-6)

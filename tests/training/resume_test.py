@@ -10,66 +10,40 @@ import signal
 import time
 
 import pytest
-from helpers.command_line import Script, free_port
+from helpers.command_line import ROOT, Script, free_port, settings
+from helpers.tiny_training import SHAPE
 
 pytestmark = [pytest.mark.process, pytest.mark.training]
 
+CONFIGS = ROOT / "configs" / "experiments"
 STEPS = 90
-SHARED = {
-    "model.d_model": 32,
-    "model.d_ff": 32,
-    "model.num_heads": 8,
-    "model.num_kv_heads": 4,
-    "model.head_dim": 4,
-    "model.num_layers": 1,
-    "length": 32,
-    "batch": 4,
-    "eval_every": 20,
-    "eval_examples": 4,
-    "log_every": 1,
-    "optimization.warmup": 3,
-    "compute.dtype": "float32",
-}
+SHARED = {f"model.{key}": value for key, value in SHAPE.items()} | {
+    "model.num_layers": 1, "length": 32, "batch": 4, "eval_every": 20, "eval_examples": 4,
+    "log_every": 1, "optimization.warmup": 3, "compute.dtype": "float32",
+}  # fmt: skip
 TARGET = SHARED | {"steps": STEPS, "model.vocab_size": 320, "model.max_positions": 64}
 # On corpus text and samples of the target, both with a cached target.
 DRAFT = SHARED | {
-    "steps": 8,
-    "mixture.corpus": 0.5,
-    "mixture.target": 0.5,
-    "mixture.samples": 8,
-    "mixture.batch": 4,
-    "mixture.prompt_length": 8,
-    "draft_eval.prompts": 2,
-    "draft_eval.prompt_length": 8,
-    "draft_eval.new_tokens": 8,
-    "draft_eval.num_speculative_tokens": 1,
-    "target_cache.store": "top_k",
-}
+    "steps": 8, "mixture.corpus": 0.5, "mixture.target": 0.5, "mixture.samples": 8,
+    "mixture.batch": 4, "mixture.prompt_length": 8, "draft_eval.prompts": 2,
+    "draft_eval.prompt_length": 8, "draft_eval.new_tokens": 8,
+    "draft_eval.num_speculative_tokens": 1, "target_cache.store": "top_k",
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> str:
-    """A folder of 30 texts."""
-    folder = tmp_path_factory.mktemp("texts")
-    for index in range(30):
-        lines = "".join(f"    x = x * {line} + {index}\n" for line in range(9))
-        (folder / f"{index}.txt").write_text(f"def function_{index}(x):\n{lines}")
-    return str(folder)
-
-
-def start(texts, workdir, *flags, script="train_target.py", devices=1, file_kib=None) -> Script:
-    options = DRAFT if script == "train_drafter.py" else TARGET
-    options = [f"--config.{name}={value}" for name, value in options.items()]
+def start(texts, workdir, *flags, name="target", devices=1, file_kib=None) -> Script:
+    options = settings(DRAFT if name == "draft" else TARGET)
     options += [f"--workdir={workdir}", f"--config.data.train=('{texts}',)", *flags]
-    return Script(script, *options, devices=devices, file_kib=file_kib)
+    options.insert(0, f"--config={CONFIGS}/pystdlib_{name}.py")
+    return Script("train.py", *options, devices=devices, file_kib=file_kib)
 
 
-def start_two(texts, workdir, *flags, script="train_target.py") -> list[Script]:
+def start_two(texts, workdir, *flags, name="target") -> list[Script]:
     """Starts two processes of four devices each."""
     mesh = "--config.mesh.data=2", "--config.mesh.model=4"
     together = (*mesh, *flags, f"--coordinator=localhost:{free_port()}", "--num_processes=2")
     return [
-        start(texts, workdir, *together, f"--process_id={index}", script=script, devices=4)
+        start(texts, workdir, *together, f"--process_id={index}", name=name, devices=4)
         for index in range(2)
     ]
 
@@ -89,7 +63,7 @@ def finished(process) -> str:
 
 
 def result(workdir, step=STEPS):
-    """Checksums of the last checkpoint, and the losses of every step."""
+    """Returns checksums of the last checkpoint, and the losses of every step."""
     note = json.loads((workdir / "checkpoints" / f"step_{step}" / "note" / "metadata").read_text())
     records = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
     losses = [(row["step"], row["loss"]) for row in records if row["group"] == "train"]
@@ -106,7 +80,6 @@ def target(texts, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(target):
-    """The result of that run."""
     note, losses = result(target)
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert note["iterator"] == {"next_index": STEPS} and len(note["checksums"]) > 10
@@ -114,7 +87,7 @@ def uninterrupted(target):
 
 
 def assert_close(actual, expected) -> None:
-    """Checks losses up to rounding, which differs on another mesh."""
+    """Asserts that losses are equal up to rounding, which differs on another mesh."""
     for (step, loss), (_, other) in zip(actual[1], expected[1], strict=True):
         assert loss == pytest.approx(other, abs=2e-3), step
 
@@ -137,16 +110,13 @@ def test_killed_and_stopped_run_ends_bit_identical(texts, tmp_path, uninterrupte
     process.terminate()
     done = process.wait(120)
     assert done.returncode == 128 + signal.SIGTERM
-    (step,) = re.findall(
-        r"stopped at step (\d+), saved. Run the same command to resume", done.stderr
-    )
+    (step,) = re.findall(r"stopped at step (\d+), saved. Run the same command to", done.stderr)
     assert "Traceback" not in done.stderr and (workdir / "checkpoints" / f"step_{step}").is_dir()
     assert "model in" in finished(start(texts, workdir))
     assert result(workdir) == uninterrupted
 
 
 def test_two_processes_resume_after_a_stop(texts, tmp_path, uninterrupted):
-    """Two processes resume what two have begun, and one device resumes what they leave."""
     workdir = tmp_path / "run"
     for step in (33, 55):
         processes = start_two(texts, workdir)
@@ -161,8 +131,8 @@ def test_two_processes_resume_after_a_stop(texts, tmp_path, uninterrupted):
 
 def test_two_processes_distil_like_one(texts, tmp_path, target):
     flag = f"--config.target={target / 'model'}"
-    finished(start(texts, tmp_path / "one", flag, script="train_drafter.py"))
-    for process in start_two(texts, tmp_path / "two", flag, script="train_drafter.py"):
+    finished(start(texts, tmp_path / "one", flag, name="draft"))
+    for process in start_two(texts, tmp_path / "two", flag, name="draft"):
         finished(process)
     one, two = (result(tmp_path / name, step=8) for name in ("one", "two"))
     assert len(one[1]) == 8

@@ -1,13 +1,9 @@
 """Tests of the run folder: its config, log, TensorBoard events and lock."""
 
 import json
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
-from helpers.environment import ROOT
-from ml_collections import ConfigDict
 from tensorboardX.proto import event_pb2
 
 from spsjax import InputError, NonFiniteError
@@ -16,7 +12,13 @@ from spsjax.training import plots, run_folder
 
 
 def config(**changes):
-    return ConfigDict({"seed": 0, "model": {"d_model": 8}, "keep": 2} | changes)
+    return {"seed": 0, "model": {"d_model": 8}, "keep": 2} | changes
+
+
+def begun(path, step=0) -> run_folder.Folder:
+    folder = run_folder.Folder(path, config())
+    folder.begin(step)
+    return folder
 
 
 def events(path):
@@ -30,7 +32,7 @@ def events(path):
 
 
 def curve_points(folder):
-    """The points that TensorBoard shows: (name, step) -> value.
+    """Returns the points that TensorBoard shows: (name, step) -> value.
 
     A file that begins with a session start hides points of earlier files from that step on.
     """
@@ -50,9 +52,7 @@ def logged(folder, steps, loss):
 
 
 def test_log_resumes_after_a_torn_line(tmp_path):
-    """Damaged lines and records beyond the resumed step are dropped."""
-    folder = run_folder.Folder(tmp_path, config())
-    folder.begin(0)
+    folder = begun(tmp_path)
     logged(folder, (1, 2, 3), 1.0)
     path = tmp_path / "log.jsonl"
     lines = path.read_text().splitlines()
@@ -60,29 +60,21 @@ def test_log_resumes_after_a_torn_line(tmp_path):
     folder.begin(2)
     folder.log(3, "train", loss=0.5)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(record["step"], record["loss"]) for record in records] == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 0.5),
-    ]
+    assert [(row["step"], row["loss"]) for row in records] == [(1, 1.0), (2, 2.0), (3, 0.5)]
 
 
+RECORD = b'{"step": 1, "group": "a", "loss": %s}'
 NO_RECORDS = [
     *(b"", b"\xff", b"3", b"[" * 100_000, b'{"step": 1, "group": []}'),
-    *(
-        b'{"step": 1, "group": "a", "loss": %s}' % loss
-        for loss in (b"null", b'"x"', b"NaN", b"1e308")
-    ),
-    b'{"step": 1, "group": "a", "loss": {"mean": 1}}',
-    b'{"step": 1, "group": "a", "loss": {"mean": "a", "interval": null}}',
-    b'{"step": 1, "group": "a", "loss": {"mean": 1, "interval": -1}}',
-    b'{"step": 1%s, "group": "a", "loss": 1}' % (b"0" * 400),
+    *(RECORD % loss for loss in (b"null", b'"x"', b"NaN", b"1e308", b'{"mean": 1}')),
+    RECORD % b'{"mean": "a", "interval": null}',
+    RECORD % b'{"mean": 1, "interval": -1}',
+    RECORD.replace(b"1", b"1" + b"0" * 400) % b"1",
 ]
 
 
 @pytest.mark.parametrize("log", [None, *NO_RECORDS])
 def test_curves_of_a_damaged_log_are_not_drawn(tmp_path, log):
-    """The run has ended well, so that its results are shown without curves."""
     pytest.importorskip("matplotlib")
     if log is not None:
         (tmp_path / "log.jsonl").write_bytes(log)
@@ -91,10 +83,8 @@ def test_curves_of_a_damaged_log_are_not_drawn(tmp_path, log):
 
 
 def test_curves_leave_out_damaged_lines(tmp_path):
-    """Sound lines are drawn, of whatever size, and numbers beside metric summaries."""
     pytest.importorskip("matplotlib")
-    folder = run_folder.Folder(tmp_path, config())
-    folder.begin(0)
+    folder = begun(tmp_path)
     logged(folder, (1, 2), 1.6e38)
     folder.log(3, "train", loss={"mean": -3.3e38, "interval": 0.5, "by_position": [2.0]})
     with open(tmp_path / "log.jsonl", "ab") as file:
@@ -109,9 +99,8 @@ def test_depths_of_several_runs_are_drawn(tmp_path):
     runs = {name: tmp_path / name for name in ("deep", "model", "new")}
     columns = {"deep": ("acceptance", "acceptance_2"), "model": ("acceptance",), "new": ("loss",)}
     for name, folder in runs.items():
-        run = run_folder.Folder(folder, config())
-        run.begin(0)
-        run.log(1, "held_out", **{key: {"mean": 0.5, "interval": 0.1} for key in columns[name]})
+        columns_of = {key: {"mean": 0.5, "interval": 0.1} for key in columns[name]}
+        begun(folder).log(1, "held_out", **columns_of)
     assert plots._acceptance_by_depth(runs["deep"]) == ([0.5, 0.5], [0.1, 0.1])
     with pytest.raises(InputError, match="new: expected the folder of a drafter's training"):
         plots.plot_depths(runs, tmp_path / "depths.png")
@@ -121,41 +110,28 @@ def test_depths_of_several_runs_are_drawn(tmp_path):
 
 
 def test_tensorboard_hides_points_after_the_resumed_step(tmp_path):
-    folder = run_folder.Folder(tmp_path, config())
-    folder.begin(0)
+    """The curve of a summary is its mean. A killed process does not close its folder."""
+    folder = begun(tmp_path)
     logged(folder, (1, 2, 3, 4), 1.0)
-    # The folder is not closed: a killed process does not close it either.
-    resumed = run_folder.Folder(tmp_path, config())
-    resumed.begin(2)
-    logged(resumed, (5,), 1.0)
-    assert curve_points(tmp_path) == {("train/loss", step): step for step in (1, 2, 5)}
-
-
-def test_tensorboard_curve_of_a_summary_is_its_mean(tmp_path):
-    folder = run_folder.Folder(tmp_path, config())
-    folder.begin(0)
-    folder.log(5, "held_out", loss={"mean": 2.0, "interval": None, "by_position": [2.0]})
-    assert curve_points(tmp_path) == {("held_out/loss", 5): 2.0}
+    folder.log(1, "held_out", loss={"mean": 2.0, "interval": None, "by_position": [2.0]})
+    logged(begun(tmp_path, 2), (5,), 1.0)
+    expected = {("train/loss", step): step for step in (1, 2, 5)}
+    assert curve_points(tmp_path) == expected | {("held_out/loss", 1): 2.0}
 
 
 def test_log_refuses_a_value_that_is_not_finite(tmp_path):
-    folder = run_folder.Folder(tmp_path, config())
-    folder.begin(0)
+    folder = begun(tmp_path)
     with pytest.raises(NonFiniteError, match=r"^step 1: expected finite metrics of train, found"):
         folder.log(1, "train", loss=float("nan"))
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize("changes", [{"seed": 1}, {"model": {"d_model": 9}}, {"seed": True}])
-def test_run_with_another_config_is_refused(tmp_path, changes):
-    run_folder.Folder(tmp_path, config()).begin(0)
-    with pytest.raises(InputError, match=rf"^{tmp_path}: expected the stored config of the run to"):
-        run_folder.Folder(tmp_path, config(**changes))
-
-
-def test_free_keys_may_change_when_a_run_is_resumed(tmp_path):
-    run_folder.Folder(tmp_path, config()).begin(0)
-    assert run_folder.Folder(tmp_path, config(keep=5), ("keep",)).resumable
+def test_run_with_another_config_is_refused(tmp_path):
+    begun(tmp_path)
+    for changes in ({"seed": 1}, {"model": {"d_model": 9}}, {"seed": True}):
+        with pytest.raises(InputError, match=rf"^{tmp_path}: expected the stored config of the ru"):
+            run_folder.Folder(tmp_path, config(**changes))
+    assert run_folder.Folder(tmp_path, config(keep=5), ("keep",)).resumable  # a free key
     with pytest.raises(InputError, match=r"keep=2, found 5\."):
         run_folder.Folder(tmp_path, config(keep=5))
 
@@ -180,16 +156,3 @@ def test_folder_locked_by_another_run_is_refused(tmp_path):
         pytest.raises(InputError, match="in use by another process"),
     ):
         folder.lock()
-
-
-@pytest.mark.process
-def test_folder_locked_by_another_process_is_refused(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import ml_collections, spsjax.training.run_folder as run_folder\n"
-        "run_folder.Folder(sys.argv[2], ml_collections.ConfigDict()).lock()\n"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path)]
-    run_folder.Folder(tmp_path, ConfigDict()).lock()
-    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
-    assert "in use by another process" in result.stderr

@@ -11,17 +11,17 @@ import pytest
 from helpers import drafting
 
 import spsjax
-from spsjax import decode, loading, pacing, types, verifiers
+from spsjax import decode, loading, types, verifiers
+from spsjax.benchmarks import forced_acceptance
 from spsjax.drafters import draft_model, hybrid, sample, stopping, suffix
 from spsjax.drafters.base import Drafter
 from spsjax.drafters.contrib import learned_stopping
-from spsjax.performance import forced_acceptance
 from spsjax.utils import compilation, traced
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers import rejection, typical
 
 K, PROMPTS = 2, [[3, 4, 5, 3, 4, 5, 3], [9, 2, 9]]
-BASES = Drafter, stopping.Rule, verifiers.Verifier, pacing.Pacer
+BASES = Drafter, stopping.Rule, verifiers.Verifier, decode.schedule.Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +57,12 @@ def hybrid_of(
 
 def classes_with_numbers() -> list[type]:
     """Returns the concrete classes of the package that jitted functions take as static."""
-    found, left = set(), [*BASES]
+    actual, left = set(), [*BASES]
     while left:
         subclasses = left.pop().__subclasses__()
-        found |= {cls for cls in subclasses if cls.__module__.startswith("spsjax.")}
+        actual |= {cls for cls in subclasses if cls.__module__.startswith("spsjax.")}
         left += subclasses
-    return sorted((cls for cls in found if not inspect.isabstract(cls)), key=repr)
+    return sorted((cls for cls in actual if not inspect.isabstract(cls)), key=repr)
 
 
 def test_split_takes_numbers_out_at_all_depths():
@@ -105,7 +105,7 @@ def test_every_float_of_a_drafter_or_rule_is_a_number():
     expected = {suffix.Drafter, hybrid.Drafter, rejection.Verifier, typical.Verifier}
     expected |= {stopping.Confidence, stopping.Entropy, stopping.Adaptive}
     expected |= {learned_stopping.Disco, learned_stopping.SpecDec, forced_acceptance.Verifier}
-    assert numbers == expected | {pacing.Fastest}
+    assert numbers == expected | {decode.schedule.Fastest}
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_rejection_sample_with_another_lenience_compiles_nothing():
     assert 0 < accepted[0] < accepted[1] < accepted[2]
 
 
-def paced(pacer):
-    """Returns states and depths of a pacer after some rounds of (asked, offered, accepted)."""
-    costs = pacing.Costs(*jnp.asarray([[0, 0.1, 0.2], [1, 1, 1.1]]), jnp.int32(0))
+def scheduled(schedule):
+    """Returns states and depths of a schedule after some rounds of (asked, offered, accepted)."""
+    costs = decode.schedule.Costs(*jnp.asarray([[0, 0.1, 0.2], [1, 1, 1.1]]))
     costs = dataclasses.replace(costs, rates=jnp.asarray([0.9, 0.5]))
-    state, results = pacer.init(costs, 2, K), []
+    state, results = schedule.init(costs, 2, K), []
     for counts in ([2, 2, 1], [2, 1, 1], [0, 0, 0]):
-        state = pacer.update(costs, state, *(jnp.full(2, count) for count in counts))
-        results.append((state, pacer.depths(costs, state, jnp.asarray([False, True]))))
+        state = schedule.update(state, *(jnp.full(2, count) for count in counts))
+        results.append((state, schedule.depths(costs, state, jnp.asarray([False, True]))))
     return results
 
 
@@ -186,7 +186,7 @@ def accepted(rule):
 @pytest.mark.parametrize(
     ("function", "first", "second"),
     [
-        (paced, pacing.Fastest(), pacing.Fastest(0.5, 0.6, 0.2, 3.0, 1.0)),
+        (scheduled, decode.schedule.Fastest(), decode.schedule.Fastest(0.5, 0.6, 0.2, 3.0, 1.0)),
         (ended, stopping.Adaptive(stopping.Entropy()), stopping.Adaptive(stopping.Entropy(1, 0.9))),
         (accepted, typical.Verifier(), typical.Verifier(0.5, 5.0)),
         (accepted, rejection.Verifier(0.9), rejection.Verifier(0.3)),

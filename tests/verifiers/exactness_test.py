@@ -4,6 +4,7 @@
 which are made by changing one line of a sound one.
 """
 
+import importlib
 import inspect
 import itertools
 import types
@@ -12,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 from helpers import reference, table_model, tree_enumeration
+from helpers.mutants import read
 from helpers.tree_enumeration import Tree, Verification, branching
 
 from spsjax import verifiers
-from spsjax.verifiers import block, kseq, match, multipath, recursive, siblings, traversal
+from spsjax.verifiers import recursive, siblings, traversal
 
 VOCAB = 3
 TOLERANCE = 1e-12
@@ -41,14 +43,14 @@ def float64():
         yield
 
 
-def laws(seed, **params):
+def distributions(seed, **params):
     """Returns the distributions of draft and target by context, from random tables."""
 
-    def law(seed):
+    def distribution_of(seed):
         model = table_model.model_of(table_model.table(VOCAB, seed, 4))
         return lambda context: reference.to_probs(model(context), **params)
 
-    return law(1000 + seed), law(seed)
+    return distribution_of(1000 + seed), distribution_of(seed)
 
 
 def cases_of(rule, verification):
@@ -70,7 +72,7 @@ def study(rule, tree, seed=0, verifier=None, pair=None, params=(), **options):
 
     The mean of a sound rule is also compared with the one that its `accept_probs` say.
     """
-    draft, target = pair or laws(seed, **dict(params))
+    draft, target = pair or distributions(seed, **dict(params))
     verification = Verification(verifier or verifiers.by_name(rule), tree, draft, target, **options)
     distribution = tree_enumeration.emitted(verification, cases_of(rule, verification))
     length = max(map(len, distribution))
@@ -200,115 +202,91 @@ def test_traversal_emits_at_least_as_much_as_recursive_rejection(distinct):
         assert lengths[0] <= lengths[1] + TOLERANCE
 
 
-# Module, a line of it, what it is changed to, and the rule and the tree that must show it.
-BROKEN = {
-    "block: residual of one token": (
-        block,
-        "acceptance(weights, mass)",
-        "acceptance(weights, mass)\n    left = jnp.maximum(target_probs - draft_probs, 0)",
-        ("block", CHAIN, False),
-    ),
-    "block: first failure": (
-        block,
-        "count = jnp.max(jnp.where(accepted, jnp.arange(1, M), 0), axis=1, initial=0)",
-        "count = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1)",
-        ("block", CHAIN, False),
-    ),
-    "block: weight as acceptance": (
-        block,
-        "return mass, mass + (1 - weights)",
-        "return weights, jnp.ones_like(weights)",
-        ("block", CHAIN, False),
-    ),
-    "recursive: draft not renormalised": (
-        siblings,
-        "rest = rest / jnp.where(total == 0, 1, total)",
-        "rest = rest * 1",
-        ("recursive", branching(3), True),
-    ),
-    "recursive: draft with the rejected token": (
-        siblings,
-        "rest = jnp.where(is_token, 0, draft)",
-        "rest = draft",
-        ("recursive", branching(2), True),
-    ),
-    "recursive: target not renormalised": (
-        siblings,
-        "left / jnp.where(mass == 0, 1, mass))",
-        "left)",
-        ("recursive", branching(2), False),
-    ),
-    "recursive: target as it was": (
-        siblings,
-        "targets = targets.at[parent].set(jnp.where(alive, left, target))",
-        "targets = targets.at[parent].set(target)",
-        ("recursive", branching(2), False),
-    ),
-    "traversal: weight of the parent": (
-        siblings,
-        "whole = mass + (1 - weight)",
-        "whole = mass * 0 + 1",
-        ("traversal", branching(1, 2), True),
-    ),
-    "traversal: weights of single tokens": (
-        siblings,
-        "weights = weights.at[node].set(accept)",
-        "weights = weights.at[node].set(accept / jnp.maximum(weight, 1e-3))",
-        ("traversal", branching(2, 1), True),
-    ),
-    "kseq: divisor too small": (
-        kseq,
-        "jnp.maximum(children, 1)))[1]",
-        "jnp.maximum(children, 1)))[1] * 0.9",
-        ("kseq", branching(2), False),
-    ),
-    "kseq: plain residual": (
-        kseq,
-        "common * scale[..., None], 0)",
-        "draft_probs, 0)",
-        ("kseq", branching(2), False),
-    ),
-    "match: a draw that is thrown away, and drawn again": (
-        match,
-        "for array in (drawn_BM, mass_BM))",
-        "for array in (jnp.roll(drawn_BM, 1, axis=1), mass_BM))",
-        ("match", branching(2), False),
-    ),
-    "multipath: distribution of a single path": (
-        multipath,
-        "        nodes = paths[:, :, depth]",
-        "        probs = draft\n        nodes = paths[:, :, depth]",
-        ("multipath", branching(2), False),
-    ),
-    "multipath: worst path": (
-        multipath,
-        "best = jnp.argmin(jnp.where(alive, place, V), axis=1)",
-        "best = jnp.argmax(jnp.where(alive, place, -1), axis=1)",
-        ("multipath", branching(2), False),
-    ),
-    "multipath: better beginnings of this token alone": (
-        multipath,
-        "better[:, None] + own[:, None] * before",
-        "0 * better[:, None] + own[:, None] * before",
-        ("multipath", Tree((0, 0, 1, 2)), False),
-    ),
-    "match: a draw per child": (
-        match,
-        "proposal.tokens == jnp.take_along_axis(drawn_BM, parents, axis=1)",
-        "proposal.tokens == drawn_BM[:, 1:]",
-        ("match", branching(2, 1), False),
-    ),
-}
+# Of each fault the rule and the tree that must show it, drawn without replacement if `distinct`.
+BROKEN = read(r"""
+verifiers/block.py
+- block: residual of one token
+    acceptance(weights, mass)
+    'acceptance(weights, mass)\n    residual = jnp.maximum(target_probs_BMV - draft_probs, 0)'
+    block 0-1-2
+- block: first failure
+    count = jnp.max(jnp.where(passes, jnp.arange(1, M), 0), axis=1, initial=0)
+    count = jnp.sum(jnp.cumprod(passes, axis=1), axis=1)
+    block 0-1-2
+- block: weight as acceptance
+    return mass_BM, mass_BM + (1 - weights_BM)
+    return weights_BM, jnp.ones_like(weights_BM)
+    block 0-1-2
+verifiers/kseq.py
+- kseq: divisor too small
+    jnp.maximum(children, 1)))[1]
+    jnp.maximum(children, 1)))[1] * 0.9
+    kseq 0-0
+- kseq: plain residual
+    common * scale[..., None], 0)
+    draft_probs, 0)
+    kseq 0-0
+verifiers/match.py
+- match: a draw that is thrown away, and drawn again
+    for array in (drawn_BM, mass_BM))
+    for array in (jnp.roll(drawn_BM, 1, axis=1), mass_BM))
+    match 0-0
+- match: a draw per child
+    proposal.tokens == jnp.take_along_axis(drawn_BM, parents, axis=1)
+    proposal.tokens == drawn_BM[:, 1:]
+    match 0-0-1-2
+verifiers/multipath.py
+- multipath: distribution of a single path
+    '        nodes = paths[:, :, depth]'
+    '        probs = draft\n        nodes = paths[:, :, depth]'
+    multipath 0-0
+- multipath: worst path
+    best = jnp.argmin(jnp.where(alive, drawn_rank, V), axis=1)
+    best = jnp.argmax(jnp.where(alive, drawn_rank, -1), axis=1)
+    multipath 0-0
+- multipath: better beginnings of this token alone
+    better_BV = better_B[:, None] +
+    better_BV = 0 * better_B[:, None] +
+    multipath 0-0-1-2
+verifiers/siblings.py
+- recursive: draft not renormalised
+    others = others / jnp.where(total == 0, 1, total)
+    others = others * 1
+    recursive 0-0-0 distinct
+- recursive: draft with the rejected token
+    others = jnp.where(is_token, 0, draft)
+    others = draft
+    recursive 0-0 distinct
+- recursive: target not renormalised
+    residual / jnp.where(mass == 0, 1, mass))
+    residual)
+    recursive 0-0
+- recursive: target as it was
+    targets = targets.at[parent].set(jnp.where(present, residual, target))
+    targets = targets.at[parent].set(target)
+    recursive 0-0
+- traversal: weight of the parent
+    whole = mass + (1 - weight)
+    whole = mass * 0 + 1
+    traversal 0-1-1 distinct
+- traversal: weights of single tokens
+    weights = weights.at[node].set(accept)
+    weights = weights.at[node].set(accept / jnp.maximum(weight, 1e-3))
+    traversal 0-0-1-2 distinct
+""")
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_rules_are_rejected(name, monkeypatch):
+@pytest.mark.parametrize("mutant", BROKEN, ids=lambda mutant: mutant.fault)
+def test_broken_rules_are_rejected(mutant, monkeypatch):
     """Enumeration rejects rules of which one line is wrong, as in published implementations."""
-    module, line, fault, (rule, tree, distinct) = BROKEN[name]
+    rule, shape, *distinct = mutant.tests[0].split()
+    tree = Tree(tuple(map(int, shape.split("-"))))
+    module = importlib.import_module(mutant.file.removesuffix(".py").replace("/", "."))
     source = inspect.getsource(module)
-    assert source.count(line) == 1
+    assert source.count(mutant.old) == 1
     faulty = types.ModuleType(module.__name__)
-    exec(compile(source.replace(line, fault), module.__file__, "exec"), faulty.__dict__)
+    code = compile(source.replace(mutant.old, mutant.new), module.__file__, "exec")
+    exec(code, faulty.__dict__)
     if module is siblings:
         for user in (recursive, traversal):
             monkeypatch.setattr(user, "siblings", faulty)
@@ -316,14 +294,14 @@ def test_broken_rules_are_rejected(name, monkeypatch):
     else:
         verifier = faulty.Verifier()
     tree_enumeration.verify_function.cache_clear()
-    error, _ = study(rule, tree, seed=5, verifier=verifier, distinct=distinct)
+    error, _ = study(rule, tree, seed=5, verifier=verifier, distinct=bool(distinct))
     tree_enumeration.verify_function.cache_clear()
     assert error > 1e-4
 
 
 def test_siblings_in_another_order_are_rejected():
     """Without replacement, children must be verified in the order in which they were drawn."""
-    draft, target = laws(6)
+    draft, target = distributions(6)
     verification = Verification(verifiers.by_name("recursive"), branching(2), draft, target, True)
     verification._tokens = np.sort(verification._tokens, axis=1)
     distribution = tree_enumeration.emitted(verification, cases_of("recursive", verification))

@@ -27,11 +27,11 @@ def test_greedy_lenience_accepts_at_least_its_share_of_the_best(token, accepted)
     """The draft token gets probability 1 from its share on, and all other tokens keep theirs."""
     logits = np.tile(LOGITS, (1, 2, 1))
     greedy = np.tile(np.eye(4, dtype=np.float32)[0], (1, 2, 1))
-    found = np.asarray(relaxed(greedy, logits, np.int32(token)))
+    actual = np.asarray(relaxed(greedy, logits, np.int32(token)))
     expected = np.asarray([1.0, 0, 0, 0])
     expected[token] = max(expected[token], accepted)
-    np.testing.assert_array_equal(found[0, 0], expected)
-    np.testing.assert_array_equal(found[0, 1], [1, 0, 0, 0])  # the bonus token has no draft
+    np.testing.assert_array_equal(actual[0, 0], expected)
+    np.testing.assert_array_equal(actual[0, 1], [1, 0, 0, 0])  # the bonus token has no draft
 
 
 @pytest.mark.parametrize("bad", (np.inf, -np.inf, np.nan))
@@ -40,8 +40,8 @@ def test_greedy_lenience_keeps_a_distribution_that_is_not_finite(bad):
     for token in (1, 3):
         logits = np.tile(LOGITS, (1, 2, 1))
         logits[0, 0, token] = bad
-        found = np.asarray(relaxed(to_probs(logits, GREEDY), logits, np.int32(1)))
-        assert np.isnan(found[0, 0]).all()
+        actual = np.asarray(relaxed(to_probs(logits, GREEDY), logits, np.int32(1)))
+        assert np.isnan(actual[0, 0]).all()
 
 
 @jax.jit

@@ -15,10 +15,7 @@ ROWS, VOCAB = 2000, 5
 
 
 def arrays(seed=0):
-    """Returns tokens, parents and distributions of trees of four tokens.
-
-    The last node has no distribution of a draft, as it has no children.
-    """
+    """Returns tokens, parents and distributions of trees; the last node has none of the draft."""
     rng = np.random.default_rng(seed)
     tokens = rng.permuted(np.tile(np.arange(VOCAB), (ROWS, 1)), axis=1)[:, :4]
     draft, target = (rng.dirichlet(np.ones(VOCAB), (ROWS, nodes)) for nodes in (4, 5))

@@ -1,6 +1,6 @@
-"""A feed-forward layer that predicts several tokens (Stern et al. 2018, arXiv 1811.03115).
+"""Blockwise parallel decoding: heads with a shared hidden layer (Stern et al. 2018, 1811.03115).
 
-**Lossless** with every lossless verifier; the paper's own acceptance is greedy.
+**Lossless** with every lossless verifier. The paper's own acceptance rule is greedy.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from spsjax.utils.from_config import build
 
 
 class Blockwise(nnx.Module):
-    """A hidden layer that all heads share, and one output layer per head."""
+    """Hidden layer that all heads share, and one output layer per head."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         width, heads = drafter.target.d_model, range(drafter.num_heads)
@@ -38,10 +38,10 @@ class Blockwise(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(parallel.HeadsDrafter):
-    """Drafts with heads that share a hidden layer, and the target's vocabulary matrix. Lossless.
+    """Drafts with heads that share a hidden layer and the target's vocabulary matrix. Lossless.
 
     Attributes:
-        d_ff: units of the hidden layer per head.
+        d_ff: number of hidden units per head.
     """
 
     d_ff: int = 512
@@ -82,7 +82,7 @@ class Drafter(parallel.HeadsDrafter):
 
 
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config."""
+    """Returns the drafter that the section `drafter` of a training config describes."""
     return build("drafter", Drafter, options, target=target)
 
 

@@ -1,6 +1,7 @@
-"""Aggressive decoding: the input's continuation, for texts that are edited.
+"""Aggressive decoding: copies of the prompt, for tasks that edit a text.
 
-Sun et al. 2021 (arXiv 2106.04970) and Ge et al. 2022 (arXiv 2205.10350), input-guided.
+It is the input-guided form of Sun et al. 2021 (arXiv 2106.04970) and Ge et al. 2022 (arXiv
+2205.10350).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from spsjax.types import Array, Proposal, pytree_dataclass
 
 @pytree_dataclass
 class State:
-    """Place in the prompt from which a row copies.
+    """Position in the prompt from which a row copies.
 
     Attributes:
         prompts: [B] int32, lengths of the prompts.
@@ -32,22 +33,23 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Drafter):
-    """Copies the prompt from where the output has come to. Lossless: its tokens are point masses.
+    """Copies the prompt from the position that the output has reached. Lossless: point masses.
 
-    As long as the output repeats the prompt, the prompt's next tokens are proposed. After another
-    token, the shortest suffix of the output that occurs once in the prompt shows the new place. If
-    there is none, the token is taken to replace the one that was expected; the published rule
-    proposes nothing then. (`ngram` takes the latest place instead.)
+    As long as the output repeats the prompt, the drafter proposes the next tokens of the prompt.
+    After a different token, it looks up the shortest suffix of the output that occurs exactly once
+    in the prompt, and continues there. If there is none, it takes the token as a replacement of the
+    expected one. The published rule proposes nothing in this case. (`ngram` uses the latest
+    occurrence instead.)
 
     Attributes:
-        num_speculative_tokens: K, tokens that are copied per round.
-        start: index of the prompt's token with which the output is expected to begin; for
-            `load_drafter` the first one after what the tokenizer puts before every text.
+        num_speculative_tokens: K, number of copied tokens per round.
+        start: index in the prompt of the first expected token. `load_drafter` sets it to the number
+            of tokens that the tokenizer puts before every text.
         max_suffix: longest suffix of the output that is looked up, at most 8.
-        replaces: whether a token without a place replaces the expected one; False: as published.
+        replaces: whether a token without a match replaces the expected one; False: published rule.
     """
 
-    num_speculative_tokens: int = 2 * base.PACED_TOKENS + 1  # sixteen rows with the root
+    num_speculative_tokens: int = 2 * base.SCHEDULED_TOKENS + 1  # sixteen rows with the root
     start: int = 0
     max_suffix: int = 3
     replaces: bool = True
@@ -81,45 +83,45 @@ class Drafter(base.Drafter):
         rule = functools.partial(_follow, most=self.max_suffix, replaces=self.replaces)
         follow = jax.vmap(rule)
 
-        def compare(step, place):
+        def compare(step, expected):
             end = state.lengths + step
             inside = jnp.minimum(end, now.tokens.shape[1] - 1)
-            later = follow(now.tokens, state.prompts, inside, place)
-            return jnp.where(end < now.lengths, later, place)
+            later = follow(now.tokens, state.prompts, inside, expected)
+            return jnp.where(end < now.lengths, later, expected)
 
         steps = jnp.max(now.lengths - state.lengths)
         return State(state.prompts, now.lengths, lax.fori_loop(0, steps, compare, state.next))
 
 
 def _follow(
-    tokens_S: Array, prompt: Array, end: Array, place: Array, most: int, replaces: bool
+    tokens_S: Array, prompt: Array, end: Array, expected: Array, most: int, replaces: bool
 ) -> Array:
-    """Returns the place in the prompt after one more token of the output; -1: unknown.
+    """Returns the next index in the prompt after one more token of the output; -1: unknown.
 
     Args:
         tokens_S: prompt and output.
         prompt: length of the prompt.
         end: index of the output's token.
-        place: index in the prompt of the token that was expected; -1: none.
+        expected: index in the prompt of the expected token; -1: none.
         most: longest suffix of the output that is looked up.
-        replaces: whether a token without a place replaces the expected one.
+        replaces: whether a token without a match replaces the expected one.
     """
     slots = jnp.arange(len(tokens_S))
-    as_expected = (place >= 0) & (tokens_S[place] == tokens_S[end])
-    # matches[e]: whether the prompt's tokens up to e equal the output's last ones.
+    as_expected = (expected >= 0) & (tokens_S[expected] == tokens_S[end])
+    # matches[e]: whether the prompt's last `size` + 1 tokens up to e equal the output's last ones.
     matches, aligned = slots < prompt, jnp.full((), -1, jnp.int32)
     for size in range(most):
         matches &= (slots >= size) & (jnp.roll(tokens_S, size) == tokens_S[end - size])
         matches &= end - size >= prompt
-        unique = jnp.sum(matches) == 1  # then a longer suffix ends there, too, or nowhere
+        unique = jnp.sum(matches) == 1  # a longer suffix has the same match or none
         aligned = jnp.where(unique, jnp.argmax(matches) + 1, aligned)
-    unknown = jnp.where(place >= 0, place + 1, -1) if replaces else -1
-    aligned = jnp.where(aligned >= 0, aligned, unknown)
-    later = jnp.where(as_expected, place + 1, aligned)
+    replaced = jnp.where(expected >= 0, expected + 1, -1) if replaces else -1
+    aligned = jnp.where(aligned >= 0, aligned, replaced)
+    later = jnp.where(as_expected, expected + 1, aligned)
     return jnp.where(later < prompt, later, -1).astype(jnp.int32)
 
 
 def from_name(text: str, target):
-    """Returns the drafter and its weights; it begins behind what precedes every text."""
+    """Returns the drafter and its weights; it skips the tokens that precede every text."""
     base.check_alone("copy", text)
     return Drafter(start=0 if target.tokenizer is None else len(target.tokenizer.encode(""))), {}

@@ -1,7 +1,7 @@
-"""Self-speculation: the target drafts for itself, without some of its sub-layers.
+"""Self-speculation: drafting with the target without some of its sub-layers.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) leaves out all layers after the first E. Draft &
-Verify (Zhang et al. 2023, arXiv 2309.08168) leaves out chosen attention and feed-forward
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) skips all layers after the first E. Draft &
+Verify (Zhang et al. 2023, arXiv 2309.08168) skips a selection of attention and feed-forward
 sub-layers.
 """
 
@@ -18,18 +18,18 @@ from spsjax.parallel import sharding
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(base.Drafter):
-    """Proposes what the target without some sub-layers finds probable, token by token. Lossless.
+    """Samples a chain from the target without some sub-layers. Lossless.
 
-    It needs no weights and no cache of its own: committed tokens are in the target's cache. The
-    scoring pass begins with the first layer, as in Draft & Verify. (LayerSkip begins it behind the
+    It needs no weights and no cache of its own, because committed tokens are in the target's cache.
+    The scoring pass runs all layers, as in Draft & Verify. (LayerSkip reuses the activations of the
     layers that have drafted.)
 
-    An ordinary target has poor early exits. `training.layer_skip` trains better ones;
-    `scripts/plan_skips.py` looks for sub-layers that can be left out.
+    Early exits of an ordinary target are poor. `training.layer_skip` trains better ones, and
+    `scripts/plan.py` searches for sub-layers that can be skipped.
 
     Attributes:
         target: shape of the target.
-        skipped: sub-layers that are left out.
+        skipped: sub-layers that the draft skips.
         num_speculative_tokens: K.
     """
 
@@ -58,9 +58,9 @@ class Drafter(base.Drafter):
 
 
 def from_name(text: str, target):
-    """Returns the drafter of a number of layers, "4", or of a file of `scripts/plan_skips.py`.
+    """Returns the drafter of a number of layers ("4") or of a file of `scripts/plan.py`.
 
-    And its weights: none.
+    The second result is an empty dict, because the drafter has no weights.
 
     Raises InputError for a file that cannot be used, and for layers that the target does not have.
     """
@@ -72,9 +72,7 @@ def from_name(text: str, target):
             )
         layers = Skipped.after(int(text), target.config.num_layers)
         return Drafter(target.config, layers), {}
-    expected = (
-        'early_exit: expected "early_exit:" and a number of layers or a file of plan_skips.py'
-    )
+    expected = 'early_exit: expected "early_exit:" and a number of layers or a file of plan.py'
     try:
         plan = json.loads(pathlib.Path(text).read_text(encoding="utf-8"))
         skipped = Skipped(tuple(plan["attention"]), tuple(plan["ffn"]))

@@ -1,8 +1,8 @@
-"""Decoder layer that drafts several tokens per pass (Falcon; Gao et al. 2024, arXiv 2412.12639).
+"""Falcon: a decoder layer that drafts several tokens per pass (Gao et al. 2024, arXiv 2412.12639).
 
-An LSTM joins each feature with the token that follows it. The layer runs over a unit of k such
-pairs, which all see each other, and gives k tokens, none of which depends on the others.
-**Lossless**, as is every drafter.
+An LSTM reads pairs of a feature and the next token. The layer runs over a unit of k pairs, which
+attend to each other in both directions, and gives the distributions of k tokens. These tokens do
+not depend on each other. **Lossless**, as is every drafter.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import caches as kv
 from spsjax import tree
 from spsjax.drafters import features, folders, pending, sample, shapes
+from spsjax.drafters.contrib import falcon_training, sequences
 from spsjax.drafters.contrib.lstm import LSTM
 from spsjax.errors import InputError, check_integer
+from spsjax.models import caches as kv
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
@@ -30,7 +31,7 @@ LSTM_LAYERS = 2
 
 
 class Falcon(nnx.Module):
-    """LSTM and decoder layer."""
+    """LSTM over pairs of a feature and a token, and a decoder layer."""
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         width = config.d_model
@@ -40,25 +41,25 @@ class Falcon(nnx.Module):
 
 @pytree_dataclass
 class State:
-    """State between rounds, of rows with n pairs."""
+    """State between rounds."""
 
     cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
-    read: Array  # [B, k, D] what the layer reads of the last k pairs; 0: there is no such pair
-    carry: Array  # [B, L, 2, D] of the LSTM, after the last pair
+    read: Array  # [B, k, D] outputs of the LSTM at the last k pairs; 0: there is no such pair
+    carry: Array  # [B, L, 2, D] carry of the LSTM after the last pair
     pending: pending.Pending
 
 
 @pytree_dataclass
 class _Draft:
-    """Draft of one round: F fed nodes, and U units, each of which ends at such a node."""
+    """Draft of one round: F fed nodes and U units. Every unit ends at a fed node."""
 
     tokens: Array  # [B, F] int32
-    parents: Array  # [B, F] int32, fed node above
-    units: Array  # [B, F] int32, the unit that a node's children are drawn from
-    outputs: Array  # [B, U, k, D]
-    carries: Array  # [B, U, L, 2, D]
-    sees: Array  # [B, U, U] bool, the units on a unit's path, itself included
-    count: Array  # [] units so far
+    parents: Array  # [B, F] int32, fed number of a node's parent
+    units: Array  # [B, F] int32, unit from whose outputs a node's children are drawn
+    outputs: Array  # [B, U, k, D] outputs of the layer
+    carries: Array  # [B, U, L, 2, D] carries of the LSTM after each unit
+    sees: Array  # [B, U, U] bool, whether a unit attends to a unit: those on its path
+    count: Array  # [] number of units so far
     block: Block  # keys and values of all units
 
 
@@ -66,12 +67,13 @@ class _Draft:
 class Drafter(features.FeatureDrafter):
     """Drafts k tokens per pass, with the target's embedding and head. Lossless.
 
-    The output at slot t stands for feature t + k. A round begins with a unit of the last k pairs,
-    wherever units ended before: its slots give the first k tokens.
+    The output at slot t is a prediction of feature t + k. A round begins with a unit of the last k
+    pairs, whose slots give the first k tokens. This unit need not continue a unit of the previous
+    round.
 
     Attributes:
         config: shape of the layer.
-        tokens_per_step: k. With 1 it is EAGLE-1 with an LSTM in place of its projection.
+        tokens_per_step: k; 1 gives EAGLE-1 with an LSTM in place of its projection.
     """
 
     config: Config
@@ -89,7 +91,7 @@ class Drafter(features.FeatureDrafter):
             )
 
     @property
-    def split_like(self):
+    def sharding_config(self):
         return self.config
 
     def features(self, params, output):
@@ -110,48 +112,50 @@ class Drafter(features.FeatureDrafter):
         config, dtype = self.config, _dtype(params)
         shape = batch, config.num_kv_heads, slots, config.head_dim
         read = jnp.zeros((batch, self.tokens_per_step, config.d_model), dtype)
-        unread = pending.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
+        buffer = pending.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
         cache = kv.empty(1, shape, dtype, (None,))
-        return State(cache, read, self._no_carry(batch, dtype), unread)
+        return State(cache, read, self.no_carry(batch, dtype), buffer)
 
     def prefill(self, params, state, chunk, output):
         ends = jnp.minimum(chunk.lengths - 1, chunk.starts + chunk.tokens.shape[1])
-        unread = dataclasses.replace(state.pending, pairs=chunk.lengths - 1)
-        state = dataclasses.replace(state, pending=unread)
+        buffer = dataclasses.replace(state.pending, pairs=chunk.lengths - 1)
+        state = dataclasses.replace(state, pending=buffer)
         features = self.features(params, output)
-        return self._extended(params, state, chunk.following, features, chunk.starts, ends)
+        return self._extend(params, state, chunk.following, features, chunk.starts, ends)
 
     def sync(self, params, state, now):
-        def extended(state, tokens_BT, features_BTD, ends_B):
+        def extend(state, tokens_BT, features_BTD, ends_B):
             starts = state.cache.lengths
-            return self._extended(params, state, tokens_BT, features_BTD, starts, ends_B)
+            return self._extend(params, state, tokens_BT, features_BTD, starts, ends_B)
 
-        return pending.read(state, now, self.num_speculative_tokens + 1, extended)
+        return pending.read(state, now, self.num_speculative_tokens + 1, extend)
 
     def commit(self, params, state, now, proposal, output, verdict):
         features = tree.along(verdict.path, self.features(params, output))
-        unread = pending.add(state.pending, features, now.lengths - 1, state.cache.lengths)
-        return dataclasses.replace(state, pending=unread)
+        buffer = pending.add(state.pending, features, now.lengths - 1, state.cache.lengths)
+        return dataclasses.replace(state, pending=buffer)
 
-    def _extended(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B) -> State:
-        """Returns the state of `pairs_B` pairs, the last of which begin at `starts_B`.
+    def _extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B) -> State:
+        """Returns the state after pairs from `starts_B` on, `pairs_B` in all.
 
-        The first of those given may be known already: the LSTM must not read them twice.
+        The first pairs may have been read before, and the LSTM must not read them twice.
         """
         k, T, cache = self.tokens_per_step, tokens_BT.shape[1], state.cache
         slots, known = starts_B[:, None] + jnp.arange(T), cache.lengths[:, None]
         new = slots >= known
         read, carries = self.read(params, tokens_BT, features_BTD, state.carry, new)
-        # The outputs are not used, so that the compiler leaves out all but keys and values.
+        # The outputs are unused, so the compiler computes keys and values only.
         _, block = self.run(params, read, None, positions_BT=slots)
 
         def merged(rows_BGTC, buffer_BGSC):
+            """Returns new rows, and the cached rows of pairs that were read before."""
             old = tree.along(jnp.minimum(slots, cache.num_slots - 1), buffer_BGSC, axis=2)
             return jnp.where(new[:, None, :, None], rows_BGTC, old)
 
         keys, values = block.keys + block.values
         keys, values = merged(keys, cache.keys[0]), merged(values, cache.values[0])
         block = dataclasses.replace(block, keys=(keys,), values=(values,))
+        # The last k pairs may begin among those that `state.read` has: it comes first below.
         last = pairs_B[:, None] - k + jnp.arange(k)
         index = jnp.where(last < known, last - known + k, last - starts_B[:, None] + k)
         carries = jnp.concatenate([state.carry[:, None], carries], axis=1)
@@ -169,34 +173,34 @@ class Drafter(features.FeatureDrafter):
 
         def feed(draft, level):
             """Runs the layer where units begin, at every k-th level (`sample.Feed`)."""
-            units = tree.along(level.parents, draft.units)
+            units_BT = tree.along(level.parents, draft.units)
             draft = dataclasses.replace(
                 draft,
-                tokens=_put(draft.tokens, level.tokens, level.start),
-                parents=_put(draft.parents, level.parents, level.start),
-                units=_put(draft.units, units, level.start),
+                tokens=sequences.put(draft.tokens, level.tokens, level.start),
+                parents=sequences.put(draft.parents, level.parents, level.start),
+                units=sequences.put(draft.units, units_BT, level.start),
             )
 
-            def begun(draft):
+            def run_units(draft):
                 inputs = state.read[:, None], state.carry[:, None]
                 if not level.is_root:
-                    inputs = self._continued(params, level, units, draft)
-                return self._with_units(params, cache, level, units, *inputs, draft)
+                    inputs = self._continued(params, level, units_BT, draft)
+                return self._with_units(params, cache, level, units_BT, *inputs, draft)
 
             begins = level.depth % k == 0
-            if not isinstance(begins, bool):
-                draft = lax.cond(begins, begun, lambda same: same, draft)
+            if not isinstance(begins, bool):  # in a chain the depth is traced
+                draft = lax.cond(begins, run_units, lambda same: same, draft)
             elif begins:
-                draft = begun(draft)
-            units = lax.dynamic_slice_in_dim(draft.units, level.start, units.shape[1], axis=1)
+                draft = run_units(draft)
+            units_BT = lax.dynamic_slice_in_dim(draft.units, level.start, units_BT.shape[1], axis=1)
             outputs = lax.dynamic_index_in_dim(draft.outputs, level.depth % k, 2, keepdims=False)
-            outputs = tree.along(units, outputs)
+            outputs = tree.along(units_BT, outputs)
             return self.logits(params, outputs, level.depth), outputs, draft
 
-        start = self._no_draft(shapes.fed_levels(self.tree, K), state)
+        start = self._empty_draft(shapes.fed_levels(self.tree, K), state)
         return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def _no_draft(self, fed_levels: list[int], state: State) -> _Draft:
+    def _empty_draft(self, fed_levels: list[int], state: State) -> _Draft:
         config, B, dtype = self.config, len(state.read), state.read.dtype
         k, F = self.tokens_per_step, sum(fed_levels)
         U = sum(fed_levels[::k])
@@ -213,27 +217,30 @@ class Drafter(features.FeatureDrafter):
         )
 
     def _continued(self, params, level, units_BT, draft) -> tuple[Array, Array]:
-        """Returns what the layer reads of the last k nodes [B, T, k, D] up to those of a level.
+        """Returns the LSTM's outputs [B, T, k, D] at the last k nodes up to each node of a level.
 
-        And the LSTM's carries [B, T, L, 2, D] after them.
+        The second result are the LSTM's carries [B, T, L, 2, D] after these nodes.
         """
         k, (B, T) = self.tokens_per_step, units_BT.shape
         nodes = [jnp.broadcast_to(level.start + jnp.arange(T), (B, T))]
         for _ in range(k - 1):
             nodes.insert(0, tree.along(nodes[0], draft.parents))
         tokens = tree.along(jnp.stack(nodes, axis=2).reshape(B, T * k), draft.tokens)
-        # Each token beside the output that it was drawn from.
+        # Each token is paired with the output that it was drawn from.
         above = tree.along(units_BT, draft.outputs).reshape(B * T, k, -1)
-        carry = _rows(tree.along(units_BT, draft.carries))
+        carry = sequences.rows(tree.along(units_BT, draft.carries))
         read, carries = self.read(params, tokens.reshape(B * T, k), above, carry)
         return read.reshape(B, T, k, -1), carries[:, -1].reshape(B, T, *carries.shape[2:])
 
     def _with_units(self, params, cache, level, units_BT, read_BTkD, carries, draft) -> _Draft:
-        """Returns the draft with a unit that ends at each node of a level, below `units_BT`."""
+        """Returns the draft with one more unit per node of a level, which ends at the node.
+
+        `units_BT` are the units above them.
+        """
         k, (B, T), U = self.tokens_per_step, units_BT.shape, draft.sees.shape[1]
-        units = draft.count + jnp.arange(T, dtype=jnp.int32)
+        new_T = draft.count + jnp.arange(T, dtype=jnp.int32)
         above = tree.along(units_BT, draft.sees) & (draft.count > 0)
-        sees = above | (jnp.arange(U) == units[:, None])
+        sees = above | (jnp.arange(U) == new_T[:, None])
         positions = cache.lengths[:, None, None] + level.depth + jnp.arange(k)
         outputs, block = self.run(
             params,
@@ -245,94 +252,24 @@ class Drafter(features.FeatureDrafter):
         )
         return dataclasses.replace(
             draft,
-            units=_put(draft.units, jnp.broadcast_to(units, (B, T)), level.start),
-            outputs=_put(draft.outputs, outputs.reshape(B, T, k, -1), draft.count),
-            carries=_put(draft.carries, carries, draft.count),
-            sees=_put(draft.sees, sees, draft.count),
+            units=sequences.put(draft.units, jnp.broadcast_to(new_T, (B, T)), level.start),
+            outputs=sequences.put(draft.outputs, outputs.reshape(B, T, k, -1), draft.count),
+            carries=sequences.put(draft.carries, carries, draft.count),
+            sees=sequences.put(draft.sees, sees, draft.count),
             count=draft.count + T,
             block=block,
         )
 
-    def unrolled(
-        self,
-        params,
-        next_BT,
-        features_BTD,
-        steps,
-        detached=False,
-        remat=False,
-        later=None,
-        glanced=None,
-    ):
-        """As of `FeatureDrafter`: a unit ends at every feature, and slot j of it is step j.
-
-        `glanced` [B, T] bool: the drafts whose first pair is replaced by that of k tokens later,
-        which its slot is to predict ("Coupled Sequential Glancing Distillation" of the paper).
-        """
-        k, (B, T) = self.tokens_per_step, next_BT.shape
-        run = jax.checkpoint(self.run) if remat else self.run
-        read, carries = self.read(
-            params, next_BT, features_BTD, self._no_carry(B, features_BTD.dtype)
-        )
-        _, text = run(params, read, None)
-        read_BTkD = _last(read, k)
-        if glanced is not None:
-            read_BTkD = self._glancing(params, next_BT, features_BTD, carries, read_BTkD, glanced)
-
-        def unit(read_BLkD, index, block):
-            """Returns the outputs [B, L, k, D] of the next unit of each draft, and the block."""
-            lengths = jnp.tile(jnp.maximum(index + 1 - k, 0), B)
-            cache = kv.KVCache(text.keys, text.values, lengths, (None,))
-            positions = lengths[:, None] + block.size + jnp.arange(k)
-            everything = jnp.ones((1, k, block.positions.shape[1]), bool)
-            rows = _rows(read_BLkD)
-            outputs, block = run(params, rows, cache, block, positions, everything)
-            return outputs.reshape(read_BLkD.shape), block
-
-        shape = B * T, self.config.num_kv_heads, -(-steps // k) * k, self.config.head_dim
-        index = jnp.arange(T)
-        outputs, block = unit(read_BTkD, index, kv.empty_block(1, shape, read.dtype))
-        yield outputs[:, :, 0]
-        if later is not None:
-
-            def kept(array):
-                return _rows(array.reshape(B, T, *array.shape[1:])[:, later])
-
-            index, outputs, carries = later, outputs[:, later], carries[:, later]
-            block = Block(
-                *jax.tree.map(kept, (block.keys, block.values, block.positions)), block.size
-            )
-        carry = _rows(carries)
-        for step in range(1, steps):
-            if step % k == 0:
-                drafted = lax.stop_gradient(outputs) if detached else outputs
-                columns = index[:, None] + step - k + 1 + jnp.arange(k)
-                tokens = _rows(jnp.take(next_BT, columns, axis=1, mode="clip"))
-                read, carries = self.read(params, tokens, _rows(drafted), carry)
-                carry = carries[:, -1]
-                outputs, block = unit(read.reshape(outputs.shape), index, block)
-            yield outputs[:, :, step % k]
-
-    def _glancing(self, params, next_BT, features_BTD, carries, read_BTkD, glanced_BT) -> Array:
-        """Returns what units read if the first pair of some is replaced by that of k later."""
-        k = self.tokens_per_step
-
-        def shown(array):
-            pairs = _last(array, k)
-            flags = glanced_BT.reshape(*glanced_BT.shape, *[1] * (array.ndim - 2))
-            first = jnp.where(flags, jnp.roll(array, -1, axis=1), pairs[:, :, 0])
-            return _rows(pairs.at[:, :, 0].set(first))
-
-        before = _rows(_last(carries, k + 1)[:, :, 0])
-        read, _ = self.read(params, shown(next_BT), shown(features_BTD), before)
-        return jnp.where(glanced_BT[..., None, None], read.reshape(read_BTkD.shape), read_BTkD)
+    def unrolled(self, *args, **options):
+        """As of `FeatureDrafter`: a unit ends at every feature, and slot j of it is step j."""
+        return falcon_training.unrolled(self, *args, **options)
 
     def read(
         self, params: PyTree, tokens_BT: Array, features_BTD: Array, carry: Array, new_BT=None
     ) -> tuple[Array, Array]:
-        """Returns what the layer reads of pairs [B, T, D], and the carries [B, T, L, 2, D].
+        """Returns the LSTM's outputs at pairs [B, T, D], and its carries [B, T, L, 2, D].
 
-        Pairs that are not `new_BT` leave the carry as it is; None: all are.
+        Pairs that are not `new_BT` do not change the carry; None: all pairs are new.
         """
         embedded = transformer.embed(self.target, params["target"], tokens_BT)
         pair_BTI = jnp.concatenate([embedded, features_BTD], axis=-1).astype(carry.dtype)
@@ -342,7 +279,7 @@ class Drafter(features.FeatureDrafter):
     def run(
         self, params, read_BTD, cache, block=None, positions_BT=None, ancestors=None
     ) -> tuple[Array, Block]:
-        """Returns the layer's outputs and the grown block; arguments as of `transformer.apply`."""
+        """Returns the layer's outputs and the extended block (see `transformer.apply`)."""
         layer, T = self._bind(params).layer, read_BTD.shape[1]
 
         def outputs(*context):
@@ -353,7 +290,7 @@ class Drafter(features.FeatureDrafter):
     def _bind(self, params) -> Falcon:
         return pure.bind(Falcon, self.config, params["drafter"], _dtype(params))
 
-    def _no_carry(self, batch: int, dtype) -> Array:
+    def no_carry(self, batch: int, dtype) -> Array:
         return jnp.zeros((batch, LSTM_LAYERS, 2, self.config.d_model), dtype)
 
 
@@ -361,30 +298,14 @@ def _dtype(params: PyTree):
     return jax.tree.leaves(params["drafter"])[0].dtype
 
 
-def _rows(array: Array) -> Array:
-    """Returns an array with its first two axes as one."""
-    return array.reshape(-1, *array.shape[2:])
-
-
-def _put(buffer: Array, entries: Array, start: Array) -> Array:
-    return lax.dynamic_update_slice_in_dim(buffer, entries.astype(buffer.dtype), start, axis=1)
-
-
-def _last(array_BT: Array, k: int) -> Array:
-    """Returns the last k entries up to each: [B, T, ...] -> [B, T, k, ...]; 0 before the first."""
-    padding = [(0, 0), (k - 1, 0)] + [(0, 0)] * (array_BT.ndim - 2)
-    index = jnp.arange(array_BT.shape[1])[:, None] + jnp.arange(k)
-    return jnp.pad(array_BT, padding)[:, index]
-
-
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config."""
+    """Returns the drafter that the section `drafter` of a training config describes."""
     layer, others = features.layer_from_config(options, target)
     return build("drafter", Drafter, others, config=layer, target=target)
 
 
 class _Layout(folders.OwnLayout):
-    """Its config.json holds that of the layer."""
+    """Layout whose config.json contains the config of the layer."""
 
     def drafter_fields(self, folder, target):
         fields = super().drafter_fields(folder, target)

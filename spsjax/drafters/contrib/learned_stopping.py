@@ -1,7 +1,7 @@
-"""Trained rules that end a chain of draft tokens early, where the next ones are hardly accepted.
+"""Trained rules that end a chain of draft tokens early, where acceptance of more is unlikely.
 
-**Lossless**: like the rules of `stopping`, they judge tokens that stay in the chain, and see
-nothing else. `scripts/train_stop_rule.py` trains them on logged rounds.
+**Lossless**: like the rules of `stopping`, they depend only on tokens that stay in the chain.
+`scripts/train.py` trains them on logged rounds.
 """
 
 import abc
@@ -24,12 +24,13 @@ from spsjax.utils import atomic_files, traced
 
 
 class LearnedRule(stopping.Rule):
-    """A rule with weights, that judges a token by what a log notes of it.
+    """Rule with weights, which predicts acceptance from the inputs that `log` extracts.
 
     Attributes:
-        threshold: bound on a probability; see the rules.
-        delay: tokens between the one that a note is of and the one that it judges.
-        rejection_weight: weight of a rejected token in training; an accepted one has 1.
+        threshold: bound on a probability, as each rule defines it.
+        delay: number of tokens from the predicted one to the newest one: 0 predicts the newest
+            token itself.
+        rejection_weight: weight of a rejected token in training; an accepted token has 1.
     """
 
     threshold: float
@@ -41,21 +42,21 @@ class LearnedRule(stopping.Rule):
 
     @abc.abstractmethod
     def log(self, drawn: sample.Drawn) -> Array:
-        """Returns what a log keeps of a token, and what the rule judges it by: [B, F] float32."""
+        """Returns the rule's inputs at a token [B, F] float32, which are also logged."""
 
     @abc.abstractmethod
     def param_shapes(self, width: int) -> PyTree:
-        """Returns the weights' shapes, float32, for a draft with hidden states of this width."""
+        """Returns the shapes of the float32 weights for a draft model of this width."""
 
     @abc.abstractmethod
-    def acceptance(self, params: PyTree, noted: Array) -> Array:
-        """Returns [...], the logit of the probability that a token is accepted, from [..., F]."""
+    def acceptance(self, params: PyTree, inputs: Array) -> Array:
+        """Returns the logit of the acceptance probability: [..., F] -> [...]."""
 
     @abc.abstractmethod
-    def judge(
-        self, params: PyTree, state: PyTree, noted: Array, depth: int | Array
+    def decide(
+        self, params: PyTree, state: PyTree, inputs: Array, depth: int | Array
     ) -> tuple[Array, PyTree]:
-        """Returns what `ends` returns, from what a log notes of the token at some depth."""
+        """Returns the result of `ends` from the inputs of a token at a depth."""
 
     def ends(self, params, state, drawn):
         if params is None:
@@ -63,18 +64,18 @@ class LearnedRule(stopping.Rule):
                 "stop_rule: expected a trained rule with its weights, as learned_stopping.read "
                 "returns it, found one without"
             )
-        return self.judge(params, state, self.log(drawn), drawn.depth)
+        return self.decide(params, state, self.log(drawn), drawn.depth)
 
     def init_params(self, key: Array, width: int) -> PyTree:
-        """Returns random weights: kernels of unit gain, and biases of 0."""
+        """Returns random weights: kernels of unit gain and zero biases."""
 
         shapes, structure = jax.tree.flatten(self.param_shapes(width))
         keys = jax.random.split(key, len(shapes))
         leaves = [
-            jax.random.normal(own, leaf.shape) / jnp.sqrt(leaf.shape[0])
+            jax.random.normal(leaf_key, leaf.shape) / jnp.sqrt(leaf.shape[0])
             if len(leaf.shape) == 2
             else jnp.zeros(leaf.shape)
-            for own, leaf in zip(keys, shapes)
+            for leaf_key, leaf in zip(keys, shapes)
         ]
         return jax.tree.unflatten(structure, leaves)
 
@@ -83,13 +84,13 @@ class LearnedRule(stopping.Rule):
 class Disco(LearnedRule):
     """Ends a chain after a token that is likely to be rejected (DISCO).
 
-    Mamou et al. 2024 (arXiv 2405.04304): a network of two layers reads the greatest of the draft's
-    probabilities, before temperature and filters, their entropy, and the token's place.
+    Mamou et al. 2024 (arXiv 2405.04304): a network of two layers reads the greatest probabilities
+    of the draft before temperature and filters, their entropy, and the index of the token.
 
     Attributes:
         threshold: probability of acceptance below which the chain ends.
-        top: how many of the greatest probabilities it reads.
-        width: width of its inner layer.
+        top: number of greatest probabilities that it reads.
+        width: width of the inner layer.
     """
 
     threshold: float = traced.number(0.5)
@@ -115,26 +116,27 @@ class Disco(LearnedRule):
         spread = stopping.entropy(drawn.logits)[:, None]
         return jnp.concatenate([lax.top_k(probs, self.top)[0], spread, depth / 8], axis=1)
 
-    def acceptance(self, params, noted):
-        inner = jax.nn.silu(_applied(params["first"], noted))
+    def acceptance(self, params, inputs):
+        inner = jax.nn.silu(_applied(params["first"], inputs))
         return _applied(params["last"], inner)[..., 0]
 
-    def judge(self, params, state, noted, depth):
-        return jax.nn.sigmoid(self.acceptance(params, noted)) < self.threshold, state
+    def decide(self, params, state, inputs, depth):
+        return jax.nn.sigmoid(self.acceptance(params, inputs)) < self.threshold, state
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecDec(LearnedRule):
-    """Ends a chain once one of its tokens was probably rejected (SpecDec++).
+    """Ends a chain when one of its tokens is likely to be rejected (SpecDec++).
 
-    Huang et al. 2024 (arXiv 2405.19715): a head on the draft's hidden states judges each token from
-    the state that has read it, one step later. The newest token, not judged yet, stays in the
-    chain.
+    Huang et al. 2024 (arXiv 2405.19715): a head on the draft's hidden states predicts acceptance of
+    each token from the state that has read it, so one step later. The newest token has no
+    prediction yet, and stays in the chain.
 
     Attributes:
         threshold: probability that an earlier token is rejected, above which the chain ends.
-        least: tokens that a chain has in any case.
-        blocks: residual blocks of the head, which share their weights as in the released code.
+        least: lowest number of tokens per chain.
+        blocks: number of residual blocks of the head, which share their weights as in the released
+            code.
     """
 
     threshold: float = traced.number(0.3)
@@ -153,35 +155,35 @@ class SpecDec(LearnedRule):
         return {"block": _linear(width, width), "last": _linear(width, 1)}
 
     def start(self, between, batch):
-        return jnp.ones(batch)  # probability that all tokens so far are accepted
+        return jnp.ones(batch)  # probability that all earlier tokens are accepted
 
     def log(self, drawn):
         if drawn.hidden is None:
             raise InputError("stop_rule: expected a drafter with hidden states, found one without")
         return drawn.hidden.astype(jnp.float32)
 
-    def acceptance(self, params, noted):
+    def acceptance(self, params, inputs):
         expected = params["block"]["kernel"].shape[0]
-        if noted.shape[-1] != expected:
+        if inputs.shape[-1] != expected:
             raise InputError(
                 f"stop_rule: expected a draft of width {expected}, for which it was trained, "
-                f"found {noted.shape[-1]}"
+                f"found {inputs.shape[-1]}"
             )
         for _ in range(self.blocks):
-            noted = noted + jax.nn.silu(_applied(params["block"], noted))
-        return _applied(params["last"], noted)[..., 0]
+            inputs = inputs + jax.nn.silu(_applied(params["block"], inputs))
+        return _applied(params["last"], inputs)[..., 0]
 
-    def judge(self, params, state, noted, depth):
-        accepted = jax.nn.sigmoid(self.acceptance(params, noted))
+    def decide(self, params, state, inputs, depth):
+        accepted = jax.nn.sigmoid(self.acceptance(params, inputs))
         state = jnp.where(depth > 0, state * accepted, state)  # the root is no draft token
         return (1 - state > self.threshold) & (depth + 1 >= self.least), state
 
 
 @dataclasses.dataclass(frozen=True)
 class Logging(base.Wrapper):
-    """Drafts whole chains, and keeps what a rule judges each token by. Lossless.
+    """Drafts chains of K tokens and logs a rule's inputs at each token. Lossless.
 
-    `aux` of its proposals is the other drafter's, and [B, K, F].
+    `aux` of its proposals is a pair: the other drafter's `aux` and the inputs [B, K, F].
     """
 
     drafter: base.Drafter
@@ -213,19 +215,19 @@ class Logging(base.Wrapper):
 
 
 RULES = {"disco": Disco, "specdec": SpecDec}
-SUFFIX = ".safetensors"  # of their files
+SUFFIX = ".safetensors"  # suffix of a rule's file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedRule:
-    """A rule with its weights: what `load_drafter` takes."""
+    """Rule with its weights, an argument of `load_drafter`."""
 
     rule: LearnedRule
     params: PyTree
 
 
 def save(path: str | pathlib.Path, loaded: LoadedRule) -> None:
-    """Writes a rule to a safetensors file, whose metadata are its fields."""
+    """Writes a rule to a safetensors file, with its fields as metadata."""
     name = next(name for name, rule in RULES.items() if type(loaded.rule) is rule)
     about = {"rule": name, "fields": json.dumps(dataclasses.asdict(loaded.rule))}
     tensors = {
@@ -238,8 +240,8 @@ def save(path: str | pathlib.Path, loaded: LoadedRule) -> None:
 
 
 def read(path: str | pathlib.Path) -> LoadedRule:
-    """Reads what `save` wrote; raises InputError for another file."""
-    expected = f"{path}: expected a file that train_stop_rule.py wrote"
+    """Reads a file that `save` wrote; raises InputError for other files."""
+    expected = f"{path}: expected the file of a trained rule"
     try:
         pathlib.Path(path).open("rb").close()  # the library reports an unreadable file as missing
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -249,11 +251,11 @@ def read(path: str | pathlib.Path) -> LoadedRule:
             for name in sorted(file.keys()):
                 layer, _, kind = name.partition(".")
                 params.setdefault(layer, {})[kind] = file.get_tensor(name)
-        found = jax.tree.map(jnp.shape, params)
+        stored_shapes = jax.tree.map(jnp.shape, params)
         shapes = rule.param_shapes(params[min(params)]["kernel"].shape[0])
     except (OSError, safetensors.SafetensorError, ValueError, TypeError, LookupError) as error:
         raise InputError(f"{expected}, found {one_line(error)}") from None
-    if found != jax.tree.map(lambda leaf: leaf.shape, shapes):
+    if stored_shapes != jax.tree.map(lambda leaf: leaf.shape, shapes):
         raise InputError(f"{expected}, found weights of other shapes")
     leaves = jax.tree.leaves(params)
     if not all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in leaves):

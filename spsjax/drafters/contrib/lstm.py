@@ -9,7 +9,7 @@ from spsjax.types import Array
 
 
 class LSTM(nnx.Module):
-    """Reads a sequence from some carry on: output and memory of each of L layers."""
+    """LSTM of L layers. Its carry is the output and the memory of each layer."""
 
     def __init__(self, inputs: int, width: int, num_layers: int, *, dtype, rngs: nnx.Rngs):
         make = {"dtype": dtype, "rngs": rngs}
@@ -19,7 +19,7 @@ class LSTM(nnx.Module):
     def __call__(self, x_BTI: Array, carry_BL2D: Array, new_BT: Array) -> tuple[Array, Array]:
         """Returns the outputs [B, T, D], and the carries [B, T, L, 2, D] after each step.
 
-        Steps that are not `new` leave the carry as it is.
+        Steps that are not `new_BT` do not change the carry.
         """
         carries = []
         for number, layer in enumerate(self.layers):
@@ -40,6 +40,7 @@ class _Layer(nnx.Module):
             hidden, memory = carry_B2D[:, 0], carry_B2D[:, 1]
             gates = read_BG + self.keep(hidden[:, None])[:, 0]  # `Linear` counts rows on axis -2
             enter, forget, cell, leave = jnp.split(gates, 4, axis=-1)
+            # The offset of 1 opens the forget gate at initialisation (Jozefowicz et al. 2015).
             memory = nnx.sigmoid(forget + 1) * memory + nnx.sigmoid(enter) * jnp.tanh(cell)
             hidden = nnx.sigmoid(leave) * jnp.tanh(memory)
             carry = jnp.where(new_B[:, None, None], jnp.stack([hidden, memory], 1), carry_B2D)

@@ -1,7 +1,7 @@
-"""The target's last layers draft with a small cache and a memory (SPiRE; Neelam et al. 2504.06419).
+"""SPiRE: the target's last layers with a sparse cache and a memory (Neelam et al., 2504.06419).
 
-A draft for throughput: few weights, a cache whose size does not grow with the text, and the
-target's own activations wherever the target has been.
+The draft is built for throughput. It has few weights, its cache does not grow with the text, and
+it reads the target's own activations at committed tokens.
 """
 
 import dataclasses
@@ -12,35 +12,36 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax import caches
 from spsjax.drafters import features, folders, sample, shapes
 from spsjax.errors import InputError, check_integer
-from spsjax.models import pure, transformer
+from spsjax.models import caches, pure, transformer
 from spsjax.models.config import Config
+from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.models.hf.fields import COUNT, NUMBER
-from spsjax.models.layers import Context, DecoderBlock, KeysValues, Norm, context_of
+from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, Block, PyTree
 from spsjax.utils.from_config import build
 
-_OWN = 4.0  # at first, a layer remembers its own input e^4 times as much as each other stream
+# Initial logit of a layer's own input in its memory: e^4 times the weight of each other stream.
+_OWN = 4.0
 
 
 class Memory(nnx.Module):
-    """Mixtures of a draft's streams, one per layer: what the layer remembers of a token."""
+    """Learned mixtures of the residual streams, one per layer, as the layer's memory of a token."""
 
     def __init__(self, num_layers: int, dtype):
         self.kernel = nnx.Param(_OWN * jnp.eye(num_layers, num_layers + 1, dtype=dtype))
 
     def __call__(self, streams: list[Array]) -> list[Array]:
-        """Returns one [B, T, D] per layer, of the streams before, between and after the layers."""
+        """Returns a memory [B, T, D] per layer, from the streams before and after all layers."""
         stacked, dtype = jnp.stack(streams), streams[0].dtype
         shares = jax.nn.softmax(self.kernel[...].astype(jnp.float32), axis=-1)
         return list(jnp.einsum("is,sbtd->ibtd", shares, stacked).astype(dtype))
 
 
 class Spire(nnx.Module):
-    """Decoder layers that attend to what they remember of the tokens before."""
+    """Decoder layers that attend to their memories of earlier tokens."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         config = drafter.config
@@ -56,21 +57,21 @@ class Spire(nnx.Module):
     def __call__(
         self, x_BTD, context: Context, cached, earlier: list[KeysValues]
     ) -> tuple[Array, list[KeysValues]]:
-        """Returns the outputs, and the block's keys and values with what is remembered of these.
+        """Returns the outputs, and the block's keys and values with the memories of these tokens.
 
-        While a token is read, its place in a layer is the layer's own input; its memory is known
-        when all layers have run.
+        A token attends to its own layer inputs, because its memory is known only when all layers
+        have run.
         """
         streams = [x_BTD]
-        for layer, own, block in zip(self.layers, cached, earlier, strict=True):
-            x_BTD, _ = layer(x_BTD, context, own, block)
+        for layer, segments, block in zip(self.layers, cached, earlier, strict=True):
+            x_BTD, _ = layer(x_BTD, context, segments, block)
             streams.append(x_BTD)
         return self.norm(x_BTD), self.remembered(self.memory(streams), context, earlier)
 
     def remembered(
         self, memories: list[Array], context: Context, earlier: list[KeysValues | None]
     ) -> list[KeysValues]:
-        """Returns the keys and values of memories, one per layer, behind those of a block."""
+        """Returns the block's keys and values with those of memories, one per layer, appended."""
         return [
             context.append(
                 block, *layer.attention.keys_values(layer.attention_norm(memory), context)
@@ -83,13 +84,14 @@ class Spire(nnx.Module):
 class Drafter(features.FeatureDrafter):
     """Drafts with copies of the target's last layers, trained further. Lossless.
 
-    Of the committed tokens, layer i remembers what entered the layer of the target that it is a
-    copy of. Of drafted tokens it remembers a learned mixture of the draft's own streams, which is
-    dropped when the round ends. Embedding and head are the target's.
+    The memory of a committed token in layer i is the input of the target's layer of which layer i
+    is a copy. The memory of a drafted token is a learned mixture of the draft's residual streams,
+    and is dropped at the end of the round. Embedding and head are the target's.
 
     Attributes:
-        num_layers: layers, of which each is a copy of one of the target's last.
-        sinks, recent: first and last tokens that are seen (`Config.sinks`), in training and in use.
+        num_layers: number of layers, which are initialised with the target's last layers.
+        sinks, recent: numbers of first and last tokens in the attention window (`Config.sinks`), in
+            training and in use.
     """
 
     target: Config
@@ -114,7 +116,7 @@ class Drafter(features.FeatureDrafter):
 
     @property
     def config(self) -> Config:
-        """Shape of its layers."""
+        """Shape of the draft's layers."""
         first, last = self.tap_layers[0], self.target.num_layers
         return dataclasses.replace(
             self.target,
@@ -130,7 +132,7 @@ class Drafter(features.FeatureDrafter):
         return tuple(range(count - self.num_layers, count))
 
     @property
-    def split_like(self):
+    def sharding_config(self):
         return self.config
 
     def param_shapes(self, dtype):
@@ -148,8 +150,8 @@ class Drafter(features.FeatureDrafter):
                 is_leaf=lambda leaf: isinstance(leaf, Quantized),
             )
         copies = {"layers": copies, "norm": target["norm"]}
-        own = {name: weights[name] for name in copies}
-        return weights | jax.tree.map(lambda old, new: new.astype(old.dtype), own, copies)
+        initial = {name: weights[name] for name in copies}
+        return weights | jax.tree.map(lambda old, new: new.astype(old.dtype), initial, copies)
 
     def step_weights(self, params):
         head = "embed" if self.target.tie_embeddings else "head"
@@ -178,8 +180,7 @@ class Drafter(features.FeatureDrafter):
         def feed(block, level):
             """Runs the layers over one level of nodes (`sample.Feed`)."""
             positions = jnp.broadcast_to(before + level.depth, level.tokens.shape)
-            where = positions, level.above
-            outputs, block = self._run(params, level.tokens, state, block, *where)
+            outputs, block = self._run(params, level.tokens, state, block, positions, level.above)
             return self.logits(params, outputs, level.depth), outputs, block
 
         num_fed = shapes.num_fed(self.tree, K)
@@ -201,23 +202,23 @@ class Drafter(features.FeatureDrafter):
         if self.target.positions == "relative":
             distances = transformer.distances_of(self._bind(params).layers, T)
         run = jax.checkpoint(self._run) if remat else self._run
-        # Every index is a row of its own, which drafts after its part of the text.
+        # Every index is a row of its own, which drafts after its prefix of the text.
         index = jnp.arange(T)
-        own = transformer.empty_block(self.config, params["drafter"], B * T, steps)
+        block = transformer.empty_block(self.config, params["drafter"], B * T, steps)
         for step in range(steps):
             if step == 1 and later is not None:
-                index, own = later, _of_indices(own, B, later)
+                index, block = later, _of_indices(block, B, later)
             lengths = jnp.tile(index.astype(jnp.int32) + 1, B)
             cache = caches.KVCache(memory.keys, memory.values, lengths, distances)
             tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
-            own = lax.stop_gradient(own) if detached else own
-            outputs, own = run(params, tokens.reshape(-1, 1), cache, own)
+            block = lax.stop_gradient(block) if detached else block
+            outputs, block = run(params, tokens.reshape(-1, 1), cache, block)
             yield outputs.reshape(B, len(index), -1)
 
     def _run(
         self, params, tokens_BT, cache, block, positions_BT=None, ancestors=None
     ) -> tuple[Array, Block]:
-        """Returns the outputs and the grown block; arguments as of `transformer.apply`."""
+        """Returns the outputs and the extended block (see `transformer.apply`)."""
         embedded = transformer.embed(self.target, params["target"], tokens_BT)
         context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
         module, earlier = self._bind(params), [*zip(block.keys, block.values)]
@@ -226,7 +227,7 @@ class Drafter(features.FeatureDrafter):
         return outputs, context.block(rows, len(tokens_BT))
 
     def _of_target(self, params: PyTree, taps: list[Array], positions_BT: Array) -> Block:
-        """Returns what is remembered of tokens that the target has read, as a block."""
+        """Returns the memories of tokens that the target has read, as a block."""
         context = context_of(taps[0].shape[1], None, positions_BT=positions_BT)
         memories = [tap.astype(_dtype(params)) for tap in taps]
         rows = self._bind(params).remembered(memories, context, [None] * len(memories))
@@ -234,7 +235,7 @@ class Drafter(features.FeatureDrafter):
 
     @property
     def _shape(self) -> "Drafter":
-        """The drafter without what its weights do not depend on."""
+        """The drafter with only the fields on which its weights depend."""
         return Drafter(self.target, None, self.num_layers, self.sinks, self.recent)
 
     def _bind(self, params: PyTree) -> Spire:
@@ -242,7 +243,7 @@ class Drafter(features.FeatureDrafter):
 
 
 def _of_indices(block: Block, batch: int, index: Array) -> Block:
-    """Returns the rows of some indices of a block with a row per text and index."""
+    """Returns the rows of given indices from a block with one row per text and index."""
 
     def take(array):
         rows = array.reshape(batch, -1, *array.shape[1:])[:, index]
@@ -257,7 +258,7 @@ def _dtype(params: PyTree):
 
 
 def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter of the section `drafter` of a training's config."""
+    """Returns the drafter that the section `drafter` of a training config describes."""
     return build("drafter", Drafter, options, target=target)
 
 

@@ -25,14 +25,14 @@ from spsjax.models.hf.fields import (
 from spsjax.utils import atomic_files
 
 _KINDS = {"norm_eps": POSITIVE, "renormalize": FLAG}
-# Keys whose null is a value (no window, no cap). A null of other keys means the default.
+# Keys whose null means "off": no window, no cap. A null of other keys means the default.
 _NULL = "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"
 _SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
 _BOS_AND_EOS = "bos_token_id", "eos_token_id"
-# Files have either of these keys, whatever the family.
+# Files of any family have one of these keys.
 _EXPERTS = "num_experts", "num_local_experts"
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 # Flags that identify a family. Other flags, such as sliding windows, vary within a family.
@@ -42,7 +42,7 @@ _IDENTIFYING = "positions", "ffn", "norm", "norm_offset", "post_norms", "qk_norm
 def read(folder: pathlib.Path) -> Config:
     """Reads the config of the model in `folder`.
 
-    Raises InputError if the model is of no supported family, or if a field cannot be used.
+    Raises InputError if the family is not supported, or if a field cannot be used.
     """
     path = folder / "config.json"
     if os.access(folder, os.X_OK) and not path.exists():
@@ -50,14 +50,14 @@ def read(folder: pathlib.Path) -> Config:
     config = parse(path, read_json(path))
     generation = folder / "generation_config.json"
     if generation.exists():
-        # Of chat models, neither file lists all of them.
+        # For chat models, neither file has all end-of-sequence ids.
         more = _tokens(Fields(generation, read_json(generation)), config.vocab_size)["eos_ids"]
         config = dataclasses.replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + more)))
     return config
 
 
 def parse(path: pathlib.Path, raw: dict) -> Config:
-    """Returns the config that the JSON object of `path` describes."""
+    """Returns the config that a JSON object describes; `path` is its file, for messages."""
     name, fields = _family(Fields(path, raw))
     family = FAMILIES[name]
     _check_plain(fields, family)
@@ -127,7 +127,7 @@ def _check_plain(fields: Fields, family: Family) -> None:
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, object]:
-    """Returns the fields of `Config` that the family's keys name, all sizes included."""
+    """Returns the fields of `Config` for the family's keys, including all sizes."""
     sizes = {}
     for field, key in family.keys.items():
         if field == "num_experts" and fields.raw.get(key) is None:
@@ -178,10 +178,10 @@ def _windows(fields: Fields, num_layers: int, full_attention_every: int) -> tupl
 
 
 def _tokens(fields: Fields, vocab_size: int) -> dict[str, object]:
-    """Returns the ids that begin and end a sequence, without ids beyond the vocabulary.
+    """Returns the beginning- and end-of-sequence ids, without ids beyond the vocabulary.
 
-    The defaults of some families are beyond the vocabulary of small models, and lists of real
-    models name tokens that their vocabulary lacks. These ids can never be sampled.
+    Defaults of some families exceed the vocabulary of small models, and some published models list
+    ids that their vocabulary lacks. Such ids can never be sampled.
     """
     eos = fields.get("eos_token_id", TOKENS, [])
     bos = fields.get("bos_token_id", TOKEN, None)
@@ -211,12 +211,12 @@ def family_of(config: Config) -> str:
     return names[-1] if config.windows else names[0]
 
 
-# A config with the default of every flag. The sizes do not matter.
+# Config with the default of every flag. The sizes do not matter.
 _PLAIN = Config(1, 1, 1, 1, 1, 1, 2, 1)
 
 
 def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
-    """Writes `config.json` for transformers and for `read`.
+    """Writes a `config.json` that `transformers` and `read` accept.
 
     Raises InputError if the layout cannot express the config.
     """
@@ -240,7 +240,7 @@ def to_json(config: Config, dtype: str) -> dict[str, object]:
         **rope_json.keys(config),
         **_feature_keys(config, family),
     }
-    # A file has no padded vocabulary: the tokenizer beside it tells which rows have tokens.
+    # A config.json has no key for padding: the tokenizer says which rows have tokens.
     expected = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
     if parse(pathlib.Path("config.json"), raw) != expected:
         raise InputError(
@@ -263,5 +263,5 @@ def _feature_keys(config: Config, family: Family) -> dict[str, object]:
         **{key: getattr(config, field) or None for field, key in _SOFTCAPS.items()},
     }
     if not family.full_attention_every and all(windows) == any(windows):
-        del features["layer_types"]  # the other keys say the same
+        del features["layer_types"]  # the other keys imply it
     return {key: value for key, value in features.items() if key in family.defaults}

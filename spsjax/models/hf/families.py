@@ -50,7 +50,7 @@ _POST_NORMS = {
 
 
 class Wrapper(NamedTuple):
-    """A multimodal model whose config.json contains the config of a language model.
+    """Multimodal model whose config.json contains the config of a language model.
 
     Attributes:
         model_type: `model_type` of the multimodal model.
@@ -63,7 +63,7 @@ class Wrapper(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family.
+    """Model family in the Hugging Face layout.
 
     Attributes:
         architecture: name of the class in config.json.
@@ -73,14 +73,14 @@ class Family:
         layer_prefix: common beginning of a layer's tensor names.
         keys: keys of config.json, by field of `Config`.
         activation_key: key of the activation in config.json.
-        activation: name of the activation that is written.
+        activation: name of the activation in written files.
         activation_aliases: other names that mean the same activation in this family.
         transposed: whether linear weights are stored as [out, in]. The head always is.
-        packed: modules whose outputs lie side by side in one tensor, in this order.
+        packed: modules whose weights are concatenated in one tensor, in this order.
         ignored: regular expression for names of tensors that are not loaded.
         aliases: other beginnings of tensor names, and the beginnings that replace them.
-        defaults: meaning of keys that config.json leaves out. Of `FEATURES`, the family ignores all
-            keys that are not listed here.
+        defaults: values of keys that are missing in config.json. The family ignores keys in
+            `FEATURES` that are not listed here.
         full_attention_every: every n-th layer uses full attention, if config.json has no
             `layer_types`. 0: all layers are alike.
         nested_in: multimodal model whose config.json contains this one.
@@ -289,7 +289,7 @@ FAMILIES = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorLocation:
-    """Tensors of the layout that hold one parameter.
+    """Location of one parameter in the tensors of the layout.
 
     Attributes:
         names: names of the tensors: one, or one per expert.

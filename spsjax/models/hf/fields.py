@@ -1,4 +1,4 @@
-"""JSON files and their fields, checked when they are read."""
+"""JSON files, with checks of the fields that are read."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ OBJECT = "an object", lambda x: type(x) is dict
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """Reads the JSON object in a file; raises InputError if that fails."""
+    """Reads a JSON object from a file; raises InputError if that fails."""
     try:
         content = path.read_bytes()
         git_lfs.check(path, content)
@@ -51,7 +51,7 @@ class Fields:
     def get(self, name: str, kind, *default):
         """Returns the value of a field, or `default` if it is missing.
 
-        Raises InputError if the value is not of that kind, or if it is missing without a default.
+        Raises InputError if the value is of another kind, or if it is missing without a default.
         """
         value, (expected, is_valid) = self.raw.get(name), kind
         if value is None:

@@ -8,14 +8,14 @@ from spsjax.errors import InputError, one_line
 from spsjax.models.hf import weights as hf_weights
 
 PREFIX = "hf://"
-# Longest part of a message of the library. Some fill pages.
+# Longest excerpt of a message of the library. Some messages fill pages.
 _MESSAGE_LENGTH = 300
 
 
 def download(name: str, tokenizer_files: Sequence[str] = (), weights: bool = False) -> pathlib.Path:
     """Downloads a repository of the hub and returns its local folder.
 
-    Only files that this package reads are fetched. Files in the local cache are not fetched again.
+    It fetches only files that this package reads, and no file that is in the local cache.
 
     Args:
         name: repository and optional revision, as "hf://openai-community/gpt2@main".
@@ -35,7 +35,7 @@ def download(name: str, tokenizer_files: Sequence[str] = (), weights: bool = Fal
     folder = _fetch(name, files)
     if not weights:
         return folder
-    # The index names the weight files, so it has to be there before they can be fetched.
+    # The index has the names of the weight files, so it is fetched before them.
     index = folder / hf_weights.INDEX
     shards = {*hf_weights.read_index(index).values()} if index.exists() else ()
     folder = _fetch(name, [*files, hf_weights.SINGLE, *shards])

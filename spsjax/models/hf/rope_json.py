@@ -16,16 +16,16 @@ _FACTORS = (
     "a list of positive numbers",
     lambda x: type(x) is list and bool(x) and all(map(POSITIVE[1], x)),
 )
-_SCALE = "a number >= 0", lambda x: type(x) in (int, float) and 0 <= x < 1e30  # 0: not given
+_SCALE = "a number >= 0", lambda x: type(x) in (int, float) and 0 <= x < 1e30  # 0: off
 _ALIASES = {"su": "longrope"}
 
 
 def read(fields: Fields, context: int, head_dim: int) -> dict[str, object]:
-    """Returns the fields of `Config` for rotary positions, and the context that they allow.
+    """Returns the fields of `Config` for rotary positions, and the longest context with them.
 
     Args:
-        fields: the file, or its part for the language model.
-        context: `max_position_embeddings`.
+        fields: fields of the config, or of its section for the language model.
+        context: value of `max_position_embeddings`.
         head_dim: width of a head.
 
     Raises:
@@ -116,9 +116,10 @@ def _longrope(rope, original, context, head_dim):
     factor = rope.get("factor", POSITIVE, context / original)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention = float(rope.get("attention_factor", POSITIVE, attention))
-    # Beyond the original context the long factors hold for all tokens, cached keys included.
-    reached = context if short == long else min(original, context)
-    return ("longrope", attention, original, context, short, long), reached
+    # Beyond the original context the long factors apply to all tokens. Keys in the cache were
+    # rotated with the short factors, so the context ends there.
+    usable = context if short == long else min(original, context)
+    return ("longrope", attention, original, context, short, long), usable
 
 
 _KINDS = {

@@ -1,6 +1,6 @@
-"""Weights of model folders in the Hugging Face layout: safetensors, read and written.
+"""Weights of model folders in the Hugging Face layout: reading and writing of safetensors.
 
-`families` says which tensors hold which parameter.
+`families` maps parameters to tensors.
 """
 
 import dataclasses
@@ -76,13 +76,13 @@ def _open(path: pathlib.Path):
 
 @dataclasses.dataclass(frozen=True)
 class _Tensors:
-    """The tensors of a model folder.
+    """Tensors of a model folder.
 
     Attributes:
         stored_names: names in the files, by the family's usual names.
         shards: file of each tensor, by name in the files.
         files: opened files, by path.
-        contents: names of the tensors that each file really has, by path.
+        contents: names of the tensors in each file, by path.
     """
 
     stored_names: dict[str, str]
@@ -91,7 +91,7 @@ class _Tensors:
     contents: dict[pathlib.Path, set[str]]
 
     def get(self, name: str, shape: tuple[int, ...]):
-        """Returns a tensor that is not read yet; raises InputError if shape or type is wrong."""
+        """Returns an unread tensor; raises InputError if shape or type is wrong."""
         name = self.stored_names[name]
         shard = self.shards[name]
         if name not in self.contents[shard]:
@@ -100,7 +100,7 @@ class _Tensors:
 
 
 def checked(file, path: pathlib.Path, name: str, shape: tuple[int, ...]):
-    """Returns a tensor that is not read yet; raises InputError if shape or type is wrong."""
+    """Returns an unread tensor; raises InputError if shape or type is wrong."""
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != shape:
         raise InputError(
@@ -115,14 +115,17 @@ def checked(file, path: pathlib.Path, name: str, shape: tuple[int, ...]):
 
 
 def open_all(paths: Iterable[pathlib.Path]) -> dict[pathlib.Path, object]:
-    """Returns opened safetensors files by path; raises InputError for one that is damaged."""
+    """Returns opened safetensors files by path; raises InputError for a damaged file."""
     return {path: _open(path) for path in paths}
 
 
 def _stored_names(
     folder: pathlib.Path, names: Iterable[str], family: families.Family
 ) -> dict[str, str]:
-    """Returns the names in the files by the family's usual names; raises InputError at doubles."""
+    """Returns the names in the files by the family's usual names.
+
+    Raises InputError if two names belong to one tensor.
+    """
     stored: dict[str, str] = {}
     for name in names:
         other = stored.setdefault(family.canonical(name), name)
@@ -134,8 +137,8 @@ def _stored_names(
 def _check_count(folder: pathlib.Path, config: transformer.Config, count: int) -> None:
     """Raises InputError if there are fewer tensors than layers times experts.
 
-    This comes first: for a wrong config.json of a million layers, their shapes alone would take
-    minutes to compute.
+    It runs before other checks: for a wrong config.json with a million layers, the shapes alone
+    would take minutes to compute.
     """
     if config.num_layers * max(config.num_experts, 1) > count:
         experts = f" of {config.num_experts} experts" if config.num_experts else ""
@@ -148,7 +151,7 @@ def _check_count(folder: pathlib.Path, config: transformer.Config, count: int) -
 def _check_names(
     folder: pathlib.Path, names: Iterable[str], expected: Iterable[str], family: families.Family
 ) -> None:
-    """Raises InputError if a tensor is missing, or if one would silently be left out."""
+    """Raises InputError if a tensor is missing, or if a tensor would silently be ignored."""
     names, expected = set(names), set(expected)
     for name in sorted(expected - names):
         raise InputError(f"{folder}: expected a tensor {name}, found none")
@@ -161,12 +164,12 @@ def _check_names(
 def _check_tied_head(folder: pathlib.Path, head, embedding, rows: int = 4096) -> None:
     """Raises InputError if a stored head differs from the embedding that it is tied to.
 
-    The tensors are compared `rows` rows at a time, to keep little of them in memory.
+    The tensors are compared in slices of `rows` rows, which take little memory.
     """
     count = head.get_shape()[0]
     for start in range(0, count, rows):
-        part = slice(start, min(start + rows, count))
-        if not np.array_equal(head[part], embedding[part]):
+        index = slice(start, min(start + rows, count))
+        if not np.array_equal(head[index], embedding[index]):
             raise InputError(
                 f"{folder}: lm_head.weight: expected the embedding (tie_word_embeddings, "
                 "config.json), found another tensor"
@@ -180,15 +183,16 @@ def read_params(
     sharding_of: Callable[[tuple], jax.sharding.Sharding] | None = None,
     convert: Callable[[tuple, jax.Array], PyTree] | None = None,
 ) -> PyTree:
-    """Reads parameters. For each device, only the device's slice is read.
+    """Reads the parameters of a model folder, for each device only its slices.
 
     Args:
         folder: model folder.
         config: config of the model, from `read_config`.
         dtype: type of the parameters in memory.
-        sharding_of: sharding of each parameter, from `sharding.param_shardings`; None: the default
-            device.
-        convert: makes of each parameter, given its path, what is kept of it; None: itself.
+        sharding_of: function from a parameter's path to its sharding (`sharding.param_shardings`);
+            None: the default device.
+        convert: function of each parameter's path and array that returns its replacement, such as
+            a quantised matrix; None: no conversion.
 
     Raises:
         InputError: files or tensors are missing, damaged or of another model.
@@ -196,16 +200,16 @@ def read_params(
     sharding_of = sharding_of or sharding.param_shardings(None, config)
     name = config_json.family_of(config)
     family = families.FAMILIES[name]
-    found = shards(folder)
-    stored_names = _stored_names(folder, found, family)
-    _check_count(folder, config, len(found))
+    shard_of = shards(folder)
+    stored_names = _stored_names(folder, shard_of, family)
+    _check_count(folder, config, len(shard_of))
     shapes = transformer.param_shapes(config, dtype)
     locations = {path: families.locate(name, config, path) for path, _ in _leaves(shapes)}
     expected = (tensor for location in locations.values() for tensor in location.names)
     _check_names(folder, stored_names, expected, family)
-    files = open_all(set(found.values()))
+    files = open_all(set(shard_of.values()))
     contents = {path: set(file.keys()) for path, file in files.items()}
-    tensors = _Tensors(stored_names, found, files, contents)
+    tensors = _Tensors(stored_names, shard_of, files, contents)
     if config.tie_embeddings and "lm_head.weight" in stored_names:
         embedding = locations["embed", "embedding"].names[0]
         shape = (config.vocab_rows, config.d_model)
@@ -227,7 +231,7 @@ def _read(
     dtype,
     target: jax.sharding.Sharding,
 ) -> jax.Array:
-    """Reads one parameter of this shape, slice by slice."""
+    """Reads one parameter, for each device only its slice."""
     *rows, width = shape[1:] if location.stacked else shape
     stored_shape = (*rows, width * location.num_parts)
     stored_shape = stored_shape[::-1] if location.transposed else stored_shape
@@ -237,7 +241,7 @@ def _read(
         chosen = stored
         if location.stacked:
             chosen, index = stored[index[0]], index[1:]
-        # Among packed parameters, this one begins at `offset` of the last axis.
+        # In a tensor of packed parameters, this one begins at `offset` of the last axis.
         start, stop, _ = index[-1].indices(width)
         offset = location.part * width
         index = (*index[:-1], slice(start + offset, stop + offset))
@@ -257,18 +261,18 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
     folder = pathlib.Path(folder)
     family = config_json.family_of(config)
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and position
+    packed_of: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and index among the packed
     for path, leaf in _leaves(params):
         location = families.locate(family, config, path)
         array = np.asarray(jnp.asarray(leaf).astype(dtype))
         for name, tensor in zip(location.names, array if location.stacked else [array]):
             tensor = tensor.T if location.transposed else tensor
-            parts.setdefault(name, {})[location.part] = tensor
+            packed_of.setdefault(name, {})[location.part] = tensor
     tensors = {
         name: np.ascontiguousarray(np.concatenate([packed[i] for i in sorted(packed)], axis=-1))
-        for name, packed in parts.items()
+        for name, packed in packed_of.items()
     }
-    # The config is written first, because it may be refused.
+    # The config is written first, because `config_json.write` may refuse it.
     config_json.write(folder, config, jnp.dtype(dtype).name)
     with atomic_files.atomic_write(folder / SINGLE) as partial:
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})

@@ -24,10 +24,7 @@ SLOTS = 40
     [(4, 0, 3, False), (2, 3, 1, True), (7, 9, 2, False), (7, 0, 2, True)],
 )
 def test_place_is_that_of_a_plain_loop(K, start, suffix, replaces):
-    """After every round of random lengths, whatever the output.
-
-    The outputs are the prompts with some tokens replaced, left out or inserted.
-    """
+    """After rounds of random lengths, in prompts with replaced, dropped or inserted tokens."""
     drafter = copy.Drafter(K, start=start, max_suffix=suffix, replaces=replaces)
     rng, rows = np.random.default_rng(K), 200
     prompts = rng.integers(0, 9, (rows, 16))
@@ -102,7 +99,7 @@ def test_loaded_drafter_begins_after_what_the_tokenizer_puts_before_a_text():
     tokenizer.encode = lambda text, whole=True: bare if text else []
     without = dataclasses.replace(target, tokenizer=tokenizer)
     assert spsjax.load_drafter("copy", without).drafter == copy.Drafter()
-    for start, expected in ((None, 1), (0, 0), (5, 5)):  # scripts do the same, unless they are told
+    for start, expected in ((None, 1), (0, 0), (5, 5)):  # scripts do the same, without an option
         options = ConfigDict({"copy": {"start": start, "max_suffix": 2}})
         drafter = configs.load_drafter("copy", "", options, target)
         assert drafter.drafter == copy.Drafter(start=expected, max_suffix=2)

@@ -8,21 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
+from helpers.calls import padded
 from helpers.command_line import fails_with_one_line, run, succeeds, tiny_pair
 from helpers.numpy_models import numpy_spread_model
 from helpers.tiny_training import config, records
 
 import spsjax
 from spsjax import InputError, SamplingParams, decode, sampling
+from spsjax.benchmarks import skip_planning
 from spsjax.drafters import stopping
 from spsjax.drafters.contrib import early_exit
-from spsjax.evaluation import skip_planning
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
 from spsjax.parallel import sharding
-from spsjax.performance import theory
-from spsjax.training import layer_skip
-from spsjax.training.train_target import train_target
+from spsjax.planning import theory
+from spsjax.training import fit, layer_skip
 from spsjax.utils.compilation import compiled
 from spsjax.verifiers import rejection
 
@@ -43,13 +43,10 @@ def program_of(target, skipped):
 
 def beginning(program, params):
     """Returns a state after the prompts."""
-    tokens = np.zeros((3, 16), np.int32)
-    for row, prompt in enumerate(PROMPTS):
-        tokens[row, : len(prompt)] = prompt
-    lengths = np.asarray(list(map(len, PROMPTS)), np.int32)
+    tokens, lengths = padded(PROMPTS, 16)
     keys = sampling.row_keys(jax.random.key(0), 3)
     rows = SamplingParams([1.0, 0.0, 0.8]).rows(3)
-    return decode.prefill(program, 32, params, rows, tokens, lengths, lengths + 12, keys)
+    return decode.prompt.prefill(program, 32, params, rows, tokens, lengths, lengths + 12, keys)
 
 
 @pytest.mark.parametrize("name", SKIPS)
@@ -86,27 +83,9 @@ def test_layers_that_are_skipped_are_not_run(target, name):
 @drafting.small
 def drafted_and_scored(program, draft_params, score_params, state):
     """Returns the draft's distributions, and the target's logits after its tokens."""
-    state, now = decode.next_round(program, draft_params, state)
-    proposal = decode.propose(program, draft_params, state, now)
-    return proposal.probs, decode.score(program, score_params, state, proposal).logits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("skip", "rule"), [("none", None), ("some", stopping.Confidence(0.3))])
-def test_greedy_text_is_the_targets(target, skip, rule):
-    """A draft of all layers is accepted whole. With a rule, rows end at different depths."""
-    options = {"sampling": SamplingParams(0.0), "max_new_tokens": 40}
-    drafter = early_exit.Drafter(target.config, SKIPS[skip], K)
-    drafter = drafter if rule is None else stopping.Drafter(drafter, rule)
-    out = spsjax.generate(target, PROMPTS, drafter, **options)
-    expected = spsjax.generate(target, PROMPTS, **options)
-    for tokens, others in zip(out.tokens, expected.tokens):
-        np.testing.assert_array_equal(tokens, others)
-    rounds = sum(out.stats.accepted_histogram)
-    assert (out.stats.proposed_tokens == K * rounds) == (rule is None)
-    if skip == "none":
-        assert out.stats.acceptance_rate > 0.99
-        assert sum(out.stats.accepted_histogram[:K]) <= len(PROMPTS)
+    state, now = decode.step.next_round(program, draft_params, state)
+    proposal = decode.step.propose(program, draft_params, state, now)
+    return proposal.probs, decode.step.score(program, score_params, state, proposal).logits
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -120,10 +99,10 @@ def test_mask_of_rows_leaves_out_what_the_static_sub_layers_do(target):
     tokens = np.random.default_rng(0).integers(0, 48, (2, 9))
     mask = np.zeros((2, 3, 2), bool)
     mask[1, 2, 0] = mask[1, 1, 1] = True
-    found = logits_of(target.config, target.params, tokens, mask=mask)
+    actual = logits_of(target.config, target.params, tokens, mask=mask)
     for row, skipped in enumerate((Skipped(), Skipped((2,), (1,)))):
         expected = logits_of(target.config, target.params, tokens, skipped)
-        np.testing.assert_allclose(found[row], expected[row], atol=2e-5)
+        np.testing.assert_allclose(actual[row], expected[row], atol=2e-5)
 
 
 def test_drafter_is_loaded_by_its_number_of_layers_or_a_file(target, tmp_path):
@@ -143,7 +122,7 @@ def test_drafter_is_loaded_by_its_number_of_layers_or_a_file(target, tmp_path):
     [
         ("4", "early_exit: expected 1 to 3 layers, as the target has, found 4"),
         ("0", "early_exit: expected 1 to 3 layers, as the target has, found 0"),
-        ("", "early_exit: expected .* and a number of layers or a file of plan_skips.py, found ''"),
+        ("", "early_exit: expected .* and a number of layers or a file of plan.py, found ''"),
         ("missing.json", "early_exit: expected .* found 'missing.json'"),
         (
             '{"attention": [5], "ffn": []}',
@@ -196,7 +175,7 @@ def test_losses_of_exits_weigh_the_sum_of_their_layers():
 def test_training_of_exits_makes_them_better(texts, tmp_path):
     """The loss after the first of two layers falls; without it, it is that of an untrained head."""
     skips = {"dropout": 0.2, "exit_scale": 1.0, "every": 1}
-    train_target(config("target", texts, layer_skip=skips), tmp_path / "run")
+    fit.train(config("target", texts, layer_skip=skips), tmp_path / "run")
     held_out = records(tmp_path / "run", "held_out")
     first, last = (held_out[-1][name]["mean"] for name in ("after_1", "loss"))
     assert first < held_out[0]["after_1"]["mean"] < 4.5
@@ -208,10 +187,10 @@ def test_training_of_exits_makes_them_better(texts, tmp_path):
     )
     with pytest.raises(InputError, match=r"^layer_skip.every: expected at most"):
         bad = config("target", texts, layer_skip={"every": 99})
-        train_target(bad, tmp_path / "bad")
-    with pytest.raises(InputError, match=r"^dropout: expected"):
+        fit.train(bad, tmp_path / "bad")
+    with pytest.raises(InputError, match=r"^layer_skip.dropout: expected"):
         bad = config("target", texts, layer_skip={"dropout": 2.0})
-        train_target(bad, tmp_path / "bad")
+        fit.train(bad, tmp_path / "bad")
 
 
 TEXT = np.random.default_rng(0).integers(0, 48, 30).tolist()
@@ -258,11 +237,11 @@ def test_plan_on_a_mesh_has_the_costs_of_one_device(target):
 def test_plan_skips_writes_a_file_that_generate_takes(tmp_path):
     pair = tiny_pair(tmp_path / "pair")
     flags = (pair[0], "--config.prompts=2", "--config.prompt_tokens=10")
-    path = tmp_path / "skips.json"
+    path, plan = tmp_path / "skips.json", "--config=configs/experiments/plan_skips.py"
     many = "--config.max_new_tokens=6", "--config.texts=('def f(x):',)"
-    succeeds("plan_skips.py", *flags, *many, f"--output={path}")
-    plan = json.loads(path.read_text(encoding="utf-8"))
-    assert len(plan["attention"]) + len(plan["ffn"]) > 0
+    succeeds("plan.py", plan, *flags, *many, f"--workdir={tmp_path}")
+    skips = json.loads(path.read_text(encoding="utf-8"))
+    assert len(skips["attention"]) + len(skips["ffn"]) > 0
     flags = (pair[0], "--prompt=def f(x):", "--json", "--config.sampling.temperature=0")
     flags += ("--config.max_new_tokens=8", "--config.stop_at_eos=false")
     plain = json.loads(succeeds("generate.py", *flags, "--config.drafter=none").stdout)
@@ -270,5 +249,5 @@ def test_plan_skips_writes_a_file_that_generate_takes(tmp_path):
     assert json.loads(drafted.stdout)["tokens"] == plain["tokens"]
     fails_with_one_line(run("generate.py", *flags, "--config.drafter=early_exit:99"), "early_exit")
     fails_with_one_line(
-        run("plan_skips.py", pair[0], "--config.most_tokens=0", "--output=x"), "most"
+        run("plan.py", plan, pair[0], "--config.most_tokens=0", "--workdir=x"), "most"
     )

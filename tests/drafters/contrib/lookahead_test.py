@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import drafting
+from helpers.calls import padded
 
-import spsjax
 from spsjax import InputError, SamplingParams, decode, sampling, tree
 from spsjax.drafters.contrib import lookahead
 from spsjax.models import transformer
@@ -22,14 +22,13 @@ PROMPT = [3, 4, 5, 3, 4, 5, 3, 9, 3, 4]
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def begun(target, drafter):
+def after_prompt(target, drafter):
     """Returns program, parameters and the state after the prompt."""
     program = decode.Program(target.config, drafter, recursive.Verifier())
     params = {"target": target.params, "drafter": {}}
-    tokens, lengths = np.asarray([PROMPT], np.int32), np.asarray([len(PROMPT)], np.int32)
     keys = sampling.row_keys(jax.random.key(2), 1)
-    inputs = GREEDY.rows(1), tokens, lengths, np.asarray([60], np.int32)
-    return program, params, compiled(decode.prefill, program, 96)(params, *inputs, keys)[0]
+    inputs = GREEDY.rows(1), *padded([PROMPT], 10), np.asarray([60], np.int32), keys
+    return program, params, compiled(decode.prompt.prefill, program, 96)(params, *inputs)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -41,16 +40,7 @@ def best_after(config, params, texts, last):
 
 def paths(proposal, first):
     """Returns the token paths of a proposal's guesses, each once."""
-    tokens, parents = np.asarray(proposal.tokens)[0], np.asarray(proposal.parents)[0]
-    found = set()
-    for node in range(first, len(tokens)):
-        path, now = [], node + 1
-        while now:
-            path.insert(0, int(tokens[now - 1]))
-            now = parents[now - 1]
-        if -1 not in path:
-            found.add(tuple(path))
-    return found
+    return {path for path in drafting.paths(proposal)[first + 1 :] if -1 not in path}
 
 
 @pytest.mark.parametrize(
@@ -63,12 +53,9 @@ def paths(proposal, first):
     ids=str,
 )
 def test_window_and_pool_are_those_of_a_plain_loop(target, options):
-    """What stands in the window is computed by whole passes over plain texts, one per token.
-
-    The text is the target's own.
-    """
+    """The window is computed by passes over whole texts, one per token."""
     (K, W, G, size, follow), drafter = options, lookahead.Drafter(*options)
-    program, params, state = begun(target, drafter)
+    program, params, state = after_prompt(target, drafter)
 
     def after(*texts):
         """Returns the target's most probable token after each text."""
@@ -110,42 +97,6 @@ def test_window_and_pool_are_those_of_a_plain_loop(target, options):
     assert proposed > (5 if K > 1 else 0)
 
 
-@pytest.mark.slow
-def test_text_is_the_targets_with_fewer_calls(target):
-    """A text of one period is guessed, up to K + 1 tokens per call."""
-    prompt = [7, 8, 7, 8, 7, 8]
-    options = {"sampling": GREEDY, "max_new_tokens": 48, "stop_at_eos": False}
-    out = spsjax.generate(target, [prompt], lookahead.Drafter(3, 5, 4, 64), **options)
-    expected = spsjax.generate(target, [prompt], **options)
-    np.testing.assert_array_equal(out.tokens[0], expected.tokens[0])
-    assert out.stats.target_calls < expected.stats.target_calls
-    assert out.stats.accepted_histogram[3] > 0
-
-
-def test_window_changes_nothing_that_root_or_guesses_see(target):
-    drafter = lookahead.Drafter(K, W, G, POOL)
-    program, params, state = begun(target, drafter)
-    held = dataclasses.replace(
-        state.drafter,
-        keys=state.drafter.keys.at[0, :2].set(PROMPT[-1]),
-        values=state.drafter.values.at[0, :2].set(jnp.asarray([[5, 6], [7, 8]])),
-        next=state.drafter.next + 2,
-    )
-    state = dataclasses.replace(state, drafter=held)
-    (proposal, _), _ = compiled(drafting.small_step, program)(params, state)
-    assert paths(proposal, K * W - 1) == {(5,), (5, 6), (7,), (7, 8)}
-    score = compiled(decode.score, program)
-    before = np.asarray(score(params, state, proposal)[0].logits)
-    first = K * W - 1
-    changed = np.asarray(proposal.tokens).copy()
-    changed[:, :first] = (changed[:, :first] + 11) % 48
-    other = dataclasses.replace(proposal, tokens=jnp.asarray(changed))
-    after = np.asarray(score(params, state, other)[0].logits)
-    seen = [0, *range(first + 1, first + 1 + G * K)]
-    np.testing.assert_allclose(after[:, seen], before[:, seen], atol=1e-5)
-    assert np.abs(after - before)[:, 1 : first + 1].min(axis=-1).max() > 1e-3
-
-
 def test_window_is_a_tree_whose_depths_are_positions():
     """Row r of column i is r + i deep, below its own column and the columns before it in row 0."""
     drafter = lookahead.Drafter(3, 4, 1, 64)
@@ -179,7 +130,7 @@ def test_ngrams_that_begin_alike_are_merged():
 
 def test_ngram_that_comes_again_is_the_newest():
     state = lookahead.Drafter(1, 2, 2, 4).init(None, 1, 32)
-    row, remember = jax.tree.map(lambda leaf: leaf[0], state), jax.jit(lookahead._remember)
+    row, remember = jax.tree.map(lambda leaf: leaf[0], state), jax.jit(lookahead._add_to_pool)
     for keys, values in (([1, 2], [[5], [6]]), ([1, 3], [[5], [7]]), ([4, 4], [[8], [8]])):
         row = remember(row, np.asarray(keys, np.int32), np.asarray(values, np.int32))
     assert row.keys.tolist() == [-1, 4, 1, 3] and row.next == 2

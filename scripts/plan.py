@@ -1,0 +1,120 @@
+"""Plans what to draft: how many tokens, in which tree, with which drafter, without which layers.
+
+python scripts/plan.py --config.acceptance=0.8 --config.draft_ms=1.8 --config.target_ms=14.1
+python scripts/plan.py --config.report=runs/figure1/report.json --workdir=runs/plan
+python scripts/plan.py --config=configs/experiments/plan_tree.py --workdir=runs/plan
+python scripts/plan.py --config=configs/experiments/plan_context.py --workdir=runs/plan
+python scripts/plan.py --config=configs/experiments/plan_skips.py --workdir=runs/plan
+
+The config says what is planned: the speed-up over K by theory; the fastest tree for a pair; the
+fastest way to draft by batch and context; or the sub-layers that a target leaves out when it drafts
+for itself. Figures are written as JSON, and curves and maps as PNG.
+Every key of the config is a flag; configs/experiments/plan_*.py list them.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+
+import _environment  # noqa: F401 (must be first: names a package that is missing)
+from absl import flags
+from ml_collections import config_flags
+
+from spsjax.benchmarks import context_timing, skip_planning, tree_planning
+from spsjax.cli import configs, main, terminal
+from spsjax.errors import InputError
+from spsjax.parallel import multihost
+from spsjax.planning import contexts, speedup
+from spsjax.planning.outcome import Outcome
+from spsjax.utils import atomic_files
+
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to plan.", lock_config=True)
+_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
+
+
+def plan_speedup(config) -> Iterator[Outcome]:
+    yield speedup.plan(config)
+
+
+def plan_tree(config) -> Iterator[Outcome]:
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value, weights=True)
+    yield tree_planning.plan(config, configs.mesh(config.mesh), terminal.progress)
+
+
+def plan_context(config) -> Iterator[Outcome]:
+    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    names = config.target, config.draft
+    shapes = (configs.model_config(name, _CONFIGS / "models") for name in names)
+    yield contexts.plan(config, *shapes)
+    if config.measure:
+        yield context_timing.plan(config.measured, terminal.progress)
+
+
+def plan_skips(config) -> Iterator[Outcome]:
+    config.target = _TARGET.value or config.target
+    yield skip_planning.plan(config, configs.mesh(config.mesh), terminal.progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of plan: its function, its config, and the names of its files of figures."""
+
+    plan: Callable
+    config: str
+    names: tuple[str, ...]
+    flags: tuple[str, ...] = ()  # of --target and --draft, those that it takes
+
+
+_PAIR = "target", "draft"
+# Kinds by a key of their config that no config of an earlier kind has.
+KINDS = {
+    "contexts": Kind(plan_context, "plan_context.py", ("map.json", "measured.json"), _PAIR),
+    "most_children": Kind(plan_tree, "plan_tree.py", ("tree.json",), _PAIR),
+    "texts": Kind(plan_skips, "plan_skips.py", ("skips.json",), _PAIR[:1]),
+    "acceptance": Kind(plan_speedup, "plan_speedup.py", ("speedup.json",)),
+}
+
+
+def run():
+    config = _CONFIG.value
+    kind = next(KINDS[key] for key in KINDS if key in config)
+    for name in set(_PAIR) - set(kind.flags):
+        if flags.FLAGS[name].present:
+            raise InputError(f"--{name}: expected no value with {kind.config}, found one")
+    workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
+    if workdir:
+        atomic_files.check_outputs(map(workdir.joinpath, kind.names), [workdir])
+    elif kind.plan is not plan_speedup:
+        raise InputError("--workdir: expected a folder for the results, found none")
+    for name, outcome in zip(kind.names, kind.plan(config)):
+        terminal.print_tables(outcome.tables)
+        if outcome.summary:
+            print(outcome.summary)
+        if workdir and multihost.is_main_process():
+            workdir.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(outcome.figures, indent=1)
+            atomic_files.write(workdir / name, text + "\n")
+            if outcome.plot:
+                draw(outcome, (workdir / name).with_suffix(".png"))
+            print(f"The figures are in {workdir / name}")
+
+
+def draw(outcome: Outcome, path: pathlib.Path) -> None:
+    """Draws the figures of a plan, if matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        terminal.note(f"no plot in {path}: matplotlib is not installed")
+        return
+    from spsjax.cli import plots
+
+    getattr(plots, outcome.plot)(outcome.figures, path)
+
+
+if __name__ == "__main__":
+    folder = _CONFIGS / "experiments"
+    others = {key: folder / kind.config for key, kind in KINDS.items()}
+    main.run(run, folder / "plan_speedup.py", others=others)

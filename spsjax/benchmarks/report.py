@@ -1,0 +1,61 @@
+"""Results of a measurement: Markdown tables, their cells, and the files of a folder."""
+
+import importlib.util
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+
+from spsjax.parallel import multihost
+from spsjax.utils import atomic_files
+
+# Files of a measurement's folder.
+OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> str:
+    """Returns a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Returns a number as text, "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def within(value: float, interval: tuple[float, float] | None, digits: int = 2) -> str:
+    """Returns a value as text, with its interval unless that is None."""
+    if interval is None:
+        return number(value, digits)
+    low, high = (number(end, digits) for end in interval)
+    return f"{number(value, digits)} ({low} to {high})"
+
+
+def rounded(tree):
+    """Rounds the numbers of a tree to four significant digits, because more would be noise."""
+    if isinstance(tree, dict):
+        return {key: rounded(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [rounded(value) for value in tree]
+    return float(f"{tree:.4g}") if isinstance(tree, float) else tree
+
+
+def can_draw() -> bool:
+    """Returns whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write(
+    workdir: pathlib.Path, figures: dict | list, text: str, draw: Callable[[pathlib.Path], None]
+) -> str:
+    """Writes `table.json`, `table.md` and a plot from the main process; returns the text.
+
+    `draw` draws `table.png`, if matplotlib is installed.
+    """
+    if multihost.is_main_process():
+        workdir.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(workdir / "table.json", json.dumps(figures, indent=2) + "\n")
+        atomic_files.write(workdir / "table.md", text)
+        if can_draw():
+            draw(workdir / "table.png")
+    return text

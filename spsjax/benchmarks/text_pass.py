@@ -1,0 +1,58 @@
+"""Distributions of all tokens of a text, from one pass of a model."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spsjax import decode, generation
+from spsjax.errors import InputError
+from spsjax.loading import Model
+from spsjax.models import transformer
+from spsjax.parallel import sharding
+from spsjax.sampling import RowParams, SamplingParams
+from spsjax.types import Array, PyTree
+
+Text = tuple[list[int], list[int]]  # token ids of a prompt, and of what follows it
+
+
+def written(target: Model, prompts: Sequence[list[int]], drafter=None, **options) -> list[Text]:
+    """Returns prompts with the tokens that a target generates after them, if there are any.
+
+    Raises InputError if nothing is generated after any prompt. `options` are those of `generate`.
+    """
+    out = generation.generate(target, prompts, drafter, **options)
+    texts = [(prompt, tokens.tolist()) for prompt, tokens in zip(prompts, out.tokens)]
+    texts = [(prompt, tokens) for prompt, tokens in texts if tokens]
+    if not texts:
+        raise InputError("prompts: expected texts that continue after them, found none")
+    return texts
+
+
+def inputs(
+    model: Model, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
+) -> tuple[Array, RowParams, slice]:
+    """Returns a text as a batch of equal rows, sampling parameters, and the slice of its tokens.
+
+    The batch has a row per data shard of the model's mesh, padded to few different lengths. The
+    slice selects the positions whose logits give the distributions of `tokens`.
+    """
+    text = np.asarray([*prompt, *tokens], np.int32)
+    rows = 1 if model.mesh is None else model.mesh.shape["data"]
+    padded = np.zeros((rows, decode.sizes.num_slots(len(text))), np.int32)
+    padded[:, : len(text)] = text
+    with model.in_mesh():
+        placed = jax.device_put((padded, params.rows(rows)), sharding.batch_sharding(model.mesh))
+    return *placed, slice(len(prompt) - 1, len(text) - 1)
+
+
+def logits(
+    config: transformer.Config, params: PyTree, tokens_BT: Array, vocab_size: int | None = None
+) -> Array:
+    """Returns the logits [B, T, V], cut or padded to `vocab_size`: padding has probability 0."""
+    whole = sharding.gather_vocab(transformer.apply(config, params, tokens_BT).logits)
+    size = whole.shape[-1]
+    padding = (0, 0), (0, 0), (0, max((vocab_size or size) - size, 0))
+    lowest = jnp.finfo(whole.dtype).min / 2  # finite, or `to_probs` would report it
+    return jnp.pad(whole[..., :vocab_size], padding, constant_values=lowest)

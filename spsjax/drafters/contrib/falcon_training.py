@@ -1,0 +1,83 @@
+"""Training passes of Falcon's layer over all units of a text at once."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spsjax.drafters.contrib import sequences
+from spsjax.models import caches as kv
+from spsjax.types import Array, Block
+
+
+def unrolled(
+    drafter,
+    params,
+    next_BT,
+    features_BTD,
+    steps,
+    detached=False,
+    remat=False,
+    later=None,
+    glanced=None,
+):
+    """Yields the outputs of each step, as `FeatureDrafter.unrolled` does.
+
+    `glanced` [B, T] bool marks the drafts whose first pair is replaced by the pair k tokens later,
+    which its slot has to predict ("Coupled Sequential Glancing Distillation" of the paper).
+    """
+    k, (B, T) = drafter.tokens_per_step, next_BT.shape
+    run = jax.checkpoint(drafter.run) if remat else drafter.run
+    read, carries = drafter.read(
+        params, next_BT, features_BTD, drafter.no_carry(B, features_BTD.dtype)
+    )
+    _, text = run(params, read, None)
+    read_BTkD = sequences.last(read, k)
+    if glanced is not None:
+        read_BTkD = _glancing(drafter, params, next_BT, features_BTD, carries, read_BTkD, glanced)
+
+    def unit(read_BLkD, index, block):
+        """Returns the outputs [B, L, k, D] of the next unit of each draft, and the block."""
+        lengths = jnp.tile(jnp.maximum(index + 1 - k, 0), B)
+        cache = kv.KVCache(text.keys, text.values, lengths, (None,))
+        positions = lengths[:, None] + block.size + jnp.arange(k)
+        visible = jnp.ones((1, k, block.positions.shape[1]), bool)  # units attend both ways
+        rows = sequences.rows(read_BLkD)
+        outputs, block = run(params, rows, cache, block, positions, visible)
+        return outputs.reshape(read_BLkD.shape), block
+
+    shape = B * T, drafter.config.num_kv_heads, -(-steps // k) * k, drafter.config.head_dim
+    index = jnp.arange(T)
+    outputs, block = unit(read_BTkD, index, kv.empty_block(1, shape, read.dtype))
+    yield outputs[:, :, 0]
+    if later is not None:
+
+        def take(array):
+            return sequences.rows(array.reshape(B, T, *array.shape[1:])[:, later])
+
+        index, outputs, carries = later, outputs[:, later], carries[:, later]
+        block = Block(*jax.tree.map(take, (block.keys, block.values, block.positions)), block.size)
+    carry = sequences.rows(carries)
+    for step in range(1, steps):
+        if step % k == 0:
+            drafted = lax.stop_gradient(outputs) if detached else outputs
+            columns = index[:, None] + step - k + 1 + jnp.arange(k)
+            tokens = sequences.rows(jnp.take(next_BT, columns, axis=1, mode="clip"))
+            read, carries = drafter.read(params, tokens, sequences.rows(drafted), carry)
+            carry = carries[:, -1]
+            outputs, block = unit(read.reshape(outputs.shape), index, block)
+        yield outputs[:, :, step % k]
+
+
+def _glancing(drafter, params, next_BT, features_BTD, carries, read_BTkD, glanced_BT) -> Array:
+    """Returns the units' inputs, with the first pair replaced by the pair k later where glanced."""
+    k = drafter.tokens_per_step
+
+    def replaced(array):
+        pairs = sequences.last(array, k)
+        flags = glanced_BT.reshape(*glanced_BT.shape, *[1] * (array.ndim - 2))
+        first = jnp.where(flags, jnp.roll(array, -1, axis=1), pairs[:, :, 0])
+        return sequences.rows(pairs.at[:, :, 0].set(first))
+
+    before = sequences.rows(sequences.last(carries, k + 1)[:, :, 0])
+    read, _ = drafter.read(params, replaced(next_BT), replaced(features_BTD), before)
+    return jnp.where(glanced_BT[..., None, None], read.reshape(read_BTkD.shape), read_BTkD)

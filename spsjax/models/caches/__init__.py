@@ -1,0 +1,20 @@
+"""Key-value caches of all tokens, of a window, and of selected tokens."""
+
+from spsjax.models.caches.chosen import ChosenCache, with_chosen_slots
+from spsjax.models.caches.dense import KVCache, Segment, empty, empty_block
+from spsjax.models.caches.rows import insert_row, take_rows
+from spsjax.models.caches.window import SLACK, WindowCache, empty_window
+
+__all__ = [
+    "SLACK",
+    "ChosenCache",
+    "KVCache",
+    "Segment",
+    "WindowCache",
+    "empty",
+    "empty_block",
+    "empty_window",
+    "insert_row",
+    "take_rows",
+    "with_chosen_slots",
+]

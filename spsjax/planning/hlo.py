@@ -1,0 +1,105 @@
+"""Collectives and estimated cycles in the text of compiled programs (HLO)."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")  # bf16[1,5,512]
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_CONDITIONAL = re.compile(r" conditional\(.*branch_computations=\{([^}]*)\}")
+_BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective instruction of a program, as one device sees it."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute
+    shapes: tuple[tuple[int, ...], ...]  # shapes of its results
+    num_bytes: int  # bytes of its results
+    scope: str  # names of the scopes in which it was traced, joined by slashes
+
+
+def collectives(text: str) -> list[Collective]:
+    """Returns the collectives in a program's text (`compiled.as_text()`).
+
+    A collective in a loop is returned once.
+    """
+    parsed = []
+    for line in text.splitlines():
+        match = _COLLECTIVE.search(line)
+        if not match:
+            continue
+        results = _SHAPE.findall(match[1])
+        if match[3] and match[2] in ("all-gather", "collective-permute"):
+            # The result of an asynchronous start lists operands, then results. A collective-permute
+            # has two flags after them.
+            results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
+        shapes, num_bytes = [], 0
+        for bits, sizes in results:
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            shapes.append(shape)
+            num_bytes += math.prod(shape) * int(bits or 8) // 8  # a pred has no bits in its name
+        scope = _SCOPE.search(line)
+        parsed.append(Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else ""))
+    return parsed
+
+
+def estimated_cycles(text: str) -> dict[str, int]:
+    """Returns the cycles per scope that the TPU compiler estimates, added up by `tally`.
+
+    The compiler gives no estimate for collectives, sorts and custom calls.
+    """
+    return tally(text, lambda line: int(match[1]) if (match := _CYCLES.search(line)) else 0)
+
+
+def collective_counts(text: str) -> dict[str, int]:
+    """Returns the number of executed collectives per scope, added up by `tally`."""
+    return tally(text, lambda line: 1 if _COLLECTIVE.search(line) else 0)
+
+
+def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
+    """Returns the sum of `measure(line)` over the executed instructions, per scope.
+
+    A loop that counts from 0 up to a constant is multiplied by its number of iterations. Other
+    loops count once. A conditional counts as its most expensive branch. An instruction without a
+    scope gets the scope of the loop or conditional around it.
+    """
+    lines, entry, name = collections.defaultdict(list), None, None
+    for line in text.splitlines():
+        match = _COMPUTATION.match(line)
+        if match:
+            name = match["name"]
+            entry = name if match["entry"] else entry
+        elif name:
+            lines[name].append(line)
+
+    def num_iterations(condition: str) -> int:
+        bounds = [int(bound) for line in lines[condition] for bound in _BOUND.findall(line)]
+        counts_up = any("direction=LT" in line for line in lines[condition])
+        return bounds[0] if len(bounds) == 1 and counts_up else 1
+
+    def total(computation: str, outer: str) -> collections.Counter:
+        counts = collections.Counter()
+        for line in lines[computation]:
+            scope = _SCOPE.search(line)
+            scope = scope[1] if scope and "/" in scope[1] else outer
+            counts[scope] += measure(line)
+            if match := _WHILE.search(line):
+                times = num_iterations(match[1])
+                for inner, value in total(match[2], scope).items():
+                    counts[inner] += times * value
+            elif match := _CONDITIONAL.search(line):
+                branches = [total(name.strip(" %"), scope) for name in match[1].split(",")]
+                counts += max(branches, key=lambda branch: branch.total())
+        return +counts  # unary plus drops scopes whose count is 0
+
+    return dict(total(entry, ""))
