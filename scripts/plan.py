@@ -6,9 +6,9 @@ python scripts/plan.py --config=configs/experiments/plan_tree.py --workdir=runs/
 python scripts/plan.py --config=configs/experiments/plan_context.py --workdir=runs/plan
 python scripts/plan.py --config=configs/experiments/plan_skips.py --workdir=runs/plan
 
-The config says what is planned: the speed-up over K by theory; the fastest tree for a pair; the
-fastest way to draft by batch and context; or the sub-layers that a target leaves out when it drafts
-for itself. Figures are written as JSON, and curves and maps as PNG.
+`plan` in the config says what is planned: the speed-up over K by theory; the fastest tree for a
+pair; the fastest way to draft by batch and context; or the sub-layers that a target leaves out when
+it drafts for itself. Figures are written as JSON, and curves and maps as PNG.
 Every key of the config is a flag; configs/experiments/plan_*.py list them.
 """
 
@@ -62,30 +62,25 @@ def plan_skips(config) -> Iterator[Outcome]:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of plan: its function, its config, and the names of its files of figures."""
+    """A kind of plan: its function, the names of its files of figures, and its flags."""
 
     plan: Callable
-    config: str
     names: tuple[str, ...]
-    flags: tuple[str, ...] = ()  # of --target and --draft, those that it takes
+    flags: tuple[str, ...]
 
 
-_PAIR = "target", "draft"
-# Kinds by a key of their config that no config of an earlier kind has.
+# Kinds by the key `plan` of the config.
 KINDS = {
-    "contexts": Kind(plan_context, "plan_context.py", ("map.json", "measured.json"), _PAIR),
-    "most_children": Kind(plan_tree, "plan_tree.py", ("tree.json",), _PAIR),
-    "texts": Kind(plan_skips, "plan_skips.py", ("skips.json",), _PAIR[:1]),
-    "acceptance": Kind(plan_speedup, "plan_speedup.py", ("speedup.json",)),
+    "speedup": Kind(plan_speedup, ("speedup.json",), ()),
+    "tree": Kind(plan_tree, ("tree.json",), ("target", "draft")),
+    "context": Kind(plan_context, ("map.json", "measured.json"), ("target", "draft")),
+    "skips": Kind(plan_skips, ("skips.json",), ("target",)),
 }
 
 
 def run():
     config = _CONFIG.value
-    kind = next(KINDS[key] for key in KINDS if key in config)
-    for name in set(_PAIR) - set(kind.flags):
-        if flags.FLAGS[name].present:
-            raise InputError(f"--{name}: expected no value with {kind.config}, found one")
+    kind = KINDS[main.kind_of("plan", config, {name: kind.flags for name, kind in KINDS.items()})]
     workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
     if workdir:
         atomic_files.check_outputs(map(workdir.joinpath, kind.names), [workdir])
@@ -116,5 +111,5 @@ def draw(outcome: Outcome, path: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     folder = _CONFIGS / "experiments"
-    others = {key: folder / kind.config for key, kind in KINDS.items()}
+    others = {f"plan={kind}": folder / f"plan_{kind}.py" for kind in KINDS if kind != "speedup"}
     main.run(run, folder / "plan_speedup.py", others=others)

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns models, devices, the map's axes, and what is measured."""
     return ml_collections.ConfigDict(
         {
+            "plan": "context",
             "target": "llama:3.1-8b",
             "draft": "llama:3.2-1b",
             # Kinds and numbers of devices; a TPU7x chip counts as two.

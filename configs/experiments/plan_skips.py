@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the target, the sampling parameters and the texts that it writes."""
     return ml_collections.ConfigDict(
         {
+            "plan": "skips",
             "target": "pystdlib/target",
             **sections.dtype(),
             **sections.mesh(),

@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns acceptance rates and costs, those of Chen et al. 2023 (arXiv 2302.01318)."""
     return ml_collections.ConfigDict(
         {
+            "plan": "speedup",
             "acceptance": (0.8,),  # one rate for all positions, or one rate per position
             "draft_ms": 1.8,  # per draft token
             "target_ms": 14.1,  # per pass of the target

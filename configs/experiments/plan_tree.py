@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the pair, the sampling parameters, and the sizes of trees to plan."""
     return ml_collections.ConfigDict(
         {
+            "plan": "tree",
             **sections.pair(),
             **sections.mesh(),
             "sampling": sections.sampling(0.8, 0.95),

@@ -53,8 +53,8 @@ def run(
             and checks its keys.
         saves: whether SIGTERM makes the script save and end with exit code 143, for a restart.
         free: keys of the config whose values may have any keys.
-        others: config files that define the keys of configs of another kind, by a key that only
-            configs of that kind have, or by a key and its value as "key=value".
+        others: config files that define the keys of configs of another kind, by a key and its
+            value: "plan=tree".
     """
     argv = list(sys.argv)
     if default_config is not None and not any(map(_is_config_flag, argv[1:])):
@@ -213,12 +213,11 @@ def _own_config(config: ConfigDict, default_config, others: Mapping[str, pathlib
     """Returns the config that defines the keys of a config of its kind."""
     path = default_config
     for condition, other in others.items():
-        key, equals, value = condition.partition("=")
-        if key in config and (not equals or config[key] == value):
+        key, _, value = condition.partition("=")
+        if config.get(key) == value:
             path = other
-            break
     own = runpy.run_path(str(path))["get_config"]()
-    kinds = {condition.partition("=")[0] for condition in others if "=" in condition}
+    kinds = {condition.partition("=")[0] for condition in others}
     if any(config.get(key) != own.get(key) for key in kinds if key in config):
         return ConfigDict()  # `kind_of` refuses the kind
     return own

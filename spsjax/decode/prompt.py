@@ -156,16 +156,11 @@ def begin(
 
 
 def empty(
-    program: Program,
-    slots: int,
-    params: PyTree,
-    rows: RowParams,
-    tokens_BT: Array,
-    lengths_B: Array,
-    limits_B: Array,
-    keys_B: Array,
-    costs: Costs | None = None,
+    program: Program, slots: int, params: PyTree, rows: RowParams, tokens_BT: Array, *others
 ) -> DecodeState:
-    """Returns the state of `prefill` with nothing read, for rows that `rows.insert` replaces."""
+    """Returns the state of `prefill` with nothing read, for rows that `rows.insert` replaces.
+
+    Takes what `prefill` takes.
+    """
     carry = empty_caches(program, slots, len(tokens_BT), params)
-    return begin(program, params, carry, rows, tokens_BT, lengths_B, limits_B, keys_B, costs)
+    return begin(program, params, carry, rows, tokens_BT, *others)

@@ -176,7 +176,7 @@ def _draw_chain(
     tokens, probs, logs = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
     if stops is not None:
         stops.logged(logs)
-    # The last token of a chain is not fed. It has a number all the same, whose row nobody reads.
+    # The last token of a chain is not fed to the drafter. Its number is K, a row that is not read.
     fed_numbers = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
     return Proposal(tokens, probs), fed_numbers, carry[1]
 

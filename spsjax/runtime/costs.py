@@ -20,7 +20,7 @@ from spsjax.runtime.batch import Batch
 from spsjax.runtime.loop import Loop
 from spsjax.types import Array, Proposal, PyTree
 
-_FOREVER = 2**31 - 1
+_OWN_KEYS = 2**31 - 1  # folded into the keys of a call
 # Rounds in a row that are timed: as many as last so many seconds, within these bounds. The first
 # rounds after a pause are slower.
 _LONG, _LEAST_ROUNDS, _MOST_ROUNDS = 0.06, 4, 16
@@ -212,9 +212,9 @@ class _Clock:
         limits = np.zeros(len(self.batch.lengths), np.int32)  # 0: a row that only fills the mesh
         limits[: self.count] = _last_length(self.loop)
         rows, tokens, lengths, _, keys = self.batch.inputs
-        # Other random numbers than the call's own: its K must not depend on its draws. No row is as
-        # long as the number that is folded in, so that no round of the call uses it.
-        keys = _folding(keys.sharding)(keys, _FOREVER)
+        # The random numbers differ from those of the call, whose depths must not depend on its
+        # draws. No row is as long as the number that is folded in, so no round has these keys.
+        keys = _folding(keys.sharding)(keys, _OWN_KEYS)
         halves = jax.device_put((_half(self.batch), limits), lengths.sharding)
         self.state = self.loop.read_arrays((rows, tokens, *halves, keys), self._costs(0))
 

@@ -1,5 +1,7 @@
 """Calls of `generate` in parts, for tests of the loop that runs them, and what they return."""
 
+import dataclasses
+
 import numpy as np
 
 from spsjax import SamplingParams
@@ -28,8 +30,7 @@ class Call:
         self.setup = setup
         self.batch = setup.batch(prompts, params, max_new_tokens, seed)
         self.loop: Loop = setup.loop_for(self.batch, "test")
-        fields = {name: getattr(self.loop.program, name) for name in vars(self.loop.program)}
-        self.loop.program = type(self.loop.program)(**fields | changes)
+        self.loop.program = dataclasses.replace(self.loop.program, **changes)
 
     @property
     def program(self):

@@ -142,17 +142,31 @@ def test_benchmark_random_marks_every_line(pair):
 
 @pytest.mark.slow
 def test_benchmark_forces_acceptance_of_random_weights_only(pair, tmp_path):
-    """Every draft token of the one text of the config is accepted; weights are refused."""
-    flags = (*settings(forced_acceptance=1.0, texts="'def f(x):'"), f"--workdir={tmp_path}")
+    """The output says so, and every draft token is accepted; a pair with weights is refused."""
+    flags = (*settings(forced_acceptance=1.0), f"--workdir={tmp_path}")
     random = (GPT2_XL, *pair, *QUICK[1:], "--random", "--config.num_speculative_tokens=2")
     result = succeeds("benchmark.py", *random, *flags)
     assert "random weights, acceptance forced to 1" in result.stdout
     report = json.loads((tmp_path / "table.json").read_text())
-    assert report["prompts"] == ["def f(x):"]
     speculative = [system for system in report["systems"] if system["role"] == "speculative"]
     assert speculative and all(system["acceptance_rate"] == 1 for system in speculative)
     result = run("benchmark.py", *QUICK, *flags)
     fails_with_one_line(result, "forced_acceptance: expected --random")
+
+
+@pytest.mark.slow
+def test_benchmark_of_one_text_predicts_the_speedup(pair, tmp_path):
+    """The report of configs/experiments/gpt2_xl.py predicts the speed-up, here of a tiny pair."""
+    flags = settings(max_new_tokens=6, repetitions=1, num_speculative_tokens=2, texts="'def f(x):'")
+    result = succeeds("benchmark.py", GPT2_XL, *pair, *flags, f"--workdir={tmp_path}")
+    report = json.loads((tmp_path / "table.json").read_text())
+    assert report["prompts"] == ["def f(x):"]
+    base, system = report["systems"]
+    K, cost, one = 2, system["round_cost"], base["round_cost"]["scoring"]
+    share = system["block_efficiency"] / (K + 1)
+    predicted = share * (K + 1) * one / (K * cost["draft_step"] + one)
+    assert system["predicted_speedup"] == pytest.approx(predicted, rel=2e-3)
+    assert system["same_tokens"] is True and f"r' = {share:.3f}" in result.stdout
 
 
 @pytest.mark.process
