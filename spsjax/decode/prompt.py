@@ -7,6 +7,7 @@ from spsjax.decode.schedule import Costs
 from spsjax.decode.state import DecodeState, Program
 from spsjax.models import caches as kv
 from spsjax.models import transformer
+from spsjax.models.caches import layered
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Chunk, PyTree
 
@@ -113,7 +114,14 @@ def read(
     # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
     starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
     past, taps = None if first else cache.at(starts), program.drafter.tap_layers
-    output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
+    output = transformer.apply(
+        program.target,
+        params["target"],
+        tokens,
+        past,
+        tap_layers=taps,
+        looped=layered.is_stacked(cache.keys),
+    )
     cache = cache.at(starts).extend(output)
     chunk = Chunk(tokens, following, starts, lengths_B, cache)
     return cache, program.drafter.prefill(params, drafter, chunk, output)

@@ -18,7 +18,7 @@ class FeatureLayer(nnx.Module):
     """
 
     def __init__(self, config: Config, inputs: int | None = None, *, dtype, rngs: nnx.Rngs):
-        self.attention = Attention(config, 0, inputs=inputs, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, inputs=inputs, dtype=dtype, rngs=rngs)
         self.ffn_norm = Norm(config, config.d_model, dtype=dtype)
         self.ffn = FeedForward(config, dtype=dtype, rngs=rngs)
 

@@ -69,11 +69,9 @@ def _unfused(*products: Array) -> tuple[Array, ...]:
 class Attention(nnx.Module):
     """Grouped-query attention: H query heads read G key-value heads."""
 
-    def __init__(
-        self, config: Config, layer: int, *, inputs: int | None = None, dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: Config, *, inputs: int | None = None, dtype, rngs: nnx.Rngs):
         """Creates the layer with an input of width `inputs`; None: the model's width."""
-        self.config, self.dtype, self.layer = config, dtype, layer
+        self.config, self.dtype = config, dtype
         inputs = inputs or config.d_model
         bias = config.biases != "none"
         linear = functools.partial(make_linear, dtype=dtype, rngs=rngs)
@@ -95,24 +93,30 @@ class Attention(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment] = (),
         earlier: KeysValues | None = None,
+        layer: int | Array = 0,
     ):
         """Returns the output, and the block's keys and values including those of these tokens.
 
-        `cached` is this layer's part of the cache, and `earlier` its part of the block so far.
+        `cached` is this layer's part of the cache, and `earlier` its part of the block so far. The
+        index of the layer decides its window and its rotary frequencies.
         """
-        arguments, block = self._attend_arguments(x_BTD, context, cached, earlier)
-        mixed = self._attend(context, *arguments)
+        arguments, block = self._attend_arguments(x_BTD, context, cached, earlier, layer)
+        mixed = self._attend(context, layer, *arguments)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
 
-    def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:
+    def weights(
+        self, x_BTD, context: Context, cached: Sequence[kv.Segment], layer: int
+    ) -> list[Array]:
         """Returns the attention weights of these tokens per segment (`attention.weights_of`)."""
-        return weights_of(*self._attend_arguments(x_BTD, context, cached, None)[0])
+        return weights_of(*self._attend_arguments(x_BTD, context, cached, None, layer)[0])
 
-    def keys_values(self, x_BTD, context: Context) -> KeysValues:
+    def keys_values(self, x_BTD, context: Context, layer: int) -> KeysValues:
         """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
-        return self._heads(*_unfused(self.key(x_BTD), self.value(x_BTD)), context)
+        return self._heads(*_unfused(self.key(x_BTD), self.value(x_BTD)), context, layer)
 
-    def _attend(self, context: Context, query, segments, biases, scale, softcap, sinks) -> Array:
+    def _attend(
+        self, context: Context, layer, query, segments, biases, scale, softcap, sinks
+    ) -> Array:
         """Returns the attention output [B, T, H, C]; long texts without a cache run in chunks."""
         no_cache = context.contiguous and len(segments) == 1 and biases == [None]
         if not no_cache or query.shape[1] <= QUERY_CHUNK:
@@ -122,12 +126,12 @@ class Attention(nnx.Module):
         def attend_chunk(query, positions_BT, sinks):
             visible = block.positions[:, None] <= positions_BT[:, :, None]
             chunk = dataclasses.replace(context, positions=positions_BT, block_visible=visible)
-            windowed = chunk.segments(self.config, self.layer, (), block.keys, block.values)
+            windowed = chunk.segments(self.config, layer, (), block.keys, block.values)
             return attend(query, windowed, biases, scale, softcap, sinks)
 
         return in_chunks(attend_chunk, query, context.positions, sinks)
 
-    def _heads(self, key, value, context: Context) -> KeysValues:
+    def _heads(self, key, value, context: Context, layer) -> KeysValues:
         """Returns keys and values per head [B, T, G, C], normalised and rotated."""
         config, (B, T, _) = self.config, key.shape
         key = key.reshape(B, T, config.num_kv_heads, config.head_dim)
@@ -135,17 +139,31 @@ class Attention(nnx.Module):
         if config.qk_norm:
             key = self.key_norm(key)
         if config.positions == "rotary":
-            key = self._rotated(key, context.positions)
+            key = self._rotated(key, context.positions, layer)
         return finite_values(key, value)
 
-    def _rotated(self, x_BTHC, positions_BT) -> Array:
-        config = self.config
-        local = config.window(self.layer) and config.rope_theta_local
-        theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
-        return rope.rotate(x_BTHC, *rope.angles(positions_BT, config.head_dim, theta, scaling))
+    def _rotated(self, x_BTHC, positions_BT, layer: int | Array) -> Array:
+        config, local_theta = self.config, self.config.rope_theta_local
+        whole = config.rope_theta, config.rope_scaling
+        window = config.window(layer) if local_theta else 0
+        if isinstance(window, int):
+            theta = (local_theta, ()) if window else whole
+            angles = rope.angles(positions_BT, config.head_dim, *theta)
+        else:
+            local, whole = (
+                rope.angles(positions_BT, config.head_dim, *theta)
+                for theta in ((local_theta, ()), whole)
+            )
+            angles = jax.tree.map(functools.partial(jnp.where, window > 0), local, whole)
+        return rope.rotate(x_BTHC, *angles)
 
     def _attend_arguments(
-        self, x_BTD, context: Context, cached: Sequence[kv.Segment], earlier: KeysValues | None
+        self,
+        x_BTD,
+        context: Context,
+        cached: Sequence[kv.Segment],
+        earlier: KeysValues | None,
+        layer: int | Array,
     ) -> tuple[tuple, KeysValues]:
         """Returns the arguments of `attend`, and the block's keys and values."""
         config, (B, T, _) = self.config, x_BTD.shape
@@ -156,11 +174,11 @@ class Attention(nnx.Module):
         sinks = None
         if config.positions == "rotary":
             if config.sinks:
-                capped = self._rotated(query, context.capped_positions(config))
+                capped = self._rotated(query, context.capped_positions(config), layer)
                 sinks = Sinks(capped, config.sinks)
-            query = self._rotated(query, context.positions)
-        block = context.append(earlier, *self._heads(*key_value, context))
-        segments = context.segments(config, self.layer, cached, *block)
+            query = self._rotated(query, context.positions, layer)
+        block = context.append(earlier, *self._heads(*key_value, context, layer))
+        segments = context.segments(config, layer, cached, *block)
         biases = [None] * len(segments)
         if config.positions == "relative":
             # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
@@ -224,11 +242,11 @@ class FeedForward(nnx.Module):
 class DecoderBlock(nnx.Module):
     """Decoder block: pre-norm attention and pre-norm feed-forward, with residual connections."""
 
-    def __init__(self, config: Config, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
         norm = functools.partial(Norm, config, config.d_model, dtype=dtype)
         self.attention_norm, self.ffn_norm = norm(), norm()
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.ffn = (Experts if config.num_experts else FeedForward)(config, dtype=dtype, rngs=rngs)
         if config.post_norms:
             self.attention_post_norm, self.ffn_post_norm = norm(), norm()
@@ -239,17 +257,19 @@ class DecoderBlock(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
+        layer: int | Array,
         skips: tuple[bool | Array, bool | Array] = (False, False),
     ):
         """Returns the output, and the block's keys and values including those of these tokens.
 
-        `skips` says whether attention and feed-forward are skipped. True: the sub-layer does not
-        run, and without attention the keys and values are `earlier`. [B] bool: the sub-layer runs,
-        but does not change the stream of these rows.
+        `layer` is the index of the layer. `skips` says whether attention and feed-forward are
+        skipped. True: the sub-layer does not run, and without attention the keys and values are
+        `earlier`. [B] bool: the sub-layer runs, but does not change the stream of these rows.
         """
         block, (skips_attention, skips_ffn) = earlier or (None, None), skips
         if skips_attention is not True:
-            attended, block = self.attention(self.attention_norm(x_BTD), context, cached, earlier)
+            read = self.attention_norm(x_BTD), context, cached, earlier, layer
+            attended, block = self.attention(*read)
             if self.config.post_norms:
                 attended = self.attention_post_norm(attended)
             x_BTD = x_BTD + _unless(skips_attention, attended)

@@ -10,10 +10,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.models.quantization import Quantized
-from spsjax.types import Array
+from spsjax.types import Array, pytree_dataclass
 
 
-def product(x: Array, kernel_DF: Array | Quantized, dtype=None, axis: str | None = None) -> Array:
+@pytree_dataclass
+class LayerMatrix:
+    """Matrix of the layer that a loop over layers is at, in place of an array among its weights.
+
+    Attributes:
+        matrices: one matrix per layer.
+        layer: index of the layer.
+    """
+
+    matrices: tuple[Array | Quantized, ...]
+    layer: Array
+
+    def times(self, x: Array, dtype=None, axis: str | None = None) -> Array:
+        """Returns the product of x with the layer's matrix; the arguments are those of `product`.
+
+        One branch per layer has its own product, so that no matrix is copied.
+        """
+        branches = [
+            functools.partial(product, kernel_DF=matrix, dtype=dtype, axis=axis)
+            for matrix in self.matrices
+        ]
+        return lax.switch(self.layer, branches, x)
+
+
+def product(
+    x: Array, kernel_DF: Array | Quantized | LayerMatrix, dtype=None, axis: str | None = None
+) -> Array:
     """Returns x [..., D] times the kernel: [..., F].
 
     The kernel is converted to the type of `x`, and so is the incoming gradient. The gradient of a
@@ -25,7 +51,7 @@ def product(x: Array, kernel_DF: Array | Quantized, dtype=None, axis: str | None
         dtype: type of the result; None: type of `x`.
         axis: mesh axis over which rows and kernel are split inside of `shard_map`; None: none.
     """
-    if isinstance(kernel_DF, Quantized):
+    if isinstance(kernel_DF, Quantized | LayerMatrix):
         return kernel_DF.times(x, dtype, axis)
     return _product(x, kernel_DF, dtype)
 

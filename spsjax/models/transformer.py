@@ -3,8 +3,7 @@
 `hf.families` lists the families, and `config` the flags in which they differ.
 
 Other modules use `apply`, a pure function of a nested dict of arrays; the Flax NNX modules are in
-this file and in `layers`. Layers are unrolled, because a scan over stacked weights copies each
-slice on some backends.
+this file and in `layers`. `layer_stack` runs the layers one after another.
 """
 
 import functools
@@ -15,8 +14,9 @@ from flax import nnx
 
 from spsjax.errors import InputError
 from spsjax.models import caches as kv
-from spsjax.models import pure
+from spsjax.models import layer_stack, pure
 from spsjax.models.attention import capped
+from spsjax.models.caches import layered
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, context_of
 from spsjax.models.layers import DecoderBlock, Norm
@@ -28,9 +28,13 @@ from spsjax.types import Array, Block, ModelOutput, PyTree
 
 
 class Transformer(nnx.Module):
-    """Decoder-only transformer."""
+    """Decoder-only transformer.
 
-    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+    `apply` runs the layers, each of which it binds to its own weights. So it needs the module
+    without layers.
+    """
+
+    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs, has_layers: bool = True):
         self.config = config
         embed = functools.partial(
             nnx.Embed, dtype=dtype, param_dtype=dtype, embedding_init=INIT, rngs=rngs
@@ -38,12 +42,9 @@ class Transformer(nnx.Module):
         self.embed = embed(config.vocab_rows, config.d_model)
         if config.positions == "learned":
             self.position_embed = embed(config.max_positions, config.d_model)
-        self.layers = nnx.List(
-            [
-                DecoderBlock(config, layer, dtype=dtype, rngs=rngs)
-                for layer in range(config.num_layers)
-            ]
-        )
+        if has_layers:
+            layers = range(config.num_layers)
+            self.layers = nnx.List([DecoderBlock(config, dtype=dtype, rngs=rngs) for _ in layers])
         self.norm = Norm(config, config.d_model, dtype=dtype)
         if not config.tie_embeddings:
             self.head = nnx.Linear(
@@ -56,38 +57,8 @@ class Transformer(nnx.Module):
                 rngs=rngs,
             )
 
-    def __call__(
-        self,
-        tokens_BT,
-        context: Context,
-        cache,
-        block,
-        tap_layers=(),
-        remat=False,
-        num_logits: int | None = None,
-        skipped: Skipped | Array = Skipped(),
-    ) -> ModelOutput:
-        cached = cache.segments() if cache else [()] * self.config.num_layers
-        earlier = [*zip(block.keys, block.values)] if block else [None] * self.config.num_layers
-        rows, stream = [], [self._first_stream(tokens_BT, context)]
-        for index in range(self.config.num_layers):
-            run = functools.partial(self.layers[index], skips=_skips(skipped, index))
-            run = jax.checkpoint(run) if remat else run
-            x_BTD, row = run(stream[-1], context, cached[index], earlier[index])
-            if (
-                tokens_BT.shape[1] >= _BARRIER_TOKENS
-                and index % _BARRIER_LAYERS == _BARRIER_LAYERS - 1
-            ):
-                x_BTD = jax.lax.optimization_barrier(x_BTD)
-            rows.append(row)
-            stream.append(x_BTD)
-        hidden = self.norm(stream[-1])
-        taps = tuple(stream[layer] for layer in tap_layers)
-        first = 0 if num_logits is None else hidden.shape[1] - num_logits
-        last = hidden[:, first:]
-        return ModelOutput(self.logits(last), hidden, taps, context.block(rows, len(tokens_BT)))
-
-    def _first_stream(self, tokens_BT, context: Context) -> Array:
+    def first_stream(self, tokens_BT, context: Context) -> Array:
+        """Returns the residual stream [B, T, D] that enters the first layer."""
         x_BTD = self.embedded(tokens_BT)
         if self.config.positions == "learned":
             last = self.config.max_positions - 1
@@ -114,24 +85,15 @@ class Transformer(nnx.Module):
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
 
-def _skips(skipped: Skipped | Array, layer: int) -> tuple[bool | Array, bool | Array]:
-    """Returns whether the attention and the feed-forward network of a layer are skipped."""
-    if isinstance(skipped, Skipped):
-        return layer in skipped.attention, layer in skipped.ffn
-    return skipped[:, layer, 0], skipped[:, layer, 1]
-
-
-# A barrier after every `_BARRIER_LAYERS` layers of a pass of `_BARRIER_TOKENS` or more. Without it,
-# a compiler may keep the outputs of layers separately and add them up where the sum is needed. In a
-# pass over a prompt they are large: for a 70B model, the TPU's compiler would keep 98 of 160, 1.6
-# GB per chip at 1,024 tokens. In a short pass, a barrier costs more than it saves.
-_BARRIER_LAYERS = 4
-_BARRIER_TOKENS = 64
+_WithoutLayers = functools.partial(Transformer, has_layers=False)
 
 
 def param_shapes(config: Config, dtype=jnp.float32) -> PyTree:
     """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
-    return pure.param_shapes(Transformer, config, dtype)
+    # All layers have the shapes of one, whose initialisers are traced.
+    layer = pure.param_shapes(DecoderBlock, config, dtype)
+    layers = dict.fromkeys(range(config.num_layers), layer)
+    return pure.param_shapes(_WithoutLayers, config, dtype) | {"layers": layers}
 
 
 def init(config: Config, key: Array, dtype=jnp.float32) -> PyTree:
@@ -153,6 +115,7 @@ def apply(
     remat: bool = False,
     num_logits: int | None = None,
     skipped: Skipped | Array = Skipped(),
+    looped: bool | None = None,
 ) -> ModelOutput:
     """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
 
@@ -176,6 +139,9 @@ def apply(
         num_logits: number of last tokens whose logits are computed; None: all.
         skipped: sub-layers that do not run, and add nothing to the block. Or [B, L, 2] bool: rows
             that skip the attention and feed-forward of each layer; then all sub-layers run.
+        looped: whether the layers run in a loop (`layer_stack`), which has no useful gradient.
+            Then the block is stacked, as it must be for a stacked cache. None: if cache or block
+            are stacked.
     """
     for layer in tap_layers:
         if not 0 <= layer <= config.num_layers:
@@ -184,8 +150,27 @@ def apply(
             )
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
-    model = _bind(config, params, dtype)
-    return model(tokens_BT, context, cache, block, tap_layers, remat, num_logits, skipped)
+    if looped is None:
+        earlier = block if cache is None else cache
+        looped = earlier is not None and layered.is_stacked(earlier.keys)
+    model, dtype = _bind(config, params, dtype), dtype or _dtype(params)
+    last_BTD, taps, keys_values = layer_stack.run(
+        config,
+        params["layers"],
+        dtype,
+        model.first_stream(tokens_BT, context),
+        context,
+        cache,
+        block,
+        tap_layers,
+        remat,
+        skipped,
+        looped,
+    )
+    hidden = model.norm(last_BTD)
+    first = 0 if num_logits is None else hidden.shape[1] - num_logits
+    logits = model.logits(hidden[:, first:])
+    return ModelOutput(logits, hidden, taps, context.block(*keys_values, len(tokens_BT)))
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
@@ -227,10 +212,11 @@ def attention_received(
     """
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     taps = apply(config, params, tokens_BT, cache, tap_layers=range(config.num_layers)).taps
-    context, layers = context_of(tokens_BT.shape[1], cache), _bind(config, params).layers
+    context, layers = context_of(tokens_BT.shape[1], cache), _layers(config, params)
     received = []
-    for layer, stream, cached in zip(layers, taps, cache.segments(), strict=True):
-        weights = layer.attention.weights(layer.attention_norm(stream), context, cached)[0]
+    inputs = zip(layers, taps, cache.segments(), strict=True)
+    for index, (layer, stream, cached) in enumerate(inputs):
+        weights = layer.attention.weights(layer.attention_norm(stream), context, cached, index)[0]
         weights = jnp.where(counted_BT[:, None, :, None, None], weights, 0)
         total = jnp.sum(weights, axis=(2, 3))
         # Key-value heads that a mesh cannot split were repeated for each group of query heads.
@@ -240,14 +226,23 @@ def attention_received(
 
 
 def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
-    """Returns the model with these parameters; `dtype` None: it computes in their type."""
-    return pure.bind(Transformer, config, params, dtype or _dtype(params))
+    """Returns the model without its layers; `dtype` None: it computes in their type."""
+    own = {name: weights for name, weights in params.items() if name != "layers"}
+    return pure.bind(_WithoutLayers, config, own, dtype or _dtype(params))
+
+
+def _layers(config: Config, params: PyTree) -> list[DecoderBlock]:
+    """Returns the decoder blocks."""
+    layers = params["layers"]
+    own = (layers[layer] for layer in range(config.num_layers))
+    return [pure.bind(DecoderBlock, config, weights, _dtype(params)) for weights in own]
 
 
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
     """Returns a cache for `batch` rows of `slots` tokens, in the type of the parameters."""
-    layers = _bind(config, params).layers if config.positions == "relative" else ()
-    return cache_of_layers(config, layers, _dtype(params), batch, slots)
+    layers = _layers(config, params) if config.positions == "relative" else ()
+    stacked = layer_stack.is_looped(config)
+    return cache_of_layers(config, layers, _dtype(params), batch, slots, stacked)
 
 
 def num_slots(config: Config, slots: int) -> int:
@@ -255,8 +250,10 @@ def num_slots(config: Config, slots: int) -> int:
     return config.sinks + config.recent + kv.SLACK if config.recent else slots
 
 
-def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv.KVCache:
-    """Returns a cache for decoder blocks.
+def cache_of_layers(
+    config: Config, layers, dtype, batch: int, slots: int, stacked: bool = False
+) -> kv.KVCache:
+    """Returns a cache for decoder blocks; `stacked`: in one array for all layers.
 
     The cache of a model that attends to recent tokens only has a fixed size, whatever `slots` is.
     """
@@ -266,7 +263,9 @@ def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv
         distances = distances_of(layers, slots)
     shape = (batch, config.num_kv_heads, slots, config.head_dim)
     sizes = config.num_layers, shape, dtype, distances
-    return kv.empty_window(*sizes, config.sinks) if config.recent else kv.empty(*sizes)
+    if config.recent:
+        return kv.empty_window(*sizes, config.sinks, stacked)
+    return kv.empty(*sizes, stacked)
 
 
 def distances_of(layers, slots: int) -> tuple[Array, ...]:
@@ -277,7 +276,8 @@ def distances_of(layers, slots: int) -> tuple[Array, ...]:
 def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:
     """Returns an empty block with room for `nodes` tokens per row, which `apply` fills."""
     shape = (batch, config.num_kv_heads, nodes, config.head_dim)
-    return kv.empty_block(config.num_layers, shape, _dtype(params))
+    stacked = layer_stack.is_looped(config)
+    return kv.empty_block(config.num_layers, shape, _dtype(params), stacked)
 
 
 def _dtype(params: PyTree):

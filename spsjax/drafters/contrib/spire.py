@@ -46,10 +46,7 @@ class Spire(nnx.Module):
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
         config = drafter.config
         self.layers = nnx.List(
-            [
-                DecoderBlock(config, layer, dtype=dtype, rngs=rngs)
-                for layer in range(config.num_layers)
-            ]
+            [DecoderBlock(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
         )
         self.memory = Memory(config.num_layers, dtype)
         self.norm = Norm(config, config.d_model, dtype=dtype)
@@ -63,8 +60,9 @@ class Spire(nnx.Module):
         have run.
         """
         streams = [x_BTD]
-        for layer, segments, block in zip(self.layers, cached, earlier, strict=True):
-            x_BTD, _ = layer(x_BTD, context, segments, block)
+        inputs = zip(self.layers, cached, earlier, strict=True)
+        for index, (layer, segments, block) in enumerate(inputs):
+            x_BTD, _ = layer(x_BTD, context, segments, block, index)
             streams.append(x_BTD)
         return self.norm(x_BTD), self.remembered(self.memory(streams), context, earlier)
 
@@ -72,12 +70,11 @@ class Spire(nnx.Module):
         self, memories: list[Array], context: Context, earlier: list[KeysValues | None]
     ) -> list[KeysValues]:
         """Returns the block's keys and values with those of memories, one per layer, appended."""
-        return [
-            context.append(
-                block, *layer.attention.keys_values(layer.attention_norm(memory), context)
-            )
-            for layer, memory, block in zip(self.layers, memories, earlier, strict=True)
-        ]
+        rows, inputs = [], zip(self.layers, memories, earlier, strict=True)
+        for index, (layer, memory, block) in enumerate(inputs):
+            normed = layer.attention_norm(memory)
+            rows.append(context.append(block, *layer.attention.keys_values(normed, context, index)))
+        return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,14 +221,14 @@ class Drafter(features.FeatureDrafter):
         module, earlier = self._bind(params), [*zip(block.keys, block.values)]
         x_BTD = embedded.astype(_dtype(params))
         outputs, rows = module(x_BTD, context, cache.segments(), earlier)
-        return outputs, context.block(rows, len(tokens_BT))
+        return outputs, context.block(*zip(*rows), len(tokens_BT))
 
     def _of_target(self, params: PyTree, taps: list[Array], positions_BT: Array) -> Block:
         """Returns the memories of tokens that the target has read, as a block."""
         context = context_of(taps[0].shape[1], None, positions_BT=positions_BT)
         memories = [tap.astype(_dtype(params)) for tap in taps]
         rows = self._bind(params).remembered(memories, context, [None] * len(memories))
-        return context.block(rows, len(memories[0]))
+        return context.block(*zip(*rows), len(memories[0]))
 
     @property
     def _shape(self) -> "Drafter":

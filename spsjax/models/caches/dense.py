@@ -8,6 +8,7 @@ are written in the same way.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -17,6 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from spsjax import tree
+from spsjax.models.caches import layered
+from spsjax.models.caches.layered import Layered
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
@@ -50,8 +53,8 @@ class KVCache:
     parameters alone, and are cached because they take as long as a pass over S tokens.
     """
 
-    keys: tuple[Array, ...]  # one [B, G, S, C] per layer
-    values: tuple[Array, ...]  # one [B, G, S, C] per layer
+    keys: Layered  # one [B, G, S, C] per layer, or [B, L, G, S, C]
+    values: Layered  # one [B, G, S, C] per layer, or [B, L, G, S, C]
     lengths: Array  # [B] int32, number of valid slots per row
     distances: tuple[Array | None, ...]  # one [H, S, C] per layer, for distances S-1, ..., 0
 
@@ -59,7 +62,7 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        return self.keys[0].shape[2]
+        return jax.tree.leaves(self.keys)[0].shape[-2]
 
     @property
     def split(self) -> bool:
@@ -73,14 +76,24 @@ class KVCache:
 
     def segments(self) -> list[tuple[Segment, ...]]:
         """Returns the segments of each layer, whose tokens come before all new tokens."""
+        return [*map(self.by_layer(), range(layered.num_layers(self.keys)))]
+
+    def by_layer(self) -> Callable[[int | Array], tuple[Segment, ...]]:
+        """Returns a function from the index of a layer to its segments.
+
+        The index may be traced if the layers are in one array.
+        """
         positions = self.positions()
         visible = positions[:, None] >= 0
         whole = functools.partial(sharding.whole_heads, split=self.split)
-        kind = self.ordered, self.split
-        return [
-            (Segment(whole(keys), whole(values), visible, positions, distances, *kind),)
-            for keys, values, distances in zip(self.keys, self.values, self.distances)
-        ]
+
+        def segments(layer):
+            keys, values = (whole(layered.of_layer(x, layer)) for x in (self.keys, self.values))
+            distances = self.distances[layer] if isinstance(layer, int) else None
+            kind = self.ordered, self.split
+            return (Segment(keys, values, visible, positions, distances, *kind),)
+
+        return segments
 
     def at(self, lengths_B: Array) -> "KVCache":
         """Returns a cache with the same buffers and other lengths."""
@@ -112,16 +125,12 @@ class KVCache:
 
         def append(buffer_BGSC, rows_BGPC):
             if path_BP is not None:
-                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
+                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=rows_BGPC.ndim - 2)
             written = write(buffer_BGSC, rows_BGPC, starts)
             return sharding.whole_heads(row_major(written), self.split)
 
-        return KVCache(
-            tuple(map(append, self.keys, block.keys)),
-            tuple(map(append, self.values, block.values)),
-            lengths_B,
-            self.distances,
-        )
+        keys, values = jax.tree.map(append, (self.keys, self.values), (block.keys, block.values))
+        return KVCache(keys, values, lengths_B, self.distances)
 
     def extend(self, output: ModelOutput) -> "KVCache":
         """Returns the cache with all tokens of a pass appended, as for a prompt."""
@@ -137,7 +146,7 @@ def splits_slots(slots: int) -> bool:
 
 def _write_rows(buffer_BGSC: Array, rows_BGPC: Array, starts_B: Array) -> Array:
     """Returns a buffer with new rows from slot `starts_B` on."""
-    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
+    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=buffer_BGSC.ndim - 3)
     return jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts_B)
 
 
@@ -186,21 +195,22 @@ def row_major(buffer: Array) -> Array:
     return lax.platform_dependent(buffer, tpu=constrained, default=lambda buffer: buffer)
 
 
-def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:
-    """Returns an empty cache; `shape` is [B, G, S, C]."""
-    buffers = tuple(jnp.zeros(shape, dtype) for _ in range(2 * num_layers))
+def empty(
+    num_layers: int, shape: tuple[int, ...], dtype, distances: tuple, stacked: bool = False
+) -> KVCache:
+    """Returns an empty cache; `shape` is [B, G, S, C]. `stacked`: in one array for all layers."""
+    keys, values = (layered.zeros(num_layers, shape, dtype, stacked) for _ in range(2))
     if splits_slots(shape[2]):
-        buffers = tuple(sharding.whole_heads(buffer, split=True) for buffer in buffers)
-    lengths = jnp.zeros(shape[0], jnp.int32)
-    return KVCache(buffers[:num_layers], buffers[num_layers:], lengths, distances)
+        split = functools.partial(sharding.whole_heads, split=True)
+        keys, values = jax.tree.map(split, (keys, values))
+    return KVCache(keys, values, jnp.zeros(shape[0], jnp.int32), distances)
 
 
-def empty_block(num_layers: int, shape: tuple[int, ...], dtype) -> Block:
-    """Returns an empty block with room for P nodes; `shape` is [B, G, P, C]."""
-    buffers = tuple(jnp.zeros(shape, dtype) for _ in range(2 * num_layers))
-    return Block(
-        buffers[:num_layers],
-        buffers[num_layers:],
-        jnp.full((shape[0], shape[2]), -1, jnp.int32),
-        jnp.zeros((), jnp.int32),
-    )
+def empty_block(num_layers: int, shape: tuple[int, ...], dtype, stacked: bool = False) -> Block:
+    """Returns an empty block with room for P nodes; `shape` is [B, G, P, C].
+
+    `stacked`: in one array for all layers.
+    """
+    keys, values = (layered.zeros(num_layers, shape, dtype, stacked) for _ in range(2))
+    positions = jnp.full((shape[0], shape[2]), -1, jnp.int32)
+    return Block(keys, values, positions, jnp.zeros((), jnp.int32))

@@ -5,12 +5,12 @@ to them strongly, and a window without them gives poor predictions.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from spsjax import tree
+from spsjax.models.caches import layered
 from spsjax.models.caches.dense import KVCache, row_major
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
@@ -72,18 +72,15 @@ class WindowCache(KVCache):
 
         def scatter(buffer_BGSC, rows_BGPC):
             if path_BP is not None:
-                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
+                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=rows_BGPC.ndim - 2)
             written = jax.vmap(put)(buffer_BGSC, rows_BGPC, index)
             return sharding.whole_heads(row_major(written))
 
         old = self.slot_positions[..., None]
         slot_positions = jax.vmap(put)(old, positions[..., None], index)[..., 0]
+        keys, values = jax.tree.map(scatter, (self.keys, self.values), (block.keys, block.values))
         return dataclasses.replace(
-            self,
-            keys=tuple(map(scatter, self.keys, block.keys)),
-            values=tuple(map(scatter, self.values, block.values)),
-            lengths=lengths_B,
-            slot_positions=slot_positions,
+            self, keys=keys, values=values, lengths=lengths_B, slot_positions=slot_positions
         )
 
 
@@ -92,11 +89,18 @@ SLACK = 32
 
 
 def empty_window(
-    num_layers: int, shape: tuple[int, ...], dtype, distances: tuple, sinks: int
+    num_layers: int,
+    shape: tuple[int, ...],
+    dtype,
+    distances: tuple,
+    sinks: int,
+    stacked: bool = False,
 ) -> WindowCache:
-    """Returns an empty cache; `shape` is [B, G, S, C], with the slots of the sinks."""
-    zeros = functools.partial(jnp.zeros, shape, dtype)
-    keys, values = (tuple(zeros() for _ in range(num_layers)) for _ in range(2))
+    """Returns an empty cache; `shape` is [B, G, S, C], with the slots of the sinks.
+
+    `stacked`: in one array for all layers.
+    """
+    keys, values = (layered.zeros(num_layers, shape, dtype, stacked) for _ in range(2))
     lengths = jnp.zeros(shape[0], jnp.int32)
     slot_positions = jnp.full((shape[0], shape[2]), -1, jnp.int32)
     return WindowCache(keys, values, lengths, distances, slot_positions, sinks)
