@@ -201,7 +201,7 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture
 def exact_buffers(monkeypatch):
     """Buffers as long as needed, not of 32 slots or more: large batches run 7 times faster."""
-    monkeypatch.setattr(decode.sizes, "num_slots", lambda length: length)
+    monkeypatch.setattr(decode.sizes, "num_slots", lambda length, roomy=False: length)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,17 @@
 import jax.numpy as jnp
 from jax import lax
 
+from spsjax.decode import sizes
 from spsjax.decode.schedule import Costs
 from spsjax.decode.state import DecodeState, Program
 from spsjax.models import caches as kv
-from spsjax.models import transformer
+from spsjax.models import layer_stack, transformer
 from spsjax.models.caches import layered
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Chunk, PyTree
 
+LOOPED_WIDTHS = 128, 32  # of chunks of prompts, where layers run in a loop
+ROOM = 1 / 6  # the most entries of caches per weight for which buffers are roomy
 PREFILL_SCORES = 2**22  # the most attention scores (tokens x slots) per head and row in one pass
 
 
@@ -37,18 +40,71 @@ def prefill(
         keys_B: one key per row.
         costs: what the program's schedule knows before the first round.
     """
-    B, T = tokens_BT.shape
-    width = chunk_width(T, max_chunk(program, slots))
-    count = -(-T // width)
-    if count == 1:
-        carry = read_first(program, slots, width, params, tokens_BT, lengths_B)
+    widths = chunk_widths(program, slots, tokens_BT.shape[1])
+    if widths == (tokens_BT.shape[1],):
+        carry = read_first(program, slots, *widths, params, tokens_BT, lengths_B)
     else:
-
-        def chunk(index, carry):
-            return read(program, width, params, tokens_BT, lengths_B, index * width, carry)
-
-        carry = lax.fori_loop(0, count, chunk, empty_caches(program, slots, B, params))
+        carry = read_all(program, slots, widths, params, tokens_BT, lengths_B)
     return begin(program, params, carry, rows, tokens_BT, lengths_B, limits_B, keys_B, costs)
+
+
+def read_all(
+    program: Program,
+    slots: int,
+    widths: tuple[int, ...],
+    params: PyTree,
+    tokens_BT: Array,
+    lengths_B: Array,
+) -> tuple[kv.KVCache, PyTree]:
+    """Returns cache and drafter state after prompts, read in chunks of descending widths.
+
+    With several widths the number of chunks is data, so that one program reads prompts of all
+    lengths up to T.
+    """
+    B, T = tokens_BT.shape
+    longest = T if len(widths) == 1 else jnp.max(lengths_B)
+    carry = jnp.zeros((), jnp.int32), empty_caches(program, slots, B, params)
+    for width in widths:
+        # A few tokens more than a chunk of padding allows are left to the next width.
+        left = 0 if width == widths[-1] else width - kv.SLACK
+
+        def chunk(carry, width=width):
+            start, caches = carry
+            return start + width, read(program, width, params, tokens_BT, lengths_B, start, caches)
+
+        carry = lax.while_loop(lambda carry, left=left: carry[0] < longest - left, chunk, carry)
+    return carry[1]
+
+
+def chunk_widths(program: Program, slots: int, tokens: int) -> tuple[int, ...]:
+    """Returns the widths of the chunks in which prompts of up to `tokens` are read, descending.
+
+    A loop over layers compiles fast, so that there are two of them. Otherwise there is one.
+    """
+    most = max_chunk(program, slots)
+    if not layer_stack.is_looped(program.target):
+        return (chunk_width(tokens, most),)
+    return tuple(width for width in LOOPED_WIDTHS if width <= min(most, tokens)) or (
+        chunk_width(tokens, most),
+    )
+
+
+def buffer_width(program: Program, slots: int, longest: int) -> int:
+    """Returns the number of tokens T to which prompts are padded, the longest of which is given.
+
+    It is the size of the buffers where one program reads prompts of all lengths.
+    """
+    return slots if layer_stack.is_looped(program.target) else sizes.num_slots(longest)
+
+
+def has_room(program: Program, rows: int, slots: int) -> bool:
+    """Returns whether caches of so many slots take little time to read beside the weights.
+
+    Then texts of many lengths share the sizes of their buffers.
+    """
+    config = program.target
+    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * slots
+    return layer_stack.is_looped(config) and cached <= ROOM * config.num_weights
 
 
 def max_chunk(program: Program, slots: int) -> int:

@@ -14,12 +14,15 @@ from spsjax.decode.state import Program
 from spsjax.types import Array, Block, ModelOutput, Proposal, Verdict
 
 
-def num_slots(length: int) -> int:
+def num_slots(length: int, roomy: bool = False) -> int:
     """Returns the smallest of 32, 48, 64, 96, 128, 192, ... that is at least `length`.
 
-    Buffers have these sizes, so that a new length rarely needs a new program.
+    Buffers have these sizes, so that a new length rarely needs a new program. `roomy`: of 384,
+    1536, 6144, ..., so that few texts need another program than the one before.
     """
-    size = 32
+    size = 384 if roomy else 32
+    while roomy and size < length:
+        size *= 4
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size

@@ -40,24 +40,40 @@ class Batch:
         """The most new tokens per prompt."""
         return (self.limits - self.lengths)[: len(self.prompts)].tolist()
 
-    def slots(self, num_speculative_tokens: int) -> int:
-        """Returns the size of buffers that have room for all texts, and for K + 1 more tokens."""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.lengths.max())
+
+    def slots(self, num_speculative_tokens: int, roomy: bool = False) -> int:
+        """Returns the size of buffers that have room for all texts, and for K + 1 more tokens.
+
+        `roomy` is as for `sizes.num_slots`.
+        """
         needed = int(self.limits.max()) + num_speculative_tokens + 1
-        return max(sizes.num_slots(int(self.lengths.max())), sizes.num_slots(needed))
+        return max(sizes.num_slots(self.longest, roomy), sizes.num_slots(needed, roomy))
 
     @functools.cached_property
-    def inputs(self) -> tuple:
-        """Arrays for `decode.prompt.prefill`. With several processes, all must ask for them."""
+    def arrays(self) -> tuple:
+        """Sampling parameters, lengths, limits and keys of the rows, on their devices.
+
+        With several processes, all must ask for them.
+        """
         count, B = len(self.prompts), len(self.lengths)
-        tokens = np.zeros((B, sizes.num_slots(int(self.lengths.max()))), np.int32)
-        for row, prompt in enumerate(self.prompts):
-            tokens[row, : len(prompt)] = prompt
-            tokens[row, len(prompt) :] = prompt[-1]  # masked; known to be a token of the model
         rows = jax.tree.map(lambda column: np.pad(column, (0, B - count)), self.params.rows(count))
         where = sharding.batch_sharding(self.mesh)
         with sharding.use_mesh(self.mesh):
             keys = jax.jit(_keys, static_argnums=1, out_shardings=where)(np.uint32(self.seed), B)
-            return (*jax.device_put((rows, tokens, self.lengths, self.limits), where), keys)
+            return (*jax.device_put((rows, self.lengths, self.limits), where), keys)
+
+    def inputs(self, width: int) -> tuple:
+        """Returns arrays for `decode.prompt.prefill`, with prompts padded to `width` tokens."""
+        tokens = np.zeros((len(self.lengths), width), np.int32)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+            tokens[row, len(prompt) :] = prompt[-1]  # masked; known to be a token of the model
+        rows, *others = self.arrays
+        return rows, jax.device_put(tokens, sharding.batch_sharding(self.mesh)), *others
 
 
 def batch_of(

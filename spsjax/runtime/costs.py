@@ -211,7 +211,7 @@ class _Clock:
         self.state = None  # there need not be room for two
         limits = np.zeros(len(self.batch.lengths), np.int32)  # 0: a row that only fills the mesh
         limits[: self.count] = _last_length(self.loop)
-        rows, tokens, lengths, _, keys = self.batch.inputs
+        rows, tokens, lengths, _, keys = self.loop.inputs(self.batch)
         # The random numbers differ from those of the call, whose depths must not depend on its
         # draws. No row is as long as the number that is folded in, so no round has these keys.
         keys = _folding(keys.sharding)(keys, _OWN_KEYS)

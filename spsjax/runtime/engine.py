@@ -106,7 +106,7 @@ class Engine:
             raise InputError(f"submit: expected process 0, found process {jax.process_index()}")
         submitted = self._request(prompt, sampling, max_new_tokens, seed, stop_token_ids)
         if jax.process_count() == 1:
-            _ = submitted.batch.inputs  # made here, so that the loop need not wait for them
+            _ = submitted.batch.arrays  # made here, so that the loop need not wait for them
         with self._changed:
             if self._closed:
                 raise InputError("submit: expected an open engine, found a closed one")

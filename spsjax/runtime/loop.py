@@ -52,10 +52,14 @@ class Loop:
 
     def read(self, batch: Batch, costs: Costs | None = None) -> DecodeState:
         """Returns the state after a batch's prompts; `costs` are for the program's schedule."""
-        return self.read_arrays(batch.inputs, costs)
+        return self.read_arrays(self.inputs(batch), costs)
+
+    def inputs(self, batch: Batch) -> tuple:
+        """Returns a batch as the arrays that `read_arrays` takes."""
+        return batch.inputs(prompt.buffer_width(self.program, self.slots, batch.longest))
 
     def read_arrays(self, inputs: tuple, costs: Costs | None = None) -> DecodeState:
-        """Returns the state after prompts; `inputs` are arrays like `Batch.inputs`."""
+        """Returns the state after prompts; `inputs` are arrays like those of `inputs`."""
         prefill = self.call(prompt.prefill, self.program, self.slots)
         return prefill(self.params, *inputs, costs)
 
@@ -69,7 +73,7 @@ class Loop:
     def empty(self, batch: Batch, costs: Costs | None = None) -> DecodeState:
         """Returns a state with the rows of a batch, of which nothing is read, for `insert`."""
         empty = self.call(prompt.empty, self.program, self.slots)
-        return empty(self.params, *batch.inputs, costs)
+        return empty(self.params, *self.inputs(batch), costs)
 
     def read_chunk(
         self,
@@ -95,7 +99,7 @@ class Loop:
     ) -> DecodeState:
         """Returns the state after the last chunk of a batch; the caches are used up."""
         begin = self.call(prompt.begin, self.program, donate=1)
-        sampled, _, *others = batch.inputs
+        sampled, *others = batch.arrays
         return begin(self.params, caches, sampled, tokens_BS, *others, costs)
 
     def insert(self, state: DecodeState, row: int, fresh: DecodeState) -> DecodeState:

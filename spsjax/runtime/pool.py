@@ -85,7 +85,7 @@ class Pool:
     def read(self, reading: Reading) -> DecodeState | None:
         """Reads the next chunk of a prompt; after the last one, returns the state of its row."""
         width = min(self.chunk, sizes.num_slots(reading.length), self.loop.slots)
-        lengths = reading.batch.inputs[2]
+        _, lengths, *_ = reading.batch.arrays
         reading.caches = self.loop.read_chunk(
             reading.tokens, lengths, reading.count, reading.caches, width=width
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from spsjax import verifiers
-from spsjax.decode import Program
+from spsjax.decode import Program, prompt
 from spsjax.errors import check_flag
 from spsjax.loading import Model
 from spsjax.parallel import multihost
@@ -85,7 +85,10 @@ class Setup:
         """
         call = prompts.prompts, prompts.new_tokens, prompts.params, prompts.seed
         multihost.check_same_everywhere(caller, self.program, *call, self.model.mesh)
-        slots, rows = prompts.slots(self.num_speculative_tokens), len(prompts.lengths)
+        rows, K = len(prompts.lengths), self.num_speculative_tokens
+        slots = prompts.slots(K, roomy=True)
+        if not prompt.has_room(self.program, rows, slots):
+            slots = prompts.slots(K)
         arguments = "prompts, max_new_tokens"
         memory.check(arguments, self.program, self.params, rows, slots, self.model.mesh)
         return self.loop(slots)

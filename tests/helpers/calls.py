@@ -47,7 +47,7 @@ class Call:
     @property
     def inputs(self):
         """Arrays for `decode.prompt.prefill`."""
-        return self.batch.inputs
+        return self.loop.inputs(self.batch)
 
     def prefill(self, costs=None):
         """Returns the state after the prompts."""

@@ -241,6 +241,7 @@ def test_long_texts_attend_in_turn(monkeypatch, changes):
     for module in (attention, layers):
         monkeypatch.setattr(module, "QUERY_CHUNK", 5)
     monkeypatch.setattr(layers, "attend", counted)
+    jax.clear_caches()  # the layer was traced above
     actual = jax.jit(lambda params: loss_and_gradient(params))(params)
     assert attended == {(5, 13)}
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -115,10 +115,10 @@ def fitting(name: str, drafts, rule: str | None, target) -> list[tuple[str, str]
     for shape, drafter in drafts.items() if rule else ():
         setup = Setup(target, drafter, None, rule, False)
         batch = setup.batch([[0]], SamplingParams(), 1, 0)
-        slots = batch.slots(setup.num_speculative_tokens)
-        prefill = functools.partial(decode.prompt.prefill, setup.program, slots)
+        loop = setup.loop(batch.slots(setup.num_speculative_tokens))
+        prefill = functools.partial(decode.prompt.prefill, setup.program, loop.slots)
         try:
-            state = jax.eval_shape(prefill, setup.params, *batch.inputs)
+            state = jax.eval_shape(prefill, setup.params, *loop.inputs(batch))
             jax.eval_shape(functools.partial(decode.step.step, setup.program), setup.params, state)
             fits.append((shape, rule))
         except InputError as error:
