@@ -17,7 +17,7 @@ from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
 from spsjax.types import PyTree
-from spsjax.utils import bfloat16
+from spsjax.utils import bfloat16, program_cache
 
 # Files of a model folder that `save` writes or removes.
 FILES = (
@@ -137,6 +137,7 @@ def load(
     Raises:
         InputError: no model of that name, or files that cannot be used.
     """
+    program_cache.use()
     compute_type(dtype)
     quantization.check_kind(quantize)
     folder = folder_of(name, weights=True)

@@ -20,6 +20,7 @@ from spsjax.parallel import sharding
 from spsjax.training import losses
 from spsjax.training.optimizer import OptimizerConfig
 from spsjax.types import Array, PyTree
+from spsjax.utils import program_cache
 
 # (params, frozen, batch) -> metrics by name, each [B, T]. The step minimises the one named "loss".
 PerTokenMetrics = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
@@ -121,6 +122,7 @@ def make_step(metrics_of: PerTokenMetrics, optimizer: OptimizerConfig) -> Callab
             "optimizer": optimizer_state,
         }, metrics
 
+    program_cache.use()
     return jax.jit(train_step, donate_argnums=0)
 
 
@@ -193,6 +195,7 @@ def random_params(
     init: Callable[..., PyTree], param_shapes: PyTree, seed: int, *arguments: PyTree
 ) -> PyTree:
     """Returns random parameters `init(key, *arguments)`, created directly in their shardings."""
+    program_cache.use()
     shardings = jax.tree.map(lambda shape: shape.sharding, param_shapes)
     return jax.jit(init, out_shardings=shardings)(jax.random.key(seed), *arguments)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jax import monitoring
 
-from spsjax.utils import traced
+from spsjax.utils import program_cache, traced
 
 _jitted = {}
 _newest = threading.local()  # `ended`: end of this thread's last compilation
@@ -50,6 +50,7 @@ def jitted(
 
     The arguments are those of `compiled`.
     """
+    program_cache.use()
     static, numbers = traced.split(static)
     key = function, static, donate
     if key not in _jitted:
