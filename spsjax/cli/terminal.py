@@ -15,6 +15,7 @@ from spsjax.parallel import multihost
 from spsjax.planning.outcome import Table as PlainTable
 from spsjax.runtime import rounds
 from spsjax.runtime.rounds import Totals
+from spsjax.utils import compile_line
 from spsjax.utils.progress import Bar, Progress
 
 _STYLES = {
@@ -47,15 +48,15 @@ def stream(
     """
     console, totals = Console(highlight=False), Totals()
     start = time.perf_counter()
-    with Console(stderr=True).status("compiling"):
-        _, steps = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
-        next(steps, None)
+    _, steps = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
+    next(steps, None)
     totals.warm_up = time.perf_counter() - start
     ids, steps = generation.rounds(model, prompt, drafter, num_speculative_tokens, **options)
-    paint(console, shown, "dim" if colour else "")
-    for text, kind in rounds.pieces(model.tokenizer, ids, totals.count(steps)):
-        paint(console, text, _STYLES[kind][0] if colour else "")
-    print(flush=True)
+    with compile_line.off():  # it would be written over the text
+        paint(console, shown, "dim" if colour else "")
+        for text, kind in rounds.pieces(model.tokenizer, ids, totals.count(steps)):
+            paint(console, text, _STYLES[kind][0] if colour else "")
+        print(flush=True)
     if colour and totals.proposed:
         console.print(legend(), soft_wrap=True)
     return totals

@@ -7,15 +7,40 @@ from collections.abc import Callable
 import jax
 from jax import monitoring
 
-from spsjax.utils import program_cache, traced
+from spsjax.utils import compile_line, program_cache, traced
 
 _jitted = {}
-_newest = threading.local()  # `ended`: end of this thread's last compilation
+
+
+class _Newest(threading.local):
+    """Newest compilation of a thread.
+
+    Attributes:
+        ended: time of its end.
+        calls: whether the thread is in a call of a jitted function, which compiles what it traces.
+        traces: whether the thread traces a program now; what JAX compiles meanwhile are constants.
+        shown: what `compile_line.end` needs while it runs.
+    """
+
+    ended = float("-inf")
+    calls = traces = False
+    shown = None
+
+    def end_line(self) -> None:
+        """Ends its line on the terminal, if it has one."""
+        if self.shown is not None:
+            compile_line.end(self.shown)
+            self.shown = None
+
+
+_newest = _Newest()
 
 
 def _note_compilation(event: str, seconds: float, **_) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         _newest.ended = time.perf_counter()
+        if not _newest.traces:
+            _newest.end_line()
 
 
 monitoring.register_event_duration_secs_listener(_note_compilation)
@@ -36,9 +61,13 @@ def compiled(function: Callable, *static, donate: int | None = None) -> Callable
     program, numbers = jitted(function, *static, donate=donate)
 
     def call(*args):
-        start = time.perf_counter()
-        result = program(numbers, *args)  # returns after compilation, before the program ends
-        return result, max(getattr(_newest, "ended", start) - start, 0.0)
+        start, _newest.calls = time.perf_counter(), True
+        try:
+            result = program(numbers, *args)  # returns after compilation, before the program ends
+        finally:
+            _newest.calls = False
+            _newest.end_line()  # it has not ended if tracing or compilation failed
+        return result, max(_newest.ended - start, 0.0)
 
     return call
 
@@ -56,7 +85,14 @@ def jitted(
     if key not in _jitted:
 
         def run(numbers, *args):
-            return function(*traced.join(static, numbers), *args)
+            if not _newest.calls or _newest.traces:
+                return function(*traced.join(static, numbers), *args)
+            _newest.end_line()
+            _newest.shown, _newest.traces = compile_line.begin(function.__name__), True
+            try:
+                return function(*traced.join(static, numbers), *args)
+            finally:
+                _newest.traces = False
 
         run.__name__ = run.__qualname__ = function.__name__  # the name in profiles
         _jitted[key] = jax.jit(run, donate_argnums=() if donate is None else donate + 1)
