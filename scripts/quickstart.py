@@ -5,6 +5,7 @@ bash scripts/quickstart.sh    # creates an environment and runs this file
 Every key of the config is a flag; configs/experiments/quickstart.py lists them.
 """
 
+import dataclasses
 import pathlib
 
 import _environment  # noqa: F401 (must be first: names a package that is missing)
@@ -13,7 +14,7 @@ from ml_collections import config_flags
 
 import spsjax
 from spsjax.benchmarks import speed, speed_report, workloads
-from spsjax.benchmarks.summary import SystemSummary, fastest
+from spsjax.benchmarks.summary import SystemSummary, fastest, share_cold_times
 from spsjax.cli import configs, main, terminal
 from spsjax.errors import check_integer
 from spsjax.models import transformer
@@ -38,8 +39,8 @@ def run():
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
 
-    trial = fastest(speed.trial(config, target, draft, terminal.progress("trying K")))
-    counts = {name: system.num_speculative_tokens for name, system in trial.items()}
+    trial = speed.trial(config, target, draft, terminal.progress("trying K"))
+    counts = {name: system.num_speculative_tokens for name, system in fastest(trial).items()}
     best = ", ".join(f"K = {count} ({name})" for name, count in counts.items())
     print(f"Fastest of K = {config.num_speculative_tokens} in a short trial here: {best}")
     config.num_speculative_tokens = tuple(sorted(set(counts.values())))
@@ -61,6 +62,8 @@ def run():
     terminal.heading(f"{config.max_new_tokens} tokens after held-out code, one text at a time")
     progress = terminal.progress("measuring")
     report = speed.speed_benchmark(config, target, draft, progress=progress)
+    # The trial has compiled the programs.
+    report = dataclasses.replace(report, systems=share_cold_times(report.systems, trial))
     terminal.print_tables(speed_report.tables(report)[:1])
     print("\n".join(speed_report.sentences(report)))
     print(f"\n{verdict(report.systems)}\nTests of exactness: bash scripts/test.sh")

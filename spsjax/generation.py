@@ -38,9 +38,12 @@ class Stats:
             sequence or a full budget cut the block off.
         seconds: run time in seconds, prompt included.
         prompt_seconds: seconds of it that the prompt took.
-        compile_seconds: seconds to compile, and to measure costs for K = "auto": in the first call
-            of every bucket of lengths, for hybrids and rules that end chains also of every set of
-            sampling parameters.
+        compile_seconds: seconds to compile or to read compiled programs from the cache on the disk,
+            and to measure costs for K = "auto": in the first call of every bucket of lengths, for
+            hybrids and rules that end chains also of every set of sampling parameters.
+        first_token_seconds: time to the first token without compilation: that of the prompt and of
+            a mean round. The loop runs on the device and is not interrupted to measure it.
+        cold_first_token_seconds: the same with `compile_seconds`: what this call's user waited.
     """
 
     target_calls: int
@@ -51,6 +54,18 @@ class Stats:
     seconds: float
     prompt_seconds: float
     compile_seconds: float
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Time to the first token without compilation."""
+        return self.prompt_seconds + (self.seconds - self.prompt_seconds) / max(
+            self.target_calls, 1
+        )
+
+    @property
+    def cold_first_token_seconds(self) -> float:
+        """Time to the first token with compilation."""
+        return self.first_token_seconds + self.compile_seconds
 
 
 @dataclasses.dataclass(frozen=True)

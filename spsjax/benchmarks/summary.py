@@ -39,7 +39,13 @@ class SystemSummary:
     ms_per_token: float  # time per token of whole calls, prompts included, compile time excluded
     ms_per_token_std: float  # standard deviation of `ms_per_token` over texts, weighted by tokens
     latency_ms: dict[int, float]  # time per call by percentile
-    compile_seconds: float = 0.0  # total compile time, which no other figure includes
+    compile_seconds: float = 0.0  # total compile time, which else `cold_first_token_ms` includes
+    # Time to the first token without compilation: mean over texts of the time of the prompt and of
+    # one round.
+    first_token_ms: float | None = None
+    # The longest one with compilation, or with reading what an earlier process compiled. What other
+    # systems compiled before is not compiled again.
+    cold_first_token_ms: float | None = None
     block_efficiency: float | None = None  # new tokens per target call
     # Accepted / proposed draft tokens; None without proposed tokens.
     acceptance_rate: float | None = None
@@ -125,7 +131,29 @@ def summarize(records: Sequence[dict], scores: Scores | None = None) -> list[Sys
                 pair = scores.get(key, {}), scores.get(base, {})
                 summary = _compare(summary, examples, chosen[base], names, *pair)
             summaries.append(summary)
-    return summaries
+    return share_cold_times(summaries)
+
+
+def share_cold_times(
+    systems: Sequence[SystemSummary], earlier: Sequence[SystemSummary] = ()
+) -> list[SystemSummary]:
+    """Returns summaries with the longest cold time of their system in any setting.
+
+    Settings of a system share its programs, so that only the first one compiles them. `earlier` are
+    summaries of measurements before these, in the same process.
+    """
+    longest: dict[tuple, float] = {}
+    for summary in (*earlier, *systems):
+        key = summary.system, summary.num_speculative_tokens
+        longest[key] = max(longest.get(key, 0.0), summary.cold_first_token_ms or 0.0)
+    return [
+        summary
+        if summary.cold_first_token_ms is None
+        else dataclasses.replace(
+            summary, cold_first_token_ms=longest[summary.system, summary.num_speculative_tokens]
+        )
+        for summary in systems
+    ]
 
 
 def _merge_repetitions(records: Sequence[dict]) -> list[dict]:
@@ -191,6 +219,9 @@ def _loop_figures(examples: Examples, K: int) -> dict:
     figures = {
         "block_efficiency": float(tokens / calls),
         "ms_per_round": 1e3 * sum(map(_loop_seconds, records)) / calls,
+        "first_token_ms": 1e3 * statistics.mean(map(_first_token_seconds, records)),
+        "cold_first_token_ms": 1e3
+        * max(_first_token_seconds(record) + record["compile_seconds"] for record in records),
     }
     if proposed:
         accepted = np.arange(len(histogram)) @ histogram
@@ -274,6 +305,11 @@ def _totals(examples: Examples) -> tuple[np.ndarray, np.ndarray]:
 def _loop_seconds(record: dict) -> float:
     """Returns the seconds of a call without its prompt."""
     return record["seconds"] - record["prompt_seconds"]
+
+
+def _first_token_seconds(record: dict) -> float:
+    """Returns the seconds of a call until its first token, as `generation.Stats` defines them."""
+    return record["prompt_seconds"] + _loop_seconds(record) / max(record["target_calls"], 1)
 
 
 def _seconds_per_round(group: Sequence[dict]) -> float:

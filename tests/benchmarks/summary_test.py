@@ -93,6 +93,25 @@ def test_summarize_merges_repetitions_by_medians():
     assert system.ms_per_round == pytest.approx(1e3)  # loops of 8, 2 and 2 s, of two rounds each
     assert system.round_cost.scoring == pytest.approx(0.5)
     assert system.compile_seconds == 3
+    assert system.first_token_ms == pytest.approx(3e3 + 1e3)  # the prompt and one round
+    assert system.cold_first_token_ms == pytest.approx(4e3 + 3e3)
+
+
+def test_summarize_shares_cold_times_between_settings():
+    """Only the first setting of a system compiles its programs, or a measurement before it."""
+    counts = {"prompt_seconds": 1.0, "target_calls": 1, "accepted_histogram": [1]}
+    counts["proposed_tokens"] = 0
+    records = [
+        record("ArS", example, [7], seconds, **counts | {"setting": setting, "compile_seconds": c})
+        for setting, seconds, c in (("warm", 2.0, 5.0), ("greedy", 3.0, 0.0))
+        for example in "ab"
+    ]
+    systems = summary.summarize(records)
+    assert [system.first_token_ms for system in systems] == [2e3, 3e3]
+    assert [system.cold_first_token_ms for system in systems] == [7e3, 7e3]
+    earlier = [dataclasses.replace(systems[0], cold_first_token_ms=9e3)]
+    shared = summary.share_cold_times(systems, earlier)
+    assert [system.cold_first_token_ms for system in shared] == [9e3, 9e3]
 
 
 def test_summarize_compares_loops_at_the_same_examples():
