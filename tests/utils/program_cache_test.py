@@ -29,8 +29,11 @@ def chain(x):
         x = jnp.sort(jnp.sin(x) @ jnp.cos(x))
     return x
 
-result, seconds = compiled(chain)(jnp.eye(16))
-print(float(result.sum()), hits.count("/jax/compilation_cache/cache_hits"))
+start = jnp.eye(16)
+hits.clear()
+result, seconds = compiled(chain)(start)
+count = hits.count("/jax/compilation_cache/cache_hits")
+print(float(result.sum()), count)
 """
 
 
