@@ -12,13 +12,13 @@ from spsjax.planning.outcome import Table
 def tables(report: SpeedReport, mark: str = "") -> list[Table]:
     """Returns a table of the systems, and one of the acceptance by position at the largest K.
 
-    `mark` is a caveat that every row repeats. The first token of a cold program waits for its
-    compilation, or until it is read from the cache on the disk.
+    `mark` is a caveat that every row repeats. "1st, ms" is the time to the first token, and
+    "cold, s" that of a program that is compiled first, or read from the cache on the disk.
     """
     timed = any(system.round_over_cost for system in report.systems)
-    header = ["setting", "system", "K", "ms/ token", "speed-up", "tokens per call", "accepted"]
-    header += ["first token, ms", "cold, s"]
-    header += ["round / its costs"] if timed else []
+    header = ["setting", "system", "K", "ms/ token", "speed-up", "tokens/ call", "accepted"]
+    header += ["1st, ms", "cold, s"]  # wider ones would break the names of systems
+    header += ["round / costs"] if timed else []
     rows = []
     for system in report.systems:
         speedup = 1.0 if system.role == Role.BASELINE else system.speedup
@@ -47,8 +47,8 @@ def sentences(report: SpeedReport, mark: str = "") -> list[str]:
     lines = [
         f"{prefix}{machine['device']}, {machine['cores']} cores, {machine['dtype']} "
         f"(bfloat16 is {machine['bfloat16']}), "
-        f"Python {machine['python']}, jax {machine['jax']}; only the cold first token includes "
-        f"compilation ({compile_seconds:.0f} s in all)",
+        f"Python {machine['python']}, jax {machine['jax']}; time to the first token (1st): "
+        f"warm in ms, cold in s, which alone includes compilation ({compile_seconds:.0f} s in all)",
         f"{prefix}memory: {rates}; weights: {report.weights_bytes / 1e6:.1f} MB; "
         f"lower bound of ArS: {report.lower_bound_ms:.2f} ms/token",
     ]
