@@ -6,14 +6,12 @@ Stern et al. 2018 (arXiv 1811.03115), with a frozen target.
 Hardware: any.
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={"method": "blockwise", "num_heads": 4, "d_ff": 512},  # hidden units per head
-        target_cache={"store": "nothing"},
-        objective={"steps": 4, "one": True},  # a batch trains one head
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={"method": "blockwise", "num_heads": 4, "d_ff": 512},  # hidden units per head
+    target_cache={"store": "nothing"},
+    objective={"steps": 4, "one": True},  # a batch trains one head
+)

@@ -7,24 +7,22 @@ Hardware: an accelerator. Two CPU cores train a layer 256 wide on 820 tokens per
 texts of 256 tokens), and a layer 512 wide on 1,400 with objective.every=4.
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={
-            "method": "eagle3",
-            **config.LAYER_SIZES,
-            # Width of the layer; 0: the target's, as vLLM needs it. The head is then initialized
-            # with the target's.
-            "d_model": 0,
-            "vocab_size": 0,  # number of drafted tokens, the most frequent of the corpus; 0: all
-            "tap_layers": (),  # layers whose inputs are read; (): a low, a middle and a high one
-            "fc_norm": False,
-            "norm_output": False,
-        },
-        target_cache={"store": "nothing"},  # its states would take 4 kB per token
-        objective={"steps": 7, "decay": 0.8},
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={
+        "method": "eagle3",
+        **config.LAYER_SIZES,
+        # Width of the layer; 0: the target's, as vLLM needs it. The head is then initialized
+        # with the target's.
+        "d_model": 0,
+        "vocab_size": 0,  # number of drafted tokens, the most frequent of the corpus; 0: all
+        "tap_layers": (),  # layers whose inputs are read; (): a low, a middle and a high one
+        "fc_norm": False,
+        "norm_output": False,
+    },
+    target_cache={"store": "nothing"},  # its states would take 4 kB per token
+    objective={"steps": 7, "decay": 0.8},
+)

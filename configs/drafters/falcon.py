@@ -7,13 +7,11 @@ Losses and noise are those of Gao et al. 2024 (arXiv 2412.12639). Their share of
 Hardware: any.
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={"method": "falcon", **config.LAYER_SIZES, "tokens_per_step": 2},
-        objective={"steps": 2, "token": 0.1, "feature": 1.0, "noise": 0.2, "glance": 0.25},
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={"method": "falcon", **config.LAYER_SIZES, "tokens_per_step": 2},
+    objective={"steps": 2, "token": 0.1, "feature": 1.0, "noise": 0.2, "glance": 0.25},
+)

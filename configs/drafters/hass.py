@@ -7,20 +7,18 @@ Hardware: any. Two CPU cores train on 600 tokens per second, of 10 million (AMD 
 of 128 tokens).
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={"method": "eagle", **config.LAYER_SIZES},
-        objective={
-            "steps": 3,
-            "detached": True,
-            "token": 0.1,
-            "feature": 1.0,
-            "top_k": 1.0,
-            "noise": 0.2,
-        },
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={"method": "eagle", **config.LAYER_SIZES},
+    objective={
+        "steps": 3,
+        "detached": True,
+        "token": 0.1,
+        "feature": 1.0,
+        "top_k": 1.0,
+        "noise": 0.2,
+    },
+)

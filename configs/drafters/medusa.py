@@ -7,19 +7,17 @@ alike with --config.objective.decay=1.
 Hardware: any.
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={
-            "method": "medusa",
-            "num_heads": 4,
-            "own_heads": True,  # a vocabulary matrix per head; False: the target's
-            "num_blocks": 1,
-        },
-        target_cache={"store": "nothing"},
-        objective={"steps": 4, "decay": 0.8},
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={
+        "method": "medusa",
+        "num_heads": 4,
+        "own_heads": True,  # a vocabulary matrix per head; False: the target's
+        "num_blocks": 1,
+    },
+    target_cache={"store": "nothing"},
+    objective={"steps": 4, "decay": 0.8},
+)

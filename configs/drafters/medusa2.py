@@ -10,14 +10,11 @@ trained alone, by configs/drafters/medusa.py.
 Hardware: any.
 """
 
-from spsjax.training import config
+from spsjax.cli import sections
 
-
-def get_config():
-    """Returns the config of `medusa.py` with changes."""
-    return config.derived(
-        __file__,
-        "medusa.py",
-        objective={"token": 0.2, "target": 1.0},
-        optimization={"learning_rate": 5e-4},
-    )
+get_config = sections.changed(
+    __file__,
+    "medusa.py",
+    objective={"token": 0.2, "target": 1.0},
+    optimization={"learning_rate": 5e-4},
+)

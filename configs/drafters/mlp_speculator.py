@@ -11,20 +11,18 @@ python scripts/train.py --config=configs/drafters/mlp_speculator.py --workdir=ru
 Hardware: any.
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={
-            "method": "mlp_speculator",
-            "num_steps": 4,
-            "width": 512,
-            "tied": True,
-            "scale_input": True,
-        },
-        target_cache={"store": "nothing"},
-        objective={"steps": 4},
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={
+        "method": "mlp_speculator",
+        "num_steps": 4,
+        "width": 512,
+        "tied": True,
+        "scale_input": True,
+    },
+    target_cache={"store": "nothing"},
+    objective={"steps": 4},
+)

@@ -8,19 +8,17 @@ only the later ones after every fourth.
 Hardware: any.
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.FeaturesConfig`."""
-    return config.default(
-        config.FeaturesConfig,
-        drafter={
-            "method": "spire",
-            "num_layers": 2,  # copies of the target's last layers
-            "sinks": 1,  # first tokens that the drafter attends to
-            "recent": 64,  # last tokens that the drafter attends to
-        },
-        target_cache={"store": "nothing"},
-        objective={"steps": 4, "every": 4, "divergence": "mixed:0.5"},
-    )
+get_config = sections.training(
+    config.FeaturesConfig,
+    drafter={
+        "method": "spire",
+        "num_layers": 2,  # copies of the target's last layers
+        "sinks": 1,  # first tokens that the drafter attends to
+        "recent": 64,  # last tokens that the drafter attends to
+    },
+    target_cache={"store": "nothing"},
+    objective={"steps": 4, "every": 4, "divergence": "mixed:0.5"},
+)

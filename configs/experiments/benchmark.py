@@ -11,30 +11,24 @@ sampling is 1.80 (sampled) and 2.26 (greedy) times as fast as autoregressive sam
 (docs/results.md).
 """
 
-import ml_collections
 from ml_collections import config_dict
 
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the pair, the sampling settings, and the number of prompts and repetitions."""
-    return ml_collections.ConfigDict(
-        {
-            "benchmark": "pair",
-            **sections.pair(),
-            **sections.quantize(),
-            **sections.mesh(slots=1),
-            **sections.settings("sampled", "greedy", sampled=sections.sampling(0.8, 0.95)),
-            "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8),
-            "tree": "",  # file of plan.py: trees in addition to the chains
-            "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
-            **sections.ngram(4),
-            "forced_acceptance": config_dict.placeholder(float),  # for times alone, with --random
-            "router_skew": 0.0,  # with --random: of a mixture, towards its first experts
-            "time_rounds": True,  # time a draft step and a scoring pass alone, too
-            **sections.prompts(),
-            "repetitions": 3,
-            **sections.peer(2, 4, 6, dtypes=("float32", "bfloat16")),
-        }
-    )
+get_config = sections.config(
+    benchmark="pair",
+    **sections.pair(),
+    **sections.quantize(),
+    **sections.mesh(slots=1),
+    **sections.settings("sampled", "greedy", sampled=sections.sampling(0.8, 0.95)),
+    num_speculative_tokens=(1, 2, 3, 4, 5, 6, 7, 8),
+    tree="",  # file of plan.py: trees in addition to the chains
+    verifier="",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
+    **sections.ngram(4),
+    forced_acceptance=config_dict.placeholder(float),  # for times alone, with --random
+    router_skew=0.0,  # with --random: of a mixture, towards its first experts
+    time_rounds=True,  # time a draft step and a scoring pass alone, too
+    **sections.prompts(),
+    repetitions=3,
+    **sections.peer(2, 4, 6, dtypes=("float32", "bfloat16")),
+)

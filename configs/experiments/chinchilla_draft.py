@@ -10,34 +10,19 @@ Chinchilla's choices of optimization and a learning rate for the draft's size.
 Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no time is known.
 """
 
-import pathlib
-import runpy
-
+from spsjax.cli import sections
 from spsjax.training import config
 
-_MODEL = pathlib.Path(__file__).parents[1] / "models" / "chinchilla_draft_4b.py"
+_SHAPE = sections.names_of(__file__, "../models/chinchilla_draft_4b.py")["get_config"]().to_dict()
+_TARGET = sections.names_of(__file__, "chinchilla_target.py")
 
-
-def get_config():
-    """Returns the options of the training, a `config.DraftConfig`."""
-    shape = runpy.run_path(str(_MODEL))["get_config"]()
-    for field in ("vocab_size", "max_positions"):  # taken from the target
-        del shape[field]
-    return config.default(
-        config.DraftConfig,
-        model=shape,
-        target_cache={"store": "nothing"},
-        length=2048,
-        batch=768,
-        steps=50_000,
-        optimization={
-            "learning_rate": 2e-4,
-            "warmup": 1500,
-            "final_rate": 0.1,
-            "weight_decay": 0.1,
-            "accumulate": 6,
-        },
-        compute={"dtype": "bfloat16", "remat": True},
-        mesh={"data": 16, "model": 16},
-        eval_examples=1024,
-    )
+get_config = sections.training(
+    config.DraftConfig,
+    # Vocabulary and context are taken from the target.
+    model={key: _SHAPE[key] for key in _SHAPE if key not in ("vocab_size", "max_positions")},
+    target_cache={"store": "nothing"},
+    batch=768,
+    steps=50_000,
+    optimization=_TARGET["OPTIMIZATION"] | {"learning_rate": 2e-4, "accumulate": 6},
+    **_TARGET["POD"],
+)

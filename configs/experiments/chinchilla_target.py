@@ -11,30 +11,23 @@ From Gopher (Rae et al. 2021, arXiv 2112.11446): 1,500 warm-up steps, gradients 
 Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no time is known.
 """
 
-import pathlib
-import runpy
-
+from spsjax.cli import sections
 from spsjax.training import config
 
-_MODEL = pathlib.Path(__file__).parents[1] / "models" / "chinchilla_70b.py"
+# The draft has these, too.
+OPTIMIZATION = {"warmup": 1500, "final_rate": 0.1, "weight_decay": 0.1}
+POD = {
+    "length": 2048,
+    "compute": {"dtype": "bfloat16", "remat": True},
+    "mesh": {"data": 16, "model": 16},
+    "eval_examples": 1024,
+}
 
-
-def get_config():
-    """Returns the options of the training, a `config.TargetConfig`."""
-    return config.default(
-        config.TargetConfig,
-        model=runpy.run_path(str(_MODEL))["get_config"](),
-        length=2048,
-        batch=1536,
-        steps=445_000,
-        optimization={
-            "learning_rate": 1e-4,
-            "warmup": 1500,
-            "final_rate": 0.1,
-            "weight_decay": 0.1,
-            "accumulate": 12,
-        },
-        compute={"dtype": "bfloat16", "remat": True},
-        mesh={"data": 16, "model": 16},
-        eval_examples=1024,
-    )
+get_config = sections.training(
+    config.TargetConfig,
+    model=sections.names_of(__file__, "../models/chinchilla_70b.py")["get_config"](),
+    batch=1536,
+    steps=445_000,
+    optimization=OPTIMIZATION | {"learning_rate": 1e-4, "accumulate": 12},
+    **POD,
+)

@@ -7,25 +7,18 @@ python scripts/compare.py --config=$C --workdir=runs/verifiers --config.timed=Fa
 Hardware: any; meant for an idle machine.
 """
 
-import ml_collections
-
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the pair, the sampling settings, and the sizes of drafts."""
-    return ml_collections.ConfigDict(
-        {
-            "compare": "verifiers",
-            **sections.pair(),
-            **sections.mesh(),
-            **sections.settings("sampled", "nucleus", "cold", "greedy"),
-            "num_nodes": (4, 8, 16, 32, 64),  # draft tokens per round
-            "levels": 4,  # of trees
-            "longest_chain": 16,
-            "most_children": 8,
-            "planned_for": "nucleus",  # the setting for which the shapes of trees are best
-            "timed": True,  # also run the loop by every rule: time per token, and the test of laws
-            **sections.prompts(),
-        }
-    )
+get_config = sections.config(
+    compare="verifiers",
+    **sections.pair(),
+    **sections.mesh(),
+    **sections.settings("sampled", "nucleus", "cold", "greedy"),
+    num_nodes=(4, 8, 16, 32, 64),  # draft tokens per round
+    levels=4,  # of trees
+    longest_chain=16,
+    most_children=8,
+    planned_for="nucleus",  # the setting for which the shapes of trees are best
+    timed=True,  # also run the loop by every rule: time per token, and the test of laws
+    **sections.prompts(),
+)

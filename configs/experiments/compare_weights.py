@@ -6,23 +6,16 @@ Alternating passes over some tokens are timed, with a cache of the length of a t
 Hardware: any.
 """
 
-import ml_collections
-
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the target, the sampling parameters and the texts."""
-    return ml_collections.ConfigDict(
-        {
-            "compare": "weights",
-            "target": "pystdlib/target",
-            **sections.dtype(),
-            **sections.mesh(),
-            "sampling": sections.sampling(),
-            "num_speculative_tokens": 4,  # when int8 drafts for its own model
-            "rows": (1, 2, 5, 8, 16),  # tokens of the passes that are timed
-            "repetitions": 9,  # of each time, of which the median counts
-            **sections.prompts(24, 256, 64),  # the new tokens follow the first half of each text
-        }
-    )
+get_config = sections.config(
+    compare="weights",
+    target="pystdlib/target",
+    **sections.dtype(),
+    **sections.mesh(),
+    sampling=sections.sampling(),
+    num_speculative_tokens=4,  # when int8 drafts for its own model
+    rows=(1, 2, 5, 8, 16),  # tokens of the passes that are timed
+    repetitions=9,  # of each time, of which the median counts
+    **sections.prompts(24, 256, 64),  # the new tokens follow the first half of each text
+)

@@ -10,61 +10,41 @@ Figures: distilled drafts yield 16 to 19% more tokens per target call at tempera
 draft that continues with cross entropy (docs/distillation.md).
 """
 
-import ml_collections
+from spsjax.cli import sections
 
+_OBJECTIVES = (
+    "cross_entropy",
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "negative_log_acceptance",
+    "lk_hybrid",
+)
+_TEXTS = {
+    "target": {"corpus": 0.0, "target": 1.0},
+    "mixed": {"corpus": 0.5, "draft": 0.5},
+    "draft": {"corpus": 0.0, "draft": 1.0},
+}
+_RUNS = {f"{name}_on_corpus": {"objective": {"name": name}} for name in _OBJECTIVES}
+_RUNS |= {
+    f"{name}_on_{texts}": {"objective": {"name": name}, "mixture": mixture}
+    for name in ("forward_kl", "lk_hybrid")
+    for texts, mixture in _TEXTS.items()
+}
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the runs, as changes of `configs/experiments/pystdlib_draft.py`."""
-    objectives = (
-        "cross_entropy",
-        "forward_kl",
-        "reverse_kl",
-        "jensen_shannon",
-        "total_variation",
-        "negative_log_acceptance",
-        "lk_hybrid",
+get_config = sections.config(
+    **sections.drafts(
+        _RUNS,
+        start={
+            "objective": {"name": "cross_entropy"},
+            "steps": 1500,
+            "optimization": {"learning_rate": 2e-3, "final_rate": 0.5},
+        },
+        objective={"temperatures": (1.0,)},
+        mixture={"samples": 640},
+        eval_every=600,
+        steps=600,
+        optimization={"learning_rate": 1e-3, "warmup": 50},
     )
-    texts = {
-        "target": {"corpus": 0.0, "target": 1.0},
-        "draft": {"corpus": 0.0, "draft": 1.0},
-        "mixed": {"corpus": 0.5, "draft": 0.5},
-    }
-    runs = {
-        f"{objective}_on_corpus": {"objective": {"name": objective}} for objective in objectives
-    }
-    for objective in ("forward_kl", "lk_hybrid"):
-        for name in ("target", "mixed", "draft"):
-            runs[f"{objective}_on_{name}"] = {
-                "objective": {"name": objective},
-                "mixture": texts[name],
-            }
-    return ml_collections.ConfigDict(
-        {
-            "compare": "drafts",
-            "base": "pystdlib_draft",  # a config in this folder
-            "common": {
-                "objective": {"temperatures": (1.0,)},
-                "cache": "",  # folder of the target cache; empty: in the comparison's folder
-                "draft_eval": {"prompts": 64, "new_tokens": 96},
-                "mixture": {"samples": 640},
-                "eval_every": 600,
-                "eval_examples": 128,
-                "steps": 600,
-                "optimization": {"learning_rate": 1e-3, "warmup": 50},
-            },
-            "start": {
-                "objective": {"name": "cross_entropy"},
-                "steps": 1500,
-                "optimization": {"learning_rate": 2e-3, "final_rate": 0.5},
-            },
-            "runs": runs,
-            "speed": {
-                "prompts": 16,  # 0: do not measure speed
-                "prompt_tokens": 64,
-                "max_new_tokens": 96,
-                "repetitions": 2,
-                "num_speculative_tokens": 4,
-                "temperature": 1.0,
-            },
-        }
-    )
+)

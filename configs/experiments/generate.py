@@ -10,30 +10,24 @@ Figures, on two cores of an AMD EPYC (Zen 4) at temperature 0.8 and top-p 0.95: 
 K = 4, and 4.71 without a drafter (docs/results.md).
 """
 
-import ml_collections
 from ml_collections import config_dict
 
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the pair, the drafter and the sampling parameters."""
-    return ml_collections.ConfigDict(
-        {
-            **sections.pair(),
-            **sections.quantize(),
-            **sections.mesh(slots=1),
-            "drafter": "model",  # none, model, or a module of spsjax.drafters
-            # A number; auto: chosen in every round; None: the drafter's own.
-            "num_speculative_tokens": config_dict.placeholder(str),
-            "tree": "",  # file that plan.py wrote: the draft model drafts trees
-            "stop_rule": "",  # "entropy", "confidence:0.4", "adaptive-entropy": ends chains early
-            "verifier": "",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
-            **sections.drafters(),
-            "sampling": sections.sampling(0.8, 0.95),
-            "max_new_tokens": 128,
-            "stop_at_eos": True,
-            "lenience": 1.0,  # below 1: faster, but not the target's distribution
-            "seed": 0,
-        }
-    )
+get_config = sections.config(
+    **sections.pair(),
+    **sections.quantize(),
+    **sections.mesh(slots=1),
+    drafter="model",  # none, model, or a module of spsjax.drafters
+    # A number; auto: chosen in every round; None: the drafter's own.
+    num_speculative_tokens=config_dict.placeholder(str),
+    tree="",  # file that plan.py wrote: the draft model drafts trees
+    stop_rule="",  # "entropy", "confidence:0.4", "adaptive-entropy": ends chains early
+    verifier="",  # one of spsjax.verifiers.NAMES; empty: what suits the drafter
+    **sections.drafters(),
+    sampling=sections.sampling(0.8, 0.95),
+    max_new_tokens=128,
+    stop_at_eos=True,
+    lenience=1.0,  # below 1: faster, but not the target's distribution
+    seed=0,
+)

@@ -14,23 +14,20 @@ Figures, on two CPU cores with --random, 64 new tokens and one repetition: a pas
 takes 299 ms, a draft step 23 ms, and a round 630 ms (docs/models.md).
 """
 
-from spsjax.training import config
+from spsjax.cli import sections
 
-
-def get_config():
-    """Returns `benchmark.py` with another pair, prompt and number of repetitions."""
-    return config.derived(
-        __file__,
-        "benchmark.py",
-        target="gpt2:xl",  # a shape of configs/models, for --random only
-        draft="gpt2:small",
-        run_settings=("greedy",),
-        num_speculative_tokens=(4,),
-        ngram={"num_speculative_tokens": 0},
-        texts=("Alan Turing theorized that computers would one day become",),
-        prompts=1,  # random tokens, with --random
-        prompt_tokens=10,
-        max_new_tokens=256,
-        repetitions=2,
-        peer={"num_speculative_tokens": (4,), "dtypes": ("float32",)},
-    )
+get_config = sections.changed(
+    __file__,
+    "benchmark.py",
+    target="gpt2:xl",  # a shape of configs/models, for --random only
+    draft="gpt2:small",
+    run_settings=("greedy",),
+    num_speculative_tokens=(4,),
+    ngram={"num_speculative_tokens": 0},
+    texts=("Alan Turing theorized that computers would one day become",),
+    prompts=1,  # random tokens, with --random
+    prompt_tokens=10,
+    max_new_tokens=256,
+    repetitions=2,
+    peer={"num_speculative_tokens": (4,), "dtypes": ("float32",)},
+)

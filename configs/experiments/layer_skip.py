@@ -8,19 +8,16 @@ Hardware: any; meant for two CPU cores (15 minutes).
 Figures: docs/drafters.md, "The target drafts for itself".
 """
 
-from spsjax.training import config
+from spsjax.cli import sections
 
-
-def get_config():
-    """Returns the config of `pystdlib_target.py` with changes."""
-    return config.derived(
-        __file__,
-        "pystdlib_target.py",
-        init="pystdlib/target",
-        # Options of `training.layer_skip.LayerSkip`.
-        layer_skip={"dropout": 0.1, "exit_scale": 0.5, "every": 2},
-        compute={"dtype": "bfloat16"},
-        steps=1000,
-        optimization={"learning_rate": 5e-4, "warmup": 50},
-        eval_every=250,
-    )
+get_config = sections.changed(
+    __file__,
+    "pystdlib_target.py",
+    init="pystdlib/target",
+    # Options of `training.layer_skip.LayerSkip`.
+    layer_skip={"dropout": 0.1, "exit_scale": 0.5, "every": 2},
+    compute={"dtype": "bfloat16"},
+    steps=1000,
+    optimization={"learning_rate": 5e-4, "warmup": 50},
+    eval_every=250,
+)

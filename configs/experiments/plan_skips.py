@@ -6,21 +6,14 @@ python scripts/generate.py --config.drafter=early_exit:runs/plan/skips.json --pr
 Hardware: any.
 """
 
-import ml_collections
-
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the target, the sampling parameters and the texts that it writes."""
-    return ml_collections.ConfigDict(
-        {
-            "plan": "skips",
-            "target": "pystdlib/target",
-            **sections.dtype(),
-            **sections.mesh(),
-            "sampling": sections.sampling(0.8, 0.95),
-            "most_tokens": 8,  # greatest K
-            **sections.prompts(),
-        }
-    )
+get_config = sections.config(
+    plan="skips",
+    target="pystdlib/target",
+    **sections.dtype(),
+    **sections.mesh(),
+    sampling=sections.sampling(0.8, 0.95),
+    most_tokens=8,  # greatest K
+    **sections.prompts(),
+)

@@ -14,21 +14,18 @@ it.
 Hardware: any. Attention takes most of the time.
 """
 
-from spsjax.training import config
+from spsjax.cli import sections
 
-
-def get_config():
-    """Returns the config of `pycode_target.py` with changes."""
-    return config.derived(
-        __file__,
-        "pycode_target.py",
-        init="pycode/target",
-        model={"max_positions": 8192, "rope_theta": 1e6},
-        length=8192,
-        batch=1,
-        steps=30,
-        optimization={"learning_rate": 1e-4, "warmup": 5, "final_rate": 0.1, "weight_decay": 0.0},
-        eval_every=15,
-        eval_examples=8,
-        log_every=1,
-    )
+get_config = sections.changed(
+    __file__,
+    "pycode_target.py",
+    init="pycode/target",
+    model={"max_positions": 8192, "rope_theta": 1e6},
+    length=8192,
+    batch=1,
+    steps=30,
+    optimization={"learning_rate": 1e-4, "warmup": 5, "final_rate": 0.1, "weight_decay": 0.0},
+    eval_every=15,
+    eval_examples=8,
+    log_every=1,
+)

@@ -21,22 +21,19 @@ minutes, and has 1.95 nats per token on held-out files (spsjax/pretrained/pycode
 command).
 """
 
-from spsjax.training import config
+from spsjax.cli import sections
 
-
-def get_config():
-    """Returns the config of `pystdlib_target.py` with changes."""
-    return config.derived(
-        __file__,
-        "pystdlib_target.py",
-        data={
-            "train": ("stdlib", "runs/packages/**/*.py"),
-            # Tests repeat each other, and copies of other packages are read twice.
-            "exclude": ("*/tests/*", "*/test/*", "*/test_*", "*/_vendor/*"),
-        },
-        compute={"dtype": "bfloat16"},
-        steps=20_000,
-        optimization={"warmup": 500, "final_rate": 0.05},
-        eval_every=1000,
-        eval_examples=128,
-    )
+get_config = sections.changed(
+    __file__,
+    "pystdlib_target.py",
+    data={
+        "train": ("stdlib", "runs/packages/**/*.py"),
+        # Tests repeat each other, and copies of other packages are read twice.
+        "exclude": ("*/tests/*", "*/test/*", "*/test_*", "*/_vendor/*"),
+    },
+    compute={"dtype": "bfloat16"},
+    steps=20_000,
+    optimization={"warmup": 500, "final_rate": 0.05},
+    eval_every=1000,
+    eval_examples=128,
+)

@@ -10,22 +10,20 @@ Figures on held-out text at temperature 1: acceptance 0.865, greedy agreement 0.
 (docs/results.md).
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.DraftConfig`."""
-    return config.default(
-        config.DraftConfig,
-        model={
-            "d_model": 256,
-            "d_ff": 768,
-            "num_layers": 1,
-            "num_heads": 8,
-            "num_kv_heads": 8,
-            "head_dim": 32,
-        },
-        objective={"temperatures": (0.8,)},
-        steps=15_500,
-        optimization={"learning_rate": 2e-3},
-    )
+get_config = sections.training(
+    config.DraftConfig,
+    model={
+        "d_model": 256,
+        "d_ff": 768,
+        "num_layers": 1,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 32,
+    },
+    objective={"temperatures": (0.8,)},
+    steps=15_500,
+    optimization={"learning_rate": 2e-3},
+)

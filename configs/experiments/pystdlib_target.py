@@ -6,24 +6,22 @@ Hardware: any; meant for two CPU cores. Time: 61 minutes there, partly on a shar
 Figures: 4.04 nats per token on held-out files, and 4.01 in a second run (docs/results.md).
 """
 
+from spsjax.cli import sections
 from spsjax.training import config
 
-
-def get_config():
-    """Returns the options of the training, a `config.TargetConfig`."""
-    return config.default(
-        config.TargetConfig,
-        model={
-            "vocab_size": 4096,
-            "d_model": 512,
-            "d_ff": 1280,
-            "num_layers": 6,
-            "num_heads": 8,
-            "num_kv_heads": 4,
-            "head_dim": 64,
-            "max_positions": 512,
-        },
-        steps=2000,
-        optimization={"warmup": 200, "final_rate": 0.1, "weight_decay": 0.1},
-        eval_every=200,
-    )
+get_config = sections.training(
+    config.TargetConfig,
+    model={
+        "vocab_size": 4096,
+        "d_model": 512,
+        "d_ff": 1280,
+        "num_layers": 6,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "max_positions": 512,
+    },
+    steps=2000,
+    optimization={"warmup": 200, "final_rate": 0.1, "weight_decay": 0.1},
+    eval_every=200,
+)

@@ -8,24 +8,17 @@ Figures there: the best speed-up is 1.97 sampled (K = 5) and 2.14 greedy (K = 4)
 hours, and was 1.79 and 1.90 in another run (docs/results.md).
 """
 
-import ml_collections
-
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns a small `benchmark.py`, a trial and a prompt."""
-    return ml_collections.ConfigDict(
-        {
-            **sections.pair(),
-            "prompt": 'class Stack:\n    """Last in, first out."""\n\n    def __init__(self',
-            "preview": "sampled",  # setting of the text that is shown
-            **sections.settings("sampled", "greedy", sampled=sections.sampling(0.8, 0.95)),
-            "num_speculative_tokens": (2, 3, 4, 5, 6, 8, 10),  # of which a trial finds the fastest
-            "trial_prompts": 2,
-            **sections.ngram(0),
-            "time_rounds": False,
-            **sections.prompts(4),
-            "repetitions": 3,
-        }
-    )
+get_config = sections.config(
+    **sections.pair(),
+    prompt='class Stack:\n    """Last in, first out."""\n\n    def __init__(self',
+    preview="sampled",  # setting of the text that is shown
+    **sections.settings("sampled", "greedy", sampled=sections.sampling(0.8, 0.95)),
+    num_speculative_tokens=(2, 3, 4, 5, 6, 8, 10),  # of which a trial finds the fastest
+    trial_prompts=2,
+    **sections.ngram(0),
+    time_rounds=False,
+    **sections.prompts(4),
+    repetitions=3,
+)

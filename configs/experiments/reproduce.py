@@ -13,47 +13,39 @@ Figures there, in float32: speed-ups of 1.26 (stdlib), 1.11 (XSum) and 1.18 (Hum
 sampling, and of 1.16 over all of Spec-Bench (docs/results.md; other machines there, too).
 """
 
-import ml_collections
-
 from spsjax.cli import sections
 
+_TASKS = "stdlib", "xsum", "human_eval"
+_PLAN = {
+    "settings": (),  # names of the task's settings; (): all
+    "samples": 1,  # per prompt, setting and system
+    "new_tokens": 0,  # 0: as the task has it
+    "limit": 0,  # number of prompts; 0: all that fit into the context
+    "seed": 0,
+    "timed": 100,  # prompts, evenly spaced, at which draft step and scoring are timed
+}
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the pair, the tasks and a plan per artifact. Batch 1 and K = 4 are the paper's."""
-    plan = {
-        "settings": (),  # names of the task's settings; (): all
-        "samples": 1,  # per prompt, setting and system
-        "new_tokens": 0,  # 0: as the task has it
-        "limit": 0,  # number of prompts; 0: all that fit into the context
-        "seed": 0,
-        "timed": 100,  # prompts, evenly spaced, at which draft step and scoring are timed
-    }
-    return ml_collections.ConfigDict(
-        {
-            **sections.pair(),
-            "drafter": "model",  # or a module of spsjax.drafters
-            **sections.drafters(),
-            **sections.mesh(),
-            "tasks": {  # fields of spsjax/benchmarks/tasks/*.py
-                "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
-                "edit": {"characters": 500, "count": 100, "max_new_tokens": 256},
-                # shots: solved example; path: articles; words: number per article, 0 for all.
-                "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
-                "human_eval": {"path": "", "ks": (1, 10, 100), "max_new_tokens": 512},
-                "spec_bench": {"path": "", "max_new_tokens": 1024},
-            },
-            "table1": {
-                "tasks": ("stdlib", "xsum", "human_eval"),
-                "num_speculative_tokens": (4,),
-                "plan": plan,
-            },
-            "figure1": {
-                "tasks": ("stdlib", "xsum", "human_eval"),
-                "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
-                "plan": plan | {"settings": ("nucleus",), "new_tokens": 128, "limit": 30},
-            },
-            "specbench": {"tasks": ("spec_bench",), "num_speculative_tokens": (4,), "plan": plan},
-            "analysed_texts": 40,  # texts per setting whose tokens are analysed
-            **sections.peer(4),
-        }
-    )
+# Batch 1 and K = 4 are the paper's.
+get_config = sections.config(
+    **sections.pair(),
+    drafter="model",  # or a module of spsjax.drafters
+    **sections.drafters(),
+    **sections.mesh(),
+    tasks={  # fields of spsjax/benchmarks/tasks/*.py
+        "stdlib": {"lines": 20, "count": 100, "least": 3, "max_new_tokens": 128},
+        "edit": {"characters": 500, "count": 100, "max_new_tokens": 256},
+        # shots: solved example; path: articles; words: number per article, 0 for all.
+        "xsum": {"shots": "", "path": "", "words": 0, "max_new_tokens": 128},
+        "human_eval": {"path": "", "ks": (1, 10, 100), "max_new_tokens": 512},
+        "spec_bench": {"path": "", "max_new_tokens": 1024},
+    },
+    table1={"tasks": _TASKS, "num_speculative_tokens": (4,), "plan": _PLAN},
+    figure1={
+        "tasks": _TASKS,
+        "num_speculative_tokens": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
+        "plan": _PLAN | {"settings": ("nucleus",), "new_tokens": 128, "limit": 30},
+    },
+    specbench={"tasks": ("spec_bench",), "num_speculative_tokens": (4,), "plan": _PLAN},
+    analysed_texts=40,  # texts per setting whose tokens are analysed
+    **sections.peer(4),
+)

@@ -9,24 +9,17 @@ python scripts/generate.py --config.num_speculative_tokens=8 \
 Hardware: any.
 """
 
-import ml_collections
-
 from spsjax.cli import sections
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the pair, the rule, and how it is trained."""
-    return ml_collections.ConfigDict(
-        {
-            **sections.pair(),  # the draft may be a draft model or EAGLE
-            **sections.mesh(),
-            "rule": "disco",  # or specdec
-            "rules": {"disco": {"top": 10, "width": 64}, "specdec": {"least": 2, "blocks": 3}},
-            "num_speculative_tokens": 16,  # K of the logged rounds, and the most that is chosen
-            "sampling": sections.sampling(0.8, 0.95),
-            "fit": {"steps": 2000, "batch": 64, "learning_rate": 1e-3, "seed": 0},
-            # A quarter of the prompts chooses the threshold, and is not trained on.
-            **sections.prompts(24, new_tokens=256),
-            "repetitions": 5,  # timings per cost
-        }
-    )
+get_config = sections.config(
+    **sections.pair(),  # the draft may be a draft model or EAGLE
+    **sections.mesh(),
+    rule="disco",  # or specdec
+    rules={"disco": {"top": 10, "width": 64}, "specdec": {"least": 2, "blocks": 3}},
+    num_speculative_tokens=16,  # K of the logged rounds, and the most that is chosen
+    sampling=sections.sampling(0.8, 0.95),
+    fit={"steps": 2000, "batch": 64, "learning_rate": 1e-3, "seed": 0},
+    # A quarter of the prompts chooses the threshold, and is not trained on.
+    **sections.prompts(24, new_tokens=256),
+    repetitions=5,  # timings per cost
+)

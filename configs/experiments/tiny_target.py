@@ -11,7 +11,7 @@ Figures there, Python 3.11: 3.61 nats per token on held-out files.
 import pathlib
 import sysconfig
 
-from spsjax.training import config
+from spsjax.cli import sections
 
 PACKAGES = "email", "http", "json", "logging"
 TEXTS = {  # the draft has them, too
@@ -29,19 +29,16 @@ TEXTS = {  # the draft has them, too
     "optimization": {"warmup": 20, "learning_rate": 4e-3},
 }
 
-
-def get_config():
-    """Returns the config of `pystdlib_target.py` with changes."""
-    return config.derived(
-        __file__,
-        "pystdlib_target.py",
-        model={
-            "vocab_size": 512,
-            "d_model": 128,
-            "d_ff": 256,
-            "num_layers": 3,
-            "head_dim": 16,
-            "max_positions": 128,
-        },
-        **TEXTS,
-    )
+get_config = sections.changed(
+    __file__,
+    "pystdlib_target.py",
+    model={
+        "vocab_size": 512,
+        "d_model": 128,
+        "d_ff": 256,
+        "num_layers": 3,
+        "head_dim": 16,
+        "max_positions": 128,
+    },
+    **TEXTS,
+)

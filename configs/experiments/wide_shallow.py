@@ -11,41 +11,21 @@ speed-up (1.00 at temperature 1). A step of 8 layers takes 1.8 times as long as 
 (docs/distillation.md).
 """
 
-import ml_collections
+from spsjax.cli import sections
 
+_SHAPES = {  # by number of layers; every draft has 8 heads and 8 key-value heads
+    1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
+    2: {"d_model": 200, "d_ff": 624, "head_dim": 26},
+    4: {"d_model": 152, "d_ff": 488, "head_dim": 20},
+    8: {"d_model": 112, "d_ff": 368, "head_dim": 16},
+}
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the runs, as changes to `configs/experiments/pystdlib_draft.py`."""
-    shapes = {  # by number of layers; every draft has 8 heads and 8 key-value heads
-        1: {"d_model": 256, "d_ff": 768, "head_dim": 32},
-        2: {"d_model": 200, "d_ff": 624, "head_dim": 26},
-        4: {"d_model": 152, "d_ff": 488, "head_dim": 20},
-        8: {"d_model": 112, "d_ff": 368, "head_dim": 16},
-    }
-    return ml_collections.ConfigDict(
-        {
-            "compare": "drafts",
-            "base": "pystdlib_draft",  # a config in this folder
-            "common": {
-                "objective": {"name": "forward_kl", "temperatures": (1.0,)},
-                "cache": "",  # folder of the target cache; empty: in the comparison's folder
-                "draft_eval": {"prompts": 64, "new_tokens": 96},
-                "eval_every": 1000,
-                "eval_examples": 128,
-                "steps": 2000,
-            },
-            "start": {},  # random weights
-            "runs": {
-                f"layers_{layers}": {"model": {"num_layers": layers, **shape}}
-                for layers, shape in shapes.items()
-            },
-            "speed": {
-                "prompts": 16,
-                "prompt_tokens": 64,
-                "max_new_tokens": 96,
-                "repetitions": 2,
-                "num_speculative_tokens": 4,
-                "temperature": 1.0,
-            },
-        }
+get_config = sections.config(
+    **sections.drafts(
+        {f"layers_{count}": {"model": {"num_layers": count} | _SHAPES[count]} for count in _SHAPES},
+        start={},
+        objective={"name": "forward_kl", "temperatures": (1.0,)},
+        eval_every=1000,
+        steps=2000,
     )
+)

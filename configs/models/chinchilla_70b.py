@@ -9,19 +9,14 @@ Hardware: meant for 16 chips. Target and draft need 9.28 GB per chip for weights
 the TPU compiler's count (docs/results.md).
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {
-            "vocab_size": 32_000,
-            "max_positions": 2048,
-            "positions": "relative",
-            "ffn": "gelu",
-            **sizes(80, 8192, 4 * 8192, 64, 64),
-        }
-    )
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.config(
+    vocab_size=32_000,
+    max_positions=2048,
+    positions="relative",
+    ffn="gelu",
+    **sizes(80, 8192, 4 * 8192, 64, 64),
+)

@@ -7,19 +7,7 @@ layer adds collectives. Other choices are those of `chinchilla_70b.py`. There ar
 Hardware: meant for the target's 16 chips.
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
-
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {
-            "vocab_size": 32_000,
-            "max_positions": 2048,
-            "positions": "relative",
-            "ffn": "gelu",
-            **sizes(8, 6144, 4 * 6144, 48, 48),
-        }
-    )
+get_config = sections.changed(__file__, "chinchilla_70b.py", **sizes(8, 6144, 4 * 6144, 48, 48))

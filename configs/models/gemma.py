@@ -8,8 +8,7 @@ the config is that of its language model.
 Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
 _SECOND = {
@@ -39,16 +38,7 @@ SIZES = {
     "3-27b": _LARGE | sizes(62, 5376, 21_504, 32, 16, 128) | {"query_scale": 168**-0.5},
 }
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {
-            "ffn": "geglu",
-            "norm_offset": 1.0,
-            "post_norms": True,
-            "embed_scale": True,
-            "norm_eps": 1e-6,
-            **SIZES[size],
-        }
-    )
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(
+    SIZES, ffn="geglu", norm_offset=1.0, post_norms=True, embed_scale=True, norm_eps=1e-6
+)

@@ -6,8 +6,7 @@ Hardware: XL with small as its draft needs 7 GB of memory in float32. On two CPU
 takes 299 ms and a draft step of small 23 ms (docs/models.md).
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
 SIZES = {
@@ -17,17 +16,13 @@ SIZES = {
     "xl": sizes(48, 1600, 6400, 25, 25),
 }
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {
-            "vocab_size": 50_257,
-            "max_positions": 1024,
-            "positions": "learned",
-            "ffn": "gelu",
-            "norm": "layer",
-            "biases": "all",
-            **SIZES[size],
-        }
-    )
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(
+    SIZES,
+    vocab_size=50_257,
+    max_positions=1024,
+    positions="learned",
+    ffn="gelu",
+    norm="layer",
+    biases="all",
+)

@@ -9,8 +9,7 @@ frequencies.
 Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
 
@@ -37,7 +36,5 @@ SIZES = {
     "3.2-3b": _THIRD | sizes(28, 3072, 8192, 24, 8) | _scaled(32.0) | {"tie_embeddings": True},
 }
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict({"tie_embeddings": False, **SIZES[size]})
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(SIZES, tie_embeddings=False)

@@ -8,8 +8,7 @@ Sizes: 7b, 7b-v0.3 and 8x7b. `mistral:7b` is the model of the paper, with window
 Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
 SIZES = {
@@ -18,15 +17,11 @@ SIZES = {
     "8x7b": {"num_experts": 8, "experts_per_token": 2, "rope_theta": 1e6},
 }
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {
-            **sizes(32, 4096, 14_336, 32, 8, vocab_size=32_000),
-            "max_positions": 32_768,
-            "rope_theta": 10_000.0,
-            "tie_embeddings": False,
-            **SIZES[size],
-        }
-    )
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(
+    SIZES,
+    **sizes(32, 4096, 14_336, 32, 8, vocab_size=32_000),
+    max_positions=32_768,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+)

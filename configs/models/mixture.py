@@ -7,7 +7,7 @@ Sizes: 8 and 64 experts, of which each token uses 2 and 4; and the draft, which 
 Hardware: any; 64 experts have 208M weights.
 """
 
-import ml_collections
+from spsjax.cli import sections
 
 SIZES = {
     "8": {"num_experts": 8, "experts_per_token": 2, "d_ff": 1024},
@@ -15,18 +15,14 @@ SIZES = {
     "draft": {"d_model": 256, "d_ff": 512, "num_layers": 1},
 }
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {
-            "vocab_size": 4096,
-            "d_model": 512,
-            "num_layers": 4,
-            "num_heads": 8,
-            "num_kv_heads": 8,
-            "head_dim": 64,
-            "max_positions": 1024,
-            **SIZES[size],
-        }
-    )
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(
+    SIZES,
+    vocab_size=4096,
+    d_model=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    max_positions=1024,
+)

@@ -9,8 +9,7 @@ on the size.
 Hardware: any with memory for the weights; the command needs a CPU and libtpu. Not measured.
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
 _TIED = {"tie_embeddings": True}
@@ -36,7 +35,5 @@ SIZES = {
     "3-30b-a3b": _THIRD | sizes(48, 2048, 768, 32, 4, head_dim=128, **_EXPERTS),
 }
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict({"rope_theta": 1e6, "norm_eps": 1e-6, **SIZES[size]})
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(SIZES, rope_theta=1e6, norm_eps=1e-6)

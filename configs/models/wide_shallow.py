@@ -8,15 +8,10 @@ is Llama 2 13B, a shape that other libraries have, too. There are no public weig
 Hardware: one accelerator with 40 GB of memory, in bfloat16.
 """
 
-import ml_collections
-
+from spsjax.cli import sections
 from spsjax.models.config import sizes
 
 SIZES = {"target": sizes(40, 5120, 13_824, 40, 40), "draft": sizes(4, 3840, 10_368, 30, 30)}
 
-
-def get_config(size: str) -> ml_collections.ConfigDict:
-    """Returns the fields of `spsjax.models.config.Config`."""
-    return ml_collections.ConfigDict(
-        {"vocab_size": 32_000, "max_positions": 4096, "tie_embeddings": False, **SIZES[size]}
-    )
+# The fields of `spsjax.models.config.Config`.
+get_config = sections.family(SIZES, vocab_size=32_000, max_positions=4096, tie_embeddings=False)

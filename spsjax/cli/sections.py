@@ -1,10 +1,49 @@
-"""Sections that the configs of many experiments share."""
+"""Functions that make a config of its keys, and sections that many configs share."""
 
+import copy
 import dataclasses
+import pathlib
+import runpy
+from collections.abc import Callable, Mapping
 
-from ml_collections import config_dict
+from ml_collections import ConfigDict, config_dict
 
 from spsjax.data.documents import Sources
+from spsjax.training import config as training_config
+
+
+def config(**values) -> Callable[[], ConfigDict]:
+    """Returns the `get_config` of a file with these keys and values."""
+    return lambda: ConfigDict(copy.deepcopy(values))  # placeholders are objects that change
+
+
+def training(kind: type[training_config.TrainingConfig], **changes) -> Callable[[], ConfigDict]:
+    """Returns the `get_config` of a training: the defaults of its options, with changes by key."""
+    return lambda: training_config.default(kind, **changes)
+
+
+def changed(file: str, base: str, **changes) -> Callable[[], ConfigDict]:
+    """Returns a `get_config`: that of another file in the folder of `file`, with changes by key.
+
+    The changes of a section are a dict.
+    """
+
+    def get_config() -> ConfigDict:
+        values = names_of(file, base)["get_config"]()
+        values.update(changes)
+        return values
+
+    return get_config
+
+
+def family(sizes: Mapping[str, Mapping], **common) -> Callable[[str], ConfigDict]:
+    """Returns the `get_config` of models of several sizes: fields of all, and those by size."""
+    return lambda size: ConfigDict(common | sizes[size])
+
+
+def names_of(file: str, other: str) -> dict:
+    """Returns what a config file defines, whose path is relative to the folder of `file`."""
+    return runpy.run_path(str(pathlib.Path(file).parent / other))
 
 
 def pair() -> dict:
@@ -79,3 +118,27 @@ def drafters() -> dict:
 def peer(*counts: int, dtypes: tuple[str, ...] = ("float32",)) -> dict:
     """Returns the values of K of assisted generation, and the types of other libraries."""
     return {"peer": {"num_speculative_tokens": counts, "dtypes": dtypes}}
+
+
+def drafts(runs: Mapping[str, dict], start: Mapping, **common) -> dict:
+    """Returns a comparison of drafts by name, as changes of pystdlib_draft.py and of `common`."""
+    shared = {
+        "cache": "",  # folder of the target cache; empty: in the comparison's folder
+        "draft_eval": {"prompts": 64, "new_tokens": 96},
+        "eval_examples": 128,
+    }
+    return {
+        "compare": "drafts",
+        "base": "pystdlib_draft",  # a config in configs/experiments
+        "common": shared | common,
+        "start": start,  # run from which all others continue; {}: random weights
+        "runs": runs,
+        "speed": {
+            "prompts": 16,  # 0: do not measure speed
+            "prompt_tokens": 64,
+            "max_new_tokens": 96,
+            "repetitions": 2,
+            "num_speculative_tokens": 4,
+            "temperature": 1.0,
+        },
+    }

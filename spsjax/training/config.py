@@ -1,8 +1,6 @@
 """Configs of trainings as trees of frozen classes, which check themselves when they are read."""
 
 import dataclasses
-import pathlib
-import runpy
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -199,17 +197,6 @@ def read(cls: type[TrainingConfig], values: Mapping[str, Any]) -> TrainingConfig
 def default(cls: type[TrainingConfig], **changes) -> ConfigDict:
     """Returns the config of a training with the default of every field, and with changes."""
     config = ConfigDict(defaults(cls))
-    config.update(changes)
-    return config
-
-
-def derived(file: str, base: str, **changes) -> ConfigDict:
-    """Returns the config of another file, relative to the folder of `file`, with changes by key.
-
-    The changes of a section are a dict.
-    """
-    path = pathlib.Path(file).parent / base
-    config = runpy.run_path(str(path))["get_config"]()
     config.update(changes)
     return config
 
