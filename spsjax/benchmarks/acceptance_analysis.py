@@ -14,7 +14,6 @@ import numpy as np
 from spsjax import sampling
 from spsjax.benchmarks import text_pass
 from spsjax.loading import Model
-from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization import Tokenizer
 from spsjax.tokenization.base import incremental_text
@@ -59,11 +58,10 @@ def positions(
 
     Without a draft, the target is its own draft and the acceptance rate is 1.
     """
-    draft = draft or target
-    padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
-    with target.in_mesh():
-        arrays = _columns(target.config, draft.config, target.params, draft.params, padded, rows)
-    return Positions(*(array[0, span] for array in multihost.to_host(arrays)))
+    models = target, draft or target
+    configs, weights = ([getattr(model, name) for model in models] for name in ("config", "params"))
+    columns = functools.partial(_columns, *configs, *weights)
+    return Positions(*text_pass.of_tokens(columns, target, prompt, tokens, params))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -71,12 +69,12 @@ def _columns(target_config, draft_config, target_params, draft_params, tokens_BT
     logits_BTV = text_pass.logits(target_config, target_params, tokens_BT)
     vocab = logits_BTV.shape[-1]  # the draft's may be padded or smaller
     drafted_BTV = text_pass.logits(draft_config, draft_params, tokens_BT, vocab)
-    probs = (sampling.to_probs(logits, rows) for logits in (logits_BTV, drafted_BTV))
-    acceptance_BT = jnp.minimum(*probs).sum(-1)
-    logs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
-    entropy_BT = -(jnp.exp(logs_BTV) * logs_BTV).sum(-1)
-    best_BT2 = jax.lax.top_k(logs_BTV, 2)[0]
-    return acceptance_BT, entropy_BT, best_BT2[..., 0] - best_BT2[..., 1]
+    probs_TV = (sampling.to_probs(logits, rows)[0] for logits in (logits_BTV, drafted_BTV))
+    acceptance_T = jnp.minimum(*probs_TV).sum(-1)
+    logs_TV = jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32))
+    entropy_T = -(jnp.exp(logs_TV) * logs_TV).sum(-1)
+    best_T2 = jax.lax.top_k(logs_TV, 2)[0]
+    return acceptance_T, entropy_T, best_T2[..., 0] - best_T2[..., 1]
 
 
 def token_classes(

@@ -21,7 +21,7 @@ from spsjax.errors import check_integer
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
-from spsjax.parallel import multihost, sharding
+from spsjax.parallel import sharding
 from spsjax.planning import theory
 from spsjax.planning.outcome import Outcome, Table
 from spsjax.sampling import SamplingParams
@@ -136,18 +136,14 @@ def acceptance(
     mask = np.zeros((target.config.num_layers, 2), bool)
     mask[list(skipped.attention), 0] = True
     mask[list(skipped.ffn), 1] = True
-    rates = []
-    for prompt, tokens in texts:
-        padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
-        with target.in_mesh():
-            accepted = _acceptance(target.config, target.params, padded, rows, mask)
-        rates.append(multihost.to_host(accepted)[span])
+    accepted = functools.partial(_acceptance, target.config, target.params, mask)
+    rates = [text_pass.of_tokens(accepted, target, *text, params) for text in texts]
     return float(np.concatenate(rates).mean())
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _acceptance(
-    config: transformer.Config, params: PyTree, tokens_BT: Array, rows, mask_L2: Array
+    config: transformer.Config, params: PyTree, mask_L2: Array, tokens_BT: Array, rows
 ) -> Array:
     """Returns [T]: the acceptance after each token of the first row."""
     probs = []

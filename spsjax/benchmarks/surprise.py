@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spsjax import sampling
 from spsjax.benchmarks import text_pass
 from spsjax.benchmarks.systems import Role
 from spsjax.loading import Model
-from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 
 
@@ -53,10 +51,8 @@ def surprise(
     target: Model, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
 ) -> Surprise:
     """Returns the surprise of `tokens` after a prompt, by one pass of the target over the text."""
-    padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
-    with target.in_mesh():
-        columns = multihost.to_host(_surprise(target.config, target.params, padded, rows))
-    excess, variance, possible = (np.asarray(column)[0, span] for column in columns)
+    columns = functools.partial(_surprise, target.config, target.params)
+    excess, variance, possible = text_pass.of_tokens(columns, target, prompt, tokens, params)
     sums = (float(column[possible].sum()) for column in (excess, variance))
     return Surprise(*sums, int((~possible).sum()), len(tokens))
 
@@ -95,11 +91,10 @@ def described(row: Mapping) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _surprise(config, params, tokens_BT, rows):
-    probs = sampling.to_probs(text_pass.logits(config, params, tokens_BT), rows)
+    probs = sampling.to_probs(text_pass.logits(config, params, tokens_BT), rows)[0]
     logs = jnp.log(jnp.where(probs > 0, probs, 1))
     entropy = -jnp.sum(probs * logs, axis=-1)
     variance = jnp.sum(probs * jnp.square(logs), axis=-1) - jnp.square(entropy)
-    following = jnp.roll(tokens_BT, -1, axis=1)[..., None]
-    chosen = jnp.take_along_axis(probs, following, axis=2)[..., 0]
-    log = jnp.take_along_axis(logs, following, axis=2)[..., 0]
+    following = jnp.roll(tokens_BT[0], -1)[:, None]
+    chosen, log = (jnp.take_along_axis(of, following, axis=1)[:, 0] for of in (probs, logs))
     return -log - entropy, jnp.maximum(variance, 0), chosen > 0

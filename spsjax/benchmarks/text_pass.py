@@ -1,6 +1,6 @@
 """Distributions of all tokens of a text, from one pass of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from spsjax import decode, generation
 from spsjax.errors import InputError
 from spsjax.loading import Model
 from spsjax.models import transformer
-from spsjax.parallel import sharding
+from spsjax.parallel import multihost, sharding
 from spsjax.sampling import RowParams, SamplingParams
 from spsjax.types import Array, PyTree
 
@@ -30,13 +30,19 @@ def written(target: Model, prompts: Sequence[list[int]], drafter=None, **options
     return texts
 
 
-def inputs(
-    model: Model, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
-) -> tuple[Array, RowParams, slice]:
-    """Returns a text as a batch of equal rows, sampling parameters, and the slice of its tokens.
+def of_tokens(
+    function: Callable[[Array, RowParams], PyTree],
+    model: Model,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    params: SamplingParams,
+) -> PyTree:
+    """Returns arrays [N, ...] of a function of a text, one entry per token of `tokens`.
 
-    The batch has a row per data shard of the model's mesh, padded to few different lengths. The
-    slice selects the positions whose logits give the distributions of `tokens`.
+    The function gets the text as a batch of equal rows [B, T], a row per data shard of the model's
+    mesh, padded to few different lengths; and the sampling parameters of the rows. It returns
+    arrays [T, ...] of the first row. Kept are the positions whose logits give the distributions of
+    `tokens`.
     """
     text = np.asarray([*prompt, *tokens], np.int32)
     rows = 1 if model.mesh is None else model.mesh.shape["data"]
@@ -44,7 +50,8 @@ def inputs(
     padded[:, : len(text)] = text
     with model.in_mesh():
         placed = jax.device_put((padded, params.rows(rows)), sharding.batch_sharding(model.mesh))
-    return *placed, slice(len(prompt) - 1, len(text) - 1)
+        arrays = multihost.to_host(function(*placed))
+    return jax.tree.map(lambda array: array[len(prompt) - 1 : len(text) - 1], arrays)
 
 
 def logits(

@@ -25,7 +25,7 @@ from spsjax.drafters import base, sample, shapes
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
-from spsjax.parallel import multihost, sharding
+from spsjax.parallel import sharding
 from spsjax.planning import trees
 from spsjax.planning.outcome import Outcome, Table
 from spsjax.sampling import SamplingParams
@@ -154,20 +154,17 @@ def child_rates(
     model draw them, and verified recursively. Their acceptance probabilities are averaged, so that
     only the children are random. The rates depend strongly on the sampling parameters.
     """
-    means = []
+    configs, weights, means = (target.config, draft.config), (target.params, draft.params), []
     for row, (prompt, tokens) in enumerate(progress(texts)):
-        padded, _, span = text_pass.inputs(target, prompt, tokens, params)
         key = jax.random.fold_in(jax.random.key(seed, impl=sampling.GENERATOR), row)
-        configs, weights = (target.config, draft.config), (target.params, draft.params)
-        with target.in_mesh():
-            rates = _rates(*configs, width, *weights, padded, params.rows(1), key)
-        means.append(multihost.to_host(rates)[span].mean(axis=0))
+        rates = functools.partial(_rates, *configs, width, *weights, key, params.rows(1))
+        means.append(text_pass.of_tokens(rates, target, prompt, tokens, params).mean(axis=0))
     return np.stack(means)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _rates(target_config, draft_config, width, target_params, draft_params, tokens_BT, rows, key):
-    """Returns [T, width] of the first row."""
+def _rates(target_config, draft_config, width, target_params, draft_params, key, one, tokens_BT, _):
+    """Returns [T, width] of the first row; `one` has the sampling parameters of a single row."""
 
     logits_TV = text_pass.logits(target_config, target_params, tokens_BT)[0]
     vocab = logits_TV.shape[-1]  # the draft's may be padded or smaller
@@ -181,8 +178,8 @@ def _rates(target_config, draft_config, width, target_params, draft_params, toke
             return drafted_V[None, None], None, state
 
         uniforms = sampling.uniforms(key[None], sampling.DRAFT, 2 * width).reshape(1, width, 2)
-        proposal, *_ = sample.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), rows, uniforms)
-        probs = sampling.to_probs(target_V[None, None], rows)
+        proposal, *_ = sample.draw_tree(tree, feed, (), jnp.zeros(1, jnp.int32), one, uniforms)
+        probs = sampling.to_probs(target_V[None, None], one)
         probs = jnp.broadcast_to(probs, (1, width + 1, vocab))  # only the root's are used
         return recursive.Verifier().accept_probs(proposal, probs)[0]
 
@@ -205,23 +202,20 @@ def rank_rates(
     prompt has no more than K tokens.
     """
     means, K = [], head.drafter.num_speculative_tokens
+    rates = functools.partial(_rank_rates, head.drafter, width, target.params, head.params)
     for prompt, tokens in progress(texts):
         if len(prompt) <= K:
             raise InputError(
                 f"texts: expected prompts of more than {K} tokens, as deep as drafts are, "
                 f"found one of {len(prompt)}"
             )
-        padded, rows, span = text_pass.inputs(target, prompt, tokens, params)
-        with target.in_mesh():
-            rates = _rank_rates(head.drafter, width, target.params, head.params, padded, rows)
-        rates = multihost.to_host(rates)
-        means.append([rates_TW[span].mean(axis=0) for rates_TW in rates])
-    return np.asarray(means)
+        means.append(text_pass.of_tokens(rates, target, prompt, tokens, params).mean(axis=0))
+    return np.stack(means)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _rank_rates(drafter, width, target_params, head_params, tokens_BT, rows):
-    """Returns [K, T, width] of the first row; garbage where a draft would begin before the text."""
+    """Returns [T, K, width] of the first row; garbage where a draft would begin before the text."""
     params = {"target": target_params, "drafter": head_params}
     output = transformer.apply(
         drafter.target, target_params, tokens_BT, tap_layers=drafter.tap_layers
@@ -235,4 +229,4 @@ def _rank_rates(drafter, width, target_params, head_params, tokens_BT, rows):
         # The draft token after index t and `step` tokens has index t + 1 + step.
         at = jnp.roll(best, 1 + step, axis=1)
         by_step.append(jnp.take_along_axis(probs_BTV, at, axis=2)[0])
-    return jnp.stack(by_step)
+    return jnp.stack(by_step, axis=1)
