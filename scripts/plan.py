@@ -13,7 +13,6 @@ Every key of the config is a flag; configs/experiments/plan_*.py list them.
 """
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -22,8 +21,9 @@ import _environment  # noqa: F401 (must be first: names a package that is missin
 from absl import flags
 from ml_collections import config_flags
 
-from spsjax.benchmarks import context_timing, skip_planning, tree_planning
+from spsjax.benchmarks import context_timing, report, skip_planning, tree_planning
 from spsjax.cli import configs, main, terminal
+from spsjax.cli.measurements import plot
 from spsjax.errors import InputError
 from spsjax.parallel import multihost
 from spsjax.planning import contexts, speedup
@@ -94,19 +94,12 @@ def run():
             workdir.mkdir(parents=True, exist_ok=True)
             text = json.dumps(outcome.figures, indent=1)
             atomic_files.write(workdir / name, text + "\n")
-            if outcome.plot:
-                draw(outcome, (workdir / name).with_suffix(".png"))
+            picture = (workdir / name).with_suffix(".png")
+            if outcome.plot and report.can_draw():
+                plot(f"plots.{outcome.plot}", outcome.figures)(picture)
+            elif outcome.plot:
+                terminal.note(f"no plot in {picture}: matplotlib is not installed")
             print(f"The figures are in {workdir / name}")
-
-
-def draw(outcome: Outcome, path: pathlib.Path) -> None:
-    """Draws the figures of a plan, if matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        terminal.note(f"no plot in {path}: matplotlib is not installed")
-        return
-    from spsjax.cli import plots
-
-    getattr(plots, outcome.plot)(outcome.figures, path)
 
 
 if __name__ == "__main__":

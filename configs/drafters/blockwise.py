@@ -7,10 +7,9 @@ Hardware: any.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 get_config = sections.training(
-    config.FeaturesConfig,
+    "features",
     drafter={"method": "blockwise", "num_heads": 4, "d_ff": 512},  # hidden units per head
     target_cache={"store": "nothing"},
     objective={"steps": 4, "one": True},  # a batch trains one head

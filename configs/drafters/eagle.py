@@ -7,10 +7,10 @@ Hardware: any. Two CPU cores train on 1,600 tokens per second, of 10 million (AM
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
+from spsjax.training.config import LAYER_SIZES
 
 get_config = sections.training(
-    config.FeaturesConfig,
-    drafter={"method": "eagle", **config.LAYER_SIZES},
+    "features",
+    drafter={"method": "eagle", **LAYER_SIZES},
     objective={"token": 0.1, "feature": 1.0, "noise": 0.2},
 )

@@ -8,13 +8,13 @@ texts of 256 tokens), and a layer 512 wide on 1,400 with objective.every=4.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
+from spsjax.training.config import LAYER_SIZES
 
 get_config = sections.training(
-    config.FeaturesConfig,
+    "features",
     drafter={
         "method": "eagle3",
-        **config.LAYER_SIZES,
+        **LAYER_SIZES,
         # Width of the layer; 0: the target's, as vLLM needs it. The head is then initialized
         # with the target's.
         "d_model": 0,

@@ -8,10 +8,10 @@ Hardware: any.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
+from spsjax.training.config import LAYER_SIZES
 
 get_config = sections.training(
-    config.FeaturesConfig,
-    drafter={"method": "falcon", **config.LAYER_SIZES, "tokens_per_step": 2},
+    "features",
+    drafter={"method": "falcon", **LAYER_SIZES, "tokens_per_step": 2},
     objective={"steps": 2, "token": 0.1, "feature": 1.0, "noise": 0.2, "glance": 0.25},
 )

@@ -8,11 +8,11 @@ of 128 tokens).
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
+from spsjax.training.config import LAYER_SIZES
 
 get_config = sections.training(
-    config.FeaturesConfig,
-    drafter={"method": "eagle", **config.LAYER_SIZES},
+    "features",
+    drafter={"method": "eagle", **LAYER_SIZES},
     objective={
         "steps": 3,
         "detached": True,

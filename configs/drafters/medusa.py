@@ -8,10 +8,9 @@ Hardware: any.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 get_config = sections.training(
-    config.FeaturesConfig,
+    "features",
     drafter={
         "method": "medusa",
         "num_heads": 4,

@@ -12,10 +12,9 @@ Hardware: any.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 get_config = sections.training(
-    config.FeaturesConfig,
+    "features",
     drafter={
         "method": "mlp_speculator",
         "num_steps": 4,

@@ -9,10 +9,9 @@ Hardware: any.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 get_config = sections.training(
-    config.FeaturesConfig,
+    "features",
     drafter={
         "method": "spire",
         "num_layers": 2,  # copies of the target's last layers

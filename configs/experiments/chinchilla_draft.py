@@ -11,13 +11,12 @@ Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no ti
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 _SHAPE = sections.names_of(__file__, "../models/chinchilla_draft_4b.py")["get_config"]().to_dict()
 _TARGET = sections.names_of(__file__, "chinchilla_target.py")
 
 get_config = sections.training(
-    config.DraftConfig,
+    "draft",
     # Vocabulary and context are taken from the target.
     model={key: _SHAPE[key] for key in _SHAPE if key not in ("vocab_size", "max_positions")},
     target_cache={"store": "nothing"},

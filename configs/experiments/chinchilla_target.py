@@ -12,7 +12,6 @@ Hardware: meant for 256 chips (a mesh of 16 x 16). It has not been run, so no ti
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 # The draft has these, too.
 OPTIMIZATION = {"warmup": 1500, "final_rate": 0.1, "weight_decay": 0.1}
@@ -24,7 +23,7 @@ POD = {
 }
 
 get_config = sections.training(
-    config.TargetConfig,
+    "target",
     model=sections.names_of(__file__, "../models/chinchilla_70b.py")["get_config"](),
     batch=1536,
     steps=445_000,

@@ -11,10 +11,9 @@ Figures on held-out text at temperature 1: acceptance 0.865, greedy agreement 0.
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 get_config = sections.training(
-    config.DraftConfig,
+    "draft",
     model={
         "d_model": 256,
         "d_ff": 768,

@@ -7,10 +7,9 @@ Figures: 4.04 nats per token on held-out files, and 4.01 in a second run (docs/r
 """
 
 from spsjax.cli import sections
-from spsjax.training import config
 
 get_config = sections.training(
-    config.TargetConfig,
+    "target",
     model={
         "vocab_size": 4096,
         "d_model": 512,

@@ -66,8 +66,8 @@ def round_cost_timer(
     program = decode.Program(target.config, drafter, rejection.Verifier())
     weights = {"target": target.params, "drafter": draft.params if draft and K else {}}
     begin = _state_maker(target, program, weights, params, decode.sizes.num_slots(length + K + 1))
-    B = 1 if target.mesh is None else target.mesh.shape["data"]
-    drafts = jax.device_put(np.zeros((B, K), np.int32), sharding.batch_sharding(target.mesh))
+    drafts = np.zeros((_num_rows(target), K), np.int32)
+    drafts = jax.device_put(drafts, sharding.batch_sharding(target.mesh))
 
     def measure() -> RoundCost:
         with target.in_mesh():
@@ -106,25 +106,20 @@ def draft_timer(
 
 def _state_maker(target, program, weights, params, slots) -> Callable[[], decode.DecodeState]:
     """Returns a function that creates a state whose rows fill half of the caches."""
-    where = sharding.batch_sharding(target.mesh)
-    B = 1 if target.mesh is None else target.mesh.shape["data"]
+    where, B = sharding.batch_sharding(target.mesh), _num_rows(target)
     with target.in_mesh():
         keys = jax.jit(lambda: sampling.row_keys(jax.random.key(0), B), out_shardings=where)()
-    ones, tokens = np.ones(B, np.int32), np.zeros((B, slots), np.int32)
-    inputs = jax.device_put((params.rows(B), tokens, ones, ones), where)
-    middle = jax.device_put(np.full(B, slots // 2, np.int32), where)
-    return lambda: compiled(_halfway, program, slots)(weights, middle, *inputs, keys)[0]
+    begin = compiled(unread_state, program, slots, params)
+    return lambda: begin(weights, np.int32(slots // 2), np.int32(slots), keys)[0]
+
+
+def _num_rows(target: Model) -> int:
+    return 1 if target.mesh is None else target.mesh.shape["data"]
 
 
 def _draft_seconds(program, weights, state, repeats: int) -> float:
     many = compiled(draft_repeatedly, program, repeats)
     return _seconds(many, weights, state) / repeats
-
-
-def _halfway(program, slots, params, lengths_B, *inputs):
-    """Returns a state whose rows have these lengths; their tokens do not matter."""
-    state = decode.prompt.prefill(program, slots, params, *inputs)
-    return dataclasses.replace(state, lengths=lengths_B, cache=state.cache.at(lengths_B - 1))
 
 
 def _seconds(call: Callable, *args) -> float:

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
@@ -11,11 +11,28 @@ from spsjax.utils import atomic_files
 # Files of a measurement's folder.
 OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
 
+# A column of a table: the name of a field of a record, or a function of a record.
+Column = str | Callable[[Mapping], object]
+
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> str:
     """Returns a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def table(rows: Iterable[Mapping], columns: Mapping[str, Column]) -> str:
+    """Returns a Markdown table of records, with the titles of the columns."""
+    cells = (
+        [row[column] if isinstance(column, str) else column(row) for column in columns.values()]
+        for row in rows
+    )
+    return markdown(list(columns), cells)
+
+
+def figure(field: str, digits: int = 2) -> Column:
+    """Returns a column with a number of a record, "-" where it is None or missing."""
+    return lambda row: number(row.get(field), digits)
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 from spsjax.benchmarks.records import Records
-from spsjax.benchmarks.systems import Role, Sample, System
+from spsjax.benchmarks.systems import Sample, System
 from spsjax.benchmarks.tasks.base import Example, Task
 from spsjax.benchmarks.workloads import Prompt, Workload
 from spsjax.tokenization.base import incremental_text
@@ -124,8 +124,3 @@ def final_answers(
 def system_key(record: dict) -> tuple[str, str, int]:
     """Returns the setting, the system and K of a record: `SYSTEM_FIELDS`."""
     return tuple(record[name] for name in SYSTEM_FIELDS)
-
-
-def is_baseline(record: dict) -> bool:
-    """Returns whether the baseline wrote a record."""
-    return record["role"] == Role.BASELINE

@@ -85,16 +85,9 @@ def speed_benchmark(
     prompts = workloads.prompts_of(config, target)
     systems = [*_systems(config, target, draft, verifier), *others]
     before = hardware.memory_bandwidth()
-    summaries = compare_speed(
-        systems,
-        prompts,
-        workloads.sampling_settings(config),
-        config.max_new_tokens,
-        config.repetitions,
-        config.seed,
-        time_rounds=config.time_rounds,
-        progress=progress,
-    )
+    sizes = config.max_new_tokens, config.repetitions, config.seed, config.time_rounds
+    settings = workloads.sampling_settings(config)
+    summaries = compare_speed(systems, prompts, settings, *sizes, progress)
     # The best of two measurements: other processes must not make the lower bound look high.
     after = hardware.memory_bandwidth()
     bandwidth = {name: max(rate, after[name]) for name, rate in before.items()}
@@ -117,15 +110,9 @@ def speed_benchmark(
 def trial(config, target: Model, draft: Model, progress: Progress = iter) -> list[SystemSummary]:
     """Measures every K once on the first `config.trial_prompts` prompts, to find the fastest K."""
     prompts = itertools.islice(workloads.prompts_of(config, target).items(), config.trial_prompts)
-    return compare_speed(
-        _systems(config, target, draft),
-        dict(prompts),
-        workloads.sampling_settings(config),
-        config.max_new_tokens,
-        repetitions=1,
-        seed=config.seed,
-        progress=progress,
-    )
+    systems, settings = _systems(config, target, draft), workloads.sampling_settings(config)
+    sizes = config.max_new_tokens, 1, config.seed
+    return compare_speed(systems, dict(prompts), settings, *sizes, progress=progress)
 
 
 def compare_speed(

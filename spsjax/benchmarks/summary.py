@@ -124,7 +124,8 @@ def summarize(records: Sequence[dict], scores: Scores | None = None) -> list[Sys
         if not names:
             continue
         chosen = {key: [examples[name] for name in names] for key, examples in systems.items()}
-        base = next((key for key in chosen if runner.is_baseline(chosen[key][0][0])), None)
+        roles = {key: examples[0][0]["role"] for key, examples in chosen.items()}
+        base = next((key for key in chosen if roles[key] == Role.BASELINE), None)
         for key, examples in chosen.items():
             summary = _summarize_system(key, examples, names, scores.get(key, {}))
             if base is not None and key != base:

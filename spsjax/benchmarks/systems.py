@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from spsjax import decode, generation
 from spsjax.benchmarks import microbenchmarks
@@ -34,17 +33,9 @@ class Sample:
     stats: generation.Stats | None = None
 
 
-class Call(Protocol):
-    """Function that continues one prompt."""
-
-    def __call__(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        max_new_tokens: int,
-        seed: int,
-        stop_at_eos: bool,
-    ) -> Sample: ...
+# Function that continues a prompt: of its token ids, the sampling parameters, the maximum number of
+# new tokens, the seed, and whether to stop at an end-of-sequence id.
+Call = Callable[[list[int], SamplingParams, int, int, bool], Sample]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from spsjax.benchmarks.summary import SystemSummary
+from spsjax.benchmarks.summary import SystemSummary, largest_k
 from spsjax.benchmarks.systems import Role
 from spsjax.planning import theory
 
@@ -56,11 +56,7 @@ def acceptance_rates(summaries: Sequence[SystemSummary]) -> list[float | None]:
 
     An unreached position has None; the list is empty if nothing was drafted.
     """
-    drafted = _drafted(summaries)
-    if not drafted:
-        return []
-    largest = max(drafted, key=lambda summary: summary.num_speculative_tokens)
-    return largest.acceptance_by_position
+    return next((s.acceptance_by_position for s in largest_k(_drafted(summaries))), [])
 
 
 def predict(

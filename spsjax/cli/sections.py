@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from ml_collections import ConfigDict, config_dict
 
 from spsjax.data.documents import Sources
-from spsjax.training import config as training_config
+from spsjax.training.config import DraftConfig, FeaturesConfig, TargetConfig, default
+
+_TRAININGS = {"target": TargetConfig, "draft": DraftConfig, "features": FeaturesConfig}
 
 
 def config(**values) -> Callable[[], ConfigDict]:
@@ -17,9 +19,12 @@ def config(**values) -> Callable[[], ConfigDict]:
     return lambda: ConfigDict(copy.deepcopy(values))  # placeholders are objects that change
 
 
-def training(kind: type[training_config.TrainingConfig], **changes) -> Callable[[], ConfigDict]:
-    """Returns the `get_config` of a training: the defaults of its options, with changes by key."""
-    return lambda: training_config.default(kind, **changes)
+def training(kind: str, **changes) -> Callable[[], ConfigDict]:
+    """Returns the `get_config` of a training: the defaults of its options, with changes by key.
+
+    `kind` is what is trained: "target", "draft", or a drafter of "features".
+    """
+    return lambda: default(_TRAININGS[kind], **changes)
 
 
 def changed(file: str, base: str, **changes) -> Callable[[], ConfigDict]:

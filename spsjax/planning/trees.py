@@ -16,11 +16,7 @@ from spsjax.planning.outcome import Table
 
 def tokens_per_call(rates: Sequence[float], tree: Tree) -> float:
     """Returns the tokens per target call of a tree with the same rates at every node."""
-    reached = np.ones(tree.num_nodes + 1)
-    for children in tree.children:
-        for rank, child in enumerate(children):
-            reached[child] = reached[tree.parents[child - 1]] * rates[rank]
-    return float(reached.sum())
+    return tokens_by_rank([rates] * tree.depth, tree)
 
 
 def plan_tree(rates: Sequence[float], num_nodes: int, depth: int) -> Tree:
@@ -74,8 +70,8 @@ def plan_by_rank(rates_KW: np.ndarray, num_nodes: int) -> Tree:
     return Tree(tuple(order.index(path[:-1]) for path in order[1:]), chosen=True)
 
 
-def tokens_by_rank(rates_KW: np.ndarray, tree: Tree) -> float:
-    """Returns the tokens per target call of a tree of chosen tokens, by rates [K, W]."""
+def tokens_by_rank(rates_KW: Sequence[Sequence[float]], tree: Tree) -> float:
+    """Returns the tokens per target call of a tree, by rates [K, W] per depth and rank."""
     reached = np.ones(tree.num_nodes + 1)
     for depth, level in enumerate(tree.levels[:-1]):
         for node in level:

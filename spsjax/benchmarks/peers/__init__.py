@@ -17,5 +17,10 @@ def modules(name: str) -> tuple[str, ...]:
 
 
 def systems(names: Sequence[str], options, target: Model, draft: Model | None) -> list[System]:
-    """Returns the systems of peers, with the weights of a pair; `options` is the section `peer`."""
-    return [system for name in names for system in _PEERS[name].systems(options, target, draft)]
+    """Returns plain and, with a draft, speculative generation per K, of peers with these weights.
+
+    `options` is the section `peer` of a config.
+    """
+    counts = (0, *(options.num_speculative_tokens if draft else ()))
+    pairs = [pair for name in names for pair in _PEERS[name].pairs(options, target, draft)]
+    return [pair.system(count) for pair in pairs for count in counts]

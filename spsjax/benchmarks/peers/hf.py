@@ -113,14 +113,9 @@ def draft_always(draft, num_speculative_tokens: int) -> None:
     config.assistant_confidence_threshold = 0.0
 
 
-def systems(options, target: Model, draft: Model | None) -> list[System]:
-    """Returns plain and, with a draft, assisted generation per dtype and K of the options."""
+def pairs(options, target: Model, draft: Model | None) -> list[HFBaseline]:
+    """Returns a pair per dtype of the options."""
     for dtype in options.dtypes:
         if dtype not in _DTYPES:
             raise InputError(f"peer.dtypes: expected some of {', '.join(_DTYPES)}, found {dtype!r}")
-    counts = (0, *(options.num_speculative_tokens if draft else ()))
-    return [
-        pair.system(count)
-        for pair in (HFBaseline(target, draft, dtype) for dtype in options.dtypes)
-        for count in counts
-    ]
+    return [HFBaseline(target, draft, dtype) for dtype in options.dtypes]

@@ -106,8 +106,6 @@ def _convert(model: Model, folder: pathlib.Path) -> str:
     return str(converted)
 
 
-def systems(options, target: Model, draft: Model | None) -> list[System]:
-    """Returns plain generation and, with a draft, speculative decoding per K of a section."""
-    pair = OpenVINOBaseline(target, draft)
-    counts = (0, *(options.num_speculative_tokens if draft else ()))
-    return [pair.system(count) for count in counts]
+def pairs(options, target: Model, draft: Model | None) -> list[OpenVINOBaseline]:
+    """Returns one pair, whose dtype is that of the 16-bit weights."""
+    return [OpenVINOBaseline(target, draft)]

@@ -35,10 +35,27 @@ from spsjax.utils import compilation
 
 AUTO = "chain, K chosen"
 _DRAFTS_TIMED = 5  # timings per shape, of which the median counts
-_HEADER = ["sampling", "drafter", "parameters", "MB", "drafts", "tokens per call"]
-_HEADER += ["ms per draft", "ms per round", "speed-up", "texts"]
 
 Prompts = Mapping[str, Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """A drafter in one shape, with the rule that verifies its drafts."""
+
+    shape: str  # title of the shape
+    drafter: LoadedDrafter  # drafter of drafts of this shape
+    rule: str | None = None  # name of the rule; None: what suits the shape
+
+    @property
+    def title(self) -> str:
+        return _title(self.shape, self.rule)
+
+    @property
+    def count(self) -> int | str:
+        """K as `generate` takes it."""
+        own = self.drafter.drafter.num_speculative_tokens
+        return drafting.AUTO if self.shape == AUTO else own
 
 
 def run(
@@ -69,18 +86,15 @@ def run(
         name: in_shapes(folder, target, shapes, own.get(name, {}))
         for name, folder in folders.items()
     }
-    variants = {
-        name: [(shape, None) for shape in drafts] + fitting(name, drafts, further.get(name), target)
-        for name, drafts in loaded.items()
-    }
-    for drafts in loaded.values():
-        _check_room(drafts, target, prompts, config)
+    for name, variants in loaded.items():
+        variants += by_rule(name, variants, further.get(name), target)
+        _check_room(variants, target, prompts, config)
     configs.begin(f"Drafters of {target.name}: {', '.join(loaded)}", config, workdir)
     rows, text = [], ""
-    for name, drafts in loaded.items():
-        times = draft_times(target, drafts, next(iter(settings.values())), config)
+    for name, variants in loaded.items():
+        times = draft_times(target, variants, next(iter(settings.values())), config)
         for task, texts in prompts.items():
-            jobs = name, drafts, variants[name], times, target, texts, settings, config
+            jobs = name, variants, times, target, texts, settings, config
             rows += [{"task": task} | row for row in rows_of(*jobs)]
         compilation.clear()  # one process cannot hold the programs of all drafters
         order = list(prompts), list(settings)
@@ -100,27 +114,26 @@ def _check_names(folders, files, further) -> None:
         raise InputError("drafters: expected drafters, found none, which drafts nothing")
 
 
-def _check_room(drafts, target, prompts, config) -> None:
+def _check_room(variants, target, prompts, config) -> None:
     """Raises InputError unless target and drafter have room for every prompt and its new tokens."""
     longest = max((text for texts in prompts.values() for text in texts.values()), key=len)
-    for shape, drafter in drafts.items():
-        count = drafting.AUTO if shape == AUTO else None
-        setup = Setup(target, drafter, count, None, config.stop_at_eos)
+    for variant in variants:
+        setup = Setup(target, variant.drafter, variant.count, None, config.stop_at_eos)
         setup.batch([longest], SamplingParams(), config.max_new_tokens, config.seed)
 
 
-def fitting(name: str, drafts, rule: str | None, target) -> list[tuple[str, str]]:
-    """Returns the shapes that a rule supports, with the rule; raises InputError for none."""
+def by_rule(name: str, variants, rule: str | None, target) -> list[Variant]:
+    """Returns the variants that a rule supports, with the rule; raises InputError for none."""
     fits, refusal = [], None
-    for shape, drafter in drafts.items() if rule else ():
-        setup = Setup(target, drafter, None, rule, False)
+    for variant in variants if rule else ():
+        setup = Setup(target, variant.drafter, None, rule, False)
         batch = setup.batch([[0]], SamplingParams(), 1, 0)
         loop = setup.loop(batch.slots(setup.num_speculative_tokens))
         prefill = functools.partial(decode.prompt.prefill, setup.program, loop.slots)
         try:
             state = jax.eval_shape(prefill, setup.params, *loop.inputs(batch))
             jax.eval_shape(functools.partial(decode.step.step, setup.program), setup.params, state)
-            fits.append((shape, rule))
+            fits.append(dataclasses.replace(variant, rule=rule))
         except InputError as error:
             refusal = error
     if refusal and not fits:
@@ -138,14 +151,14 @@ def prompts_by_task(config, target: Model) -> dict[str, Prompts]:
     return task_workloads.by_group(config, names, target, config.prompts, config.max_new_tokens)
 
 
-def rows_of(name, drafts, variants, times, target, prompts, settings, config) -> list[dict]:
-    """Runs a drafter in its shapes, by its rules, and returns its rows of the table."""
-    systems, by_title = [spsjax_system("ArS", target)], {}
-    for shape, rule in variants:
-        title, drafter = _title(shape, rule), drafts[shape]
-        K = drafting.AUTO if shape == AUTO else drafter.drafter.num_speculative_tokens
-        by_title[title] = shape, rule
-        systems.append(spsjax_system(title, target, drafter, K, verifier=rule))
+def rows_of(name, variants, times, target, prompts, settings, config) -> list[dict]:
+    """Runs the variants of a drafter and returns its rows of the table."""
+    by_title = {variant.title: variant for variant in variants}
+    systems = [spsjax_system("ArS", target)]
+    systems += [
+        spsjax_system(title, target, variant.drafter, variant.count, verifier=variant.rule)
+        for title, variant in by_title.items()
+    ]
     records = Records(runner.RECORD_KEY)
     options = {"records": records, "stop_at_eos": config.stop_at_eos}
     sizes = config.max_new_tokens, config.repetitions, config.seed
@@ -157,8 +170,8 @@ def rows_of(name, drafts, variants, times, target, prompts, settings, config) ->
     rows = []
     for summary in summaries:
         if summary.role != Role.BASELINE:
-            shape, rule = by_title[summary.system]
-            row = row_of(name, shape, drafts[shape], rule, times[shape], summary)
+            variant = by_title[summary.system]
+            row = row_of(name, variant, times[variant.shape], summary)
             rows.append(row | texts[summary.setting, summary.system].figures())
     return rows
 
@@ -207,17 +220,17 @@ def _own_tree(file: str) -> dict[str, Shape]:
     return {f"own tree of {tree.num_nodes}": tree}
 
 
-def in_shapes(folder: str, target: Model, shapes, own) -> dict[str, LoadedDrafter]:
+def in_shapes(folder: str, target: Model, shapes, own) -> list[Variant]:
     """Returns the drafter configured for each draft shape that it supports.
 
     Raises InputError if it supports no shape, or does not support a tree of its own.
     """
-    loaded, configured = loading.load_drafter(folder, target), {}
+    loaded, variants = loading.load_drafter(folder, target), []
     grows_trees = "tree" in {field.name for field in dataclasses.fields(loaded.drafter)}
     most = base.max_steps(loaded.drafter)
     for name, shape in (shapes | own).items():
         if name == AUTO:
-            configured[name] = loaded
+            variants.append(Variant(name, loaded))
             continue
         chain = isinstance(shape, int)
         K = shape if chain else shape.depth
@@ -227,42 +240,36 @@ def in_shapes(folder: str, target: Model, shapes, own) -> dict[str, LoadedDrafte
             continue
         fields = {"num_speculative_tokens": K} | ({} if chain else {"tree": shape})
         drafter = dataclasses.replace(loaded.drafter, **fields)
-        configured[name] = dataclasses.replace(loaded, drafter=drafter)
-    if not configured:
+        variants.append(Variant(name, dataclasses.replace(loaded, drafter=drafter)))
+    if not variants:
         raise InputError(f"drafters: {folder}: expected a shape that it can draft, found none")
-    return configured
+    return variants
 
 
-def draft_times(target, drafts, params, config) -> dict[str, float]:
+def draft_times(target, variants, params, config) -> dict[str, float]:
     """Returns the milliseconds per draft in each shape, timed separately."""
     length = config.prompt_tokens + config.max_new_tokens
     timers = {
-        name: microbenchmarks.draft_timer(target, drafter, params, length)
-        for name, drafter in drafts.items()
+        variant.shape: microbenchmarks.draft_timer(target, variant.drafter, params, length)
+        for variant in variants
+        if variant.rule is None
     }
     times = microbenchmarks.median_times(timers, _DRAFTS_TIMED)
-    return {name: 1e3 * seconds for name, seconds in times.items()}
+    return {shape: 1e3 * seconds for shape, seconds in times.items()}
 
 
-def row_of(
-    name: str,
-    shape: str,
-    drafter: LoadedDrafter,
-    rule: str | None,
-    ms_per_draft: float,
-    summary: SystemSummary,
-) -> dict:
+def row_of(name: str, variant: Variant, ms_per_draft: float, summary: SystemSummary) -> dict:
     """Returns a row of the table, without the figures of its texts (`Surprise.figures`)."""
     # The tokens of a store are not weights.
-    leaves = jax.tree.leaves(drafter.params)
+    leaves = jax.tree.leaves(variant.drafter.params)
     weights = [leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     fields = "ms_per_round", "ms_per_token", "speedup", "speedup_interval", "same_tokens"
     return {
         "setting": summary.setting,
         "drafter": name,
-        "shape": shape,
-        "rule": rule,
-        "draft_tokens": base.num_nodes(drafter.drafter),
+        "shape": variant.shape,
+        "rule": variant.rule,
+        "draft_tokens": base.num_nodes(variant.drafter.drafter),
         "parameters": sum(weights),
         "bytes": sum(leaf.nbytes for leaf in leaves),
         "ms_per_draft": ms_per_draft,
@@ -283,24 +290,22 @@ def fastest(rows: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
-    tasks = any(row["task"] for row in rows)
-    lines = [
-        [
-            *([row["task"]] if tasks else []),
-            row["setting"],
-            row["drafter"],
-            f"{row['parameters'] / 1e6:.2f}M",
-            f"{row['bytes'] / 1e6:.1f}",
-            _title(row["shape"], row["rule"]),
-            report.number(row["tokens_per_call"]),
-            report.number(row["ms_per_draft"]),
-            report.number(row["ms_per_round"]),
-            report.within(row["speedup"], row["speedup_interval"]),
-            surprise.described(row),
-        ]
-        for row in rows
-    ]
-    return report.markdown(["task"] * tasks + _HEADER, lines)
+    columns = {
+        "task": "task",
+        "sampling": "setting",
+        "drafter": "drafter",
+        "parameters": lambda row: f"{row['parameters'] / 1e6:.2f}M",
+        "MB": lambda row: f"{row['bytes'] / 1e6:.1f}",
+        "drafts": lambda row: _title(row["shape"], row["rule"]),
+        "tokens per call": report.figure("tokens_per_call"),
+        "ms per draft": report.figure("ms_per_draft"),
+        "ms per round": report.figure("ms_per_round"),
+        "speed-up": lambda row: report.within(row["speedup"], row["speedup_interval"]),
+        "texts": surprise.described,
+    }
+    if not any(row["task"] for row in rows):
+        del columns["task"]
+    return report.table(rows, columns)
 
 
 def _write(rows: list[dict], machine: dict, workdir: pathlib.Path) -> str:

@@ -22,11 +22,11 @@ from spsjax.benchmarks.records import Journal
 from spsjax.benchmarks.systems import spsjax_system
 from spsjax.cli import configs, terminal
 from spsjax.cli.measurements import plot
-from spsjax.errors import InputError, check_flag, check_integer, one_line
+from spsjax.errors import InputError, check_flag, check_integer
 from spsjax.planning import hardware
 from spsjax.utils import atomic_files, compilation, hashing
 
-OUTPUTS = "rates.json", "expected.jsonl"  # in addition to `report.OUTPUTS` and the folder `runs`
+OUTPUTS = "rates.jsonl", "expected.jsonl"  # in addition to `report.OUTPUTS` and the folder `runs`
 EXPECTED_KEY = "setting", "draft", "num_nodes", "example"
 
 
@@ -46,12 +46,12 @@ def run(config, workdir: pathlib.Path) -> str:
     stored = depends_on(config, target, draft, prompts)
     expected = Journal(workdir / "expected.jsonl", stored, EXPECTED_KEY)
     configs.begin(f"Rules of verification for {target.name} and {draft.name}", config, workdir)
-    params = settings[config.planned_for]
-    rates = stored_rates(workdir / "rates.json", stored)
-    if rates is None:
-        rates = child_rates(config, target, draft, prompts, params)
-        text = json.dumps({"rates": rates, "depends_on": stored}, indent=2)
-        atomic_files.write(workdir / "rates.json", text + "\n")
+    # The shapes of trees must stay the same if the comparison is interrupted.
+    known, planned = Journal(workdir / "rates.jsonl", stored, ("setting",)), config.planned_for
+    if (planned,) not in known:
+        rates = child_rates(config, target, draft, prompts, settings[planned])
+        known.add({"setting": planned, "rates": rates})
+    rates = known[planned,]["rates"]
     chosen = {name: settings[name] for name in config.run_settings}
     rows = []
     for kind in kinds_of(config, target, draft, rates):
@@ -111,22 +111,6 @@ def depends_on(config, target, draft, prompts) -> dict:
         "machine": hardware.machine(target),
     }
     return json.loads(json.dumps(fields))
-
-
-def stored_rates(path: pathlib.Path, stored: dict) -> list[float] | None:
-    """Returns the rates of an interrupted comparison, whose trees must stay the same; or None."""
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rates, same = [float(rate) for rate in content["rates"]], content["depends_on"] == stored
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            f"{path}: expected the rates that this script stored, found {one_line(error)}"
-        ) from None
-    if not same:
-        raise InputError(f"{path}: expected rates of this comparison, found others. Remove it")
-    return rates
 
 
 def child_rates(config, target, draft, prompts, params) -> list[float]:
@@ -202,22 +186,24 @@ def ratio(values, base, axis=-1):
 
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table."""
-    header = ["sampling", "draft", "draft tokens", "rule", "tokens per call", "gain", "measured"]
-    header += ["ms per token", "speed-up", "texts"]
-    timed = "tokens_per_call", "ms_per_token", "speedup"
-    return report.markdown(
-        header,
-        [
-            [
-                *(row[field] for field in ("setting", "draft", "num_nodes", "rule")),
-                report.within(row["expected"], row["expected_interval"] or 2 * [row["expected"]]),
-                _gain(row),
-                *(report.number(row.get(field)) for field in timed),
-                surprise.described(row),
-            ]
-            for row in rows
-        ],
-    )
+    columns = {
+        "sampling": "setting",
+        "draft": "draft",
+        "draft tokens": "num_nodes",
+        "rule": "rule",
+        "tokens per call": _expected,
+        "gain": _gain,
+        "measured": report.figure("tokens_per_call"),
+        "ms per token": report.figure("ms_per_token"),
+        "speed-up": report.figure("speedup"),
+        "texts": surprise.described,
+    }
+    return report.table(rows, columns)
+
+
+def _expected(row: dict) -> str:
+    """Returns a cell: the expected tokens per call, with their interval."""
+    return report.within(row["expected"], row["expected_interval"] or 2 * [row["expected"]])
 
 
 def _gain(row: dict) -> str:

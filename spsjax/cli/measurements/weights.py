@@ -95,20 +95,18 @@ def acceptance(target, kind: str, texts, sampling: SamplingParams, config) -> fl
 
 def table(rows: list[dict], counts) -> str:
     """Returns a Markdown table."""
-    header = ["weights", "MB per pass", "nats per token", *(f"{n} tokens, ms" for n in counts)]
-    return report.markdown(
-        [*header, "accepted"],
-        [
-            [
-                row["weights"],
-                f"{row['bytes'] / 1e6:.1f}",
-                f"{row['nats']:.4f}",
-                *(f"{row['ms'][str(count)]:.2f}" for count in counts),
-                report.number(row["accepted"], 3),
-            ]
-            for row in rows
-        ],
-    )
+    passes = {
+        f"{count} tokens, ms": lambda row, count=count: f"{row['ms'][str(count)]:.2f}"
+        for count in counts
+    }
+    columns = {
+        "weights": "weights",
+        "MB per pass": lambda row: f"{row['bytes'] / 1e6:.1f}",
+        "nats per token": report.figure("nats", 4),
+        **passes,
+        "accepted": report.figure("accepted", 3),
+    }
+    return report.table(rows, columns)
 
 
 def draw(rows: list[dict]):
