@@ -1,4 +1,4 @@
-"""Error message for missing packages, in one line.
+"""Error message for missing packages, in one line, and the folders of the shipped configs.
 
 Every script imports this module first, so that the message covers all packages.
 """
@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXPERIMENTS, MODELS = _ROOT / "configs" / "experiments", _ROOT / "configs" / "models"
 
 
 def explain(kind, error, traceback) -> None:

@@ -22,7 +22,7 @@ the config in `experiment.json`. Every key of the config is a flag.
 
 import pathlib
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 from absl import flags
 from ml_collections import config_flags
 
@@ -31,8 +31,6 @@ from spsjax.cli import configs, main
 from spsjax.cli.measurements import load, pair, shapes
 from spsjax.errors import InputError
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
-_EXPERIMENTS, _MODELS = _CONFIGS / "experiments", _CONFIGS / "models"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to measure.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
@@ -61,20 +59,20 @@ def run():
         main.check_installed(f"--peer={name}", *peers.modules(name))
     if kind == "pair":
         configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
-        pair.run(config, workdir, _MODELS, _RANDOM.value, _SIZE.value, _PEER.value)
+        pair.run(config, workdir, _environment.MODELS, _RANDOM.value, _SIZE.value, _PEER.value)
     else:
         main.check_one_process()
         if kind == "load":
             configs.choose_pair(config, _TARGET.value, _DRAFT.value)
             text = load.run(config, workdir)
         else:
-            text = shapes.run(config, workdir, _MODELS, _PEER.value)
+            text = shapes.run(config, workdir, _environment.MODELS, _PEER.value)
         print(f"\n{text}")
     if workdir is not None:
         print(f"{workdir / 'table.md'}, table.json, table.png")
 
 
 if __name__ == "__main__":
-    others = {f"benchmark={kind}": _EXPERIMENTS / f"{kind}.py" for kind in ("shapes", "load")}
-    default = _EXPERIMENTS / "benchmark.py"
-    main.run(run, default, free=("pairs", "changes"), others=others)
+    folder = _environment.EXPERIMENTS
+    others = {f"benchmark={kind}": folder / f"{kind}.py" for kind in ("shapes", "load")}
+    main.run(run, folder / "benchmark.py", free=("pairs", "changes"), others=others)

@@ -26,14 +26,13 @@ command resumes an interrupted comparison of verifiers or drafts. Every key of t
 import importlib
 import pathlib
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 from absl import flags
 from ml_collections import config_flags
 
 from spsjax.cli import configs, main
 from spsjax.errors import InputError
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
@@ -58,7 +57,7 @@ def run():
     main.check_folder(workdir)
     more = ()
     if kind == "drafts":
-        more = (_CONFIGS,)
+        more = (_environment.EXPERIMENTS,)
     else:
         main.check_one_process()
         if kind == "verifiers":
@@ -74,9 +73,9 @@ def run():
 
 if __name__ == "__main__":
     others = {
-        "compare=verifiers": _CONFIGS / "compare_verifiers.py",
-        "compare=drafts": _CONFIGS / "distillspec.py",
-        "compare=weights": _CONFIGS / "compare_weights.py",
+        "compare=verifiers": _environment.EXPERIMENTS / "compare_verifiers.py",
+        "compare=drafts": _environment.EXPERIMENTS / "distillspec.py",
+        "compare=weights": _environment.EXPERIMENTS / "compare_weights.py",
     }
-    default = _CONFIGS / "compare_drafters.py"
+    default = _environment.EXPERIMENTS / "compare_drafters.py"
     main.run(run, default, saves=True, free=("common", "start", "runs"), others=others)

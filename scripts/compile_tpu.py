@@ -13,9 +13,8 @@ import collections
 import dataclasses
 import inspect
 import json
-import pathlib
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 import jax
 from absl import flags
 from ml_collections import config_flags
@@ -28,7 +27,6 @@ from spsjax.models.config import Config
 from spsjax.planning import aot, compile_report, compiled_program
 from spsjax.utils import atomic_files
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
 _DRAFTER = flags.DEFINE_string(
@@ -47,7 +45,7 @@ OF_REPORT = "acceptance", "collective_us", "compiler_options"
 def run():
     config = _CONFIG.value.to_dict()
     main.check_writable(_JSON.value)
-    target = configs.model_config(config.pop("target"), _CONFIGS / "models")
+    target = configs.model_config(config.pop("target"), _environment.MODELS)
     drafter = _drafter(target, *(config.pop(key) for key in OF_DRAFTER))
     options = {key: config.pop(key) for key in OF_REPORT}
     options["compiler_options"] = _options(options["compiler_options"])
@@ -67,7 +65,7 @@ def _drafter(target: Config, draft: str, head: dict, K: int, tree: str) -> base.
     shape = {"tree": configs.read_tree(tree) if tree else None, "num_speculative_tokens": K}
     method, _, slots = (_DRAFTER.value or "").partition(":")
     if not method:
-        config = configs.model_config(draft, _CONFIGS / "models")
+        config = configs.model_config(draft, _environment.MODELS)
         return draft_model.Drafter(config, **shape)
     if method == "sparse_self":
         return dataclasses.replace(sparse_self.by_name(slots, target), **shape)
@@ -166,4 +164,4 @@ def _where(scope: str) -> str:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
-    main.run(run, _CONFIGS / "experiments" / "chinchilla_70b.py")
+    main.run(run, _environment.EXPERIMENTS / "chinchilla_70b.py")

@@ -16,7 +16,7 @@ import json
 import pathlib
 import sys
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 from absl import flags
 from ml_collections import config_flags
 
@@ -24,7 +24,6 @@ import spsjax
 from spsjax.cli import configs, main, terminal
 from spsjax.utils import from_config
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to generate.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
@@ -121,4 +120,4 @@ def read_prompts() -> list[str]:
 
 
 if __name__ == "__main__":
-    main.run(run, _CONFIGS / "generate.py")
+    main.run(run, _environment.EXPERIMENTS / "generate.py")

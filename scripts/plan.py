@@ -17,7 +17,7 @@ import json
 import pathlib
 from collections.abc import Callable, Iterator
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 from absl import flags
 from ml_collections import config_flags
 
@@ -30,7 +30,6 @@ from spsjax.planning import contexts, speedup
 from spsjax.planning.outcome import Outcome
 from spsjax.utils import atomic_files
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to plan.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
@@ -49,7 +48,7 @@ def plan_tree(config) -> Iterator[Outcome]:
 def plan_context(config) -> Iterator[Outcome]:
     config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
     names = config.target, config.draft
-    shapes = (configs.model_config(name, _CONFIGS / "models") for name in names)
+    shapes = (configs.model_config(name, _environment.MODELS) for name in names)
     yield contexts.plan(config, *shapes)
     if config.measure:
         yield context_timing.plan(config.measured, terminal.progress)
@@ -103,6 +102,6 @@ def run():
 
 
 if __name__ == "__main__":
-    folder = _CONFIGS / "experiments"
+    folder = _environment.EXPERIMENTS
     others = {f"plan={kind}": folder / f"plan_{kind}.py" for kind in KINDS if kind != "speedup"}
     main.run(run, folder / "plan_speedup.py", others=others)

@@ -6,9 +6,8 @@ Every key of the config is a flag; configs/experiments/quickstart.py lists them.
 """
 
 import dataclasses
-import pathlib
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 from absl import flags
 from ml_collections import config_flags
 
@@ -19,7 +18,6 @@ from spsjax.cli import configs, main, terminal
 from spsjax.errors import check_integer
 from spsjax.models import transformer
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to show.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
@@ -79,4 +77,4 @@ def verdict(systems: list[SystemSummary]) -> str:
 
 
 if __name__ == "__main__":
-    main.run(run, _CONFIGS / "quickstart.py")
+    main.run(run, _environment.EXPERIMENTS / "quickstart.py")

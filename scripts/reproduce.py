@@ -15,7 +15,7 @@ import dataclasses
 import json
 import pathlib
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 import jinja2
 from absl import flags
 from ml_collections import config_flags
@@ -30,7 +30,6 @@ from spsjax.planning.outcome import Table
 from spsjax.utils import atomic_files
 
 _SCRIPTS = pathlib.Path(__file__).resolve().parent
-_CONFIGS = _SCRIPTS.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to reproduce.", lock_config=True)
 _EXPERIMENT = flags.DEFINE_enum("experiment", None, paper.EXPERIMENTS, "Experiment to reproduce.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
@@ -119,4 +118,4 @@ def write(
 
 
 if __name__ == "__main__":
-    main.run(run, _CONFIGS / "reproduce.py", free=["tasks"])
+    main.run(run, _environment.EXPERIMENTS / "reproduce.py", free=["tasks"])

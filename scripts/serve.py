@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import _environment  # noqa: F401 (must be first: names a package that is missing)
+import _environment  # must be first: names a package that is missing
 import jax
 from absl import flags
 from ml_collections import config_flags
@@ -36,7 +36,6 @@ from spsjax.cli import configs, main, terminal
 from spsjax.errors import InputError, check_integer, one_line
 from spsjax.parallel import multihost
 
-_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "experiments"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to serve.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
@@ -195,4 +194,4 @@ def bound(host: str, port: int) -> tuple[socket.socket, bool]:
 
 
 if __name__ == "__main__":
-    main.run(run, _CONFIGS / "serve.py")
+    main.run(run, _environment.EXPERIMENTS / "serve.py")

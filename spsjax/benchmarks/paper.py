@@ -8,15 +8,14 @@ from spsjax.benchmarks import acceptance_analysis, runner, summary, task_workloa
 from spsjax.benchmarks.acceptance_analysis import Divergence, Share
 from spsjax.benchmarks.records import Journal
 from spsjax.benchmarks.summary import SystemSummary
-from spsjax.benchmarks.systems import Role, System, speculative_systems, spsjax_system
+from spsjax.benchmarks.systems import System, speculative_systems, spsjax_system
 from spsjax.benchmarks.task_workloads import TaskPlan
-from spsjax.benchmarks.tasks.base import Example, Task
+from spsjax.benchmarks.tasks.base import Task
 from spsjax.benchmarks.theory_check import LoopCosts, Prediction
 from spsjax.errors import InputError
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
 from spsjax.planning import hardware
-from spsjax.sampling import SamplingParams
 from spsjax.utils import from_config, hashing
 from spsjax.utils.progress import TitledProgress
 
@@ -190,13 +189,13 @@ def _report(
         example.name: task_workloads.prompt_ids(target, task, example.turns[:1], ())
         for example in examples
     }
-    draft = DraftAnalysis()
+    draft, first = DraftAnalysis(), _first_texts(records)
     if isinstance(drafter, Model):
         for setting, params in settings.items():
             of_setting = [system for system in summaries if system.setting == setting]
             _add_predictions(draft, setting, of_setting)
-            texts = _baseline_texts(records, setting).items()
-            texts = [(prompts[name], tokens) for name, tokens in texts if tokens]
+            base = next(iter(first[setting].values()))
+            texts = [(prompts[name], row["tokens"]) for name, row in base.items() if row["tokens"]]
             options = texts[:analysed_texts], params, task.code, progress("token by token")
             by_class = acceptance_analysis.acceptance_by_class(target, drafter, *options)
             draft.by_token_class[setting], draft.by_entropy[setting] = by_class
@@ -205,8 +204,16 @@ def _report(
         groups=groups if len(groups) > 1 else {},
         too_long=job.selected.too_long,
         draft=draft,
-        divergences=_divergences(target, prompts, records, settings),
-        sample_texts=_sample_texts(examples[0], records),
+        divergences={
+            setting: _divergences(target, prompts, first[setting])
+            for setting, params in settings.items()
+            if not params.temperature
+        },
+        sample_texts={
+            setting: {"prompt": examples[0].turns[0]}
+            | {label(*key): rows[examples[0].name]["text"] for key, rows in by_system.items()}
+            for setting, by_system in first.items()
+        },
     )
 
 
@@ -220,60 +227,35 @@ def _add_predictions(
         draft.predictions[setting] = theory_check.predict(summaries, rates, costs)
 
 
-def _first_samples(records: Sequence[dict], setting: str) -> list[dict]:
-    """Returns the records of the first turn and sample per example, in one setting."""
-    return [
-        record
-        for record in records
-        if record["turn"] == record["sample"] == 0 and record["setting"] == setting
-    ]
+def _first_texts(records: Sequence[dict]) -> dict[str, dict[tuple, dict[str, dict]]]:
+    """Returns the records of first turns and samples, by setting, system and K, and example.
 
-
-def _baseline_texts(records: Sequence[dict], setting: str) -> dict[str, list[int]]:
-    """Returns the tokens of the baseline's first text per example."""
-    return {
-        record["example"]: record["tokens"]
-        for record in _first_samples(records, setting)
-        if record["role"] == Role.BASELINE
-    }
+    The first system is the baseline.
+    """
+    texts: dict[str, dict[tuple, dict[str, dict]]] = {}
+    for record in records:
+        if record["turn"] == record["sample"] == 0:
+            setting, *system = runner.system_key(record)
+            by_system = texts.setdefault(setting, {})
+            by_system.setdefault(tuple(system), {})[record["example"]] = record
+    return texts
 
 
 def _divergences(
-    target: Model,
-    prompts: Mapping[str, list[int]],
-    records: Sequence[dict],
-    settings: Mapping[str, SamplingParams],
-) -> dict[str, list[Divergences]]:
-    """Returns the divergences of greedy texts from the baseline's, by setting."""
-    reports: dict[str, list[Divergences]] = {}
-    for setting, params in settings.items():
-        if params.temperature:
-            continue
-        base = _baseline_texts(records, setting)
-        texts: dict[tuple, dict[str, list[int]]] = {}
-        for record in _first_samples(records, setting):
-            if record["role"] != Role.BASELINE and record["example"] in base:
-                key = record["system"], record["num_speculative_tokens"]
-                texts.setdefault(key, {})[record["example"]] = record["tokens"]
-        reports[setting] = []
-        for key, by_example in texts.items():
-            first_differences = [
-                acceptance_analysis.divergence(target, prompts[name], base[name], tokens)
-                for name, tokens in by_example.items()
-            ]
-            differing = [difference for difference in first_differences if difference]
-            reports[setting].append(Divergences(*key, len(by_example), differing))
+    target: Model, prompts: Mapping[str, list[int]], by_system: Mapping[tuple, dict[str, dict]]
+) -> list[Divergences]:
+    """Returns the divergences of one setting's texts from the baseline's."""
+    base, *others = by_system.values()
+    reports = []
+    for key, by_example in zip(list(by_system)[1:], others):
+        differences = [
+            acceptance_analysis.divergence(
+                target, prompts[name], base[name]["tokens"], record["tokens"]
+            )
+            for name, record in by_example.items()
+        ]
+        reports.append(Divergences(*key, len(differences), list(filter(None, differences))))
     return reports
-
-
-def _sample_texts(example: Example, records: Sequence[dict]) -> dict[str, dict[str, str]]:
-    """Returns the prompt of one example and the texts of all systems, by setting and label."""
-    samples: dict[str, dict[str, str]] = {}
-    for record in records:
-        if record["example"] == example.name and record["turn"] == record["sample"] == 0:
-            texts = samples.setdefault(record["setting"], {"prompt": example.turns[0]})
-            texts[label(record["system"], record["num_speculative_tokens"])] = record["text"]
-    return samples
 
 
 def label(name: str, num_speculative_tokens: int) -> str:
