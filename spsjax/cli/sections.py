@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping
 from ml_collections import ConfigDict, config_dict
 
 from spsjax.data.documents import Sources
-from spsjax.training.config import DraftConfig, FeaturesConfig, TargetConfig, default
-
-_TRAININGS = {"target": TargetConfig, "draft": DraftConfig, "features": FeaturesConfig}
 
 
 def config(**values) -> Callable[[], ConfigDict]:
@@ -24,7 +21,19 @@ def training(kind: str, **changes) -> Callable[[], ConfigDict]:
 
     `kind` is what is trained: "target", "draft", or a drafter of "features".
     """
-    return lambda: default(_TRAININGS[kind], **changes)
+
+    def get_config() -> ConfigDict:
+        # Imported here, because it loads the data pipeline, which most scripts never need.
+        from spsjax.training import config as trainings
+
+        kinds = {
+            "target": trainings.TargetConfig,
+            "draft": trainings.DraftConfig,
+            "features": trainings.FeaturesConfig,
+        }
+        return trainings.default(kinds[kind], **changes)
+
+    return get_config
 
 
 def changed(file: str, base: str, **changes) -> Callable[[], ConfigDict]:
