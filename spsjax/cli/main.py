@@ -1,5 +1,8 @@
 """Entry point of the scripts: flags, a pod's processes, and mistakes reported in one line."""
 
+import contextlib
+import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -8,7 +11,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import jax
@@ -57,7 +60,8 @@ def run(
             value: "plan=tree".
     """
     argv = list(sys.argv)
-    if default_config is not None and not any(map(_is_config_flag, argv[1:])):
+    own = None if default_config is None else _OwnConfigs(default_config, others, free)
+    if own and not any(map(_is_config_flag, argv[1:])):
         argv.insert(1, f"--config={default_config}")
 
     def guarded(argv):
@@ -68,9 +72,8 @@ def run(
             logging.set_verbosity(logging.FATAL)  # hide the libraries' informational messages
         warnings.showwarning = _warn
         try:
-            if default_config is not None:
-                config = flags.FLAGS["config"].value
-                configs.check_keys(config, _own_config(config, default_config, others), free=free)
+            if own:
+                own.check(flags.FLAGS["config"].value)
             _join(saves)
             _find_devices()
             script()
@@ -95,7 +98,7 @@ def run(
         except KeyboardInterrupt:
             sys.exit(130)
 
-    app.run(guarded, argv=argv, flags_parser=_parse)
+    app.run(guarded, argv=argv, flags_parser=functools.partial(_parse, own=own))
 
 
 def _present_flags() -> dict[str, object]:
@@ -185,13 +188,15 @@ def _is_config_flag(argument: str) -> bool:
     return name in ("-config", "--config")
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], own: "_OwnConfigs | None") -> list[str]:
     """Parses the flags. A config file is tested first, because ml_collections shows a traceback."""
     for argument, following in zip(argv[1:], [*argv[2:], ""]):
         if _is_config_flag(argument):
             _, equals, name = argument.partition("=")
             try:
                 config = configs.of_file(name if equals else following)
+                if own:
+                    own.check_kind_flags(argv[1:], config)
                 config_flags.check(argv[1:], config)
             except InputError as error:
                 fail(error)
@@ -209,18 +214,65 @@ def _parse(argv: list[str]) -> list[str]:
     return rest
 
 
-def _own_config(config: ConfigDict, default_config, others: Mapping[str, pathlib.Path]):
-    """Returns the config that defines the keys of a config of its kind."""
-    path = default_config
-    for condition, other in others.items():
-        key, _, value = condition.partition("=")
-        if config.get(key) == value:
-            path = other
-    own = runpy.run_path(str(path))["get_config"]()
-    kinds = {condition.partition("=")[0] for condition in others}
-    if any(config.get(key) != own.get(key) for key in kinds if key in config):
-        return ConfigDict()  # `kind_of` refuses the kind
-    return own
+@dataclasses.dataclass(frozen=True)
+class _OwnConfigs:
+    """The script's own configs, which define the keys of a config of each kind; see `run`."""
+
+    default: str | pathlib.Path
+    others: Mapping[str, str | pathlib.Path]
+    free: Sequence[str]
+
+    def check(self, config: ConfigDict) -> None:
+        """Raises InputError unless a config has the keys of its kind."""
+        path = self._path(config)
+        own = self._of(path, config)
+        with _advice(path):
+            configs.check_keys(config, own, free=self.free)
+
+    def check_kind_flags(self, arguments: Sequence[str], config: ConfigDict) -> None:
+        """Raises InputError if flags change a config's kind, and some key is not of the new kind.
+
+        `config` is that of the file alone, without what the flags set.
+        """
+        kind = {key: config.get(key) for key in self._kind_keys()}
+        for argument, following in zip(arguments, [*arguments[1:], ""]):
+            name, equals, value = argument.partition("=")
+            key = name.lstrip("-").removeprefix("config.")
+            if name.startswith("-") and name.lstrip("-") == f"config.{key}" and key in kind:
+                kind[key] = value if equals else following
+        path = self._path(kind)
+        own = self._of(path, kind)
+        if path == self._path(config) or not own:
+            return  # the kind of the file, or one that `kind_of` refuses
+        with _advice(path):
+            config_flags.check(arguments, own)
+            configs.check_keys(config, own, free=self.free)
+
+    def _kind_keys(self) -> set[str]:
+        return {condition.partition("=")[0] for condition in self.others}
+
+    def _path(self, kind: Mapping[str, object]) -> str | pathlib.Path:
+        """Returns the file of the own config of a kind, the default for an unknown one."""
+        for condition, path in self.others.items():
+            key, _, value = condition.partition("=")
+            if kind.get(key) == value:
+                return path
+        return self.default
+
+    def _of(self, path: str | pathlib.Path, kind: Mapping[str, object]) -> ConfigDict:
+        """Returns the config of a file, without keys if it is not of a kind."""
+        own = runpy.run_path(str(path))["get_config"]()
+        differs = any(kind.get(key) not in (None, own.get(key)) for key in self._kind_keys())
+        return ConfigDict() if differs else own
+
+
+@contextlib.contextmanager
+def _advice(path: str | pathlib.Path) -> Iterator[None]:
+    """Adds to an error about keys which config has those of the kind."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error}. {path} has all keys of its kind") from None
 
 
 def kind_of(key: str, config, kinds: Mapping[str, Sequence[str]]) -> str:

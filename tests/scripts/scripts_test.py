@@ -301,6 +301,25 @@ def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece)
     fails_with_one_line(run("benchmark.py", *pair, *flags, path=tmp_path), piece)
 
 
+@pytest.mark.parametrize(
+    ("flags", "piece"),
+    [
+        (["--config.benchmark=load"], "--config: expected a key acceptance, found none. "),
+        (["--config.benchmark", "load", "--config.rates=1"], "--config: expected a key acceptance"),
+        (["--config.benchmark=load", "--config.rats=1"], "config, such as --config.rates, found"),
+        (["--config=load.py"], "--config: expected a key rates, found none. "),
+        (["--config=load.py", "--config.benchmark=odd"], "expected one of pair, shapes, load, fo"),
+    ],
+)
+def test_keys_that_a_kind_lacks_are_named_with_the_config_that_has_them(tmp_path, flags, piece):
+    """Also where a flag changes the kind of a config."""
+    own = ROOT / "configs" / "experiments" / "load.py"
+    program = own.read_text("utf-8").replace('"rates": ', '"ratios": ')
+    (tmp_path / "load.py").write_text(program, encoding="utf-8")
+    advice = "" if "odd" in flags[-1] else f"{own} has all keys of its kind"
+    fails_with_one_line(run("benchmark.py", *flags, path=tmp_path), piece, advice)
+
+
 def test_benchmark_without_a_package_is_one_line(pair, tmp_path, monkeypatch):
     real = importlib.util.find_spec
     missing = lambda name, *rest: name != "torch" and real(name, *rest)  # noqa: E731
