@@ -47,31 +47,48 @@ def test_end_of_sequence_ids_out_of_range_are_refused(eos_ids):
         tiny_config(64, eos_ids=eos_ids)
 
 
-# Prompts.
+def named(argument, values, fragment, **others):
+    """Yields arguments of `generate`, and what a refusal says: the argument and the fragment."""
+    for value in values:
+        yield {argument: value} | others, (argument, fragment(value))
 
 
-@pytest.mark.parametrize("prompts", ["text", None, 3, {1: [2]}, {(1, 2)}, iter([[1]])])
-def test_prompts_that_are_not_a_list_are_refused(model, prompts):
-    refused(model, "prompts", type(prompts).__name__, prompts=prompts)
+def in_prompts(values, *fragments):
+    """Yields prompts of which the second is wrong, and what a refusal says."""
+    for value in values:
+        yield {"prompts": [[1], value]}, ("prompts[1]", *(of(value) for of in fragments))
 
 
-@pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [""], [[1], ""]])
-def test_empty_prompt_is_refused(model, prompts):
-    refused(model, f"prompts[{len(prompts) - 1}]" if prompts else "prompts", prompts=prompts)
+def type_name(value) -> str:
+    return type(value).__name__
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [None, 3, b"text", [1.0], [True], [1, True], [1, None], [[1]], ["1"], {1, 2}, np.ones((2, 2))],
-)
-def test_prompt_of_another_type_is_refused(model, prompt):
-    """A prompt that is neither text nor token ids is refused."""
-    refused(model, "prompts[1]", type(prompt).__name__, prompts=[[1], prompt])
+REFUSED = [
+    *named("prompts", ("text", None, 3, {1: [2]}, {(1, 2)}, iter([[1]])), type_name),
+    *named("prompts", ([],), lambda _: "expected"),
+    *named("prompts", ([[]], [[1], []], [""], [[1], ""]), lambda rows: f"[{len(rows) - 1}]"),
+    *in_prompts((None, 3, b"text", [1.0], [True], [1, True], [1, None], [[1]], ["1"]), type_name),
+    *in_prompts(({1, 2}, np.ones((2, 2))), type_name),
+    *in_prompts(([0, -1], [0, 64], [0, 2**40]), lambda prompt: f"[0, 64), found {prompt[1]}"),
+    *named("max_new_tokens", (-1, 1.5, "3", None, [], True, [2, -1]), repr),
+    *named("max_new_tokens", ([1, 2], [[1]]), lambda _: "one per row"),
+    *named("sampling", ({}, None, "greedy", 1.0), type_name),
+    *named("verifier", (1.0, rejection), type_name),
+    *named("stop_at_eos", ("no", 1, None, np.array([True, False])), lambda _: "expected True or F"),
+    *named("drafter", ("ngram", 3, ngram), type_name),
+    *named("num_speculative_tokens", (-1, 1.5, "2"), repr, drafter=ngram.Drafter()),
+]
 
 
-@pytest.mark.parametrize("token", [-1, 64, 2**40])
-def test_token_id_out_of_range_is_refused(model, token):
-    refused(model, "prompts[1]", "[0, 64)", str(token), prompts=[[1], [0, token]])
+@pytest.mark.parametrize(("arguments", "fragments"), REFUSED)
+def test_argument_of_generate_is_refused_by_its_name(model, arguments, fragments):
+    """Of another type, out of its range, or of another number of rows."""
+    refused(model, *fragments, **arguments)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
+def test_sampling_values_not_one_per_row_are_refused(model, field):
+    refused(model, field, "one per row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
 
 
 def test_text_for_model_without_tokenizer_is_refused(model):
@@ -99,16 +116,6 @@ def test_generate_can_fill_the_context(model):
     assert len(spsjax.generate(model, [[1] * 60], max_new_tokens=4).tokens[0]) == 4
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, "3", None, [], True, [2, -1]])
-def test_budget_that_is_not_a_count_is_refused(model, budget):
-    refused(model, "max_new_tokens", repr(budget), max_new_tokens=budget)
-
-
-@pytest.mark.parametrize("budget", [[1, 2], [[1]]])
-def test_budgets_that_are_not_one_per_row_are_refused(model, budget):
-    refused(model, "max_new_tokens", "one per row", max_new_tokens=budget)
-
-
 # Sampling.
 
 
@@ -126,32 +133,12 @@ def test_sampling_value_out_of_range_is_refused(field, value):
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p"])
-def test_sampling_values_not_one_per_row_are_refused(model, field):
-    refused(model, field, "one per row", "3", sampling=SamplingParams(**{field: [1, 1, 1]}))
-
-
-@pytest.mark.parametrize("sampling", [{}, None, "greedy", 1.0])
-def test_sampling_of_another_type_is_refused(model, sampling):
-    refused(model, "sampling", type(sampling).__name__, sampling=sampling)
-
-
 @pytest.mark.parametrize("lenience", [0, -1, 1.1, NAN, 1e-39])
 def test_lenience_out_of_range_is_refused(model, lenience):
     with one_line("lenience", "(0, 1]", repr(lenience)):
         rejection.Verifier(lenience)
     with one_line("lenience", "(0, 1]"):
         spsjax.lenience_bias(np.ones((1, 2)) / 2, np.ones((1, 2)) / 2, lenience)
-
-
-@pytest.mark.parametrize("verifier", [1.0, rejection])
-def test_verifier_of_another_type_is_refused(model, verifier):
-    refused(model, "verifier", type(verifier).__name__, verifier=verifier)
-
-
-@pytest.mark.parametrize("value", ["no", 1, None, np.array([True, False])])
-def test_stop_at_eos_that_is_not_a_bool_is_refused(model, value):
-    refused(model, "stop_at_eos: expected True or False", stop_at_eos=value)
 
 
 # Drafters.
@@ -164,14 +151,6 @@ def test_replicate_that_is_not_a_bool_is_refused(model, value):
     for name in ("pystdlib/draft", "ngram"):  # None leaves it to the drafter
         with one_line("replicate: expected True or False"):
             spsjax.load_drafter(name, model, replicate=value)
-
-
-@pytest.mark.parametrize("count", [-1, 1.5, "2"])
-def test_number_of_drafts_that_is_not_a_count_is_refused(model, count):
-    drafter = ngram.Drafter()
-    refused(
-        model, "num_speculative_tokens", repr(count), drafter=drafter, num_speculative_tokens=count
-    )
 
 
 def test_stream_and_propose_name_their_prompt(tmp_path, model):
@@ -188,11 +167,6 @@ def test_stream_and_propose_name_their_prompt(tmp_path, model):
             spsjax.propose(model, prompt, ngram.Drafter())
         with one_line(f"{other}: expected"):
             spsjax.stream(dataclasses.replace(model, tokenizer=tokenizer), prompt)
-
-
-@pytest.mark.parametrize("drafter", ["ngram", 3, ngram])
-def test_drafter_of_another_type_is_refused(model, drafter):
-    refused(model, "drafter", type(drafter).__name__, drafter=drafter)
 
 
 def test_class_instead_of_an_instance_is_refused(model):

@@ -1,5 +1,6 @@
 """Documents: the files, links, flags and names that they cite exist."""
 
+import functools
 import importlib
 import pathlib
 import re
@@ -26,6 +27,7 @@ FOREIGN_FLAGS = {
 }
 
 
+@functools.cache
 def anchors(path: pathlib.Path) -> set[str]:
     """Returns the anchors that GitHub gives to the headings of a Markdown file."""
     headings = re.findall(r"(?m)^#+ (.*)$", path.read_text(encoding="utf-8"))
@@ -47,28 +49,34 @@ def missing_files(text: str) -> list[str]:
     return [path for path in paths if not (ROOT / path.rstrip("./")).exists()]
 
 
+@functools.cache
+def known_flags() -> set[str]:
+    known = {"config"} | FOREIGN_FLAGS
+    for source in (*ROOT.glob("scripts/*.py"), *ROOT.glob("spsjax/cli/*.py")):
+        known |= {*re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source.read_text(encoding="utf-8"))}
+    return known
+
+
 def unknown_flags(text: str) -> list[str]:
-    sources = [*ROOT.glob("scripts/*.py"), *ROOT.glob("spsjax/cli/*.py")]
-    defined = {"config"}
-    for source in sources:
-        defined |= {*re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source.read_text(encoding="utf-8"))}
-    return [
-        flag
-        for flag in re.findall(r"(?<![\w-])--(\w+)", text)
-        if flag not in defined | FOREIGN_FLAGS
-    ]
+    return [flag for flag in re.findall(r"(?<![\w-])--(\w+)", text) if flag not in known_flags()]
+
+
+@functools.cache
+def shipped_configs() -> list[dict]:
+    files = [*ROOT.glob("configs/experiments/*.py"), *ROOT.glob("configs/drafters/*.py")]
+    return [runpy.run_path(str(file))["get_config"]().to_dict() for file in files]
 
 
 def unknown_config_keys(text: str) -> list[str]:
     """Keys of `--config.a.b` that no config of a script has."""
-    files = [*ROOT.glob("configs/experiments/*.py"), *ROOT.glob("configs/drafters/*.py")]
-    configs = [runpy.run_path(str(file))["get_config"]().to_dict() for file in files]
 
     def has(config, names):
         return not names or (names[0] in config and has(config[names[0]], names[1:]))
 
     keys = [key.rstrip(".") for key in re.findall(r"--config\.([\w.]+)", text)]
-    return [key for key in keys if not any(has(config, key.split(".")) for config in configs)]
+    return [
+        key for key in keys if not any(has(config, key.split(".")) for config in shipped_configs())
+    ]
 
 
 def unknown_names(text: str) -> list[str]:
