@@ -34,16 +34,20 @@ COUNTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("value", ["8", -1, 0, 8.0, True, [8], {}, 10**12])
-@pytest.mark.parametrize("field", COUNTS)
+# One check reads all sizes, and one all numbers.
+BAD_SIZES = [("vocab_size", value) for value in ("8", -1, 8.0, True, [8], {}, 10**12)]
+BAD_NUMBERS = [("rope_theta", value) for value in ("8", -1, True, [8])]
+BAD_NUMBERS += [("rms_norm_eps", value) for value in (0, float("nan"), float("inf"), 10**400)]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_SIZES + [(field, 0) for field in COUNTS])
 def test_config_size_not_a_positive_integer_is_refused(model_folder, field, value):
     edit_config(model_folder, **{field: value})
     with one_line("config.json", field, "integer", repr(value)):
         loading.load(model_folder)
 
 
-@pytest.mark.parametrize("value", ["8", -1, 0, True, [8], float("nan"), float("inf"), 10**400])
-@pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps"])
+@pytest.mark.parametrize(("field", "value"), BAD_NUMBERS)
 def test_config_number_not_positive_or_finite_is_refused(model_folder, field, value):
     edit_config(model_folder, **{field: value})
     with one_line("config.json", field, "positive number"):
