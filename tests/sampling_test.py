@@ -244,10 +244,14 @@ def test_draw_at_boundaries_skips_zero_weights(level):
             assert (flat[np.arange(rows), drawn] > 0).all()
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def uniforms_of(rows, count):
+    """Returns the uniforms of the first rows of a batch."""
+    return sampling.uniforms(sampling.row_keys(jax.random.key(0), rows), sampling.DRAFT, count)
+
+
 def test_uniforms_do_not_depend_on_count_or_other_rows():
-    keys = sampling.row_keys(jax.random.key(0), 3)
-    five = np.asarray(sampling.uniforms(keys, sampling.DRAFT, 5))
-    np.testing.assert_array_equal(sampling.uniforms(keys, sampling.DRAFT, 2), five[:, :2])
-    more = sampling.row_keys(jax.random.key(0), 8)
-    np.testing.assert_array_equal(sampling.uniforms(more, sampling.DRAFT, 5)[:3], five)
+    five = np.asarray(uniforms_of(3, 5))
+    np.testing.assert_array_equal(uniforms_of(3, 2), five[:, :2])
+    np.testing.assert_array_equal(uniforms_of(8, 5)[:3], five)
     assert (five >= 0).all() and (five < 1).all()

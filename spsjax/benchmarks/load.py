@@ -184,7 +184,8 @@ def simulate(
         now += float(costs[size].propose[deepest] + costs[size].score[deepest])
         accepted = np.cumprod(chance.random((most, K)) < hardware.rates, axis=1).sum(axis=1)
         accepted = np.minimum(accepted, asked)
-        histories, _ = learn(histories, *map(jnp.asarray, (asked, asked, accepted)))
+        if depth is None:
+            histories, _ = learn(histories, *map(jnp.asarray, (asked, asked, accepted)))
         for row, entry in list(running.items()):
             job = entry[0]
             entry[1] += int(accepted[row]) + 1

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.models import build_model
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 from helpers.toy_language import forward
@@ -14,6 +15,12 @@ from spsjax.parallel import sharding
 from spsjax.tokenization.base import incremental_text
 
 CODE = "def grow(x1):\n    return x1 + 23.5  # not\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_programs():
+    with drafting.small_programs():
+        yield
 
 
 def logits_after(model, tokens):

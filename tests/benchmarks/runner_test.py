@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.bad_input import one_line
 from helpers.numpy_models import numpy_nearby_model, numpy_params, numpy_spread_model
 
@@ -40,9 +41,11 @@ class Toy(base.Task):
 
 
 @pytest.fixture(autouse=True)
-def buffers(monkeypatch):
-    """Buffers of 64 slots, so that prompts of all lengths share programs."""
+def small_programs(monkeypatch):
+    """Buffers have 64 slots, so that prompts of all lengths share programs."""
     monkeypatch.setattr(decode.sizes, "num_slots", lambda length: 64)
+    with drafting.small_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

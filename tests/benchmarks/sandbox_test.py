@@ -126,24 +126,33 @@ def test_sandbox_keeps_a_program_within_its_limits(walls, program, reason):
     assert (reason or "") in outcome.reason, outcome.reason
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        *("os.rename(F, 'y')", "os.rename('x', D + '/y')", "os.replace('x', F)"),
-        *("os.truncate(F, 0)", "os.link(F, 'y')", "os.link('x', D + '/y')"),
-        *("os.symlink('x', D + '/y')", "os.chmod(F, 0o600)", "os.chown(F, 1, 1)"),
-        *("os.mkdir(D + '/y')", "os.rmdir(D + '/folder')", "os.remove(F)"),
-        *("open(D + '/y', 'x')", "open(D + '/y', 'w')", "open(F, 'a')", "open(F, 'r+')"),
-        *("os.open(F, os.O_WRONLY)", "os.open(F, os.O_RDWR)"),
-        "os.open(F, os.O_RDONLY | os.O_TRUNC)",
-        "os.open(D + '/y', os.O_RDONLY | os.O_CREAT)",
-    ],
+CHANGES = (
+    *("os.rename(F, 'y')", "os.rename('x', D + '/y')", "os.replace('x', F)"),
+    *("os.truncate(F, 0)", "os.link(F, 'y')", "os.link('x', D + '/y')"),
+    *("os.symlink('x', D + '/y')", "os.chmod(F, 0o600)", "os.chown(F, 1, 1)"),
+    *("os.mkdir(D + '/y')", "os.rmdir(D + '/folder')", "os.remove(F)"),
+    *("open(D + '/y', 'x')", "open(D + '/y', 'w')", "open(F, 'a')", "open(F, 'r+')"),
+    *("os.open(F, os.O_WRONLY)", "os.open(F, os.O_RDWR)"),
+    "os.open(F, os.O_RDONLY | os.O_TRUNC)",
+    "os.open(D + '/y', os.O_RDONLY | os.O_CREAT)",
 )
-def test_sandbox_refuses_a_change_outside(monkeypatch, outside, call):
+
+
+def test_sandbox_refuses_every_change_outside(monkeypatch, outside):
     use(sandbox.no_boundary, monkeypatch)
-    program = f"import os\nD = {str(outside)!r}; F = D + '/file'; open('x', 'w').close()\n{call}"
+    program = f"""
+import os
+D = {str(outside)!r}; F = D + '/file'; open('x', 'w').close()
+for call in {CHANGES}:
+    try:
+        exec(call)
+    except PermissionError as error:
+        assert "not allowed" in str(error), (call, error)
+    else:
+        raise AssertionError(call)
+"""
     outcome = sandbox.run(program)
-    assert not outcome.passed and "not allowed" in outcome.reason, outcome.reason
+    assert outcome.passed, outcome.reason
 
 
 LIBC = "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\n"
@@ -226,27 +235,20 @@ def test_unshare_bounds_the_number_of_files(monkeypatch):
 def test_sandbox_program_cannot_forge_a_pass(walls, program):
     tests = "import math; assert math.fabs(remote('f')()) == 1"
     assert not sandbox.run(program, tests).passed
-    assert sandbox.run("f = lambda: 1", tests).passed
 
 
-@pytest.mark.parametrize(
-    ("result", "equal"),
-    [
-        ("[1, (2.5, 'x'), {None: {3}}, b'y', 1j, True]", None),
-        ("numpy.float32(0.5)", "0.5"),
-        ("numpy.bool_(True)", "True"),
-        ("collections.Counter('aab')", "{'a': 2, 'b': 1}"),
-        ("int", "int"),
-        ("range(3)", "range(3)"),
-    ],
-)
-def test_sandbox_results_arrive_as_plain_data(walls, result, equal):
-    program = f"import collections, numpy\ndef f(x): return {result}"
-    outcome = sandbox.run(program, f"assert remote('f')(1) == {equal or result}")
+def test_sandbox_results_arrive_as_plain_data(walls):
+    data = "[1, (2.5, 'x'), {None: {3}}, b'y', 1j, True]"
+    values = f"{data}, numpy.float32(0.5), numpy.bool_(True), collections.Counter('aab'), int"
+    program = f"import collections, numpy\nresults = {values}, range(3)\nf = results.__getitem__"
+    expected = f"{data}, 0.5, True, {{'a': 2, 'b': 1}}, int, range(3)"
+    tests = f"for i, value in enumerate(({expected})): assert remote('f')(i) == value, value"
+    outcome = sandbox.run(program, tests)
     assert outcome.passed, outcome.reason
 
 
 def test_sandbox_tells_iterators_from_lists_and_why_a_test_failed(walls):
+    assert sandbox.run("f = lambda: 1", "import math; assert math.fabs(remote('f')()) == 1").passed
     tests = "assert remote('f')([1, 2]) != [1, 4]; assert list(remote('f')([1, 2])) == [1, 4]"
     assert sandbox.run("def f(x): return (y * y for y in x)", tests).passed
     outcome = sandbox.run("f = lambda: 0", "assert remote('f')() == 1, 'wrong'")

@@ -25,6 +25,12 @@ PIECES, TARGET_ROWS, DRAFT_ROWS = 300, 328, 304
 forward = jax.jit(train_step.forward, static_argnums=0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_programs():
+    with drafting.small_programs():
+        yield
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_tokenizer):
     return tiny_tokenizer
@@ -94,11 +100,10 @@ def test_pair_with_different_padding_gives_target_text(tokenizer, tmp_path):
     target = loading.load(folder_of(tmp_path / "target", tokenizer, TARGET_ROWS))
     wider = loading.load(folder_of(tmp_path / "draft", tokenizer, TARGET_ROWS + 24))
     prompts, greedy = [[1, 2, 3], [5, 6]], SamplingParams(temperature=0.0)
-    with drafting.small_programs():
-        plain, *others = (
-            spsjax.generate(target, prompts, draft, 3, greedy, 16, stop_at_eos=False)
-            for draft in (None, wider, numpy_spread_model(TARGET_ROWS))
-        )
+    plain, *others = (
+        spsjax.generate(target, prompts, draft, 3, greedy, 16, stop_at_eos=False)
+        for draft in (None, wider, numpy_spread_model(TARGET_ROWS))
+    )
     assert all(np.array_equal(out.tokens, plain.tokens) for out in others)
 
 
@@ -152,8 +157,7 @@ def test_draft_vocabulary_of_any_size_is_lossless(small_target, small_draft, siz
     expected = reference.joint_distribution(logits_of(small_target), prompt, len(prompt) + new)
     counts = collections.Counter()
     for seed in range(3):
-        with drafting.small_programs():
-            out = spsjax.generate(target, [prompt] * 8192, draft, 2, max_new_tokens=new, seed=seed)
+        out = spsjax.generate(target, [prompt] * 8192, draft, 2, max_new_tokens=new, seed=seed)
         counts.update(map(tuple, np.asarray(out.tokens).tolist()))
         assert out.stats.acceptance_rate > 0.2
     assert g_test(counts, expected) > SUSPICIOUS

@@ -10,6 +10,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.bad_input import one_line
 from helpers.calls import Call
 from helpers.models import tiny_config
@@ -24,7 +25,7 @@ from spsjax.models.caches import dense
 from spsjax.parallel import sharding
 from spsjax.planning import hlo
 from spsjax.types import Proposal
-from spsjax.utils.compilation import compiled, jitted
+from spsjax.utils.compilation import compiled
 
 MESHES = [(1, 8), (2, 4)]
 # Rows have different lengths, and their number does not divide the mesh's data axis.
@@ -55,41 +56,21 @@ def assert_same_texts(out, expected):
     assert out.stats.accepted_histogram == expected.stats.accepted_histogram
 
 
-@pytest.fixture(scope="module")
-def split():
-    """A target that is split over eight devices, and a draft that lies whole on each of them."""
-    mesh, target = sharding.mesh(2, 4), numpy_spread_model(48, num_kv_heads=8)
-    return on(mesh, target), on(mesh, numpy_nearby_model(target), replicate=True)
-
-
-@pytest.fixture(scope="module")
-def texts_of_eight(split):
-    return texts(*split)
-
-
-@pytest.mark.usefixtures("texts_of_eight")
-def test_loop_of_eight_devices_verifies_without_collectives(split):
-    """Once the logits are gathered, sampling and verification communicate flags alone."""
-    call = Call(split[0], PROMPTS, split[1], 2, MIXED, BUDGETS, SEED)
-    state = call.prefill()
-    loop, numbers = jitted(decode.step.run, call.program, donate=1)
-    with split[0].in_mesh():
-        text = loop.lower(numbers, call.params, state, np.int32(1)).compile().as_text()
-    operations = collectives(text, "/verify/")
-    assert set(operations) == {"all-reduce"} and set(operations["all-reduce"]) == {()}
-
-
 @pytest.mark.smoke
-def test_eight_devices_give_the_tokens_of_one(texts_of_eight):
-    target = numpy_spread_model(48, num_kv_heads=8)
-    assert_same_texts(texts_of_eight, texts(target, numpy_nearby_model(target)))
+def test_eight_devices_give_the_tokens_of_one():
+    """With a target that is split over all devices, and a draft that lies whole on each of them."""
+    target, mesh = numpy_spread_model(48, num_kv_heads=8), sharding.mesh(2, 4)
+    draft = numpy_nearby_model(target)
+    split = on(mesh, target), on(mesh, draft, replicate=True)
+    assert_same_texts(texts(*split), texts(target, draft))
 
 
 @pytest.mark.slow
 def test_eight_parts_of_a_layer_give_the_tokens_of_one_device():
     """Without a draft, and with a vocabulary that they do not divide."""
     target = numpy_spread_model(49, num_kv_heads=2)
-    assert_same_texts(texts(on(sharding.mesh(1, 8), target), None), texts(target, None))
+    with drafting.small_programs():
+        assert_same_texts(texts(on(sharding.mesh(1, 8), target), None), texts(target, None))
 
 
 SPLIT = {
@@ -109,7 +90,8 @@ def test_generate_with_split_slots_equals_one_device(kind):
     if kind != "draft model":  # a drafter without a cache
         draft = ngram.Drafter()
         pair = pair[0], draft
-    assert_same_texts(texts(*pair), texts(target, draft))
+    with drafting.small_programs():
+        assert_same_texts(texts(*pair), texts(target, draft))
 
 
 @pytest.mark.slow
@@ -120,7 +102,8 @@ def test_drafters_of_other_caches_run_beside_split_slots():
 
     def tokens(target, drafter):
         greedy = spsjax.SamplingParams(temperature=0)
-        out = spsjax.generate(target, PROMPTS, drafter, None, greedy, 24)
+        with drafting.small_programs():
+            out = spsjax.generate(target, PROMPTS, drafter, None, greedy, 24)
         return [row.tolist() for row in out.tokens]
 
     expected = tokens(one, None)
@@ -307,7 +290,8 @@ def test_run_gathers_only_logits(case):
         gathered.add((rows, vocab))  # one draft token per pass
     gathers = {tuple(size for size in dims if size > 1) for dims in operations.pop("all-gather")}
     assert gathers == gathered
-    # Beside the models' passes only flags are reduced: does any row need a filter or a round?
+    # Beside the models' passes, sampling and verification too, only flags are reduced: does any
+    # row need a filter or a round?
     widths = {reduced[-1:] for reduced in operations.pop("all-reduce")}
     assert widths == {(model.config.d_model,), ()} if shape[0] > 1 else {(model.config.d_model,)}
     assert not operations

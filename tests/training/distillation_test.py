@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.models import tiny_config
 from helpers.numpy_models import numpy_params
 from helpers.toy_language import CONFIG, EXAMPLES, HELD_OUT, VOCAB, forward
@@ -49,6 +50,12 @@ def train(config, metrics_of, params, frozen, table, steps=60):
     for _ in range(steps):
         state, _ = step(state, frozen, next(batches))
     return state["params"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_programs():
+    with drafting.small_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from helpers import drafting
 from helpers.numpy_models import numpy_nearby_model, numpy_spread_model
 
 from spsjax.data import pipeline
@@ -16,6 +17,12 @@ from spsjax.training.draft_evaluation import DraftEvalConfig
 FLOAT32 = train_step.Precision("float32")
 OPTIONS = DraftEvalConfig(prompts=64, prompt_length=4, new_tokens=48)
 PROMPTS = np.random.default_rng(0).integers(0, 32, (64, 4)).tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_programs():
+    with drafting.small_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
