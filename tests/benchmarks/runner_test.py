@@ -266,11 +266,12 @@ def test_probe_of_small_draft_is_faster_than_scoring():
     assert cost.draft_step < cost.scoring
 
 
-def test_held_out_prompts_are_always_the_same(tmp_path):
-    tokenizer = tokenization.train(documents.stdlib().values(), tmp_path / "tokenizer.model", 400)
-    stdlib = documents.Sources(("stdlib",))
-    prompts = workloads.held_out_prompts(tokenizer, 3, 50, stdlib)
-    assert prompts == workloads.held_out_prompts(tokenizer, 3, 50, stdlib)
-    assert list(prompts) == list(workloads.held_out_prompts(tokenizer, 5, 50, stdlib))[:3]
+def test_held_out_prompts_are_always_the_same(tiny_tokenizer, tmp_path):
+    for index in range(60):  # of which five are held out
+        (tmp_path / f"module_{index}.py").write_text(f"number = {index}\n" * 60)
+    texts = documents.Sources((str(tmp_path),))
+    prompts = workloads.held_out_prompts(tiny_tokenizer, 3, 50, texts)
+    assert prompts == workloads.held_out_prompts(tiny_tokenizer, 3, 50, texts)
+    assert list(prompts) == list(workloads.held_out_prompts(tiny_tokenizer, 5, 50, texts))[:3]
     assert all(documents.is_held_out(name) for name in prompts)
     assert all(len(tokens) == 50 for tokens in prompts.values())
