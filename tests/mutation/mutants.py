@@ -26,19 +26,10 @@ decode/step.py
     (state.keys, 0 * state.lengths)
     decode/keys_test.py::test_generate_uses_each_number_once[rejection-]
 drafters/sample.py
-- drafts are drawn with the numbers of acceptance
-    now.keys, sampling.DRAFT, 2 * N)
-    now.keys, sampling.ACCEPT, 2 * N)
-    drafters/draws_test.py::test_drafter_draws_from_what_it_reports[draft_model]
 - one number chooses the blocks of all tokens of a draft
     2 * N).reshape(-1, N, 2)
     '2 * N).reshape(-1, N, 2)\n    uniforms = uniforms.at[:, :, 0].set(uniforms[:, :1, 0])'
     decode/loop_test.py::test_generate_with_same_random_numbers_equals_oracle[draft_model-300]
-verifiers/verdicts.py
-- the residual is drawn with the draft's numbers
-    keys_B, sampling.NEXT, 2)
-    keys_B, sampling.DRAFT, 2)
-    decode/keys_test.py::test_generate_uses_each_number_once[rejection-]
 verifiers/block.py
 - acceptance has the numbers of the residual
     keys_B, sampling.ACCEPT, M - 1)
@@ -48,10 +39,6 @@ verifiers/block.py
 
 DRAWING = read(r"""
 sampling.py
-- temperature multiplies
-    scaled / jnp.where(greedy, 1, columns.temperature)
-    scaled * jnp.where(greedy, 1, columns.temperature)
-    sampling_test.py::test_to_probs_equals_sorted_reference[spread-129]
 - one token of equal ones too few
     jnp.cumsum(ties, axis=-1) <= num_ties
     jnp.cumsum(ties, axis=-1) < num_ties
@@ -69,10 +56,6 @@ sampling.py
     _inverse_cdf(inside, uniforms[..., 0])
     sampling_test.py::test_draw_inverts_cumulative_sums[129]
 drafters/sample.py
-- a token is drawn with the numbers of the one before
-    jnp.int32), uniforms[1:]
-    jnp.int32), uniforms[:-1]
-    drafters/draws_test.py::test_drafter_draws_from_what_it_reports[draft_model]
 - siblings are drawn with replacement
     jnp.where(taken, 0, now)
     now
@@ -85,10 +68,6 @@ drafters/sample.py
     1 + best[:, None] <= parents
     1 + best[:, None] < parents
     verifiers/verifiers_test.py::test_dynamic_tree_keeps_the_most_probable_paths[2-5]
-- a path in a dynamic tree is as probable as its last token
-    scores[..., None] + more
-    more
-    verifiers/verifiers_test.py::test_dynamic_tree_keeps_the_most_probable_paths[2-5]
 drafters/draft_model.py
 - the draft model's cache gets one position of the draft again and again
     state.write(drafted.block, path, lengths
@@ -100,6 +79,58 @@ drafters/draft_model.py
     decode/chunks_and_rows_test.py::test_first_drafts_after_one_token_are_the_drafts_own
 """)
 
+VERIFIERS = read(r"""
+verifiers/rejection.py
+- a number of 0 accepts impossible tokens
+    K) * denominator < numerator
+    K) * denominator <= numerator
+    verifiers/one_round_test.py::test_rejection_with_zero_uniform_emits_possible_tokens
+- lenience of greedy rows applies to sampled ones
+    chosen & close & greedy_B[:, None, None]
+    chosen & close
+    verifiers/lenience_test.py::test_sampled_rows_keep_their_distribution_under_lenience
+verifiers/block.py
+- prefixes weigh what their last token weighs
+    scaled = weights[-1] * target_at
+    scaled = target_at
+    verifiers/exactness_test.py::test_rules_for_chains_are_lossless[block]
+verifiers/siblings.py
+- a token that may not be accepted leaves less to its siblings
+    set(jnp.where(present, residual, target))
+    set(residual)
+    verifiers/exactness_test.py::test_siblings_after_one_that_is_not_eligible_are_verified_losslessly[recursive]
+verifiers/recursive.py
+- the last accepted sibling is taken
+    verdicts.first_siblings(parents, accepted))
+    accepted)
+    verifiers/exactness_test.py::test_rules_for_trees_are_lossless[0-0-1-2-recursive-False]
+verifiers/traversal.py
+- the last node that passes is taken
+    jnp.min(jnp.where(passed, order, M), axis=1)
+    jnp.max(jnp.where(passed, order, -1), axis=1)
+    verifiers/exactness_test.py::test_rules_for_chains_are_lossless[traversal]
+verifiers/kseq.py
+- children that may not be accepted count
+    ' & present[:, None]'
+    ''
+    verifiers/exactness_test.py::test_siblings_after_one_that_is_not_eligible_are_verified_losslessly[kseq]
+verifiers/multipath.py
+- paths are cut off where the longest ends
+    jnp.min(jnp.where(started, sizes, N), axis=1, initial=N)
+    jnp.max(jnp.where(started, sizes, 0), axis=1, initial=0)
+    verifiers/exactness_test.py::test_paths_are_cut_off_where_the_shortest_ends
+verifiers/match.py
+- tokens that may not be accepted match
+    ' & verdicts.offered(proposal)'
+    ''
+    verifiers/match_test.py::test_match_takes_the_first_of_twins_and_skips_holes
+verifiers/verdicts.py
+- the path of a chain ends one node early
+    node <= count_B[:, None], node
+    node < count_B[:, None], node
+    decode/chunks_and_rows_test.py::test_rejection_path_is_root_and_accepted_nodes
+""")
+
 LOOP = read(r"""
 decode/step.py
 - a text is one token longer than its limit
@@ -109,14 +140,6 @@ decode/step.py
 - the end of sequence is cut off
     astype(jnp.int32) + 1, count)
     astype(jnp.int32), count)
-    decode/commit_test.py::test_commit_ignores_nan_after_the_end_of_a_text
-- a row fails although its text has ended
-    & ~ended & (lengths < state.limits)
-    & (lengths < state.limits)
-    decode/commit_test.py::test_commit_ignores_nan_after_the_end_of_a_text
-- a round without a last token counts one token less
-    verdict.num_tokens - verdict.valid
-    verdict.num_tokens - 1
     decode/commit_test.py::test_commit_ignores_nan_after_the_end_of_a_text
 - the cache gets the first nodes of a tree, not the path
     path = None if proposal.parents is None else verdict.path
@@ -138,17 +161,9 @@ decode/step.py
     '        eligible &= proposal.eligible'
     '        pass'
     decode/propose_test.py::test_propose_of_a_tree_lets_only_whole_paths_up_to_k_be_accepted
-- a chain goes on after a token that is not eligible
-    jnp.where(proposal.eligible, proposal.tokens, -1)
-    proposal.tokens
-    decode/propose_test.py::test_propose_of_a_chain_drops_tokens_that_are_not_eligible[None-expected0]
 - positions in a tree are numbers of nodes
     state.cache.lengths[:, None] + tree.depths(proposal.parents)
     state.cache.lengths[:, None] + jnp.arange(1 + drafts.shape[1])
-    decode/whole_texts_test.py::test_tree_matching_is_lossless
-- nodes of a tree see all earlier ones
-    ancestors = tree.ancestors(proposal.parents)
-    ancestors = tree.ancestors(tree.chain(*drafts.shape))
     decode/whole_texts_test.py::test_tree_matching_is_lossless
 decode/prompt.py
 - the last chunk of a prompt begins too late
@@ -164,20 +179,12 @@ decode/sizes.py
     jnp.arange(1, N + 1), 0)
     jnp.arange(N), 0)
     decode/commit_test.py::test_smallest_size_gives_what_the_whole_pass_gives[chain]
-- padding has positions
-    pad(block.positions, value=-1)
-    pad(block.positions)
-    decode/commit_test.py::test_smallest_size_gives_what_the_whole_pass_gives[tree]
 types.py
 - drafts follow the last but one token
     self.tokens, self.lengths[:, None] - 1, axis=1)
     self.tokens, self.lengths[:, None] - 2, axis=1)
     decode/whole_texts_test.py::test_draft_model_is_lossless
 tree.py
-- ancestors are looked for half as far up
-    range(max(N, 1).bit_length())
-    range(max(N, 1).bit_length() - 1)
-    tree_test.py::test_ancestors_and_depths_equal_walks_to_the_root[7]
 - a walk leaves nodes before those of earlier branches
     jnp.where(above, before[:, None], 0), axis=2)
     jnp.where(above, 0 * before[:, None], 0), axis=2)
@@ -187,11 +194,6 @@ models/caches/dense.py
     slots < self.lengths[:, None], slots
     slots <= self.lengths[:, None], slots
     decode/whole_texts_test.py::test_no_drafter_is_autoregressive_sampling
-models/caches/window.py
-- nodes that were rejected are written
-    & (positions < lengths_B[:, None]) & fits
-    & fits
-    models/window_test.py::test_path_of_a_tree_is_written_and_the_rest_is_not
 models/caches/rows.py
 - the last row of a state is inserted
     new[:1]
@@ -199,4 +201,4 @@ models/caches/rows.py
     decode/chunks_and_rows_test.py::test_insert_takes_the_first_row_of_a_padded_state
 """)
 
-MUTANTS = (*KEYS, *DRAWING, *LOOP)
+MUTANTS = (*KEYS, *DRAWING, *VERIFIERS, *LOOP)

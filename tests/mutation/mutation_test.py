@@ -12,13 +12,11 @@ import sys
 
 import mutants
 import pytest
-import verifier_mutants
 from helpers.environment import ROOT
 
 SECONDS = 120  # after which a test is ended
 MUTANTS = [
-    mutant._replace(tests=[f"tests/{test}" for test in mutant.tests])
-    for mutant in (*mutants.MUTANTS, *verifier_mutants.MUTANTS)
+    mutant._replace(tests=[f"tests/{test}" for test in mutant.tests]) for mutant in mutants.MUTANTS
 ]
 TESTS = sorted({test for mutant in MUTANTS for test in mutant.tests})
 
