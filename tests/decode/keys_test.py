@@ -74,13 +74,17 @@ def recorder(monkeypatch):
     monkeypatch.setattr(sampling, "uniforms", watched)
     monkeypatch.setattr(decode.step, "step", watched_step)
     compilation.clear()  # of programs that nobody watches
-    yield recorder
+    with drafting.small_programs():  # filters and sizes ask for no numbers
+        yield recorder
     compilation.clear()
 
 
 @pytest.mark.parametrize(
     ("rule", "tree"),
-    [("rejection", None), ("traversal", Tree((0, 0, 1)))],
+    [
+        ("rejection", None),
+        pytest.param("traversal", Tree((0, 0, 1)), marks=pytest.mark.slow),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_generate_uses_each_number_once(recorder, target, draft, rule, tree):
@@ -93,7 +97,6 @@ def test_generate_uses_each_number_once(recorder, target, draft, rule, tree):
     recorder.check(CHAIN, least=3 * 16 // (K + 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", verifiers.NAMES)
 def test_rule_asks_once_for_numbers_of_a_role(monkeypatch, rule):
     """It takes the keys of the round as they are. That is traced, and nothing is compiled."""
@@ -132,6 +135,7 @@ def test_rounds_without_a_draft_use_numbers_of_their_own(recorder, target, draft
     recorder.check(CHAIN, least=6)
 
 
+@pytest.mark.slow
 def test_engine_uses_each_number_once(recorder, target, draft):
     """Three requests in two rows: a row gets new keys with a new request."""
     engine = spsjax.Engine(target, draft, K, rows=2, slots=64, rounds=2)

@@ -5,21 +5,16 @@ place of the bare rule: the draft model draws the tree through its cache, the ta
 through its own, and the round is cut at an end of sequence and at the limit.
 """
 
-import contextlib
-import dataclasses
-import functools
 import types
-from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from helpers import enumeration, reference, table_model, tree_enumeration
 
-from spsjax import Tree, decode, sampling, tree, verifiers
+from spsjax import Tree, decode, tree, verifiers
 from spsjax.drafters import draft_model
 from spsjax.loading import LoadedDrafter
-from spsjax.models import transformer
 
 VOCAB, END = 3, 2
 TOLERANCE = 1e-12
@@ -29,39 +24,6 @@ TOLERANCE = 1e-12
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-@functools.lru_cache
-def round_function(program):
-    """Returns a jitted round of tables and chosen numbers: the state, the verdict, the proposal."""
-
-    def run(params, starts, rows, draft, accept, following):
-        state = decode.rows.take(starts, rows)
-        numbers = {sampling.DRAFT: draft, sampling.ACCEPT: accept, sampling.NEXT: following}
-        seen, rule, propose = {}, type(program.verifier), decode.step.propose
-        verify = rule.verify
-
-        def proposing(*args):
-            result = propose(*args)
-            seen["proposal"] = dataclasses.replace(result, aux=())
-            return result
-
-        def verifying(*args):
-            seen["verdict"] = verify(*args)
-            return seen["verdict"]
-
-        with contextlib.ExitStack() as stack:
-            for owner, name, replacement in (
-                (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
-                (transformer, "apply", table_model.apply),
-                (decode.step, "propose", proposing),
-                (rule, "verify", verifying),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, replacement))
-            output = dataclasses.replace(decode.step.step(program, params, state), keys=())
-        return output, seen["verdict"], seen["proposal"]  # NumPy cannot hold the keys
-
-    return jax.jit(run)
 
 
 class Rounds:
@@ -90,7 +52,6 @@ class Rounds:
                 self._middles.append(self._numbers(tokens, distribution_of, distinct))
         self.masses = np.asarray(self.masses)
         self.rows = np.asarray(self.rows)
-        self._round = round_function(loop.program)
 
     def _numbers(self, tokens, distribution_of, distinct):
         """Returns the numbers that draw the tokens of a tree, from the middles of intervals."""
@@ -106,24 +67,18 @@ class Rounds:
                 probs[token] = 0
         return numbers
 
-    def outcome(self, *arrays):
-        """Returns state, verdict and proposal of some trees' rounds.
+    def outcome(self, rows, accept, draws):
+        """Returns proposal, state and verdict of some trees' rounds.
 
-        `arrays` are [R] rows, [R, N] and [R, M] numbers.
+        `rows` [R] are trees, `accept` [R, N] and `draws` [R, M] numbers.
         """
-
-        def run(rows, accept, draws):
-            middles = tree_enumeration.doubled(np.asarray(self._middles)[rows])
-            draws = tree_enumeration.doubled(draws)
-            starts = self._starts, self.rows[rows]
-            return self._round(self._loop.params, *starts, middles, accept, draws)
-
-        parts = [run(*part) for part in tree_enumeration.in_parts(arrays)]
-        return tree_enumeration.joined(parts, len(arrays[0]))
+        middles, draws = map(tree_enumeration.doubled, (np.asarray(self._middles)[rows], draws))
+        starts = self._starts, self.rows[rows]
+        return self._loop.step(*starts, middles, accept, draws)[2:]
 
     def __call__(self, *arrays):
         """Returns the verdicts on some trees; arguments as those of `outcome`."""
-        _, verdict, proposal = self.outcome(*arrays)
+        proposal, _, verdict = self.outcome(*arrays)
         there = np.asarray(self._tokens)[arrays[0]]
         np.testing.assert_array_equal(proposal.tokens, there)
         return verdict
@@ -136,7 +91,7 @@ def distribution(loop, rule, **params):
         cases = tree_enumeration.decided_by_walk(rounds)
     else:
         cases = tree_enumeration.decided(rounds, rounds.tree.leaves_first())
-    output, *_ = rounds.outcome(cases.row, cases.accept, cases.draws)
+    _, output, _ = rounds.outcome(cases.row, cases.accept, cases.draws)
     prefix_of = [rounds.prefixes[row] for row in rounds.rows[cases.row]]
     loop.check_caches(output)
     return loop.joint(prefix_of, cases.mass, output)
@@ -181,7 +136,7 @@ def test_trees_scored_with_a_wrong_mask_are_rejected(monkeypatch):
     """Siblings that see each other, as the tokens of a chain do."""
     causal = np.tril(np.ones((4, 4), bool))
     faulty = types.SimpleNamespace(**vars(tree) | {"ancestors": lambda parents: causal[None]})
-    monkeypatch.setattr(decode, "tree", faulty)
-    round_function.cache_clear()
+    monkeypatch.setattr(decode.step, "tree", faulty)
+    enumeration._step.cache_clear()
     assert error(loop_of("traversal", Tree((0, 0, 1)), 2, (END,)), "traversal") > 0.01
-    round_function.cache_clear()
+    enumeration._step.cache_clear()

@@ -36,8 +36,7 @@ SHAPES = {
 # Shapes in the gate. EAGLE and EAGLE-3 share all but their layer. Medusa and blockwise do, too, and
 # MLP speculators whose steps are tied or not, whose layers are in `heads_test`.
 GATE = {
-    "eagle": ("drawn",),
-    "eagle3": ("chain",),
+    "eagle3": ("drawn",),
     "falcon": ("chain", "dynamic"),
     "spire": ("chain", "chosen"),
     "medusa": ("chain", "chosen"),
@@ -45,8 +44,8 @@ GATE = {
 }
 # Shapes in the full suite. What all drafters share with a shape is tested with one.
 MORE = {
-    "eagle": ("replacement",),
-    "eagle3": ("dynamic",),
+    "eagle": ("drawn", "replacement"),
+    "eagle3": ("chain", "dynamic"),
     "falcon": ("drawn",),
     "spire": ("drawn",),
     "mlp_speculator": ("drawn", "dynamic"),
@@ -288,7 +287,7 @@ def committed(program, params, state, tokens_BN, verdict) -> decode.DecodeState:
     return decode.step.commit(program, params, state, now, proposal, output, verdict)
 
 
-@pytest.mark.parametrize("name", [marked("eagle3"), marked("falcon", slow=True)])
+@pytest.mark.parametrize("name", [marked(name, slow=True) for name in ("eagle3", "falcon")])
 def test_a_single_token_is_drafted(name):
     """With K = 1 a drafter takes no second step."""
     studied = Drafting(name)

@@ -46,10 +46,12 @@ def test_ngram_proposal_is_that_of_a_plain_loop(K, sizes):
         (4, 0, {}),
         (4, 0, {"factor": 0.5, "min_prob": 0.27}),
         (4, 0, {"factor": 1.5, "min_prob": 0.0}),
-        (3, 0, {"max_match": 2, "factor": 2.0, "min_prob": 0.0}),
         (3, 6, {}),
         (3, 6, {"factor": 1.5, "min_prob": 0.0}),
-        (4, 2, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((3, 0, {"max_match": 2, "factor": 2.0, "min_prob": 0.0}), (4, 2, {}))
+        ),
     ],
 )
 def test_proposal_has_the_highest_score_of_counts(K, N, options):

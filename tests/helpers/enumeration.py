@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import broken_verifiers, reference, table_model
+from helpers import reference, table_model
 from helpers.table_model import REPLACED
 from helpers.tree_enumeration import doubled, in_parts, joined
 
@@ -28,7 +28,7 @@ from spsjax.models import transformer
 from spsjax.verifiers import match, rejection
 from spsjax.verifiers.base import Verifier
 
-BISECTIONS = 48
+BISECTIONS = 43
 # Sizes of the compiled programs, the same for all loops: slots of a text, tokens of the longest
 # prefix, prefixes, and rows of a round.
 SLOTS, WIDTH, PREFIXES, ROWS = 12, 8, 16, 256
@@ -45,27 +45,33 @@ def _prefill(program):
 
 
 @functools.lru_cache
-def _step(program, broken):
+def _step(program):
     """Returns a jitted round of some rows of `starts` with chosen numbers.
 
-    It returns the number of accepted tokens, the token after them, the proposal and the new state.
+    It returns the number of accepted tokens, the token after them, the proposal, the new state, and
+    the verdict, if there is one size of scoring passes.
     """
+    one_size = len(program.drafter.score_sizes) == 1
 
-    def step(params, costs, starts, rows, uniforms, fault):
+    def step(params, costs, starts, rows, uniforms):
         numbers = dict(zip((sampling.DRAFT, sampling.ACCEPT, sampling.NEXT), uniforms))
-        proposals, propose = [], decode.step.propose
+        propose, rule = decode.step.propose, type(program.verifier)
+        proposals, verdicts, verify = [], [], rule.verify
 
         def watched(*args):
             proposals.append(propose(*args))
             return proposals[-1]
 
-        sampler = broken_verifiers.verifier(fault) if broken else rejection.rejection
+        def verifying(*args):
+            verdicts.append(verify(*args))
+            return verdicts[-1]
+
         state = decode.rows.take(starts, rows)
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in (
                 (sampling, "uniforms", lambda keys, role, count: numbers[role][:, :count]),
                 (decode.step, "propose", watched),
-                (rejection, "rejection", sampler),
+                (rule, "verify", verifying),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(mock.patch.multiple(transformer, **REPLACED))
@@ -78,7 +84,7 @@ def _step(program, broken):
         drawn = jnp.take_along_axis(output.tokens, position[:, None], axis=1)[:, 0]
         output = dataclasses.replace(output, keys=())  # NumPy cannot hold them
         proposal = dataclasses.replace(proposals[-1], aux=())
-        return accepted, drawn, proposal, output
+        return accepted, drawn, proposal, output, verdicts[-1] if one_size else None
 
     return jax.jit(step)
 
@@ -94,7 +100,6 @@ class Loop:
     eos_ids: tuple[int, ...] = ()
     prompt: tuple[int, ...] = (0,)
     verifier: Verifier = rejection.Verifier()
-    broken: bool = False  # whether a sampler of `broken_verifiers` replaces spsjax's
     costs: object = None  # by which the schedule of `program` decides, if it is given one
 
     def __post_init__(self):
@@ -132,11 +137,11 @@ class Loop:
         assert len(prefixes) <= PREFIXES and len(prefixes[-1]) <= WIDTH
         return prefixes
 
-    def _step(self, starts, fault, rows, draft, accept, draws):
+    def step(self, starts, rows, draft, accept, draws):
         """Runs a round of some rows with chosen numbers, in parts of one size; see `_step`."""
-        step, arrays = _step(self.program, self.broken), (rows, draft, accept, draws)
+        step, arrays = _step(self.program), (rows, draft, accept, draws)
         parts = [
-            step(self.params, self.costs, starts, part[0], tuple(part[1:]), fault)
+            step(self.params, self.costs, starts, part[0], tuple(part[1:]))
             for part in in_parts(arrays, ROWS)
         ]
         return joined(parts, len(rows))
@@ -155,7 +160,7 @@ class Loop:
         middles, mass = np.zeros((len(start), K)), np.ones(len(start))
         for k in range(K):
             numbers = doubled(middles), np.zeros((len(start), K)), np.zeros((len(start), 2))
-            proposal = self._step(starts, 0, start, *numbers)[2]
+            proposal = self.step(starts, start, *numbers)[2]
             if proposal.probs is None:
                 return rows, np.zeros((len(rows), 0), int), np.zeros((len(rows), K)), rows * 0 + 1.0
             probs = proposal.probs[:, k]
@@ -165,7 +170,7 @@ class Loop:
             mass *= np.where(proposal.tokens[:, k] < 0, drafted[:, k] == 0, own)
         return start, drafted, middles, mass
 
-    def distribution(self, fault=0, **params) -> collections.Counter:
+    def distribution(self, **params) -> collections.Counter:
         """Enumerates sequence of new tokens -> probability, and asserts the loop's invariants."""
         if isinstance(self.verifier, match.Verifier):
             return self._distribution_of_matches(**params)
@@ -179,7 +184,7 @@ class Loop:
 
         def run(some, accept, following):
             numbers = doubled(middles[owner[some]]), accept, doubled(following[:, None])
-            return self._step(starts, fault, start[owner[some]], *numbers)
+            return self.step(starts, start[owner[some]], *numbers)
 
         def bisect(some, below):
             """Returns the numbers of some rows under which `below` holds, and 0 of the others."""
@@ -231,7 +236,7 @@ class Loop:
         rng = np.random.default_rng(len(prefixes))
         numbers = rng.random((len(prefixes), 3 * M))[start]
         nothing = np.zeros((len(drawn), self.K))
-        proposal = self._step(starts, 0, start, numbers, nothing, doubled(drawn * 0.0))[2]
+        proposal = self.step(starts, start, numbers, nothing, doubled(drawn * 0.0))[2]
         middles, mass = np.zeros(drawn.shape), np.ones(len(drawn))
         model = table_model.model_of(self.target)
         for row, prefix in enumerate(prefixes):
@@ -245,7 +250,7 @@ class Loop:
                 token = drawn[of_prefix, node]
                 middles[of_prefix, node] = np.cumsum(probs)[token] - probs[token] / 2
                 mass[of_prefix] *= probs[token]
-        last = self._step(starts, 0, start, numbers, nothing, doubled(middles))
+        last = self.step(starts, start, numbers, nothing, doubled(middles))
         assert last[0].sum()  # some tokens are accepted
         output = last[3]
         self.check_caches(output)

@@ -4,6 +4,7 @@
 which are made by changing one line of a sound one.
 """
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -87,17 +88,23 @@ def study(rule, tree, seed=0, verifier=None, pair=None, params=(), **options):
     return max(errors), mean
 
 
+@functools.cache
+def result(rule, tree, seed, distinct=False):
+    """Returns the result of a study that several tests look at."""
+    return study(rule, tree, seed, distinct=distinct)
+
+
 @pytest.mark.parametrize("rule", ("rejection", "block", "traversal", "recursive"))
 def test_rules_for_chains_are_lossless(rule):
-    """Five pairs of distributions that depend on the context, over blocks of three."""
-    for seed in range(5):
-        error, _ = study(rule, CHAIN, seed)
+    """Three pairs of distributions that depend on the context, over blocks of three."""
+    for seed in range(3):
+        error, _ = result(rule, CHAIN, seed)
         assert error < TOLERANCE, seed
 
 
 @pytest.mark.parametrize("rule", ("rejection", "block", "traversal", "recursive"))
 def test_greedy_and_filtered_chains_are_verified_losslessly(rule):
-    for params in ({"temperature": 0.0}, {"top_k": 1}, *PARAMS):
+    for params in ({"temperature": 0.0}, *PARAMS):
         error, _ = study(rule, CHAIN, 2, params=params)
         assert error < TOLERANCE, params
 
@@ -113,15 +120,8 @@ def test_chain_without_some_tokens_is_verified_losslessly(rule):
 @pytest.mark.parametrize(("rule", "distinct"), SAMPLED)
 @pytest.mark.parametrize("tree", SHAPES, ids=str)
 def test_rules_for_trees_are_lossless(rule, distinct, tree):
-    error, _ = study(rule, tree, seed=1, distinct=distinct)
+    error, _ = result(rule, tree, 1, distinct)
     assert error < TOLERANCE
-
-
-@pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:-1])
-def test_rules_for_trees_are_lossless_on_other_pairs(rule, distinct):
-    for seed in (0, 2):
-        error, _ = study(rule, branching(2, 1), seed, distinct=distinct)
-        assert error < TOLERANCE, seed
 
 
 @pytest.mark.parametrize(("rule", "distinct"), SAMPLED[:-1])
@@ -163,9 +163,9 @@ def test_siblings_after_one_that_is_not_eligible_are_verified_losslessly(rule):
 def test_block_verification_emits_most_of_all_rules_for_chains():
     """It emits at least as much as rejection on every pair, and matching the least."""
     for seed in range(3):
-        lengths = {rule: study(rule, CHAIN, seed)[1] for rule in ("match", "recursive", "block")}
+        lengths = {rule: result(rule, CHAIN, seed)[1] for rule in ("match", "recursive", "block")}
         assert lengths["match"] <= lengths["recursive"] <= lengths["block"] + TOLERANCE
-        assert study("traversal", CHAIN, seed)[1] == pytest.approx(lengths["block"], abs=TOLERANCE)
+        assert result("traversal", CHAIN, seed)[1] == pytest.approx(lengths["block"], abs=TOLERANCE)
 
 
 def test_block_verification_of_point_masses_and_greedy_rows_emits_as_much():
@@ -189,15 +189,14 @@ def test_paths_are_cut_off_where_the_shortest_ends():
         options = {"eligible": np.asarray(eligible, bool)}
         error, length = study("multipath", paths, seed=3, **options)
         assert error < TOLERANCE and (length > 1.1) == any(eligible[:2])
-    assert study("multipath", CHAIN, 2)[1] == pytest.approx(study("block", CHAIN, 2)[1])
+    assert study("multipath", CHAIN, 2)[1] == pytest.approx(result("block", CHAIN, 2)[1])
 
 
 @pytest.mark.parametrize("distinct", (False, True))
 def test_traversal_emits_at_least_as_much_as_recursive_rejection(distinct):
     for seed in range(2):
         lengths = [
-            study(rule, branching(2, 1), seed, distinct=distinct)[1]
-            for rule in ("recursive", "traversal")
+            result(rule, branching(2, 1), seed, distinct)[1] for rule in ("recursive", "traversal")
         ]
         assert lengths[0] <= lengths[1] + TOLERANCE
 
@@ -248,6 +247,47 @@ verifiers/multipath.py
     better_BV = better_B[:, None] +
     better_BV = 0 * better_B[:, None] +
     multipath 0-0-1-2
+verifiers/rejection.py
+- rejection: draft of another temperature in the ratio
+    jnp.take_along_axis(draft_probs, index
+    jnp.take_along_axis(jax.nn.softmax(1.1 * jnp.log(draft_probs)), index
+    rejection 0-1-2
+- rejection: raw target in the ratio
+    jnp.take_along_axis(target_probs, index
+    jnp.take_along_axis(jax.nn.softmax(jnp.log(target_probs) / 2), index
+    rejection 0-1-2
+- rejection: swapped target and draft
+    return jnp.where(draft_tokens >= 0, target_at, 0), lenience * draft_at
+    return draft_at, lenience * target_at
+    rejection 0-1-2
+- rejection: epsilon in the ratio
+    return jnp.where(draft_tokens >= 0, target_at, 0), lenience * draft_at
+    return target_at, lenience * draft_at + 1e-9
+    rejection 0-1-2
+- rejection: residual by softmax
+    return jnp.where(is_empty, target_probs, difference)
+    return jnp.where(is_empty, target_probs, jax.nn.softmax(difference))
+    rejection 0-1-2
+- rejection: residual without the draft
+    next_probs = residual(draft_at, target_at, lenience)
+    next_probs = target_at
+    rejection 0-1-2
+- rejection: residual of the next position
+    jnp.take_along_axis(target_probs_BMV, count_B[:, None, None], axis=1)
+    jnp.take_along_axis(target_probs_BMV, jnp.minimum(count_B + 1, M - 1)[:, None, None], axis=1)
+    rejection 0-1-2
+- rejection: bonus token from a residual
+    draft_at = jnp.where(rejected >= 0, draft_at, 0)
+    draft_at = draft_at * 1
+    rejection 0-1-2
+- rejection: accepts everything
+    count_B = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1, dtype=jnp.int32)
+    count_B = jnp.full(len(accepted), K, jnp.int32)
+    rejection 0-1-2
+- rejection: continues after a rejection
+    count_B = jnp.sum(jnp.cumprod(accepted, axis=1), axis=1, dtype=jnp.int32)
+    count_B = jnp.sum(accepted, axis=1, dtype=jnp.int32)
+    rejection 0-1-2
 verifiers/siblings.py
 - recursive: draft not renormalised
     others = others / jnp.where(total == 0, 1, total)
@@ -296,7 +336,7 @@ def test_broken_rules_are_rejected(mutant, monkeypatch):
     tree_enumeration.verify_function.cache_clear()
     error, _ = study(rule, tree, seed=5, verifier=verifier, distinct=bool(distinct))
     tree_enumeration.verify_function.cache_clear()
-    assert error > 1e-4
+    assert error > 10 * TOLERANCE  # the epsilon's is 1e-10
 
 
 def test_siblings_in_another_order_are_rejected():
