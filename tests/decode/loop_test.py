@@ -239,11 +239,10 @@ def test_generate_in_64_bit_mode_gives_the_same_tokens(target, draft):
     assert_same_texts(out.tokens, expected)
 
 
-@pytest.mark.parametrize("kind", ("rbg", "unsafe_rbg"))
-def test_generate_with_other_default_prng_is_unchanged(target, draft, kind):
-    """Under `vmap` these give all rows the numbers of the first, which is done here first."""
+def test_generate_with_other_default_prng_is_unchanged(target, draft):
+    """Under `vmap` it gives all rows the numbers of the first, which is done here first."""
     options = {"max_new_tokens": [1, NEW, NEW, NEW], "seed": 5}
     expected = spsjax.generate(target, PROMPTS, draft, K, **options).tokens
-    with jax.default_prng_impl(kind):
+    with jax.default_prng_impl("unsafe_rbg"):
         out = spsjax.generate(target, PROMPTS, draft, K, **options)
     assert_same_texts(out.tokens, expected)

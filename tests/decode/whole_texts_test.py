@@ -153,25 +153,20 @@ def test_chain_that_ends_early_is_lossless(name):
     assert_lossless(studied, {})
 
 
-WITH_A_MODEL = "early_exit", "sparse_self", "windowed", "hybrid", "lookahead"
-OTHERS = *WITH_A_MODEL, *drafting.HEADS, "draft_model", "none"  # which other tests enumerate
+LOOK_UPS = "copy", "ngram", "successors", "suffix"
+ENUMERATED = "draft_model", "eagle3", "none", "random_tree"  # by other tests
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", WITH_A_MODEL)
-def test_drafter_with_a_model_is_lossless(name):
-    """Some of lookahead's n-grams begin alike; the hybrid takes look-ups and drafts."""
-    prompt = (0, 1, 0) if name == "hybrid" else (0,)
-    assert_lossless(loop(name, 2, 3, prompt=prompt), WARM)
+@pytest.mark.parametrize("name", sorted({*drafting.NAMES} - {*ENUMERATED}))
+def test_drafter_is_lossless(name):
+    """Some of lookahead's n-grams begin alike; the hybrid takes look-ups and drafts.
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", sorted({*drafting.PACKAGE} - {*OTHERS}))
-def test_drafter_without_weights_is_lossless(name):
-    """The prompt has no match, and most of the longer contexts have one."""
-    assert_lossless(loop(name, 2, 4, prompt=(0, 1)), WARM)
+    A look-up's prompt has no match, and most of the longer contexts have one.
+    """
+    prompt = {"hybrid": (0, 1, 0)}.get(name, (0, 1) if name in LOOK_UPS else (0,))
+    assert_lossless(loop(name, 2, 4 if name in LOOK_UPS else 3, prompt=prompt), WARM)
 
 
 @pytest.mark.slow
@@ -180,13 +175,6 @@ def test_trees_of_suffix_decoding_are_lossless():
     """The prompt's 0 was followed by 1 and by 0: the tree has both."""
     loaded = LoadedDrafter("", suffix.Drafter(2, num_tree_tokens=4, factor=2.0), {})
     assert_lossless(loop(loaded, prompt=(0, 1, 0, 0), verifier=match.Verifier()), WARM)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", [*sorted({*drafting.HEADS} - {"eagle3"}), "tapped"])
-def test_drafters_of_features_are_lossless(name):
-    assert_lossless(loop(name, 2, 3), WARM)
 
 
 @pytest.mark.slow

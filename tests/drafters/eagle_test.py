@@ -28,11 +28,6 @@ VOCAB = 48
 pairs = pytest.mark.parametrize("name", drafting.PAIRS)
 
 
-@pytest.fixture(scope="module")
-def target():
-    return spread_model(VOCAB)
-
-
 def texts_of(count=4, length=13):
     return np.random.default_rng(0).integers(0, VOCAB, (count, length)).astype(np.int32)
 

@@ -23,11 +23,6 @@ from spsjax.training.feature_losses import FeatureObjective
 VOCAB = 48
 
 
-@pytest.fixture(scope="module")
-def target():
-    return spread_model(VOCAB)
-
-
 def features_of(*shape):
     return np.random.default_rng(1).standard_normal((*shape, 32)).astype(np.float32)
 

@@ -25,9 +25,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture(autouse=True)
 def buffers(monkeypatch):
-    """Buffers of 64 slots or more, so that calls share programs."""
+    """Buffers of 64 slots or more, so that calls share programs, which have no filters."""
     before = decode.sizes.num_slots
     monkeypatch.setattr(decode.sizes, "num_slots", lambda length: max(64, before(length)))
+    with drafting.small_programs():
+        yield
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+from helpers import drafting
 from helpers.calls import Call
 from helpers.models import nearby_model
 
@@ -19,6 +20,8 @@ TEXTS = {"sampling": GREEDY, "max_new_tokens": 20, "stop_at_eos": False}
 def fewer_rounds(monkeypatch):
     monkeypatch.setattr(low_acceptance, "_ROUNDS", 40)
     monkeypatch.setattr(low_acceptance, "_COUNTS", {})
+    with drafting.small_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Verifiers by name, what they refuse, and trees of the draft model in the loop."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -138,16 +136,12 @@ def test_top_k_acceptance_by_hand(k):
 def proposal_of(target, drafter: LoadedDrafter) -> spsjax.Proposal:
     """Returns shapes and kind of what a drafter proposes; it is traced, but not compiled."""
     program = decode.Program(target.config, drafter.drafter, verifiers.match.Verifier())
-    rows = spsjax.SamplingParams(0.0).rows(2)
+    texts = np.ones((2, 4), np.int32), np.full(2, 4, np.int32)
 
-    def proposed(params):
-        keys = sampling.row_keys(jax.random.key(0), 2)
-        tokens, lengths = np.ones((2, 4), np.int32), np.full(2, 4, np.int32)
-        state = decode.prompt.prefill(program, 32, params, rows, tokens, lengths, lengths + 9, keys)
-        state, now = decode.step.next_round(program, params, state)
-        return dataclasses.replace(decode.step.propose(program, params, state, now), aux=())
+    def propose(params):
+        return drafting.proposed_after(program, params, *texts, 32)
 
-    return jax.eval_shape(proposed, drafter.with_target(target.params))
+    return jax.eval_shape(propose, drafter.with_target(target.params))
 
 
 def test_rules_that_do_not_fit_are_refused_in_one_line(pair):
