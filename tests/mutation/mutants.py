@@ -157,10 +157,6 @@ decode/step.py
     jnp.where(too_deep, -1, proposal.tokens)
     proposal.tokens
     decode/propose_test.py::test_propose_of_a_tree_drops_what_a_row_does_not_want
-- nodes that the drafter wants scored only are accepted
-    '        eligible &= proposal.eligible'
-    '        pass'
-    decode/propose_test.py::test_propose_of_a_tree_lets_only_whole_paths_up_to_k_be_accepted
 - positions in a tree are numbers of nodes
     state.cache.lengths[:, None] + tree.depths(proposal.parents)
     state.cache.lengths[:, None] + jnp.arange(1 + drafts.shape[1])
@@ -185,6 +181,10 @@ types.py
     self.tokens, self.lengths[:, None] - 2, axis=1)
     decode/whole_texts_test.py::test_draft_model_is_lossless
 tree.py
+- ancestors are looked for half as far up
+    range(max(N, 1).bit_length())
+    range(max(N, 1).bit_length() - 1)
+    tree_test.py::test_ancestors_and_depths_equal_walks_to_the_root[7]
 - a walk leaves nodes before those of earlier branches
     jnp.where(above, before[:, None], 0), axis=2)
     jnp.where(above, 0 * before[:, None], 0), axis=2)
