@@ -71,14 +71,14 @@ def _drafter(target: Config, draft: str, head: dict, K: int, tree: str) -> base.
         return dataclasses.replace(sparse_self.by_name(slots, target), **shape)
     methods = {
         name: module
-        for name, module in drafters.methods_with("from_config").items()
+        for name, module in drafters.methods_with("LAYOUT").items()
         if hasattr(module.Drafter, "cache_slots")  # `base.Stepwise`
     }
     if method not in methods or slots:
         known = ", ".join((*methods, "sparse_self:512"))
         raise InputError(f"--drafter: expected one of {known}, found {_DRAFTER.value}")
     fields = {field: value for field, value in head.items() if value}
-    return dataclasses.replace(methods[method].from_config(fields, target), **shape)
+    return dataclasses.replace(methods[method].Drafter.from_config(fields, target), **shape)
 
 
 def _options(text: str) -> dict[str, str]:

@@ -5,25 +5,22 @@ It is trained to continue its own outputs, so that acceptance falls little in lo
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spsjax.drafters import eagle3_config, features, pair_folders, pairs
+from spsjax.drafters import eagle3_config, pair_folders, pairs
 from spsjax.errors import InputError, check_flag, check_integer, short_repr
-from spsjax.models import pure, transformer
-from spsjax.models.config import Config
+from spsjax.models import transformer
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import weights
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import Norm
-from spsjax.models.linear import INIT, head_logits, make_linear
+from spsjax.models.linear import head_logits, make_linear
 from spsjax.parallel import sharding
-from spsjax.types import Array, PyTree
-from spsjax.utils.from_config import build
+from spsjax.types import Array
 
 IDS = pair_folders.IDS
 
@@ -42,14 +39,8 @@ class Eagle3(nnx.Module):
         self.layer = FeatureLayer(config, width + config.d_model, dtype=dtype, rngs=rngs)
         self.norm = Norm(config, config.d_model, dtype=dtype)
         if drafter.own_head:
-            self.head = nnx.Linear(
-                config.d_model,
-                drafter.vocab_size,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=dtype,
-                kernel_init=INIT,
-                rngs=rngs,
+            self.head = make_linear(
+                config.d_model, drafter.vocab_size, False, dtype=dtype, rngs=rngs
             )
 
     def fuse(self, taps_BTW) -> Array:
@@ -96,6 +87,8 @@ class Drafter(pairs.PairDrafter):
     norm_output: bool = False
     own_head: bool = True
 
+    module = Eagle3
+    own_width = True
     constants = (IDS,)
 
     def __post_init__(self):
@@ -123,6 +116,23 @@ class Drafter(pairs.PairDrafter):
                 "target's, found false"
             )
 
+    @classmethod
+    def from_config(cls, options, target):
+        """Returns the drafter that the section `drafter` of a training config describes.
+
+        Without `tap_layers` the drafter reads the default layers. A `vocab_size` of 0 means the
+        target's.
+        """
+        taps = options.get("tap_layers") or default_tap_layers(target.num_layers)
+        taps = tuple(taps) if isinstance(taps, list) else taps
+        vocab_size = options.get("vocab_size") or target.vocab_size
+        others = {**options, "tap_layers": taps, "vocab_size": vocab_size}
+        return super().from_config(others, target)
+
+    @property
+    def module_config(self):
+        return self
+
     @property
     def sharding_config(self):
         return dataclasses.replace(self.config, vocab_size=self.vocab_size)
@@ -149,42 +159,30 @@ class Drafter(pairs.PairDrafter):
         return jnp.concatenate(output.taps, axis=-1)
 
     def fuse(self, params, raw_BTW):
-        weights = _trained(params["drafter"])
-        return self._bind(weights).fuse(raw_BTW.astype(_dtype(weights)))
-
-    def outputs(self, params, tokens_BT, features_BTD, context, cached, earlier):
-        weights = _trained(params["drafter"])
-        embedded = transformer.embed(self.target, params["target"], tokens_BT)
-        layer = self._bind(weights)
-        return layer(embedded.astype(_dtype(weights)), features_BTD, context, cached, earlier)
+        return self.bind(params).fuse(raw_BTW.astype(self.dtype(params)))
 
     def draft_logits(self, params, outputs_BTD, depth=0):
-        head = self._bind(_trained(params["drafter"]))
-        normed = head.normed(outputs_BTD)
+        layer = self.bind(params)
+        normed = layer.normed(outputs_BTD)
         if self.own_head:
-            return head_logits(normed, head.head.kernel[...])
-        normed = normed.astype(params["target"]["norm"]["scale"].dtype)
-        return transformer.head(self.target, params["target"], normed)
+            return head_logits(normed, layer.head.kernel[...])
+        return super().draft_logits(params, normed, depth)
 
     def draft_ids(self, params):
         return None if self.vocab_size == self.target.vocab_size else params["drafter"][IDS]
 
     def param_shapes(self, dtype):
         ids = jax.ShapeDtypeStruct((self.vocab_size,), jnp.int32)
-        return pure.param_shapes(Eagle3, self, dtype) | {IDS: ids}
+        return super().param_shapes(dtype) | {IDS: ids}
 
     def init_params(self, key, dtype=jnp.float32):
-        return pure.init(Eagle3, self, key, dtype) | {
-            IDS: jnp.arange(self.vocab_size, dtype=jnp.int32)
-        }
+        ids = jnp.arange(self.vocab_size, dtype=jnp.int32)
+        return super().init_params(key, dtype) | {IDS: ids}
 
     def constants_from(self, counts_V):
         """Returns the ids of the corpus's most frequent tokens as the draft vocabulary."""
         frequent = np.argsort(-counts_V, kind="stable")[: self.vocab_size]
         return {IDS: np.sort(frequent).astype(np.int32)}
-
-    def _bind(self, weights: PyTree) -> Eagle3:
-        return pure.bind(Eagle3, self, weights, _dtype(weights))
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
@@ -196,27 +194,6 @@ def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
     if num_layers < 12:
         return num_layers // 3, 2 * num_layers // 3, num_layers
     return 2, num_layers // 2, num_layers - 3
-
-
-def _trained(params: PyTree) -> PyTree:
-    return {name: value for name, value in params.items() if name != IDS}
-
-
-def _dtype(weights: PyTree):
-    return weights["norm"]["scale"].dtype
-
-
-def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter that the section `drafter` of a training config describes.
-
-    Without `tap_layers` the drafter reads the default layers. A `vocab_size` of 0 means the
-    target's.
-    """
-    layer, others = features.layer_from_config(options, target)
-    taps = others.get("tap_layers") or default_tap_layers(target.num_layers)
-    others["tap_layers"] = tuple(taps) if isinstance(taps, list) else taps
-    others["vocab_size"] = others.get("vocab_size") or target.vocab_size
-    return build("drafter", Drafter, others, config=layer, target=target)
 
 
 class _Layout(pair_folders.PairLayout):

@@ -4,19 +4,20 @@ A feature is an activation of the target at a token, such as the final hidden st
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from spsjax.drafters import base, shapes
 from spsjax.errors import InputError, check_integer
-from spsjax.models import caches as kv
+from spsjax.models import pure, transformer
 from spsjax.models.config import Config
-from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, ModelOutput, PyTree
+from spsjax.types import Array, ModelOutput, PyTree
 from spsjax.utils.from_config import build
 
 
@@ -26,7 +27,11 @@ class FeatureDrafter(base.TrainableDrafter):
     A step takes the feature of token t, or a prediction of it, and token t + 1. Its output gives
     the distribution of token t + 2.
 
+    The weights are those of a Flax module. A drafter without a vocabulary matrix of its own uses
+    the target's.
+
     Attributes:
+        module: class of the module with the drafter's weights.
         target: shape of the target.
         num_speculative_tokens: K. None: the depth of the tree; for a chain `max_steps`, or 4 if the
             weights allow any number.
@@ -35,6 +40,7 @@ class FeatureDrafter(base.TrainableDrafter):
         separate_steps: whether every step of a draft has weights of its own.
     """
 
+    module: ClassVar[type[nnx.Module]]
     target: Config
     tree: shapes.Shape = None
     tokens_per_step: ClassVar[int] = 1
@@ -56,6 +62,11 @@ class FeatureDrafter(base.TrainableDrafter):
             )
         object.__setattr__(self, "num_speculative_tokens", K)
 
+    @classmethod
+    def from_config(cls, options: Mapping[str, object], target: Config) -> "FeatureDrafter":
+        """Returns the drafter that the section `drafter` of a training config describes."""
+        return build("drafter", cls, options, target=target)
+
     @property
     def score_sizes(self):
         return shapes.score_sizes(self.tree, self.num_speculative_tokens)
@@ -66,9 +77,33 @@ class FeatureDrafter(base.TrainableDrafter):
         return self.max_steps or self.tokens_per_step
 
     @property
-    @abc.abstractmethod
     def sharding_config(self) -> Config:
         """Shape of a model whose sharding rules fit the drafter's weights."""
+        return self.target
+
+    @property
+    def module_config(self) -> Hashable:
+        """Argument of `module`, which determines the shapes of the weights."""
+        return self
+
+    def param_shapes(self, dtype):
+        return pure.param_shapes(self.module, self.module_config, dtype)
+
+    def init_params(self, key, dtype=jnp.float32):
+        return pure.init(self.module, self.module_config, key, dtype)
+
+    def dtype(self, params: PyTree):
+        """Returns the type of the drafter's weights, in which its module computes."""
+        return jax.tree.leaves(self._trained(params))[0].dtype
+
+    def bind(self, params: PyTree) -> nnx.Module:
+        """Returns the module with the weights in `params`."""
+        weights = self._trained(params)
+        return pure.bind(self.module, self.module_config, weights, self.dtype(params))
+
+    def _trained(self, params: PyTree) -> PyTree:
+        weights = params["drafter"].items()
+        return {name: value for name, value in weights if name not in self.constants}
 
     def shardings(
         self, mesh: Mesh | None, replicate: bool | None = None
@@ -100,15 +135,21 @@ class FeatureDrafter(base.TrainableDrafter):
 
     def step_weights(self, params: PyTree) -> PyTree:
         """Returns the arrays in `params` that every draft step reads."""
-        return params["drafter"]
+        head = "embed" if self.target.tie_embeddings else "head"
+        return params["drafter"], params["target"][head]
 
-    @abc.abstractmethod
     def features(self, params: PyTree, output: ModelOutput) -> Array:
-        """Returns the features [B, T, D] of the tokens that the target has read."""
+        """Returns the features [B, T, D] of the tokens that the target has read.
 
-    @abc.abstractmethod
+        They are the target's final hidden states, after its norm, unless a subclass says otherwise.
+        """
+        return output.hidden
+
     def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
         """Returns the logits [B, T, R] over the draft vocabulary, from the outputs of a step."""
+        weights = params["target"]
+        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
+        return transformer.head(self.target, weights, outputs)
 
     def draft_ids(self, params: PyTree) -> Array | None:
         """Returns the target's ids [R] of the draft vocabulary; None: it is the target's."""
@@ -160,37 +201,9 @@ class FeatureDrafter(base.TrainableDrafter):
         """
 
 
-def layer_from_config(options: Mapping[str, object], target: Config) -> tuple[Config, dict]:
-    """Returns the shape of a layer and the other options of the section `drafter` of a config.
-
-    Sizes that are 0 or missing are the target's.
-    """
-    others = dict(options)
-    sizes = {
-        field: others.pop(field, 0) or getattr(target, field)
-        for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-    }
-    shared = {
-        field: getattr(target, field)
-        for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
-    }
-    return build("drafter", Config, sizes, num_layers=1, **shared), others
-
-
-def run_layer(
-    outputs: Callable[[Context, Sequence[kv.Segment], KeysValues | None], tuple[Array, KeysValues]],
-    num_tokens: int,
-    cache: kv.KVCache | None,
-    block: Block | None,
-    positions_BT: Array | None,
-    ancestors: Array | None,
-) -> tuple[Array, Block]:
-    """Returns the outputs of one layer and the extended block.
-
-    The arguments are those of `transformer.apply`; `outputs` applies the layer.
-    """
-    context = context_of(num_tokens, cache, block, positions_BT, ancestors)
-    cached = () if cache is None else cache.segments()[0]
-    earlier = None if block is None else (block.keys[0], block.values[0])
-    result, rows = outputs(context, cached, earlier)
-    return result, context.block((rows[0],), (rows[1],), len(result))
+def at_index(old_BD: Array, new_BTD: Array, index_B: Array) -> Array:
+    """Returns one new entry per row [B, D]; rows whose index is outside of [0, T) keep the old."""
+    T = new_BTD.shape[1]
+    index = jnp.clip(index_B, 0, T - 1)[:, None, None]
+    entry_BD = jnp.take_along_axis(new_BTD, index, axis=1)[:, 0].astype(old_BD.dtype)
+    return jnp.where(((index_B >= 0) & (index_B < T))[:, None], entry_BD, old_BD)

@@ -6,7 +6,6 @@ Head i predicts token t + 2 + i from the hidden state of token t, without the to
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,10 @@ from flax import nnx
 
 from spsjax.drafters import folders, parallel
 from spsjax.errors import check_flag, check_integer
-from spsjax.models import pure, transformer
+from spsjax.models import transformer
 from spsjax.models.attention import capped
-from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT
-from spsjax.models.linear import INIT, head_logits, two_rows
-from spsjax.utils.from_config import build
+from spsjax.models.linear import head_logits, make_linear, two_rows
 
 
 class _Block(nnx.Module):
@@ -40,15 +37,7 @@ class _Head(nnx.Module):
         width, blocks = drafter.target.d_model, range(drafter.num_blocks)
         self.blocks = nnx.List([_Block(width, dtype=dtype, rngs=rngs) for _ in blocks])
         if drafter.own_heads:
-            self.head = nnx.Linear(
-                width,
-                drafter.target.vocab_rows,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=dtype,
-                kernel_init=INIT,
-                rngs=rngs,
-            )
+            self.head = make_linear(width, drafter.target.vocab_rows, False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD):
         for block in self.blocks:
@@ -74,6 +63,7 @@ class Drafter(parallel.HeadsDrafter):
         num_blocks: residual blocks per head.
     """
 
+    module = Medusa
     own_heads: bool = True
     num_blocks: int = 1
 
@@ -94,32 +84,14 @@ class Drafter(parallel.HeadsDrafter):
         return {"heads": heads}
 
     def outputs(self, params, features_BTD, depth):
-        heads = self._bind(params["drafter"]).heads
-        return heads[depth](features_BTD)
+        return self.bind(params).heads[depth](features_BTD)
 
     def draft_logits(self, params, outputs_BTD, depth=0):
         if not self.own_heads:
-            outputs = outputs_BTD.astype(params["target"]["norm"]["scale"].dtype)
-            return transformer.head(self.target, params["target"], outputs)
-        kernel = self._bind(params["drafter"]).heads[depth].head.kernel[...]
+            return super().draft_logits(params, outputs_BTD, depth)
+        kernel = self.bind(params).heads[depth].head.kernel[...]
         logits = head_logits(outputs_BTD, kernel)[..., : self.target.vocab_size]
         return capped(logits, self.target.logit_softcap)
-
-    def param_shapes(self, dtype):
-        return pure.param_shapes(Medusa, self, dtype)
-
-    def init_params(self, key, dtype=jnp.float32):
-        return pure.init(Medusa, self, key, dtype)
-
-    def _bind(self, weights) -> Medusa:
-        return pure.bind(
-            Medusa, self, weights, weights["heads"][0]["blocks"][0]["linear"]["bias"].dtype
-        )
-
-
-def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter that the section `drafter` of a training config describes."""
-    return build("drafter", Drafter, options, target=target)
 
 
 class _Layout(folders.Layout):

@@ -5,7 +5,6 @@ texts, and continues with tokens that the target generates. **Lossless**, as is 
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,9 @@ from jax import lax
 from spsjax import tree
 from spsjax.drafters import folders, parallel, sample, shapes
 from spsjax.errors import check_flag, check_integer
-from spsjax.models import pure
-from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT, FLAG, NUMBER
 from spsjax.models.linear import head_logits, two_rows
 from spsjax.types import Array
-from spsjax.utils.from_config import build
 
 _NORM_EPS = 1e-6
 
@@ -79,6 +75,7 @@ class Drafter(parallel.StateDrafter):
         scale_input: whether the target's state is normalised first.
     """
 
+    module = MLPSpeculator
     num_steps: int = 3
     width: int = 4096
     tied: bool = True
@@ -150,12 +147,6 @@ class Drafter(parallel.StateDrafter):
 
         return self._at(params, depth, run)
 
-    def param_shapes(self, dtype):
-        return pure.param_shapes(MLPSpeculator, self, dtype)
-
-    def init_params(self, key, dtype=jnp.float32):
-        return pure.init(MLPSpeculator, self, key, dtype)
-
     @property
     def _token_scale(self) -> float:
         """Weight of a token's embedding relative to the state (the authors' code).
@@ -168,19 +159,13 @@ class Drafter(parallel.StateDrafter):
 
     def _at(self, params, depth, run):
         """Returns `run(index, network)` for the step at a depth, which may be traced."""
-        weights = params["drafter"]
-        network = pure.bind(MLPSpeculator, self, weights, weights["steps"][0]["norm"]["bias"].dtype)
+        network = self.bind(params)
         if isinstance(depth, int):
             return run(depth, network)
         if self.tied:  # all steps after the first are equal
             return run(1, network)
         later = [lambda index=index: run(index, network) for index in range(1, self.num_steps)]
         return lax.switch(depth - 1, later)
-
-
-def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter that the section `drafter` of a training config describes."""
-    return build("drafter", Drafter, options, target=target)
 
 
 _NAMES = {"project": "proj", "embed": "emb", "norm": "ln", "head": "head"}

@@ -1,8 +1,10 @@
-"""Base class of drafters with a decoder layer over pairs of a feature and the next token."""
+"""Base classes of drafters with a decoder layer over pairs of a feature and the next token."""
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,40 +12,61 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import features, pending, sample, shapes
+from spsjax.errors import InputError
 from spsjax.models import caches as kv
+from spsjax.models import transformer
 from spsjax.models.config import Config
-from spsjax.models.context import Context, KeysValues
+from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.types import Array, Block, ModelOutput, PyTree, pytree_dataclass
-
-
-@pytree_dataclass
-class PairState:
-    """State of a `PairDrafter`."""
-
-    cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
-    last: Array  # [B, D] output at the last pair, from which token 1 is drafted; 0: no pair yet
-    pending: pending.Pending
+from spsjax.utils.from_config import build
 
 
 @dataclasses.dataclass(frozen=True)
-class PairDrafter(features.FeatureDrafter):
-    """Drafts with a layer that reads pairs of a feature and the next token.
+class LayerDrafter(features.FeatureDrafter):
+    """Drafts with a decoder layer over pairs of a feature and the next token.
 
-    The output at a pair is a prediction of the next feature, from which a token is drafted. The
-    cache has pairs with the target's own features only. Pairs of drafted tokens are dropped at the
-    end of a round, and accepted tokens are fed again with the features of the target.
+    The state has a `cache`, of which slot t holds the pair of feature t and token t + 1, and the
+    `pending` features. The cache has pairs with the target's own features only.
 
     Attributes:
         config: shape of the layer.
+        own_width: whether the layer may have another width than the target.
     """
 
+    own_width: ClassVar[bool] = False
     config: Config
     target: Config
     num_speculative_tokens: int | None = None
     tree: shapes.Shape = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.config.d_model != self.target.d_model and not self.own_width:
+            raise InputError(
+                f"d_model: expected the target's {self.target.d_model}, found {self.config.d_model}"
+            )
+
+    @classmethod
+    def from_config(cls, options, target):
+        """Returns the drafter of a config. Sizes that are 0 or missing are the target's."""
+        others = dict(options)
+        sizes = {
+            field: others.pop(field, 0) or getattr(target, field)
+            for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
+        }
+        shared = {
+            field: getattr(target, field)
+            for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
+        }
+        layer = build("drafter", Config, sizes, num_layers=1, **shared)
+        return build("drafter", cls, others, config=layer, target=target)
+
     @property
     def sharding_config(self):
+        return self.config
+
+    @property
+    def module_config(self):
         return self.config
 
     def raw_features(self, output: ModelOutput) -> Array:
@@ -57,49 +80,78 @@ class PairDrafter(features.FeatureDrafter):
     def features(self, params, output):
         return self.fuse(params, self.raw_features(output))
 
+    def empty(self, params: PyTree, batch: int, slots: int) -> tuple[kv.KVCache, pending.Pending]:
+        """Returns the cache and the buffer of a state before any token."""
+        dtype, K = self.dtype(params), self.num_speculative_tokens
+        shape = batch, self.config.num_kv_heads, slots, self.config.head_dim
+        width = self.target.d_model * max(len(self.tap_layers), 1)
+        return kv.empty(1, shape, dtype, (None,)), pending.empty(batch, K, width, dtype)
+
     @abc.abstractmethod
-    def outputs(
+    def extend(
         self,
         params: PyTree,
+        state: PyTree,
         tokens_BT: Array,
         features_BTD: Array,
-        context: Context,
-        cached: Sequence[kv.Segment],
-        earlier: KeysValues | None,
-    ) -> tuple[Array, KeysValues]:
-        """Returns the outputs [B, T, D] at pairs, and the keys and values of the block.
-
-        Args:
-            params: parameters of target and drafter.
-            tokens_BT: token after each feature.
-            features_BTD: features of the target, or outputs at earlier pairs.
-            context: positions and masks.
-            cached: cached pairs before the block; empty in training.
-            earlier: keys and values of earlier pairs in the block; None: there are none.
-        """
-
-    def init(self, params, batch, slots):
-        config = self.config
-        dtype = jax.tree.leaves(params["drafter"])[0].dtype
-        shape = batch, config.num_kv_heads, slots, config.head_dim
-        cache = kv.empty(1, shape, dtype, (None,))
-        width = self.target.d_model * max(len(self.tap_layers), 1)
-        buffer = pending.empty(batch, self.num_speculative_tokens, width, dtype)
-        return PairState(cache, jnp.zeros((batch, config.d_model), dtype), buffer)
+        starts_B: Array,
+        pairs_B: Array,
+    ) -> PyTree:
+        """Returns the state after the layer has read pairs from `starts_B` on, `pairs_B` in all."""
 
     def prefill(self, params, state, chunk, output):
         pairs = chunk.lengths - 1  # the last token has no next token yet
-        cache = state.cache.at(chunk.starts)
-        buffer = dataclasses.replace(state.pending, pairs=pairs)
-        state = dataclasses.replace(state, cache=cache, pending=buffer)
-        return self._extend(params, state, chunk.following, self.features(params, output), pairs)
+        ends = jnp.minimum(pairs, chunk.starts + chunk.tokens.shape[1])
+        state = dataclasses.replace(state, pending=dataclasses.replace(state.pending, pairs=pairs))
+        features_BTD = self.features(params, output)
+        return self.extend(params, state, chunk.following, features_BTD, chunk.starts, ends)
 
     def sync(self, params, state, now):
         def extend(state, tokens_BT, raw_BTW, pairs_B):
-            features = self.fuse(params, raw_BTW)
-            return self._extend(params, state, tokens_BT, features, pairs_B)
+            features_BTD, starts = self.fuse(params, raw_BTW), state.cache.lengths
+            return self.extend(params, state, tokens_BT, features_BTD, starts, pairs_B)
 
         return pending.read(state, now, self.num_speculative_tokens + 1, extend)
+
+    def commit(self, params, state, now, proposal, output, verdict):
+        # Features along the accepted path. `sync` pairs each with the next token of the buffer.
+        raw = tree.along(verdict.path, self.raw_features(output))
+        buffer = pending.add(state.pending, raw, now.lengths - 1, state.cache.lengths)
+        return dataclasses.replace(state, pending=buffer)
+
+
+@pytree_dataclass
+class PairState:
+    """State of a `PairDrafter`."""
+
+    cache: kv.KVCache  # slot t holds the pair of feature t and token t + 1
+    last: Array  # [B, D] output at the last pair, from which token 1 is drafted; 0: no pair yet
+    pending: pending.Pending
+
+
+@dataclasses.dataclass(frozen=True)
+class PairDrafter(LayerDrafter):
+    """Drafts with a layer that reads pairs of a feature and the next token.
+
+    The output at a pair is a prediction of the next feature, from which a token is drafted. Pairs
+    of drafted tokens are dropped at the end of a round, and accepted tokens are fed again with the
+    features of the target.
+
+    The module maps embeddings of tokens, features or outputs at earlier pairs [B, T, D], a context,
+    cached pairs before the block, and the block's earlier keys and values (None: there are none) to
+    the outputs [B, T, D], and to the keys and values of the block.
+    """
+
+    def init(self, params, batch, slots):
+        cache, buffer = self.empty(params, batch, slots)
+        return PairState(cache, jnp.zeros((batch, self.config.d_model), self.dtype(params)), buffer)
+
+    def extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B):
+        cache = state.cache.at(starts_B)
+        outputs, block = self.run(params, tokens_BT, features_BTD, cache)
+        # A row whose last pair is not among these keeps its output.
+        last = features.at_index(state.last, outputs, pairs_B - 1 - starts_B)
+        return PairState(cache.write(block, None, pairs_B, outputs), last, state.pending)
 
     def propose(self, params, state, now):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
@@ -125,35 +177,14 @@ class PairDrafter(features.FeatureDrafter):
         start = outputs, kv.empty_block(1, shape, state.last.dtype)
         return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def commit(self, params, state, now, proposal, output, verdict):
-        # Features along the accepted path. `sync` pairs each with the next token of the buffer.
-        raw = tree.along(verdict.path, self.raw_features(output))
-        buffer = pending.add(state.pending, raw, now.lengths - 1, state.cache.lengths)
-        return dataclasses.replace(state, pending=buffer)
-
-    def _extend(self, params, state, tokens_BT, features_BTD, pairs_B) -> PairState:
-        """Returns the state after the layer has read more pairs, `pairs_B` in all."""
-        outputs, block = self.run(params, tokens_BT, features_BTD, state.cache)
-        # A row whose last pair is not among these keeps its output.
-        index = pairs_B - 1 - state.cache.lengths
-        inside = (index >= 0) & (index < outputs.shape[1])
-        index = jnp.clip(index, 0, outputs.shape[1] - 1)[:, None, None]
-        last = jnp.take_along_axis(outputs, index, axis=1)[:, 0]
-        last = jnp.where(inside[:, None], last, state.last)
-        cache = state.cache.write(block, None, pairs_B, outputs)
-        return PairState(cache, last, state.pending)
-
     def run(
         self, params, tokens_BT, features_BTD, cache, block=None, positions_BT=None, ancestors=None
     ) -> tuple[Array, Block]:
         """Returns the outputs at pairs and the extended block; see `transformer.apply`."""
-
-        def outputs(*context):
-            return self.outputs(params, tokens_BT, features_BTD, *context)
-
-        return features.run_layer(
-            outputs, tokens_BT.shape[1], cache, block, positions_BT, ancestors
-        )
+        dtype, T = self.dtype(params), tokens_BT.shape[1]
+        embedded = transformer.embed(self.target, params["target"], tokens_BT).astype(dtype)
+        layer = functools.partial(self.bind(params), embedded, features_BTD.astype(dtype))
+        return run_layer(layer, T, cache, block, positions_BT, ancestors)
 
     def cache_slots(self, slots: int) -> int:
         return slots
@@ -185,3 +216,22 @@ class PairDrafter(features.FeatureDrafter):
             outputs, block = run(params, *rows, cache, block)
             outputs = outputs.reshape(B, L, -1)
             yield outputs
+
+
+def run_layer(
+    outputs: Callable[[Context, Sequence[kv.Segment], KeysValues | None], tuple[Array, KeysValues]],
+    num_tokens: int,
+    cache: kv.KVCache | None,
+    block: Block | None,
+    positions_BT: Array | None,
+    ancestors: Array | None,
+) -> tuple[Array, Block]:
+    """Returns the outputs of one layer and the extended block.
+
+    The arguments are those of `transformer.apply`; `outputs` applies the layer.
+    """
+    context = context_of(num_tokens, cache, block, positions_BT, ancestors)
+    cached = () if cache is None else cache.segments()[0]
+    earlier = None if block is None else (block.keys[0], block.values[0])
+    result, rows = outputs(context, cached, earlier)
+    return result, context.block((rows[0],), (rows[1],), len(result))

@@ -27,30 +27,15 @@ class StateDrafter(features.FeatureDrafter):
     num_speculative_tokens: int | None = None
     tree: shapes.Shape = None
 
-    @property
-    def sharding_config(self):
-        return self.target
-
-    def features(self, params, output):
-        return output.hidden
-
     def init(self, params, batch, slots):
-        dtype = jax.tree.leaves(params["drafter"])[0].dtype
-        return jnp.zeros((batch, self.target.d_model), dtype)
+        return jnp.zeros((batch, self.target.d_model), self.dtype(params))
 
     def prefill(self, params, state, chunk, output):
-        return _feature_at(state, output.hidden, chunk.lengths - 2 - chunk.starts)
+        return features.at_index(state, output.hidden, chunk.lengths - 2 - chunk.starts)
 
     def commit(self, params, state, now, proposal, output, verdict):
-        return _feature_at(state, tree.along(verdict.path, output.hidden), verdict.num_tokens - 1)
-
-
-def _feature_at(state_BD: Array, features_BTD: Array, index_B: Array) -> Array:
-    """Returns one feature per row [B, D]; rows whose index is outside of [0, T) keep the state."""
-    T = features_BTD.shape[1]
-    index = jnp.clip(index_B, 0, T - 1)[:, None, None]
-    feature_BD = jnp.take_along_axis(features_BTD, index, axis=1)[:, 0].astype(state_BD.dtype)
-    return jnp.where(((index_B >= 0) & (index_B < T))[:, None], feature_BD, state_BD)
+        hidden = tree.along(verdict.path, output.hidden)
+        return features.at_index(state, hidden, verdict.num_tokens - 1)
 
 
 @dataclasses.dataclass(frozen=True)

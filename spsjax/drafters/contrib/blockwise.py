@@ -4,19 +4,14 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.drafters import folders, parallel
 from spsjax.errors import InputError, check_integer
-from spsjax.models import pure, transformer
-from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import make_linear, two_rows
-from spsjax.utils.from_config import build
 
 
 class Blockwise(nnx.Module):
@@ -44,6 +39,7 @@ class Drafter(parallel.HeadsDrafter):
         d_ff: number of hidden units per head.
     """
 
+    module = Blockwise
     d_ff: int = 512
 
     def __post_init__(self):
@@ -65,25 +61,7 @@ class Drafter(parallel.HeadsDrafter):
         return super().shardings(mesh, replicate)
 
     def outputs(self, params, features_BTD, depth):
-        weights = params["drafter"]
-        dtype = weights["up"]["bias"].dtype
-        return pure.bind(Blockwise, self, weights, dtype)(features_BTD, depth)
-
-    def draft_logits(self, params, outputs_BTD, depth=0):
-        weights = params["target"]
-        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
-        return transformer.head(self.target, weights, outputs)
-
-    def param_shapes(self, dtype):
-        return pure.param_shapes(Blockwise, self, dtype)
-
-    def init_params(self, key, dtype=jnp.float32):
-        return pure.init(Blockwise, self, key, dtype)
-
-
-def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter that the section `drafter` of a training config describes."""
-    return build("drafter", Drafter, options, target=target)
+        return self.bind(params)(features_BTD, depth)
 
 
 LAYOUT = folders.OwnLayout("blockwise", {"num_heads": COUNT, "d_ff": COUNT})

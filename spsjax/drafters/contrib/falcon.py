@@ -6,26 +6,23 @@ not depend on each other. **Lossless**, as is every drafter.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from spsjax import tree
-from spsjax.drafters import features, folders, pending, sample, shapes
+from spsjax.drafters import folders, pairs, pending, sample, shapes
 from spsjax.drafters.contrib import falcon_training, sequences
 from spsjax.drafters.contrib.lstm import LSTM
-from spsjax.errors import InputError, check_integer
+from spsjax.errors import check_integer
 from spsjax.models import caches as kv
-from spsjax.models import pure, transformer
+from spsjax.models import transformer
 from spsjax.models.config import Config
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import config_json
 from spsjax.models.hf.fields import COUNT, OBJECT
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
-from spsjax.utils.from_config import build
 
 LSTM_LAYERS = 2
 
@@ -64,7 +61,7 @@ class _Draft:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(features.FeatureDrafter):
+class Drafter(pairs.LayerDrafter):
     """Drafts k tokens per pass, with the target's embedding and head. Lossless.
 
     The output at slot t is a prediction of feature t + k. A round begins with a unit of the last k
@@ -72,74 +69,23 @@ class Drafter(features.FeatureDrafter):
     round.
 
     Attributes:
-        config: shape of the layer.
         tokens_per_step: k; 1 gives EAGLE-1 with an LSTM in place of its projection.
     """
 
-    config: Config
-    target: Config
-    num_speculative_tokens: int | None = None
-    tree: shapes.Shape = None
+    module = Falcon
     tokens_per_step: int = 2
 
     def __post_init__(self):
         super().__post_init__()
         check_integer("tokens_per_step", self.tokens_per_step, 1)
-        if self.config.d_model != self.target.d_model:
-            raise InputError(
-                f"d_model: expected the target's {self.target.d_model}, found {self.config.d_model}"
-            )
-
-    @property
-    def sharding_config(self):
-        return self.config
-
-    def features(self, params, output):
-        return output.hidden
-
-    def draft_logits(self, params, outputs_BTD, depth=0):
-        weights = params["target"]
-        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
-        return transformer.head(self.target, weights, outputs)
-
-    def param_shapes(self, dtype):
-        return pure.param_shapes(Falcon, self.config, dtype)
-
-    def init_params(self, key, dtype=jnp.float32):
-        return pure.init(Falcon, self.config, key, dtype)
 
     def init(self, params, batch, slots):
-        config, dtype = self.config, _dtype(params)
-        shape = batch, config.num_kv_heads, slots, config.head_dim
-        read = jnp.zeros((batch, self.tokens_per_step, config.d_model), dtype)
-        buffer = pending.empty(batch, self.num_speculative_tokens, config.d_model, dtype)
-        cache = kv.empty(1, shape, dtype, (None,))
+        dtype, (cache, buffer) = self.dtype(params), self.empty(params, batch, slots)
+        read = jnp.zeros((batch, self.tokens_per_step, self.config.d_model), dtype)
         return State(cache, read, self.no_carry(batch, dtype), buffer)
 
-    def prefill(self, params, state, chunk, output):
-        ends = jnp.minimum(chunk.lengths - 1, chunk.starts + chunk.tokens.shape[1])
-        buffer = dataclasses.replace(state.pending, pairs=chunk.lengths - 1)
-        state = dataclasses.replace(state, pending=buffer)
-        features = self.features(params, output)
-        return self._extend(params, state, chunk.following, features, chunk.starts, ends)
-
-    def sync(self, params, state, now):
-        def extend(state, tokens_BT, features_BTD, ends_B):
-            starts = state.cache.lengths
-            return self._extend(params, state, tokens_BT, features_BTD, starts, ends_B)
-
-        return pending.read(state, now, self.num_speculative_tokens + 1, extend)
-
-    def commit(self, params, state, now, proposal, output, verdict):
-        features = tree.along(verdict.path, self.features(params, output))
-        buffer = pending.add(state.pending, features, now.lengths - 1, state.cache.lengths)
-        return dataclasses.replace(state, pending=buffer)
-
-    def _extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B) -> State:
-        """Returns the state after pairs from `starts_B` on, `pairs_B` in all.
-
-        The first pairs may have been read before, and the LSTM must not read them twice.
-        """
+    def extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B):
+        # The first pairs may have been read before, and the LSTM must not read them twice.
         k, T, cache = self.tokens_per_step, tokens_BT.shape[1], state.cache
         slots, known = starts_B[:, None] + jnp.arange(T), cache.lengths[:, None]
         new = slots >= known
@@ -274,34 +220,21 @@ class Drafter(features.FeatureDrafter):
         embedded = transformer.embed(self.target, params["target"], tokens_BT)
         pair_BTI = jnp.concatenate([embedded, features_BTD], axis=-1).astype(carry.dtype)
         new_BT = jnp.ones(tokens_BT.shape, bool) if new_BT is None else new_BT
-        return self._bind(params).lstm(pair_BTI, carry, new_BT)
+        return self.bind(params).lstm(pair_BTI, carry, new_BT)
 
     def run(
         self, params, read_BTD, cache, block=None, positions_BT=None, ancestors=None
     ) -> tuple[Array, Block]:
         """Returns the layer's outputs and the extended block (see `transformer.apply`)."""
-        layer, T = self._bind(params).layer, read_BTD.shape[1]
+        layer, T = self.bind(params).layer, read_BTD.shape[1]
 
         def outputs(*context):
             return layer(read_BTD, read_BTD, *context)
 
-        return features.run_layer(outputs, T, cache, block, positions_BT, ancestors)
-
-    def _bind(self, params) -> Falcon:
-        return pure.bind(Falcon, self.config, params["drafter"], _dtype(params))
+        return pairs.run_layer(outputs, T, cache, block, positions_BT, ancestors)
 
     def no_carry(self, batch: int, dtype) -> Array:
         return jnp.zeros((batch, LSTM_LAYERS, 2, self.config.d_model), dtype)
-
-
-def _dtype(params: PyTree):
-    return jax.tree.leaves(params["drafter"])[0].dtype
-
-
-def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter that the section `drafter` of a training config describes."""
-    layer, others = features.layer_from_config(options, target)
-    return build("drafter", Drafter, others, config=layer, target=target)
 
 
 class _Layout(folders.OwnLayout):

@@ -5,7 +5,6 @@ it reads the target's own activations at committed tokens.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,13 @@ from jax import lax
 
 from spsjax.drafters import features, folders, sample, shapes
 from spsjax.errors import InputError, check_integer
-from spsjax.models import caches, pure, transformer
+from spsjax.models import caches, transformer
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.models.hf.fields import COUNT, NUMBER
 from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, Block, PyTree
-from spsjax.utils.from_config import build
 
 # Initial logit of a layer's own input in its memory: e^4 times the weight of each other stream.
 _OWN = 4.0
@@ -91,6 +89,7 @@ class Drafter(features.FeatureDrafter):
             training and in use.
     """
 
+    module = Spire
     target: Config
     num_speculative_tokens: int | None = None
     num_layers: int = 2
@@ -132,11 +131,10 @@ class Drafter(features.FeatureDrafter):
     def sharding_config(self):
         return self.config
 
-    def param_shapes(self, dtype):
-        return pure.param_shapes(Spire, self._shape, dtype)
-
-    def init_params(self, key, dtype=jnp.float32):
-        return pure.init(Spire, self._shape, key, dtype)
+    @property
+    def module_config(self):
+        """The drafter with only the fields on which its weights depend."""
+        return Drafter(self.target, None, self.num_layers, self.sinks, self.recent)
 
     def from_target(self, weights, params):
         target, copies = params["target"], {}
@@ -150,21 +148,12 @@ class Drafter(features.FeatureDrafter):
         initial = {name: weights[name] for name in copies}
         return weights | jax.tree.map(lambda old, new: new.astype(old.dtype), initial, copies)
 
-    def step_weights(self, params):
-        head = "embed" if self.target.tie_embeddings else "head"
-        return params["drafter"], params["target"][head]
-
     def features(self, params, output):
         return jnp.concatenate(output.taps, axis=-1)
 
-    def draft_logits(self, params, outputs_BTD, depth=0):
-        weights = params["target"]
-        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
-        return transformer.head(self.target, weights, outputs)
-
     def init(self, params, batch, slots):
-        layers = self._bind(params).layers
-        return transformer.cache_of_layers(self.config, layers, _dtype(params), batch, slots)
+        layers = self.bind(params).layers
+        return transformer.cache_of_layers(self.config, layers, self.dtype(params), batch, slots)
 
     def prefill(self, params, state, chunk, output):
         ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths - 1)
@@ -197,7 +186,7 @@ class Drafter(features.FeatureDrafter):
         memory = self._of_target(params, taps, jnp.arange(T)[None])
         distances = (None,) * count
         if self.target.positions == "relative":
-            distances = transformer.distances_of(self._bind(params).layers, T)
+            distances = transformer.distances_of(self.bind(params).layers, T)
         run = jax.checkpoint(self._run) if remat else self._run
         # Every index is a row of its own, which drafts after its prefix of the text.
         index = jnp.arange(T)
@@ -218,25 +207,17 @@ class Drafter(features.FeatureDrafter):
         """Returns the outputs and the extended block (see `transformer.apply`)."""
         embedded = transformer.embed(self.target, params["target"], tokens_BT)
         context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
-        module, earlier = self._bind(params), [*zip(block.keys, block.values)]
-        x_BTD = embedded.astype(_dtype(params))
+        module, earlier = self.bind(params), [*zip(block.keys, block.values)]
+        x_BTD = embedded.astype(self.dtype(params))
         outputs, rows = module(x_BTD, context, cache.segments(), earlier)
         return outputs, context.block(*zip(*rows), len(tokens_BT))
 
     def _of_target(self, params: PyTree, taps: list[Array], positions_BT: Array) -> Block:
         """Returns the memories of tokens that the target has read, as a block."""
         context = context_of(taps[0].shape[1], None, positions_BT=positions_BT)
-        memories = [tap.astype(_dtype(params)) for tap in taps]
-        rows = self._bind(params).remembered(memories, context, [None] * len(memories))
+        memories = [tap.astype(self.dtype(params)) for tap in taps]
+        rows = self.bind(params).remembered(memories, context, [None] * len(memories))
         return context.block(*zip(*rows), len(memories[0]))
-
-    @property
-    def _shape(self) -> "Drafter":
-        """The drafter with only the fields on which its weights depend."""
-        return Drafter(self.target, None, self.num_layers, self.sinks, self.recent)
-
-    def _bind(self, params: PyTree) -> Spire:
-        return pure.bind(Spire, self._shape, params["drafter"], _dtype(params))
 
 
 def _of_indices(block: Block, batch: int, index: Array) -> Block:
@@ -248,15 +229,6 @@ def _of_indices(block: Block, batch: int, index: Array) -> Block:
 
     keys, values = (tuple(map(take, arrays)) for arrays in (block.keys, block.values))
     return Block(keys, values, take(block.positions), block.size)
-
-
-def _dtype(params: PyTree):
-    return params["drafter"]["norm"]["scale"].dtype
-
-
-def from_config(options: Mapping[str, object], target: Config) -> Drafter:
-    """Returns the drafter that the section `drafter` of a training config describes."""
-    return build("drafter", Drafter, options, target=target)
 
 
 class _Layout(folders.OwnLayout):

@@ -163,12 +163,12 @@ def build_drafter(options: dict, target: transformer.Config) -> FeatureDrafter:
             raise InputError(
                 f"drafter: expected no {field}, which training does not have, found one"
             )
-    method, methods = options.pop("method", None), drafters.methods_with("from_config")
+    method, methods = options.pop("method", None), drafters.methods_with("LAYOUT")
     if method not in methods:
         expected = ", ".join(methods)
         raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
     with from_config.whole_keys("drafter", options):
-        return methods[method].from_config(options, target)
+        return methods[method].Drafter.from_config(options, target)
 
 
 def _sizes(drafter: FeatureDrafter) -> dict[str, object]:
