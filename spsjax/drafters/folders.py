@@ -47,9 +47,11 @@ class Layout(abc.ABC):
 
     Attributes:
         file: name of the file with the tensors.
+        optional: names of tensors that are 0 if they are missing.
     """
 
     file: str = weights.SINGLE
+    optional: Set[str] = frozenset()
 
     @abc.abstractmethod
     def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
@@ -63,10 +65,8 @@ class Layout(abc.ABC):
         """
 
     @abc.abstractmethod
-    def names(
-        self, drafter: FeatureDrafter, params: PyTree, stored: Set[str] = frozenset()
-    ) -> dict[tuple, tuple[str, bool]]:
-        """Returns each tensor's name and whether it is stored transposed, by parameter path.
+    def name(self, drafter: FeatureDrafter, path: tuple, stored: Set[str]) -> str:
+        """Returns the name of the tensor of the parameter at a path.
 
         `stored` are the names in the folder, for layouts with several names per tensor.
         """
@@ -76,8 +76,18 @@ class Layout(abc.ABC):
         """Returns the config.json of a drafter."""
 
     def is_copy(self, name: str, drafter: FeatureDrafter) -> bool:
-        """Returns whether a tensor is a copy of another tensor, so that it need not be read."""
+        """Returns whether a tensor follows from others, so that it need not be read."""
         return False
+
+    def constants(self, folder: Folder, drafter: FeatureDrafter) -> dict[str, np.ndarray]:
+        """Returns the parameters that are not trained."""
+        return {}
+
+    def tensor(
+        self, folder: Folder, drafter: FeatureDrafter, file, name: str, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Returns a tensor of an open file; raises InputError unless it has the expected shape."""
+        return weights.checked(file, folder.stored[name], name, shape)[...]
 
     def difference(self, folder: Folder, target_params: PyTree) -> str | None:
         """Returns the name of an unused tensor that differs from the target's; None: there is none.
@@ -114,33 +124,42 @@ class Layout(abc.ABC):
         Raises:
             InputError: files or tensors are missing, damaged or of another drafter.
         """
-        shapes = drafter.param_shapes(dtype)
-        names = self.names(drafter, shapes, folder.stored.keys())
-        expected = {name for name, _ in names.values()}
-        check_names(folder, expected, lambda name: self.is_copy(name, drafter))
-        files = weights.open_all(set(folder.stored.values()))
+        shapes, stored = drafter.param_shapes(dtype), folder.stored
+        names = self._names(drafter, shapes, stored.keys())
+        missing = self.optional - stored.keys()
+        check_names(folder, set(names.values()) - missing, lambda name: self.is_copy(name, drafter))
+        files = weights.open_all(set(stored.values()))
+        constants = self.constants(folder, drafter)
 
         def leaf(path, shape):
-            path = tuple(entry.key for entry in path)
-            name, transposed = names[path]
-            file = folder.stored[name]
-            wanted = shape.shape[::-1] if transposed else shape.shape
-            array = weights.checked(files[file], file, name, wanted)[...]
-            array = (array.T if transposed else array).astype(shape.dtype)
-            return jax.device_put(array, sharding_of(path))
+            path = _keys(path)
+            if path[0] in constants:
+                array = constants[path[0]]
+            elif (name := names[path]) in missing:
+                array = jnp.zeros(shape.shape)
+            else:
+                wanted = shape.shape[::-1] if is_transposed(path) else shape.shape
+                array = self.tensor(folder, drafter, files[stored[name]], name, wanted)
+                array = array.T if is_transposed(path) else array
+            return jax.device_put(array.astype(shape.dtype), sharding_of(path))
 
         return jax.tree_util.tree_map_with_path(leaf, shapes)
 
     def tensors(self, drafter: FeatureDrafter, params: PyTree, dtype) -> dict[str, np.ndarray]:
         """Returns the tensors of a folder by their names."""
         tensors = {}
-        for path, (name, transposed) in self.names(drafter, params).items():
-            array = params
-            for entry in path:
-                array = array[entry]
-            array = np.asarray(array).astype(dtype)
-            tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+        arrays, names = _by_path(params), self._names(drafter, params)
+        for path, name in names.items():
+            array = np.asarray(arrays[path]).astype(dtype)
+            tensors[name] = np.ascontiguousarray(array.T if is_transposed(path) else array)
         return tensors
+
+    def _names(
+        self, drafter: FeatureDrafter, params: PyTree, stored: Set[str] = frozenset()
+    ) -> dict[tuple, str]:
+        """Returns the name of each tensor by the path of its parameter, constants excluded."""
+        paths = (path for path in _by_path(params) if path[0] not in drafter.constants)
+        return {path: self.name(drafter, path, stored) for path in paths}
 
     def write(
         self,
@@ -211,13 +230,8 @@ class OwnLayout(Layout):
         check_sizes(folder, target)
         return {name: folder.fields.get(name, kind) for name, kind in self.kinds.items()}
 
-    def names(self, drafter, params, stored=frozenset()):
-        names = {}
-        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
-            path = tuple(entry.key for entry in entries)
-            name = ".".join(map(str, path[:-1]))
-            names[path] = f"{name}.{kind_of(path)}", path[-1] == "kernel"
-        return names
+    def name(self, drafter, path, stored):
+        return f"{'.'.join(map(str, path[:-1]))}.{kind_of(path)}"
 
     def to_json(self, drafter, target_name, dtype):
         target = drafter.target
@@ -229,3 +243,17 @@ class OwnLayout(Layout):
 def kind_of(path: tuple) -> str:
     """Returns the last part of a tensor's name."""
     return "bias" if path[-1] == "bias" else "weight"
+
+
+def is_transposed(path: tuple) -> bool:
+    """Returns whether the tensor of a parameter is stored transposed, as PyTorch does."""
+    return path[-1] == "kernel"
+
+
+def _keys(path) -> tuple:
+    return tuple(entry.key for entry in path)
+
+
+def _by_path(params: PyTree) -> dict[tuple, object]:
+    """Returns the leaves of nested dicts by their paths."""
+    return {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

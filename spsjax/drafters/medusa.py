@@ -7,7 +7,6 @@ Head i predicts token t + 2 + i from the hidden state of token t, without the to
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -109,14 +108,9 @@ class _Layout(folders.Layout):
         has_matrices = f"0.{blocks}.weight" in folder.stored
         return {"num_heads": len(heads), "num_blocks": blocks, "own_heads": has_matrices}
 
-    def names(self, drafter, params, stored=frozenset()):
-        names = {}
-        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
-            path = tuple(entry.key for entry in entries)
-            is_head = path[2] == "head"
-            module = drafter.num_blocks if is_head else f"{path[3]}.linear"
-            names[path] = f"{path[1]}.{module}.{folders.kind_of(path)}", path[-1] == "kernel"
-        return names
+    def name(self, drafter, path, stored):
+        module = drafter.num_blocks if path[2] == "head" else f"{path[3]}.linear"
+        return f"{path[1]}.{module}.{folders.kind_of(path)}"
 
     def to_json(self, drafter, target_name, dtype):
         return {

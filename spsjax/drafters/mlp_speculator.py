@@ -187,13 +187,8 @@ class _Layout(folders.Layout):
             "scale_input": fields.get("scale_input", FLAG, False),
         }
 
-    def names(self, drafter, params, stored=frozenset()):
-        names = {}
-        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
-            path = tuple(entry.key for entry in entries)
-            name = f"speculator.{_NAMES[path[2]]}.{path[1]}.{folders.kind_of(path)}"
-            names[path] = name, path[-1] == "kernel"
-        return names
+    def name(self, drafter, path, stored):
+        return f"speculator.{_NAMES[path[2]]}.{path[1]}.{folders.kind_of(path)}"
 
     def is_copy(self, name, drafter):
         # A tied speculator may be stored with the weights of all steps.

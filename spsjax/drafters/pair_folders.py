@@ -7,13 +7,10 @@ the layout of `speculators`, which vLLM serves.
 import dataclasses
 from collections.abc import Callable, Set
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spsjax.drafters.folders import Folder, Layout, check_names, kind_of
+from spsjax.drafters.folders import Folder, Layout, kind_of
 from spsjax.errors import InputError
-from spsjax.models.config import Config
 from spsjax.models.hf import config_json, families, weights
 from spsjax.models.hf.fields import COUNT, OBJECT, TEXT
 
@@ -27,6 +24,7 @@ _OTHER = {
 }
 # Copies of the target's tensors, and tables that follow from `d2t`.
 _EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _IGNORED = (_EMBEDDING, "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "d2t")
 IDS = "ids"  # the parameter that `d2t` holds
 
@@ -60,6 +58,8 @@ def prefix(stored: Set[str]) -> str:
 class PairLayout(Layout):
     """Layout of a drafter with a layer over features and tokens."""
 
+    optional = frozenset({"fc.bias"})  # some EAGLE-1 drafters have none
+
     def drafter_fields(self, folder, target):
         fields, path = folder.fields, folder.path / "config.json"
         kind = fields.get("speculators_model_type", TEXT, None)
@@ -79,61 +79,35 @@ class PairLayout(Layout):
         config = dataclasses.replace(config, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
         return {"config": config}
 
-    def names(self, drafter, params, stored=frozenset()):
-        layer, names = prefix(stored), {}
-        config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
-        family = config_json.family_of(config)
-        for entries, _ in jax.tree_util.tree_leaves_with_path(params):
-            path = tuple(entry.key for entry in entries)
-            if path == (IDS,):
-                continue
-            if path[0] == "layer":
-                location = families.locate(family, config, ("layers", 0, *path[1:]))
-                name = layer + location.names[0].removeprefix("model.layers.0.")
-            else:
-                index = f".{path[1]}" if path[0] == "tap_norms" else ""
-                name = f"{_OTHER[path[0]].format(layer=layer)}{index}.{kind_of(path)}"
-            names[path] = name, path[-1] == "kernel"
-        return names
+    def name(self, drafter, path, stored):
+        layer = prefix(stored)
+        if path[0] == "layer":
+            config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
+            family = config_json.family_of(config)
+            location = families.locate(family, config, ("layers", 0, *path[1:]))
+            return layer + location.names[0].removeprefix("model.layers.0.")
+        index = f".{path[1]}" if path[0] == "tap_norms" else ""
+        return f"{_OTHER[path[0]].format(layer=layer)}{index}.{kind_of(path)}"
 
     def layer_json(self, drafter, dtype: str) -> dict:
         """Returns the part of a config.json that describes the layer."""
         config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
         return config_json.to_json(config, dtype)
 
-    def read(self, folder, drafter, dtype, sharding_of):
-        shapes, stored = drafter.param_shapes(dtype), folder.stored
-        names = self.names(drafter, shapes, stored.keys())
-        missing_bias = {"fc.bias"} - stored.keys()  # some EAGLE-1 drafters have none
-        expected = {name for name, _ in names.values()} - missing_bias
-        check_names(folder, expected, _IGNORED.__contains__)
-        files = weights.open_all(set(stored.values()))
-        target = drafter.target
-        ids = _ids(folder, files, shapes[IDS].shape, target) if IDS in shapes else None
+    def is_copy(self, name, drafter):
+        return name in _IGNORED
 
-        def tensor(name, shape):
-            file = files[stored[name]]
-            if name == "lm_head.weight" and "d2t" not in stored:
-                # The head may also have rows for the padding of the target's vocabulary.
-                padded = target.vocab_rows, *shape[1:]
-                if tuple(file.get_slice(name).get_shape()) == padded:
-                    return weights.checked(file, stored[name], name, padded)[: shape[0]]
-            return weights.checked(file, stored[name], name, shape)[...]
+    def constants(self, folder, drafter):
+        return {name: np.sort(_ids(folder, drafter)) for name in drafter.constants}
 
-        def leaf(path, shape):
-            path = tuple(entry.key for entry in path)
-            if path == (IDS,):
-                return jax.device_put(np.sort(ids).astype(np.int32), sharding_of(path))
-            name, transposed = names[path]
-            if name in missing_bias:
-                return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding_of(path))
-            array = tensor(name, shape.shape[::-1] if transposed else shape.shape)
-            if path[0] == "head":
-                array = array[np.argsort(ids)]
-            array = (array.T if transposed else array).astype(shape.dtype)
-            return jax.device_put(array, sharding_of(path))
-
-        return jax.tree_util.tree_map_with_path(leaf, shapes)
+    def tensor(self, folder, drafter, file, name, shape):
+        if name != _HEAD:
+            return super().tensor(folder, drafter, file, name, shape)
+        # The head may also have rows for the padding of the target's vocabulary.
+        padded = drafter.target.vocab_rows, *shape[1:]
+        whole = "d2t" not in folder.stored and tuple(file.get_slice(name).get_shape()) == padded
+        rows = super().tensor(folder, drafter, file, name, padded if whole else shape)
+        return rows[: shape[0]][np.argsort(_ids(folder, drafter))]
 
     def difference(self, folder, target_params):
         embedding = target_params["embed"]["embedding"]
@@ -152,13 +126,13 @@ class PairLayout(Layout):
         return "embed_tokens" if differs else None
 
 
-def _ids(folder: Folder, files, shape: tuple[int, ...], target: Config) -> np.ndarray:
+def _ids(folder: Folder, drafter) -> np.ndarray:
     """Returns the target's ids of the head's rows; the tensor has their differences to 0, 1, ..."""
-    count = np.arange(shape[0])
+    count, vocab_size = np.arange(drafter.vocab_size), drafter.target.vocab_size
     if "d2t" not in folder.stored:
         return count
     path = folder.stored["d2t"]
-    offsets = files[path].get_slice("d2t")
+    offsets = weights.open_all([path])[path].get_slice("d2t")
     if offsets.get_shape() != [len(count)]:
         raise InputError(f"{path}: d2t: expected shape {[len(count)]}, found {offsets.get_shape()}")
     if offsets.get_dtype() not in ("I64", "I32"):
@@ -167,9 +141,8 @@ def _ids(folder: Folder, files, shape: tuple[int, ...], target: Config) -> np.nd
     problem = f"ids from {ids.min()} to {ids.max()}"
     if len(np.unique(ids)) < len(ids):
         problem += ", some of them twice"
-    elif ids.min() >= 0 and ids.max() < target.vocab_size:
+    elif ids.min() >= 0 and ids.max() < vocab_size:
         return ids
     raise InputError(
-        f"{path}: d2t: expected offsets of different ids in [0, {target.vocab_size}), "
-        f"found {problem}"
+        f"{path}: d2t: expected offsets of different ids in [0, {vocab_size}), found {problem}"
     )
