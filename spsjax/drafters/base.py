@@ -13,6 +13,7 @@ from jax.sharding import Mesh, Sharding
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.utils import fields
 
 # Greatest draft length of a loop that chooses the length per round, unless the drafter's own K is
 # greater. With the root these are eight rows of a matrix product, and a ninth row costs as much as
@@ -20,15 +21,15 @@ from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Rou
 SCHEDULED_TOKENS = 7
 
 
-class Drafter(abc.ABC):
+class Drafter(fields.Checked, abc.ABC):
     """Proposes draft tokens that the target then verifies.
 
     A concrete drafter is a final, frozen, hashable dataclass, because it is a static argument of
     the jitted loop. It holds no arrays: parameters and state are arguments of its pure functions. A
     new value of a field compiles a new program, unless the field is declared with
-    `utils.traced.number`. No drafter can change the distribution of the output, because the
-    verifier decides on acceptance. A drafter must only ensure that `Proposal.probs` are the
-    distributions from which its tokens were drawn.
+    `utils.traced.number`. Fields of `utils.fields` are checked. No drafter can change the
+    distribution of the output, because the verifier decides on acceptance. A drafter must only
+    ensure that `Proposal.probs` are the distributions from which its tokens were drawn.
 
     Only `propose` must be written. In all functions `params` is
     `{"target": ..., "drafter": ...}`. The first `Round.lengths` tokens of a row are committed, and
@@ -174,6 +175,15 @@ class Wrapper(Drafter):
     """
 
     drafter: Drafter
+
+    def replace_length(self) -> Drafter:
+        """Gives the wrapped drafter this one's K, or this one its K if that is None; returns it."""
+        inner, K = self.drafter, self.num_speculative_tokens
+        if K is not None:
+            inner = dataclasses.replace(inner, num_speculative_tokens=K)
+        object.__setattr__(self, "drafter", inner)
+        object.__setattr__(self, "num_speculative_tokens", inner.num_speculative_tokens)
+        return inner
 
     @property
     def tap_layers(self):

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from spsjax.drafters import eagle3_config, pair_folders, pairs
-from spsjax.errors import InputError, check_flag, check_integer, short_repr
+from spsjax.errors import InputError, short_repr
 from spsjax.models import transformer
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import weights
@@ -21,6 +21,7 @@ from spsjax.models.layers import Norm
 from spsjax.models.linear import head_logits, make_linear
 from spsjax.parallel import sharding
 from spsjax.types import Array
+from spsjax.utils.fields import flag, integer
 
 IDS = pair_folders.IDS
 
@@ -80,12 +81,12 @@ class Drafter(pairs.PairDrafter):
             with all tokens.
     """
 
-    vocab_size: int = 32_000
+    vocab_size: int = integer(32_000, 1)
     tap_layers: tuple[int, ...] = (2, 16, 29)
-    norm_before_residual: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    own_head: bool = True
+    norm_before_residual: bool = flag(False)
+    fc_norm: bool = flag(False)
+    norm_output: bool = flag(False)
+    own_head: bool = flag(True)
 
     module = Eagle3
     own_width = True
@@ -93,9 +94,6 @@ class Drafter(pairs.PairDrafter):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("norm_before_residual", "fc_norm", "norm_output", "own_head"):
-            check_flag(field, getattr(self, field))
-        check_integer("vocab_size", self.vocab_size, 1)
         taps, last = self.tap_layers, self.target.num_layers
         known = isinstance(taps, tuple) and all(
             type(tap) is int and 0 <= tap <= last for tap in taps

@@ -48,6 +48,7 @@ class FeatureDrafter(base.TrainableDrafter):
     steps_name: ClassVar[str] = "steps"  # for messages
 
     def __post_init__(self):
+        super().__post_init__()
         most = self.max_steps
         if self.num_speculative_tokens is not None:
             check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.errors import InputError, check_integer, check_number
+from spsjax.errors import InputError, check_integer
 from spsjax.types import Array, PyTree, Round, pytree_dataclass
 from spsjax.utils import traced
 
@@ -61,9 +61,10 @@ class Drafter(base.Wrapper):
     lookup: base.Drafter
     num_speculative_tokens: int | None = None
     model_tokens: int | None = None
-    memory: float = traced.number(0.8)
+    memory: float = traced.share(0.8)
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("drafter", "lookup"):
             drafter = getattr(self, name)
             known = isinstance(drafter, base.Drafter)
@@ -72,7 +73,6 @@ class Drafter(base.Wrapper):
         methods = (getattr(type(self.lookup), name) for name in _WITH_STATE)
         if any(method is not getattr(base.Drafter, method.__name__) for method in methods):
             raise InputError(f"lookup: {_LOOKUP}")
-        check_number("memory", self.memory, 0, 1)
         K, most = self.num_speculative_tokens, self.model_tokens
         if K is None:
             K = self.lookup.num_speculative_tokens

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.drafters import folders, parallel
-from spsjax.errors import check_flag, check_integer
 from spsjax.models import transformer
 from spsjax.models.attention import capped
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import head_logits, make_linear, two_rows
+from spsjax.utils.fields import flag, integer
 
 
 class _Block(nnx.Module):
@@ -63,13 +63,8 @@ class Drafter(parallel.HeadsDrafter):
     """
 
     module = Medusa
-    own_heads: bool = True
-    num_blocks: int = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_flag("own_heads", self.own_heads)
-        check_integer("num_blocks", self.num_blocks, 1)
+    own_heads: bool = flag(True)
+    num_blocks: int = integer(1, 1)
 
     @property
     def shares_head(self):

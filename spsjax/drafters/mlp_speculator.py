@@ -13,10 +13,10 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import folders, parallel, sample, shapes
-from spsjax.errors import check_flag, check_integer
 from spsjax.models.hf.fields import COUNT, FLAG, NUMBER
 from spsjax.models.linear import head_logits, two_rows
 from spsjax.types import Array
+from spsjax.utils.fields import flag, integer
 
 _NORM_EPS = 1e-6
 
@@ -76,17 +76,10 @@ class Drafter(parallel.StateDrafter):
     """
 
     module = MLPSpeculator
-    num_steps: int = 3
-    width: int = 4096
-    tied: bool = True
-    scale_input: bool = True
-
-    def __post_init__(self):
-        check_integer("num_steps", self.num_steps, 1)
-        check_integer("width", self.width, 1)
-        check_flag("tied", self.tied)
-        check_flag("scale_input", self.scale_input)
-        super().__post_init__()
+    num_steps: int = integer(3, 1)
+    width: int = integer(4096, 1)
+    tied: bool = flag(True)
+    scale_input: bool = flag(True)
 
     @property
     def max_steps(self):

@@ -10,9 +10,9 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import features, sample, shapes
-from spsjax.errors import check_integer
 from spsjax.models.config import Config
 from spsjax.types import Array, PyTree
+from spsjax.utils.fields import integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,7 @@ class HeadsDrafter(StateDrafter):
 
     steps_name: ClassVar[str] = "heads"
     separate_steps: ClassVar[bool] = True
-    num_heads: int = 4
-
-    def __post_init__(self):
-        check_integer("num_heads", self.num_heads, 1)
-        super().__post_init__()
+    num_heads: int = integer(4, 1)
 
     @property
     def max_steps(self):

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 
-from spsjax.errors import InputError, check_flag, check_integer, short_repr
+from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.utils.fields import Checked, flag, integer
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class Tree(Checked):
     """Tree of a fixed shape. Lossless.
 
     Tokens are drawn from the draft's distributions. In greedy rows the children of a node are its
@@ -23,12 +24,11 @@ class Tree:
     """
 
     parents: tuple[int, ...]
-    replacement: bool = False
-    chosen: bool = False
+    replacement: bool = flag(False)
+    chosen: bool = flag(False)
 
     def __post_init__(self):
-        check_flag("replacement", self.replacement)
-        check_flag("chosen", self.chosen)
+        super().__post_init__()
         if self.replacement and self.chosen:
             raise InputError("replacement: cannot be True if chosen is True. Set one to False")
         parents = self.parents
@@ -114,7 +114,7 @@ class Tree:
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicTree:
+class DynamicTree(Checked):
     """Tree that grows where the draft is most confident (EAGLE-2, arXiv 2406.16858, 4.1). Lossless.
 
     At each level, the `width` nodes with the most probable paths get their most probable tokens as
@@ -127,13 +127,12 @@ class DynamicTree:
         width: number of nodes per level that get children, and of children per node.
     """
 
-    num_nodes: int = 16
-    depth: int = 4
-    width: int = 4
+    num_nodes: int = integer(16, 1)
+    depth: int = integer(4, 1)
+    width: int = integer(4, 1)
 
     def __post_init__(self):
-        for field in ("num_nodes", "depth", "width"):
-            check_integer(field, getattr(self, field), 1)
+        super().__post_init__()
         most = self.width + (self.depth - 1) * self.width**2
         if self.num_nodes > most:
             raise InputError(

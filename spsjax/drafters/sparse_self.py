@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from spsjax import tree
 from spsjax.drafters import base, sample, shapes
-from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.errors import InputError, short_repr
 from spsjax.models import caches, transformer
 from spsjax.parallel import sharding
+from spsjax.utils.fields import integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +45,17 @@ class Drafter(base.Drafter):
 
     target: transformer.Config
     num_speculative_tokens: int | None = None
-    sinks: int = 4
-    recent: int = 252
-    chosen: int = 0
-    observed: int = 32
-    pooled: int = 5
+    sinks: int = integer(4)
+    recent: int = integer(252, 1)
+    chosen: int = integer(0)
+    observed: int = integer(32, 1)
+    pooled: int = integer(5, 1)
     tree: shapes.Shape = None
 
     def __post_init__(self):
+        super().__post_init__()
         K = shapes.checked_depth(self.tree, self.num_speculative_tokens, self.target.vocab_size)
         object.__setattr__(self, "num_speculative_tokens", K)
-        for field, least in (
-            ("sinks", 0),
-            ("recent", 1),
-            ("chosen", 0),
-            ("observed", 1),
-            ("pooled", 1),
-        ):
-            check_integer(field, getattr(self, field), least)
         if self.pooled % 2 == 0:
             raise InputError(f"pooled: expected an odd number, found {self.pooled}")
         if self.chosen and self.observed > self.recent:

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 
 from spsjax.drafters import base
 from spsjax.drafters.sample import Drawn, Stops
-from spsjax.errors import InputError, check_number, short_repr
+from spsjax.errors import InputError, short_repr
 from spsjax.types import Array, PyTree, pytree_dataclass
-from spsjax.utils import traced
+from spsjax.utils import fields, traced
+from spsjax.utils.fields import number
 
 # Sizes of scoring passes that are compiled for chains that may end early.
 SCORE_SIZES = 1, 2, 4, 7, 15
 
 
-class Rule(abc.ABC):
+class Rule(fields.Checked, abc.ABC):
     """Decides after every draft token whether it is the last one. A frozen, hashable dataclass.
 
     In all functions `params` are the weights of the rule; None: it has none.
@@ -75,10 +76,7 @@ class Confidence(Threshold):
         threshold: probability below which the chain ends.
     """
 
-    threshold: float = traced.number(0.4)
-
-    def __post_init__(self):
-        check_number("threshold", self.threshold, 0, 1)
+    threshold: float = traced.share(0.4)
 
     @property
     def bound(self):
@@ -102,12 +100,8 @@ class Entropy(Threshold):
         threshold: estimated probability of rejection above which the chain ends.
     """
 
-    scale: float = traced.number(0.15)
-    threshold: float = traced.number(0.3)
-
-    def __post_init__(self):
-        check_number("scale", self.scale, 0, 1e6)
-        check_number("threshold", self.threshold, 0, 1e6)
+    scale: float = traced.number(0.15, of=number, most=1e6)
+    threshold: float = traced.number(0.3, of=number, most=1e6)
 
     @property
     def bound(self):
@@ -134,16 +128,15 @@ class Adaptive(Rule):
     """
 
     rule: Threshold
-    share: float = traced.number(0.9)
-    step: float = traced.number(0.01)
-    memory: float = traced.number(0.5)
-    inertia: float = traced.number(0.9)
+    share: float = traced.share(0.9)
+    step: float = traced.share(0.01)
+    memory: float = traced.share(0.5)
+    inertia: float = traced.share(0.9)
 
     def __post_init__(self):
+        super().__post_init__()
         if not isinstance(self.rule, Threshold):
             raise InputError(f"rule: expected Confidence or Entropy, found {short_repr(self.rule)}")
-        for field in ("share", "step", "memory", "inertia"):
-            check_number(field, getattr(self, field), 0, 1)
 
     def init(self, batch):
         start = (jnp.full(batch, value, jnp.float32) for value in (self.rule.bound, self.share))
@@ -243,14 +236,10 @@ class Drafter(base.Wrapper):
                 "stop_rule: expected a rule of drafters.stopping (load_drafter takes a trained "
                 f"one with its weights), found {short_repr(self.rule)}"
             )
-        inner, K = self.drafter, self.num_speculative_tokens
-        if K is not None:
-            inner = dataclasses.replace(inner, num_speculative_tokens=K)
+        drafts, inner = self.drafter.num_speculative_tokens, self.replace_length()
         chains = inner.score_sizes == (inner.num_speculative_tokens,)
-        if isinstance(inner, Drafter) or not chains or not self.drafter.num_speculative_tokens:
+        if isinstance(inner, Drafter) or not chains or not drafts:
             raise refusal(inner)
-        object.__setattr__(self, "drafter", inner)
-        object.__setattr__(self, "num_speculative_tokens", inner.num_speculative_tokens)
 
     @property
     def score_sizes(self):

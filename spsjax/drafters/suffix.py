@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base, datastore
-from spsjax.errors import InputError, check_integer, check_number
+from spsjax.errors import InputError
 from spsjax.types import Array, Proposal, pytree_dataclass
 from spsjax.utils import traced
+from spsjax.utils.fields import integer, number
 
 _STORED = 32  # matches in a store that are examined, evenly spaced among all matches
 
@@ -44,18 +45,11 @@ class Drafter(base.Drafter):
         min_prob: lowest path probability of a proposed token.
     """
 
-    num_speculative_tokens: int = base.SCHEDULED_TOKENS
-    num_tree_tokens: int = 0
-    max_match: int = 64
-    factor: float = traced.number(1.0)
-    min_prob: float = traced.number(0.1)
-
-    def __post_init__(self):
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
-        check_integer("num_tree_tokens", self.num_tree_tokens, 0)
-        check_integer("max_match", self.max_match, 1, 2**16)
-        check_number("factor", self.factor, 0, 1e6)
-        check_number("min_prob", self.min_prob, 0, 1)
+    num_speculative_tokens: int = integer(base.SCHEDULED_TOKENS)
+    num_tree_tokens: int = integer(0)
+    max_match: int = integer(64, 1, 2**16)
+    factor: float = traced.number(1.0, of=number, most=1e6)
+    min_prob: float = traced.share(0.1)
 
     @property
     def score_sizes(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from spsjax.data.documents import Sources
-from spsjax.errors import InputError, check_flag, check_integer, short_repr
+from spsjax.errors import InputError, short_repr
 from spsjax.runtime.batch import check_seed
 from spsjax.training.distillation import Mixture, Objective
 from spsjax.training.draft_evaluation import DraftEvalConfig
@@ -18,21 +18,18 @@ from spsjax.training.optimizer import OptimizerConfig
 from spsjax.training.step import Precision
 from spsjax.training.target_cache import TargetCache
 from spsjax.utils import from_config
+from spsjax.utils.fields import Checked, flag, integer
 
 # The sizes of a layer that drafts, in the section `drafter`: 0 is the target's size.
 LAYER_SIZES = {"d_ff": 0, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Mesh:
+class Mesh(Checked):
     """Numbers of devices."""
 
-    data: int = 1  # devices that split a batch
-    model: int = 1  # devices that split the weights; 0: all that there are
-
-    def __post_init__(self):
-        check_integer("data", self.data, 1)
-        check_integer("model", self.model, 0)
+    data: int = integer(1, 1)  # devices that split a batch
+    model: int = integer(1)  # devices that split the weights; 0: all that there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,39 +41,33 @@ class FeaturesMesh(Mesh):
             rules.
     """
 
-    replicate: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_flag("replicate", self.replicate)
+    replicate: bool = flag(True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Checked):
     """Options of every training."""
 
     init: str = ""  # folder of the model or drafter to begin with; empty: random weights
     data: Sources  # documents to train and to evaluate on
-    length: int = 512  # tokens per example
+    length: int = integer(512, 1)  # tokens per example
     batch: int = 2  # examples per step
-    steps: int  # number of steps in the whole run
+    steps: int = integer(least=1)  # number of steps in the whole run
     optimization: OptimizerConfig  # options of the optimizer
     compute: Precision  # numerical options of forward passes
     mesh: Mesh  # numbers of devices
     seed: int = 0  # random seed
     # Steps between two evaluations, each followed by a checkpoint. The last step is always
     # evaluated and saved.
-    eval_every: int = 1000
-    eval_examples: int = 64  # number of held-out examples
-    log_every: int = 10  # steps between two log records of loss and speed
+    eval_every: int = integer(1000, 1)
+    eval_examples: int = integer(64, 1)  # number of held-out examples
+    log_every: int = integer(10, 1)  # steps between two log records of loss and speed
     # Numbers of newest and of best checkpoints to keep.
-    keep: int = 2
-    keep_best: int = 1
+    keep: int = integer(2, 1)
+    keep_best: int = integer(1)
 
     def __post_init__(self):
-        for field in ("steps", "length", "eval_every", "eval_examples", "log_every", "keep"):
-            check_integer(field, getattr(self, field), 1)
-        check_integer("keep_best", self.keep_best, 0)
+        super().__post_init__()
         check_seed(self.seed)
         for field in ("init", "tokenizer", "cache"):
             value = getattr(self, field, "")
@@ -142,7 +133,7 @@ class FeaturesConfig(DrafterConfig):
     drafter: dict[str, Any]
     objective: FeatureObjective  # training objective
     mesh: FeaturesMesh  # numbers of devices
-    steps: int = 10_000
+    steps: int = integer(10_000, 1)
 
     @property
     def depth(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from spsjax import generation
 from spsjax.data import pipeline
-from spsjax.errors import InputError, check_integer, check_number, short_repr
+from spsjax.errors import InputError, check_number, short_repr
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost
@@ -24,6 +24,7 @@ from spsjax.sampling import SamplingParams
 from spsjax.training import losses
 from spsjax.training import step as train_step
 from spsjax.types import Array, PyTree
+from spsjax.utils.fields import Checked, integer, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +56,29 @@ class Objective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class Mixture(Checked):
     """Shares of three kinds of training text, which add up to 1.
 
     Every batch mixes corpus text with samples of the target. On-policy text replaces whole batches:
     its share is the probability that a step trains on samples of the current draft.
     """
 
-    corpus: float = 1.0  # share of corpus text
-    target: float = 0.0  # share of texts that the target wrote, sampled once before training
-    draft: float = 0.0  # share of texts that the draft writes during training (on-policy)
-    samples: int = 1024  # number of texts to sample from the target
-    batch: int = 16  # number of texts to sample at once
+    corpus: float = number(1.0, most=1)  # share of corpus text
+    target: float = number(0.0, most=1)  # share of texts that the target wrote before training
+    draft: float = number(0.0, most=1)  # share of texts that the draft writes (on-policy)
+    samples: int = integer(1024, 1)  # number of texts to sample from the target
+    batch: int = integer(16, 1)  # number of texts to sample at once
     # Number of corpus tokens that begin each sample. They are not trained on.
-    prompt_length: int = 32
-    temperature: float = 1.0  # sampling temperature
+    prompt_length: int = integer(32, 1)
+    temperature: float = number(1.0)  # sampling temperature
 
     def __post_init__(self):
+        super().__post_init__()
         shares = self.corpus, self.target, self.draft
-        for name, share in zip(("corpus", "target", "draft"), shares):
-            check_number(name, share, 0, 1)
         if abs(sum(shares) - 1) > 1e-6:
             raise InputError(
                 f"corpus, target, draft: expected shares that add up to 1, found {shares}"
             )
-        for field in ("samples", "batch", "prompt_length"):
-            check_integer(field, getattr(self, field), 1)
-        check_number("temperature", self.temperature, 0, 1e30)
 
     def check_fits(self, length: int) -> None:
         """Raises InputError if sampled texts of `length` tokens would be prompts only."""

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from spsjax import generation
-from spsjax.errors import InputError, check_integer, check_number, short_repr
+from spsjax.errors import InputError, check_number, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.sampling import SamplingParams
+from spsjax.utils.fields import Checked, integer
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftEvalConfig:
+class DraftEvalConfig(Checked):
     """Options of an evaluation by speculative sampling after prompts of held-out text."""
 
-    prompts: int = 16  # number of prompts
-    prompt_length: int = 32  # tokens per prompt
-    new_tokens: int = 64  # new tokens per prompt
-    num_speculative_tokens: int = 4  # number of draft tokens per round, K
+    prompts: int = integer(16, 1)  # number of prompts
+    prompt_length: int = integer(32, 1)  # tokens per prompt
+    new_tokens: int = integer(64, 1)  # new tokens per prompt
+    num_speculative_tokens: int = integer(4, 1)  # number of draft tokens per round, K
     # Sampling temperatures of target and draft, with one evaluation each. 0 is greedy.
     temperatures: tuple[float, ...] = (1.0, 0.0)
 
     def __post_init__(self):
-        for field in ("prompts", "prompt_length", "new_tokens", "num_speculative_tokens"):
-            check_integer(field, getattr(self, field), 1)
+        super().__post_init__()
         if not isinstance(self.temperatures, (tuple, list)):
             raise InputError(
                 f"temperatures: expected a tuple of numbers, found {short_repr(self.temperatures)}"
@@ -43,22 +43,17 @@ class DraftEvalConfig:
                 f"draft_eval.new_tokens: expected texts of more than {first} tokens, of which the "
                 f"first do not count, found {self.prompt_length} + {self.new_tokens}"
             )
-        longest = min(length, context - 1)
-        if self.prompt_length > longest:
-            raise InputError(
-                f"draft_eval.prompt_length: expected at most {longest}, found {self.prompt_length}"
-            )
         room = context - self.prompt_length
-        if self.new_tokens > room:
-            raise InputError(
-                f"draft_eval.new_tokens: expected at most {room}, in a context of {context}, "
-                f"found {self.new_tokens}"
-            )
-        if self.num_speculative_tokens >= context:
-            raise InputError(
-                f"draft_eval.num_speculative_tokens: expected less than the context of {context}, "
-                f"found {self.num_speculative_tokens}"
-            )
+        for field, most, reason in (
+            ("prompt_length", min(length, context - 1), ""),
+            ("new_tokens", room, f", in a context of {context}"),
+            ("num_speculative_tokens", context - 1, f", below the context of {context}"),
+        ):
+            value = getattr(self, field)
+            if value > most:
+                raise InputError(
+                    f"draft_eval.{field}: expected at most {most}{reason}, found {value}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)

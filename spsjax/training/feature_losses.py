@@ -15,51 +15,48 @@ import jax
 import jax.numpy as jnp
 
 from spsjax.drafters.features import FeatureDrafter
-from spsjax.errors import InputError, check_flag, check_integer, check_number
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.training import losses
 from spsjax.training import step as train_step
 from spsjax.types import Array, ModelOutput, PyTree
+from spsjax.utils.fields import Checked, flag, integer, number
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureObjective:
+class FeatureObjective(Checked):
     """Loss of a drafter: a weighted sum of three terms in each step."""
 
-    steps: int = 1  # steps per batch
+    steps: int = integer(1, 1)  # steps per batch
     # From the second step on, one index in `every` continues, with weight `every`. It trains
     # on more text in the same time; the papers have 1.
-    every: int = 1
+    every: int = integer(1, 1)
     # Whether a batch trains one step only, drawn at random, which counts for all: for heads that do
     # not depend on each other (Stern et al. 2018, 1811.03115, 6).
-    one: bool = False
-    decay: float = 1.0  # factor of the loss from step to step
-    detached: bool = False  # whether gradients stop between steps
+    one: bool = flag(False)
+    decay: float = number(1.0, most=1e6)  # factor of the loss from step to step
+    detached: bool = flag(False)  # whether gradients stop between steps
     # Divergence of the draft's distribution from the target's, both restricted to the draft's
     # tokens: a name of `losses.DIVERGENCES`. ("forward_kl" has the gradient of the cross entropy.)
     # Where the target's best token cannot be drafted, it does not count.
     divergence: str = "forward_kl"
-    token: float = 1.0  # weight of that divergence
+    token: float = number(1.0, most=1e6)  # weight of that divergence
     # Weight of the smooth L1 distance between output and feature, the mean over D.
-    feature: float = 0.0
-    top_k: float = 0.0  # weight of the cross entropy over the target's 10 most probable tokens
+    feature: float = number(0.0, most=1e6)
+    # Weight of the cross entropy over the target's 10 most probable tokens.
+    top_k: float = number(0.0, most=1e6)
     # Width of the uniform noise on features, at 512 tokens per text; longer texts have less.
-    noise: float = 0.0
+    noise: float = number(0.0, most=1e6)
     # For drafters of several tokens per step: a first pass without gradient counts the wrong
     # tokens, and so many drafts per wrong token are shown the answer to their first one, which then
     # does not count (Falcon's glancing, 2412.12639, 4.2).
-    glance: float = 0.0
+    glance: float = number(0.0, most=1e6)
     # If above 0, the target is trained, too, which changes what it samples. It is the weight of the
     # divergence from what the target was (Medusa-2's self-distillation, 2401.10774, 2.2.2).
-    target: float = 0.0
+    target: float = number(0.0, most=1e6)
 
     def __post_init__(self):
-        check_integer("steps", self.steps, 1)
-        check_integer("every", self.every, 1)
-        check_flag("one", self.one)
-        check_flag("detached", self.detached)
-        for field in ("decay", "token", "feature", "top_k", "noise", "glance", "target"):
-            check_number(field, getattr(self, field), 0, 1e6)
+        super().__post_init__()
         if not (self.token or self.feature or self.top_k):
             raise InputError("token, feature, top_k: expected a weight above 0, found none")
         losses.divergence(self.divergence)

@@ -9,16 +9,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spsjax.errors import InputError, check_integer, check_number
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.training import losses
 from spsjax.training import step as train_step
 from spsjax.training.step import PerTokenMetrics, Precision
 from spsjax.types import Array
+from spsjax.utils.fields import Checked, integer, number
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkip:
+class LayerSkip(Checked):
     """Options of a training that leaves out layers and trains early exits.
 
     Attributes:
@@ -29,14 +30,9 @@ class LayerSkip:
             random (the authors rotate it).
     """
 
-    dropout: float = 0.1
-    exit_scale: float = 0.5
-    every: int = 2
-
-    def __post_init__(self):
-        check_number("dropout", self.dropout, 0, 1)
-        check_number("exit_scale", self.exit_scale, 0, 1e6)
-        check_integer("every", self.every, 1)
+    dropout: float = number(0.1, most=1)
+    exit_scale: float = number(0.5, most=1e6)
+    every: int = integer(2, 1)
 
 
 def training_metrics(
@@ -75,9 +71,9 @@ def training_metrics(
         streams = jnp.stack(output.taps)
         weights = loss_weights(exits, L, options.exit_scale)
         total = weights[-1] * last
-        for number in range(count):
-            logits = transformer.exit_logits(config, params, streams[exits[number]])
-            total += weights[number] * losses.cross_entropy(logits, tokens[:, 1:])
+        for index in range(count):
+            logits = transformer.exit_logits(config, params, streams[exits[index]])
+            total += weights[index] * losses.cross_entropy(logits, tokens[:, 1:])
         return {"loss": total, "last": last}
 
     return metrics

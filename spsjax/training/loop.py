@@ -40,7 +40,11 @@ def train_loop(
         Stopped: the process received SIGTERM, and has saved a checkpoint.
         NonFiniteError: the loss or a weight is not finite. Earlier checkpoints remain.
     """
-    start, state = _restore_or_init(checkpoints, shapes, init_state, batches)
+    if restored := checkpoints.restore(shapes):
+        start, state, iterator_state = restored
+        batches.restore(iterator_state)
+    else:
+        start, state = 0, init_state()
     folder.begin(start)
     if start >= config.steps:
         return state
@@ -64,16 +68,6 @@ def train_loop(
                 raise Stopped(f"stopped at step {step}, saved. Run the same command to resume")
         checkpoints.wait()
     return state
-
-
-def _restore_or_init(checkpoints, shapes, init_state, batches) -> tuple[int, PyTree]:
-    """Returns the number of finished steps and the state; moves the batches to that step."""
-    restored = checkpoints.restore(shapes)
-    if restored is None:
-        return 0, init_state()
-    start, state, iterator_state = restored
-    batches.restore(iterator_state)
-    return start, state
 
 
 def _log(folder: run_folder.Folder, step: int, metrics: dict, progress: Progress) -> None:

@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import optax
 
-from spsjax.errors import InputError, check_integer, check_number
+from spsjax.errors import InputError
+from spsjax.utils.fields import Checked, integer, number
 
 _MATRICES = "kernel", "experts_"  # prefixes of the names of parameters that are decayed
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """Options of AdamW after clipping by the global norm, under a warm-up and cosine schedule.
 
     Matrices are decayed; embeddings, norms and biases are not. The schedule's shape is
@@ -20,27 +21,21 @@ class OptimizerConfig:
     and Adam's betas are our own choice; neither paper states them.
     """
 
-    learning_rate: float = 1e-3  # peak learning rate
-    steps: int = dataclasses.field(kw_only=True)  # number of steps in the whole run
-    warmup: int = 100  # step at which the rate reaches its peak; 0 starts at the peak
-    final_rate: float = 0.0  # rate of the last step, as a share of the peak
-    weight_decay: float = 0.0  # weight decay, multiplied by the rate
-    clip: float = 1.0  # largest global norm of a gradient
+    learning_rate: float = number(1e-3, above=True)  # peak learning rate
+    steps: int = integer(least=1, kw_only=True)  # number of steps in the whole run
+    warmup: int = integer(100)  # step at which the rate reaches its peak; 0 starts at the peak
+    final_rate: float = number(0.0, most=1)  # rate of the last step, as a share of the peak
+    weight_decay: float = number(0.0)  # weight decay, multiplied by the rate
+    clip: float = number(1.0, above=True)  # largest global norm of a gradient
     # AdamW's decay rates of the moments, below 1.
-    b1: float = 0.9
-    b2: float = 0.95
-    accumulate: int = 1  # number of microbatches per batch, whose gradients are added up
+    b1: float = number(0.9, most=1)
+    b2: float = number(0.95, most=1)
+    accumulate: int = integer(1, 1)  # microbatches per batch, whose gradients are added up
 
     def __post_init__(self):
-        for field, least in (("steps", 1), ("warmup", 0), ("accumulate", 1)):
-            check_integer(field, getattr(self, field), least)
+        super().__post_init__()
         if self.warmup >= self.steps:
             raise InputError(f"warmup: expected fewer than steps={self.steps}, found {self.warmup}")
-        check_number("learning_rate", self.learning_rate, 0, 1e30, above=True)
-        check_number("clip", self.clip, 0, 1e30, above=True)
-        check_number("weight_decay", self.weight_decay, 0, 1e30)
-        for field in ("final_rate", "b1", "b2"):
-            check_number(field, getattr(self, field), 0, 1)
         for field in ("b1", "b2"):
             if getattr(self, field) == 1:
                 raise InputError(f"{field}: expected a number below 1, found 1")

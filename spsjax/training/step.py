@@ -21,24 +21,24 @@ from spsjax.training import losses
 from spsjax.training.optimizer import OptimizerConfig
 from spsjax.types import Array, PyTree
 from spsjax.utils import program_cache
+from spsjax.utils.fields import Checked, flag
 
 # (params, frozen, batch) -> metrics by name, each [B, T]. The step minimises the one named "loss".
 PerTokenMetrics = Callable[[PyTree, PyTree, PyTree], dict[str, Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision:
+class Precision(Checked):
     """Numerical options of a forward pass."""
 
     dtype: Any = ""  # compute type; empty: float32 on CPUs, bfloat16 on accelerators
-    remat: bool = False  # whether activations are recomputed for the gradient, which saves memory
+    remat: bool = flag(False)  # whether the gradient recomputes activations, which saves memory
 
     def __post_init__(self):
+        super().__post_init__()
         # Not the default of decoding: a resumed run must not depend on the version of XLA.
         default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         object.__setattr__(self, "dtype", loading.compute_type(self.dtype or default))
-        if type(self.remat) is not bool:
-            raise InputError(f"remat: expected True or False, found {self.remat!r}")
 
 
 def forward(

@@ -11,17 +11,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spsjax.data import column_store, pipeline
-from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.errors import InputError, short_repr
 from spsjax.loading import Model
 from spsjax.models import transformer
 from spsjax.parallel import multihost
 from spsjax.training import distillation, losses
 from spsjax.types import PyTree
 from spsjax.utils import hashing
+from spsjax.utils.fields import Checked, integer
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetCache:
+class TargetCache(Checked):
     """Options of the cache of the target's outputs, which replaces its passes in every step."""
 
     # What the cache holds per token. "nothing" disables the cache. "states" stores the final hidden
@@ -30,16 +31,15 @@ class TargetCache:
     # each) and their probabilities at each temperature (4 bytes each). All other tokens then count
     # as one, and the acceptance rate that training logs is an upper bound.
     store: str = "states"
-    k: int = 64  # number of tokens that "top_k" stores
-    batch: int = 2  # number of texts in one forward pass of the target
+    k: int = integer(64, 1)  # number of tokens that "top_k" stores
+    batch: int = integer(2, 1)  # number of texts in one forward pass of the target
 
     def __post_init__(self):
+        super().__post_init__()
         if self.store not in ("nothing", "states", "top_k"):
             raise InputError(
                 f"store: expected 'nothing', 'states' or 'top_k', found {short_repr(self.store)}"
             )
-        for field in ("k", "batch"):
-            check_integer(field, getattr(self, field), 1)
 
     def columns(
         self,

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from spsjax.utils import fields
+
 _OFF = "number whose value stays static"  # key in a field's metadata
 
 
@@ -27,14 +29,19 @@ class _Absent(enum.Enum):
     NUMBER = enum.auto()
 
 
-def number(default: object = dataclasses.MISSING, off: float | None = None):
+def number(default=dataclasses.MISSING, off: float | None = None, of=dataclasses.field, **options):
     """Returns a dataclass field with a traced value: an int if it is annotated `int`, else a float.
 
     Args:
         default: default of the field; missing: it has none.
         off: value that stays static, because it removes code from the compiled program.
+        of: function that makes the field, such as one of `utils.fields`, which checks its value.
+        options: further arguments of that function.
     """
-    return dataclasses.field(default=default, metadata={_OFF: off})
+    return of(default=default, metadata={_OFF: off}, **options)
+
+
+share = functools.partial(number, of=fields.number, most=1)  # field with a traced value in [0, 1]
 
 
 @functools.lru_cache(maxsize=1024)  # called in every step of an engine; 40 times faster

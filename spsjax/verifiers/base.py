@@ -6,10 +6,11 @@ from spsjax import sampling
 from spsjax.errors import InputError
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, Verdict
+from spsjax.utils.fields import Checked
 from spsjax.verifiers import verdicts
 
 
-class Verifier(abc.ABC):
+class Verifier(Checked, abc.ABC):
     """Decides which draft tokens are accepted, and draws the token that follows them.
 
     A concrete verifier is a final, frozen, hashable dataclass: it is a static argument of the

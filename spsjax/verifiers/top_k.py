@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.errors import check_integer
+from spsjax.utils.fields import integer
 from spsjax.verifiers import approximate, verdicts
 
 
@@ -24,10 +24,7 @@ class Verifier(approximate.Approximate):
         k: number of acceptable tokens.
     """
 
-    k: int = 2
-
-    def __post_init__(self):
-        check_integer("k", self.k, 1)
+    k: int = integer(2, 1)
 
     def is_acceptable(self, proposal, target_probs_BMV):
         parents = verdicts.parents_of(proposal)

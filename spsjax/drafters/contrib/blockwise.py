@@ -9,9 +9,10 @@ import jax
 from flax import nnx
 
 from spsjax.drafters import folders, parallel
-from spsjax.errors import InputError, check_integer
+from spsjax.errors import InputError
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import make_linear, two_rows
+from spsjax.utils.fields import integer
 
 
 class Blockwise(nnx.Module):
@@ -40,11 +41,7 @@ class Drafter(parallel.HeadsDrafter):
     """
 
     module = Blockwise
-    d_ff: int = 512
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_integer("d_ff", self.d_ff, 1)
+    d_ff: int = integer(512, 1)
 
     @property
     def shares_head(self):

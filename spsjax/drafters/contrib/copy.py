@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.errors import check_flag, check_integer
 from spsjax.types import Array, Proposal, pytree_dataclass
+from spsjax.utils.fields import flag, integer
 
 
 @pytree_dataclass
@@ -49,16 +49,10 @@ class Drafter(base.Drafter):
         replaces: whether a token without a match replaces the expected one; False: published rule.
     """
 
-    num_speculative_tokens: int = 2 * base.SCHEDULED_TOKENS + 1  # sixteen rows with the root
-    start: int = 0
-    max_suffix: int = 3
-    replaces: bool = True
-
-    def __post_init__(self):
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
-        check_integer("start", self.start, 0, 2**31 - 1)
-        check_integer("max_suffix", self.max_suffix, 1, 8)  # every round compares all of them
-        check_flag("replaces", self.replaces)
+    num_speculative_tokens: int = integer(2 * base.SCHEDULED_TOKENS + 1)  # 16 rows with the root
+    start: int = integer(0, most=2**31 - 1)
+    max_suffix: int = integer(3, 1, 8)  # every round compares all of them
+    replaces: bool = flag(True)
 
     @property
     def score_sizes(self) -> tuple[int, ...]:

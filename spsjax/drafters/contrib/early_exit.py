@@ -10,10 +10,11 @@ import json
 import pathlib
 
 from spsjax.drafters import base, sample
-from spsjax.errors import InputError, check_integer, one_line, short_repr
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
 from spsjax.parallel import sharding
+from spsjax.utils.fields import integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Drafter(base.Drafter):
 
     target: transformer.Config
     skipped: Skipped
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = integer(4)
 
     def __post_init__(self):
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
+        super().__post_init__()
         if not isinstance(self.skipped, Skipped):
             raise InputError(f"skipped: expected Skipped, found {short_repr(self.skipped)}")
         self.skipped.check(self.target)

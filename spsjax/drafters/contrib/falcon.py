@@ -15,7 +15,6 @@ from spsjax import tree
 from spsjax.drafters import folders, pairs, pending, sample, shapes
 from spsjax.drafters.contrib import falcon_training, sequences
 from spsjax.drafters.contrib.lstm import LSTM
-from spsjax.errors import check_integer
 from spsjax.models import caches as kv
 from spsjax.models import transformer
 from spsjax.models.config import Config
@@ -23,6 +22,7 @@ from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import config_json
 from spsjax.models.hf.fields import COUNT, OBJECT
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
+from spsjax.utils.fields import integer
 
 LSTM_LAYERS = 2
 
@@ -73,11 +73,7 @@ class Drafter(pairs.LayerDrafter):
     """
 
     module = Falcon
-    tokens_per_step: int = 2
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_integer("tokens_per_step", self.tokens_per_step, 1)
+    tokens_per_step: int = integer(2, 1)
 
     def init(self, params, batch, slots):
         dtype, (cache, buffer) = self.dtype(params), self.empty(params, batch, slots)

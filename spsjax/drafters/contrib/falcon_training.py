@@ -6,7 +6,7 @@ from jax import lax
 
 from spsjax.drafters.contrib import sequences
 from spsjax.models import caches as kv
-from spsjax.types import Array, Block
+from spsjax.types import Array
 
 
 def unrolled(
@@ -50,12 +50,8 @@ def unrolled(
     outputs, block = unit(read_BTkD, index, kv.empty_block(1, shape, read.dtype))
     yield outputs[:, :, 0]
     if later is not None:
-
-        def take(array):
-            return sequences.rows(array.reshape(B, T, *array.shape[1:])[:, later])
-
         index, outputs, carries = later, outputs[:, later], carries[:, later]
-        block = Block(*jax.tree.map(take, (block.keys, block.values, block.positions)), block.size)
+        block = sequences.at_indices(block, B, later)
     carry = sequences.rows(carries)
     for step in range(1, steps):
         if step % k == 0:

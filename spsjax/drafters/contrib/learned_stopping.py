@@ -18,9 +18,10 @@ import safetensors.numpy
 from jax import lax
 
 from spsjax.drafters import base, sample, stopping
-from spsjax.errors import InputError, check_integer, check_number, one_line
+from spsjax.errors import InputError, one_line
 from spsjax.types import Array, PyTree
 from spsjax.utils import atomic_files, traced
+from spsjax.utils.fields import integer
 
 
 class LearnedRule(stopping.Rule):
@@ -36,9 +37,6 @@ class LearnedRule(stopping.Rule):
     threshold: float
     delay: ClassVar[int] = 0
     rejection_weight: ClassVar[float] = 1.0
-
-    def __post_init__(self):
-        check_number("threshold", self.threshold, 0, 1)
 
     @abc.abstractmethod
     def log(self, drawn: sample.Drawn) -> Array:
@@ -93,14 +91,9 @@ class Disco(LearnedRule):
         width: width of the inner layer.
     """
 
-    threshold: float = traced.number(0.5)
-    top: int = 10
-    width: int = 64
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_integer("top", self.top, 1)
-        check_integer("width", self.width, 1)
+    threshold: float = traced.share(0.5)
+    top: int = integer(10, 1)
+    width: int = integer(64, 1)
 
     def param_shapes(self, width):
         return {"first": _linear(self.top + 2, self.width), "last": _linear(self.width, 1)}
@@ -139,17 +132,12 @@ class SpecDec(LearnedRule):
             code.
     """
 
-    threshold: float = traced.number(0.3)
-    least: int = traced.number(2)
-    blocks: int = 3
+    threshold: float = traced.share(0.3)
+    least: int = traced.number(2, of=integer, least=1)
+    blocks: int = integer(3)
 
     delay = 1
     rejection_weight = 6.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_integer("least", self.least, 1)
-        check_integer("blocks", self.blocks, 0)
 
     def param_shapes(self, width):
         return {"block": _linear(width, width), "last": _linear(width, 1)}
@@ -191,11 +179,7 @@ class Logging(base.Wrapper):
     num_speculative_tokens: int | None = None
 
     def __post_init__(self):
-        inner, K = self.drafter, self.num_speculative_tokens
-        if K is not None:
-            inner = dataclasses.replace(inner, num_speculative_tokens=K)
-        object.__setattr__(self, "drafter", inner)
-        object.__setattr__(self, "num_speculative_tokens", inner.num_speculative_tokens)
+        self.replace_length()
 
     def propose(self, params, state, now):
         logs = []

@@ -15,8 +15,9 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import base
-from spsjax.errors import check_flag, check_integer
+from spsjax.errors import check_integer
 from spsjax.types import Array, Proposal, pytree_dataclass
+from spsjax.utils.fields import flag, integer
 
 
 @pytree_dataclass
@@ -57,18 +58,15 @@ class Drafter(base.Drafter):
             new columns; else it moves by one token, the default of the published code.
     """
 
-    num_speculative_tokens: int = 4
-    window: int = 15
-    num_guesses: int = 15
+    num_speculative_tokens: int = integer(4)
+    window: int = integer(15, 1)
+    num_guesses: int = integer(15, 1)
     pool: int = 1024
-    follow: bool = False
+    follow: bool = flag(False)
 
     def __post_init__(self):
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
-        check_integer("window", self.window, 1)
-        check_integer("num_guesses", self.num_guesses, 1)
+        super().__post_init__()
         check_integer("pool", self.pool, max(self.num_guesses, self.window))
-        check_flag("follow", self.follow)
 
     @property
     def num_window_tokens(self) -> int:

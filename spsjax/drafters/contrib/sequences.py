@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.types import Array
+from spsjax.types import Array, Block
 
 
 def rows(array: Array) -> Array:
@@ -21,3 +21,13 @@ def last(array_BT: Array, k: int) -> Array:
     padding = [(0, 0), (k - 1, 0)] + [(0, 0)] * (array_BT.ndim - 2)
     index = jnp.arange(array_BT.shape[1])[:, None] + jnp.arange(k)
     return jnp.pad(array_BT, padding)[:, index]
+
+
+def at_indices(block: Block, batch: int, index: Array) -> Block:
+    """Returns the rows of given indices from a block with one row per text and index."""
+
+    def take(array):
+        return rows(array.reshape(batch, -1, *array.shape[1:])[:, index])
+
+    keys, values = (tuple(map(take, arrays)) for arrays in (block.keys, block.values))
+    return Block(keys, values, take(block.positions), block.size)

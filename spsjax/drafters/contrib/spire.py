@@ -12,7 +12,8 @@ from flax import nnx
 from jax import lax
 
 from spsjax.drafters import features, folders, sample, shapes
-from spsjax.errors import InputError, check_integer
+from spsjax.drafters.contrib import sequences
+from spsjax.errors import InputError
 from spsjax.models import caches, transformer
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
@@ -20,6 +21,7 @@ from spsjax.models.hf.fields import COUNT, NUMBER
 from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, Block, PyTree
+from spsjax.utils.fields import integer
 
 # Initial logit of a layer's own input in its memory: e^4 times the weight of each other stream.
 _OWN = 4.0
@@ -92,15 +94,13 @@ class Drafter(features.FeatureDrafter):
     module = Spire
     target: Config
     num_speculative_tokens: int | None = None
-    num_layers: int = 2
-    sinks: int = 1
-    recent: int = 64
+    num_layers: int = integer(2, 1)
+    sinks: int = integer(1)
+    recent: int = integer(64, 1)
     tree: shapes.Shape = None
 
     def __post_init__(self):
-        check_integer("num_layers", self.num_layers, 1)
-        check_integer("sinks", self.sinks, 0)
-        check_integer("recent", self.recent, 1)
+        super().__post_init__()
         if self.target.num_experts:
             raise InputError("target: expected one without experts for SPiRE, found a mixture")
         if self.num_layers > self.target.num_layers:
@@ -108,7 +108,6 @@ class Drafter(features.FeatureDrafter):
                 f"num_layers: expected at most the target's {self.target.num_layers}, "
                 f"found {self.num_layers}"
             )
-        super().__post_init__()
 
     @property
     def config(self) -> Config:
@@ -193,7 +192,7 @@ class Drafter(features.FeatureDrafter):
         block = transformer.empty_block(self.config, params["drafter"], B * T, steps)
         for step in range(steps):
             if step == 1 and later is not None:
-                index, block = later, _of_indices(block, B, later)
+                index, block = later, sequences.at_indices(block, B, later)
             lengths = jnp.tile(index.astype(jnp.int32) + 1, B)
             cache = caches.KVCache(memory.keys, memory.values, lengths, distances)
             tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
@@ -218,17 +217,6 @@ class Drafter(features.FeatureDrafter):
         memories = [tap.astype(self.dtype(params)) for tap in taps]
         rows = self.bind(params).remembered(memories, context, [None] * len(memories))
         return context.block(*zip(*rows), len(memories[0]))
-
-
-def _of_indices(block: Block, batch: int, index: Array) -> Block:
-    """Returns the rows of given indices from a block with one row per text and index."""
-
-    def take(array):
-        rows = array.reshape(batch, -1, *array.shape[1:])[:, index]
-        return rows.reshape(-1, *array.shape[1:])
-
-    keys, values = (tuple(map(take, arrays)) for arrays in (block.keys, block.values))
-    return Block(keys, values, take(block.positions), block.size)
 
 
 class _Layout(folders.OwnLayout):

@@ -13,13 +13,14 @@ from spsjax.benchmarks import microbenchmarks
 from spsjax.drafters import base, stopping
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.drafters.contrib.learned_stopping import LearnedRule, LoadedRule
-from spsjax.errors import InputError, check_integer, check_number
+from spsjax.errors import InputError
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
 from spsjax.runtime.setup import Setup
 from spsjax.sampling import SamplingParams
 from spsjax.types import PyTree
 from spsjax.utils.compilation import compiled
+from spsjax.utils.fields import Checked, integer, number
 from spsjax.utils.progress import Progress
 
 
@@ -49,19 +50,13 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(Checked):
     """Options of the training of a rule."""
 
-    steps: int = 2000  # number of Adam steps
-    batch: int = 64  # rounds per step
-    learning_rate: float = 1e-3  # initial learning rate; it falls to 0 by a cosine
-    seed: int = 0  # seed of the weights and batches
-
-    def __post_init__(self):
-        check_integer("steps", self.steps, 1)
-        check_integer("batch", self.batch, 1)
-        check_integer("seed", self.seed, 0)
-        check_number("learning_rate", self.learning_rate, 0, 1)
+    steps: int = integer(2000, 1)  # number of Adam steps
+    batch: int = integer(64, 1)  # rounds per step
+    learning_rate: float = number(1e-3, most=1)  # initial rate; it falls to 0 by a cosine
+    seed: int = integer(0)  # seed of the weights and batches
 
 
 def log(
@@ -92,16 +87,16 @@ def log(
     logging = learned_stopping.Logging(drafter.drafter, rule)
     drafter = dataclasses.replace(drafter, drafter=logging)
     notes, acceptance, text = [], [], []
-    for number, prompt in enumerate(progress(prompts)):
+    for index, prompt in enumerate(progress(prompts)):
         setup = Setup(target, drafter, num_speculative_tokens)
-        batch = setup.batch([prompt], params, max_new_tokens, seed + number, "prompt")
+        batch = setup.batch([prompt], params, max_new_tokens, seed + index, "prompt")
         loop = setup.loop_for(batch, "log")
         step, state = loop.call(_logged_round, loop.program), loop.read(batch)
         while not multihost.to_host(state.done).all():
             state, *logged = step(loop.params, state)
             for column, array in zip((notes, acceptance), logged):
                 column.append(multihost.to_host(array)[0])
-            text.append(number)
+            text.append(index)
     if not text:
         raise InputError("prompts: expected texts that go on after them, found none")
     return Rounds(*map(np.stack, (notes, acceptance, text)))

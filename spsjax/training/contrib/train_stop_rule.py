@@ -17,12 +17,13 @@ import numpy as np
 from spsjax import loading
 from spsjax.benchmarks import workloads
 from spsjax.drafters.contrib import learned_stopping
-from spsjax.errors import InputError, check_integer, short_repr
+from spsjax.errors import InputError, short_repr
 from spsjax.parallel import multihost
 from spsjax.sampling import SamplingParams
 from spsjax.training.config import check_name
 from spsjax.training.contrib import stop_rules
 from spsjax.utils import atomic_files
+from spsjax.utils.fields import Checked, integer
 from spsjax.utils.from_config import build, build_section
 from spsjax.utils.progress import Bar
 
@@ -31,7 +32,7 @@ FILE = f"rule{learned_stopping.SUFFIX}"
 
 
 @dataclasses.dataclass(frozen=True)
-class StopRuleConfig:
+class StopRuleConfig(Checked):
     """Options of the training of a rule; `configs/experiments/stop_rule.py` explains them."""
 
     target: str
@@ -40,21 +41,19 @@ class StopRuleConfig:
     mesh: Mapping[str, int]
     rule: str
     rules: Mapping[str, Mapping[str, Any]]
-    num_speculative_tokens: int
+    num_speculative_tokens: int = integer(least=1)
     sampling: Mapping[str, Any]
     fit: Mapping[str, Any]
     data: Mapping[str, Any]
     texts: Sequence[str]
-    prompts: int
-    prompt_tokens: int
-    max_new_tokens: int
-    repetitions: int
+    prompts: int = integer(least=2)
+    prompt_tokens: int = integer(least=1)
+    max_new_tokens: int = integer(least=1)
+    repetitions: int = integer(least=1)
     seed: int
 
     def __post_init__(self):
-        for field in ("num_speculative_tokens", "prompt_tokens", "max_new_tokens", "repetitions"):
-            check_integer(field, getattr(self, field), 1)
-        check_integer("prompts", self.prompts, 2)
+        super().__post_init__()
         for field in ("target", "draft"):
             check_name(field, getattr(self, field))
         if self.rule not in self.rules or self.rule not in learned_stopping.RULES:
