@@ -200,9 +200,6 @@ def _write_tokens(
 
     Returns the number of tokens per split, and the manifest's entry per file of the sources. Raises
     InputError, and leaves no file, if a split has too few tokens for one example.
-
-    Returns:
-        The number of tokens per split, and the manifest's entry per file of the sources.
     """
     tokens, entries = dict.fromkeys(_SPLITS, 0), {}
     with contextlib.ExitStack() as stack:

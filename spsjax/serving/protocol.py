@@ -5,7 +5,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request as HttpRequest
@@ -87,9 +87,14 @@ class _StreamOptions(BaseModel):
 
 
 class Ask(BaseModel):
-    """Common fields of both kinds of request, without those that have no effect (`absent`)."""
+    """Common fields of both kinds of request, without those that have no effect.
+
+    Attributes:
+        no_effect: values without an effect, by field (`absent`).
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    no_effect: ClassVar[dict[str, list]]
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -110,11 +115,6 @@ class Ask(BaseModel):
             raise ValueError("stream_options: expected it with stream only")
         return self
 
-    @classmethod
-    def no_effect(cls) -> dict[str, list]:
-        """Returns the values without an effect, by field."""
-        raise NotImplementedError
-
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(self.temperature, max(self.top_k, 0), self.top_p, self.min_p)
@@ -128,13 +128,10 @@ class Ask(BaseModel):
 class Completion(Ask):
     """The body of a request of `/v1/completions`."""
 
+    no_effect = absent.COMPLETION
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] = 16
     best_of: int | None = None
-
-    @classmethod
-    def no_effect(cls):
-        return absent.COMPLETION
 
     @model_validator(mode="after")
     def _check_best(self):
@@ -150,14 +147,11 @@ class Completion(Ask):
 class Chat(Ask):
     """The body of a request of `/v1/chat/completions`."""
 
+    no_effect = absent.CHAT
     messages: list[Any]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
-
-    @classmethod
-    def no_effect(cls):
-        return absent.CHAT
 
     @model_validator(mode="after")
     def _check_messages(self):
@@ -195,7 +189,7 @@ def parse(kind: type[_Body], body: bytes) -> _Body:
     try:
         raw = json.loads(body)
         if issubclass(kind, Ask) and isinstance(raw, dict):
-            raw = absent.without(raw, kind.no_effect())
+            raw = absent.without(raw, kind.no_effect)
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

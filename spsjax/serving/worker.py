@@ -85,15 +85,14 @@ class Worker:
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams,
-        max_new_tokens: int | None,
+        max_new_tokens: int,
         seeds: Sequence[int],
         loop: asyncio.AbstractEventLoop,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Ticket]:
         """Queues one request per prompt and seed, all or none, and returns their tickets.
 
-        Without `max_new_tokens`, a request fills the room after its prompt of token ids. `loop` is
-        the event loop in which the tickets are awaited.
+        `loop` is the event loop in which the tickets are awaited.
 
         Raises:
             Starting: the engine is not ready.
@@ -113,10 +112,7 @@ class Worker:
             requests = []
             try:
                 for prompt, seed in zip(prompts, seeds, strict=True):
-                    count = max_new_tokens
-                    if count is None:
-                        count = self.engine.room_after(prompt)
-                    options = sampling, count, seed, stop_token_ids
+                    options = sampling, max_new_tokens, seed, stop_token_ids
                     requests.append(self.engine.submit(prompt, *options))
             except InputError:
                 for request in requests:

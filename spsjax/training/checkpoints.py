@@ -167,9 +167,6 @@ class Checkpoints:
         """Moves away checkpoints that make Orbax fail when it opens the folder.
 
         Returns their steps. Raises InputError, and moves nothing, if there is no other checkpoint.
-
-        Returns:
-            The steps of those checkpoints.
         """
         written = self._written()
         hidden = [step for step in written if not _is_readable(self.folder / f"step_{step}")]

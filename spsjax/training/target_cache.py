@@ -127,9 +127,6 @@ def target_samples(
     Prompts are the first tokens of examples [N, T+1]. The columns are those of
     `distillation.sample_continuations`, cached below `folder`. Raises InputError if a cached file
     is damaged.
-
-    Returns:
-        Columns as in `distillation.sample_continuations`.
     """
     length = examples[0].shape[0]
     rows = np.random.default_rng(seed).permutation(len(examples))[: mixture.samples]

@@ -43,10 +43,6 @@ class Drafter(parallel.HeadsDrafter):
     module = Blockwise
     d_ff: int = integer(512, 1)
 
-    @property
-    def shares_head(self):
-        return True
-
     def shardings(self, mesh, replicate=None):
         if mesh is not None and replicate is False:
             units, devices = self.num_heads * self.d_ff, mesh.shape["model"]
