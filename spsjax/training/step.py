@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh
 
 from spsjax import loading
 from spsjax.errors import InputError
@@ -168,27 +168,16 @@ def state_shapes(param_shapes: PyTree, optimizer: OptimizerConfig) -> PyTree:
     The moments of a parameter are sharded like the parameter; scalars are replicated.
     """
     transformation = optimizer.transformation()
-    replicated = _replicated(jax.tree.leaves(param_shapes)[0].sharding)
-    shardings = optax.tree_map_params(
+    where = jax.tree.leaves(param_shapes)[0].sharding
+    everywhere = sharding.replicated(getattr(where, "mesh", None))
+    optimizer_shapes = optax.tree_map_params(
         transformation,
-        lambda _, param: param.sharding,
+        lambda shape, param: shape.update(sharding=param.sharding),
         jax.eval_shape(transformation.init, param_shapes),
         param_shapes,
-        transform_non_params=lambda _: replicated,
-    )
-    optimizer_shapes = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        jax.eval_shape(transformation.init, param_shapes),
-        shardings,
+        transform_non_params=lambda shape: shape.update(sharding=everywhere),
     )
     return {"params": param_shapes, "optimizer": optimizer_shapes}
-
-
-def _replicated(where: Sharding) -> Sharding:
-    """Returns the sharding that has a whole array on every device of another sharding."""
-    if isinstance(where, NamedSharding):
-        return NamedSharding(where.mesh, PartitionSpec())
-    return where
 
 
 def random_params(

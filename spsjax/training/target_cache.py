@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from spsjax.data import column_store, pipeline
 from spsjax.errors import InputError, short_repr
@@ -71,7 +70,7 @@ class TargetCache(Checked):
         temperatures = (1.0, *temperatures)
         # All other tokens count as one, so that at least one must be left.
         k = min(self.k, target.config.vocab_size - 1)
-        shards = _data_shards(batch_sharding)
+        shards = 1 if target.mesh is None else target.mesh.shape["data"]
         batch = -(-self.batch // shards) * shards
         local = pipeline.local_rows(batch_sharding, batch)
         run = jax.jit(self._target_pass(target.config, temperatures, k, dtype, tap_layers))
@@ -148,13 +147,6 @@ def target_samples(
     return column_store.cached_columns(
         folder / name, mixture.samples, mixture.batch, compute, "samples"
     )
-
-
-def _data_shards(batch_sharding: jax.sharding.Sharding) -> int:
-    """Returns the number of shards that the rows of a batch are split into."""
-    if isinstance(batch_sharding, NamedSharding):
-        return batch_sharding.mesh.shape["data"]
-    return 1
 
 
 def _fingerprint(depends_on, params: PyTree, examples) -> str:
