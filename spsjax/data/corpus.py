@@ -56,10 +56,14 @@ def prepare(
         "sources": json.loads(json.dumps(dataclasses.asdict(sources))),
         "tokenizer": f"trained, {vocab_size} tokens" if tokenizer is None else tokenizer.sha256,
     }
-    if not path.exists() or (replace and _is_stale(path, recipe, sources)):
+    manifest = _read_manifest(path) if path.exists() else None
+    if manifest and replace:  # it may be of other options, or of files that have changed
+        same = manifest["recipe"] == recipe and manifest.get("listing") == listing(sources)
+        manifest = manifest if same else None
+    if manifest is None:
         path.unlink(missing_ok=True)
         _build(folder, sources, length, tokenizer, vocab_size, recipe)
-    manifest = _read_manifest(path)
+        manifest = _read_manifest(path)
     for key, value in recipe.items():
         if manifest["recipe"].get(key) != value:
             raise InputError(
@@ -71,12 +75,6 @@ def prepare(
         raise InputError(f"{tokenizer.path}: expected the tokenizer of {path}, found another one")
     train, held_out = (_open_split(path, manifest, split, length) for split in _SPLITS)
     return train, held_out, tokenizer
-
-
-def _is_stale(path: pathlib.Path, recipe: dict, sources: Sources) -> bool:
-    """Returns whether a corpus was built from other options or from files that have changed."""
-    manifest = _read_manifest(path)
-    return manifest["recipe"] != recipe or manifest.get("listing") != listing(sources)
 
 
 def _read_manifest(path: pathlib.Path) -> dict:

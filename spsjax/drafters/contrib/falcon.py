@@ -202,9 +202,8 @@ class Drafter(pairs.LayerDrafter):
             block=block,
         )
 
-    def unrolled(self, *args, **options):
-        """As of `FeatureDrafter`: a unit ends at every feature, and slot j of it is step j."""
-        return falcon_training.unrolled(self, *args, **options)
+    # A unit ends at every feature, and slot j of it is step j.
+    unrolled = falcon_training.unrolled
 
     def read(
         self, params: PyTree, tokens_BT: Array, features_BTD: Array, carry: Array, new_BT=None
