@@ -14,22 +14,13 @@ from spsjax.verifiers import (
 )
 from spsjax.verifiers.base import Verifier
 
-__all__ = [
-    "block",
-    "kseq",
-    "match",
-    "multipath",
-    "recursive",
-    "rejection",
-    "top_k",
-    "traversal",
-    "typical",
-]
-NAMES = tuple(__all__)
+_RULES = block, kseq, match, multipath, recursive, rejection, top_k, traversal, typical
+_BY_NAME = {module.__name__.rpartition(".")[2]: module for module in _RULES}
+NAMES = tuple(_BY_NAME)
 
 
 def by_name(name: str) -> Verifier:
     """Returns the verifier of a name with its defaults; raises InputError for another name."""
     if name not in NAMES:
         raise InputError(f"verifier: expected {', '.join(NAMES)}, found {short_repr(name)}")
-    return globals()[name].Verifier()
+    return _BY_NAME[name].Verifier()
