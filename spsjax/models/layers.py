@@ -24,7 +24,7 @@ from spsjax.models.attention import (
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, finite_values
 from spsjax.models.experts import Experts
-from spsjax.models.linear import ACTIVATIONS, make_linear, two_rows
+from spsjax.models.linear import ACTIVATIONS, make_linear, outputs_of, two_rows
 from spsjax.types import Array
 
 
@@ -112,7 +112,7 @@ class Attention(nnx.Module):
 
     def keys_values(self, x_BTD, context: Context, layer: int) -> KeysValues:
         """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
-        return self._heads(*_unfused(self.key(x_BTD), self.value(x_BTD)), context, layer)
+        return self._heads(*_unfused(*outputs_of((self.key, self.value), x_BTD)), context, layer)
 
     def _attend(
         self, context: Context, layer, query, segments, biases, scale, softcap, sinks
@@ -167,7 +167,7 @@ class Attention(nnx.Module):
     ) -> tuple[tuple, KeysValues]:
         """Returns the arguments of `attend`, and the block's keys and values."""
         config, (B, T, _) = self.config, x_BTD.shape
-        query, *key_value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        query, *key_value = _unfused(*outputs_of((self.query, self.key, self.value), x_BTD))
         query = query.reshape(B, T, config.num_heads, config.head_dim)
         if config.qk_norm:
             query = self.query_norm(query)
@@ -236,7 +236,8 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD):
         if self.config.ffn == "gelu":
             return self.down(jax.nn.gelu(self.up(x_BTD)))
-        return self.down(ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))
+        gate, up = outputs_of((self.gate, self.up), x_BTD)
+        return self.down(ACTIVATIONS[self.config.ffn](gate) * up)
 
 
 class DecoderBlock(nnx.Module):

@@ -4,6 +4,7 @@ Quantised matrices are constants, and their products have no useful gradient.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,29 @@ class LayerMatrix:
     layer: Array
 
     def times(self, x: Array, dtype=None, axis: str | None = None) -> Array:
-        """Returns the product of x with the layer's matrix; the arguments are those of `product`.
+        """Returns the product of x with the layer's matrix; takes what `product` takes."""
+        (outputs,) = _of_layer((self,), x, dtype, axis)
+        return outputs
 
-        One branch per layer has its own product, so that no matrix is copied.
-        """
-        branches = [
-            functools.partial(product, kernel_DF=matrix, dtype=dtype, axis=axis)
-            for matrix in self.matrices
-        ]
-        return lax.switch(self.layer, branches, x)
+
+def products(x: Array, kernels: Sequence[Array | Quantized | LayerMatrix]) -> tuple[Array, ...]:
+    """Returns the product of the same rows with each kernel; see `product`."""
+    if all(isinstance(kernel, LayerMatrix) for kernel in kernels):
+        return _of_layer(kernels, x)
+    return tuple(product(x, kernel) for kernel in kernels)
+
+
+def _of_layer(kernels: Sequence[LayerMatrix], x: Array, *options) -> tuple[Array, ...]:
+    """Returns the product of x with each matrix of a layer.
+
+    One branch per layer has its own products, so that no matrix is copied.
+    """
+
+    def branch(matrices):
+        return lambda x: tuple(product(x, matrix, *options) for matrix in matrices)
+
+    layers = zip(*(kernel.matrices for kernel in kernels))
+    return lax.switch(kernels[0].layer, [*map(branch, layers)], x)
 
 
 def product(

@@ -43,7 +43,7 @@ class Toy(base.Task):
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
     """Buffers have 64 slots, so that prompts of all lengths share programs."""
-    monkeypatch.setattr(decode.sizes, "num_slots", lambda length: 64)
+    monkeypatch.setattr(decode.sizes, "num_slots", lambda length, roomy=False: 64)
     with drafting.small_programs():
         yield
 

@@ -35,7 +35,7 @@ def engine(target, draft):
 def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0, **options):
     """Returns the tokens of `generate`: with a draft beside an empty row, else in a single row."""
     prompts, counts = ([prompt], [count]) if draft is None else ([prompt, [0]], [count, 0])
-    with mock.patch.object(decode.sizes, "num_slots", lambda length: SLOTS):
+    with mock.patch.object(decode.sizes, "num_slots", lambda length, roomy=False: SLOTS):
         out = spsjax.generate(target, prompts, draft, K, sampling, counts, seed, **options)
     return out.tokens[0].tolist()
 
@@ -85,7 +85,7 @@ def test_costs_are_measured_on_the_first_prompt(target, draft, monkeypatch):
     assert [batch.prompts for _, batch in calls] == [[[1, 2, 3]], [[1, 2, 3]] * 2]
     for loop, batch in calls:
         assert loop.program.schedule and loop.slots == engine.slots
-        assert not batch.inputs[0].temperature.any()
+        assert not batch.arrays[0].temperature.any()
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_every_kind_of_state_keeps_its_rows_apart(target, draft, name, monkeypat
     The loop always has two rows, as many as the call that it is compared with.
     """
     monkeypatch.setattr(pool_module, "row_sizes", lambda most, least: [most])
-    monkeypatch.setattr(decode.sizes, "num_slots", lambda length: 64)
+    monkeypatch.setattr(decode.sizes, "num_slots", lambda length, roomy=False: 64)
     if name == "relative":
         target, name = numpy_spread_model(48, positions="relative", ffn="gelu"), "none"
     drafter = drafting.build(name, draft, 3)

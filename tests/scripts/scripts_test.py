@@ -314,7 +314,7 @@ def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece)
 def test_keys_that_a_kind_lacks_are_named_with_the_config_that_has_them(tmp_path, flags, piece):
     """Also where a flag changes the kind of a config."""
     own = ROOT / "configs" / "experiments" / "load.py"
-    program = own.read_text("utf-8").replace('"rates": ', '"ratios": ')
+    program = own.read_text("utf-8").replace("\n    rates=", "\n    ratios=")
     (tmp_path / "load.py").write_text(program, encoding="utf-8")
     advice = "" if "odd" in flags[-1] else f"{own} has all keys of its kind"
     fails_with_one_line(run("benchmark.py", *flags, path=tmp_path), piece, advice)
