@@ -1,11 +1,13 @@
 """The layers of a transformer, one after another: unrolled, or in a loop.
 
-Unrolled layers are compiled one by one. A loop is compiled once for all layers, which takes a
-tenth of the time for a model of 30 layers. Its body must not copy the weights of each layer, as a
-scan over stacked weights does on CPUs: a pass would take up to twice as long. So the weights stay
-where they are, and every product chooses its matrix with `lax.switch` (`LayerMatrix`).
+Unrolled layers are compiled one by one. A loop is compiled once for all layers, in less than half
+of the time for a model of 30 layers. Its body must not copy the weights of each layer, as a scan
+over stacked weights does on CPUs. So the weights stay where they are, and every product chooses its
+matrix with `lax.switch` (`products.LayerMatrix`). A pass still takes longer than an unrolled one
+(docs/results.md), so that a loop has to be asked for: `SPSJAX_LAYERS=loop`.
 """
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spsjax.errors import InputError, short_repr
 from spsjax.models import pure
 from spsjax.models.caches import KVCache, Segment, layered
 from spsjax.models.config import Config, Skipped
@@ -29,19 +32,30 @@ from spsjax.types import Array, Block, PyTree
 _BARRIER_LAYERS = 4
 _BARRIER_TOKENS = 64
 # Fewer layers are unrolled: a loop would not compile faster.
-_LEAST_LOOPED = 6
+_LEAST_LOOPED = 12
+VARIABLE, _METHODS = "SPSJAX_LAYERS", ("unrolled", "loop")
 
 
 def is_looped(config: Config) -> bool:
-    """Returns whether decoding runs the layers of a model in a loop: on a CPU without a mesh.
+    """Returns whether decoding runs the layers of a model in a loop.
 
-    Other devices decide about branches on the host, which would stall them in every product.
-    Experts choose matrices in another way, and relative positions are projected by every layer for
-    its cache.
+    It does if the environment asks for it (`SPSJAX_LAYERS=loop`), on a CPU without a mesh. Other
+    devices decide about branches on the host, which would stall them in every product. Experts
+    choose matrices in another way, and relative positions are projected by every layer for its
+    cache.
+
+    Raises:
+        InputError: the environment asks for something else.
     """
+    method = os.environ.get(VARIABLE) or _METHODS[0]
+    if method not in _METHODS:
+        raise InputError(
+            f"{VARIABLE}: expected {' or '.join(_METHODS)}, found {short_repr(method)}"
+        )
     on_cpu = jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty
     uniform = not config.num_experts and config.positions != "relative"
-    return on_cpu and uniform and config.num_layers >= _LEAST_LOOPED
+    enough = config.num_layers >= _LEAST_LOOPED
+    return method == "loop" and on_cpu and uniform and enough
 
 
 def run(

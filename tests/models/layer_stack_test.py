@@ -67,10 +67,15 @@ def test_loop_equals_unrolled_layers(family):
     assert_equal(model.config, model.params)
 
 
-def test_models_of_many_layers_run_in_a_loop():
-    config = model_of("rotary").config
-    assert not layer_stack.is_looped(config)
-    assert layer_stack.is_looped(dataclasses.replace(config, num_layers=30))
+def test_models_of_many_layers_run_in_a_loop_where_that_is_asked_for(monkeypatch):
+    few = model_of("rotary").config
+    many = dataclasses.replace(few, num_layers=30)
+    assert not layer_stack.is_looped(many)
+    monkeypatch.setenv(layer_stack.VARIABLE, "loop")
+    assert layer_stack.is_looped(many) and not layer_stack.is_looped(few)
+    monkeypatch.setenv(layer_stack.VARIABLE, "lop")
+    with pytest.raises(spsjax.InputError, match="SPSJAX_LAYERS: expected unrolled or loop, found"):
+        layer_stack.is_looped(many)
 
 
 def test_loop_equals_unrolled_layers_with_a_window_cache():
@@ -97,7 +102,7 @@ def test_matrix_of_a_layer_is_not_copied():
     assert made and all("parameter(" in line or "get-tuple-element(" in line for line in made)
 
 
-@pytest.mark.slow  # `decode.recorded_tokens_test` runs a target of eight layers in the gate
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft", "sparse_self:12:chosen", "early_exit:2"])
 def test_generate_samples_the_same_in_a_loop(name, monkeypatch):
     """Drafts run in a loop, too, and an early exit unrolls the target's stacked cache."""
