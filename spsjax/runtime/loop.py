@@ -1,5 +1,6 @@
 """A compiled loop that is driven from the host."""
 
+import time
 from collections.abc import Callable
 
 import jax
@@ -55,8 +56,9 @@ class Loop:
 
         `run` is compiled meanwhile.
         """
-        inputs = self.inputs(batch)
+        inputs, start = self.inputs(batch), time.perf_counter()
         self.compile_ahead(inputs, costs)
+        self.compile_seconds += time.perf_counter() - start  # which traces programs
         return self.read_arrays(inputs, costs)
 
     def compile_ahead(self, inputs: tuple, costs: Costs | None = None) -> None:

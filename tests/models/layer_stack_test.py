@@ -23,7 +23,7 @@ PATHS = np.asarray([[0, 2, 3, -1], [0, 1, -1, -1]], np.int32)
 
 def model_of(family: str, **changes) -> loading.Model:
     """Returns a model of three layers."""
-    fields = {"num_layers": L, "max_positions": 128} | FAMILIES[family] | changes
+    fields = {"num_layers": L, "max_positions": 256} | FAMILIES[family] | changes
     return numpy_spread_model(48, **fields)
 
 
@@ -113,7 +113,7 @@ def test_generate_samples_the_same_in_a_loop(name, monkeypatch):
     def tokens(looped):
         monkeypatch.setattr(layer_stack, "is_looped", lambda config: looped)
         compilation.clear()  # equal programs share what is compiled
-        out = spsjax.generate(target, [[5, 6, 7], [1] * 40], drafter, max_new_tokens=24, seed=3)
+        out = spsjax.generate(target, [[5, 6, 7], [1] * 150], drafter, max_new_tokens=24, seed=3)
         return [row.tolist() for row in out.tokens]
 
     assert tokens(looped=True) == tokens(looped=False)
