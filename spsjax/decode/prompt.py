@@ -82,11 +82,9 @@ def chunk_widths(program: Program, slots: int, tokens: int) -> tuple[int, ...]:
     A loop over layers compiles fast, so that there are two of them. Otherwise there is one.
     """
     most = max_chunk(program, slots)
-    if not layer_stack.is_looped(program.target):
-        return (chunk_width(tokens, most),)
-    return tuple(width for width in LOOPED_WIDTHS if width <= min(most, tokens)) or (
-        chunk_width(tokens, most),
-    )
+    looped = LOOPED_WIDTHS if layer_stack.is_looped(program.target) else ()
+    widths = tuple(width for width in looped if width <= min(most, tokens))
+    return widths or (chunk_width(tokens, most),)
 
 
 def buffer_width(program: Program, slots: int, longest: int) -> int:

@@ -75,7 +75,9 @@ class Loop:
 
     def inputs(self, batch: Batch) -> tuple:
         """Returns a batch as the arrays that `read_arrays` takes."""
-        return batch.inputs(prompt.buffer_width(self.program, self.slots, batch.longest))
+        with sharding.use_mesh(self.mesh):
+            width = prompt.buffer_width(self.program, self.slots, batch.longest)
+        return batch.inputs(width)
 
     def read_arrays(self, inputs: tuple, costs: Costs | None = None) -> DecodeState:
         """Returns the state after prompts; `inputs` are arrays like those of `inputs`."""

@@ -87,8 +87,9 @@ class Setup:
         multihost.check_same_everywhere(caller, self.program, *call, self.model.mesh)
         rows, K = len(prompts.lengths), self.num_speculative_tokens
         slots = prompts.slots(K, roomy=True)
-        if not prompt.has_room(self.program, rows, slots):
-            slots = prompts.slots(K)
+        with self.model.in_mesh():
+            if not prompt.has_room(self.program, rows, slots):
+                slots = prompts.slots(K)
         arguments = "prompts, max_new_tokens"
         memory.check(arguments, self.program, self.params, rows, slots, self.model.mesh)
         return self.loop(slots)
