@@ -187,8 +187,7 @@ def propose(
     batch = setup.batch([prompt], sampling, 0, seed, "prompt")
     loop = setup.loop_for(batch, "propose")
     loop.program = dataclasses.replace(loop.program, schedule=None)
-    state = loop.read_arrays(loop.inputs(batch))
-    proposal = loop.call(_propose, loop.program)(loop.params, state)
+    proposal = loop.call(_propose, loop.program)(loop.params, loop.read(batch))
     return jax.tree.map(lambda leaf: leaf[:1], multihost.to_host(proposal))
 
 

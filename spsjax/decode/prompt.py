@@ -58,14 +58,15 @@ def read_all(
 ) -> tuple[kv.KVCache, PyTree]:
     """Returns cache and drafter state after prompts, read in chunks of descending widths.
 
-    With several widths the number of chunks is data, so that one program reads prompts of all
+    In a loop over layers the number of chunks is data, so that one program reads prompts of all
     lengths up to T.
     """
     B, T = tokens_BT.shape
-    longest = T if len(widths) == 1 else jnp.max(lengths_B)
+    longest = jnp.max(lengths_B) if layer_stack.is_looped(program.target) else T
     carry = jnp.zeros((), jnp.int32), empty_caches(program, slots, B, params)
     for width in widths:
-        # A few tokens more than a chunk of padding allows are left to the next width.
+        # The last tokens are left to the next width, unless they nearly fill a chunk: the padding
+        # of a chunk may be no longer than what a window can be set back by.
         left = 0 if width == widths[-1] else width - kv.SLACK
 
         def chunk(carry, width=width):
@@ -79,7 +80,7 @@ def read_all(
 def chunk_widths(program: Program, slots: int, tokens: int) -> tuple[int, ...]:
     """Returns the widths of the chunks in which prompts of up to `tokens` are read, descending.
 
-    A loop over layers compiles fast, so that there are two of them. Otherwise there is one.
+    In a loop over layers there are two widths, because it compiles fast. Otherwise there is one.
     """
     most = max_chunk(program, slots)
     looped = LOOPED_WIDTHS if layer_stack.is_looped(program.target) else ()

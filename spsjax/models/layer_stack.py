@@ -7,6 +7,7 @@ matrix with `lax.switch` (`products.LayerMatrix`). A pass still takes longer tha
 (docs/results.md), so that a loop has to be asked for: `SPSJAX_LAYERS=loop`.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -36,6 +37,17 @@ _LEAST_LOOPED = 12
 VARIABLE, _METHODS = "SPSJAX_LAYERS", ("unrolled", "loop")
 
 
+@functools.cache  # programs of one process must agree
+def _asked_for() -> str:
+    """Returns the method that the environment asks for; see `is_looped`."""
+    method = os.environ.get(VARIABLE) or _METHODS[0]
+    if method not in _METHODS:
+        raise InputError(
+            f"{VARIABLE}: expected {' or '.join(_METHODS)}, found {short_repr(method)}"
+        )
+    return method
+
+
 def is_looped(config: Config) -> bool:
     """Returns whether decoding runs the layers of a model in a loop.
 
@@ -47,11 +59,7 @@ def is_looped(config: Config) -> bool:
     Raises:
         InputError: the environment asks for something else.
     """
-    method = os.environ.get(VARIABLE) or _METHODS[0]
-    if method not in _METHODS:
-        raise InputError(
-            f"{VARIABLE}: expected {' or '.join(_METHODS)}, found {short_repr(method)}"
-        )
+    method = _asked_for()
     on_cpu = jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty
     uniform = not config.num_experts and config.positions != "relative"
     enough = config.num_layers >= _LEAST_LOOPED

@@ -26,35 +26,18 @@ class LayerMatrix:
     matrices: tuple[Array | Quantized, ...]
     layer: Array
 
-    def times(self, x: Array, dtype=None, axis: str | None = None) -> Array:
-        """Returns the product of x with the layer's matrix; takes what `product` takes."""
-        (outputs,) = _of_layer((self,), x, dtype, axis)
-        return outputs
-
 
 def products(x: Array, kernels: Sequence[Array | Quantized | LayerMatrix]) -> tuple[Array, ...]:
     """Returns the product of the same rows with each kernel; see `product`."""
     if all(isinstance(kernel, LayerMatrix) for kernel in kernels):
-        return _of_layer(kernels, x)
+        # One branch per layer has its own products, so that no matrix is copied.
+        layers = zip(*(kernel.matrices for kernel in kernels))
+        branches = [functools.partial(products, kernels=matrices) for matrices in layers]
+        return lax.switch(kernels[0].layer, branches, x)
     return tuple(product(x, kernel) for kernel in kernels)
 
 
-def _of_layer(kernels: Sequence[LayerMatrix], x: Array, *options) -> tuple[Array, ...]:
-    """Returns the product of x with each matrix of a layer.
-
-    One branch per layer has its own products, so that no matrix is copied.
-    """
-
-    def branch(matrices):
-        return lambda x: tuple(product(x, matrix, *options) for matrix in matrices)
-
-    layers = zip(*(kernel.matrices for kernel in kernels))
-    return lax.switch(kernels[0].layer, [*map(branch, layers)], x)
-
-
-def product(
-    x: Array, kernel_DF: Array | Quantized | LayerMatrix, dtype=None, axis: str | None = None
-) -> Array:
+def product(x: Array, kernel_DF: Array | Quantized, dtype=None, axis: str | None = None) -> Array:
     """Returns x [..., D] times the kernel: [..., F].
 
     The kernel is converted to the type of `x`, and so is the incoming gradient. The gradient of a
@@ -66,7 +49,7 @@ def product(
         dtype: type of the result; None: type of `x`.
         axis: mesh axis over which rows and kernel are split inside of `shard_map`; None: none.
     """
-    if isinstance(kernel_DF, Quantized | LayerMatrix):
+    if isinstance(kernel_DF, Quantized):
         return kernel_DF.times(x, dtype, axis)
     return _product(x, kernel_DF, dtype)
 

@@ -1,6 +1,5 @@
 """A compiled loop that is driven from the host."""
 
-import time
 from collections.abc import Callable
 
 import jax
@@ -11,9 +10,9 @@ from spsjax.decode.schedule import Costs
 from spsjax.parallel import sharding
 from spsjax.runtime.batch import Batch
 from spsjax.types import Array, PyTree
-from spsjax.utils.compilation import compile_ahead, compiled, result_shapes
+from spsjax.utils.compilation import compiled
 
-_FOREVER = np.int32(2**31 - 1)
+_FOREVER = 2**31 - 1
 
 
 class Loop:
@@ -52,26 +51,8 @@ class Loop:
         return on_mesh
 
     def read(self, batch: Batch, costs: Costs | None = None) -> DecodeState:
-        """Returns the state after a batch's prompts; `costs` are for the program's schedule.
-
-        `run` is compiled meanwhile.
-        """
-        inputs, start = self.inputs(batch), time.perf_counter()
-        self.compile_ahead(inputs, costs)
-        self.compile_seconds += time.perf_counter() - start  # which traces programs
-        return self.read_arrays(inputs, costs)
-
-    def compile_ahead(self, inputs: tuple, costs: Costs | None = None) -> None:
-        """Begins to compile `run` in another thread, for a state that `read_arrays` will return.
-
-        On a mesh nothing happens: shardings of a state are known when its program is compiled.
-        """
-        if self.mesh is not None:
-            return
-        static = self.program, self.slots
-        state = result_shapes(prompt.prefill, *static, args=(self.params, *inputs, costs))
-        args = self.params, state, _FOREVER, costs
-        compile_ahead(step.run, self.program, donate=1, args=args)
+        """Returns the state after a batch's prompts; `costs` are for the program's schedule."""
+        return self.read_arrays(self.inputs(batch), costs)
 
     def inputs(self, batch: Batch) -> tuple:
         """Returns a batch as the arrays that `read_arrays` takes."""

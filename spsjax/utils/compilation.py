@@ -1,20 +1,15 @@
 """Jitted functions with a measurement of their compile time."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
 
 import jax
 from jax import monitoring
-from jax.sharding import SingleDeviceSharding
 
-from spsjax.types import PyTree
 from spsjax.utils import compile_line, program_cache, traced
 
 _jitted = {}
-_compiled_ahead: dict[jax.stages.Wrapped, set] = {}  # shapes of their arguments
-_ahead: dict[jax.stages.Wrapped, threading.Thread] = {}  # threads that compile, by program
 
 
 class _Newest(threading.local):
@@ -67,9 +62,6 @@ def compiled(function: Callable, *static, donate: int | None = None) -> Callable
 
     def call(*args):
         start, _newest.calls = time.perf_counter(), True
-        if (thread := _ahead.pop(program, None)) is not None:
-            thread.join()
-            _newest.ended = time.perf_counter()
         try:
             result = program(numbers, *args)  # returns after compilation, before the program ends
         finally:
@@ -107,47 +99,7 @@ def jitted(
     return _jitted[key], numbers
 
 
-def compile_ahead(function: Callable, *static, donate: int | None = None, args: tuple) -> None:
-    """Compiles a function in another thread, for a call of `compiled` that will wait for it.
-
-    Nothing happens if it was compiled before. An error is left to the call.
-
-    Args:
-        function, static, donate: arguments of `compiled`.
-        args: shapes of the remaining arguments, with the shardings that they will have.
-    """
-    program, numbers = jitted(function, *static, donate=donate)
-    leaves, structure = jax.tree.flatten(args)
-    key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    known = _compiled_ahead.setdefault(program, set())
-    if key in known or program in _ahead:
-        return
-    known.add(key)
-
-    def compile_quietly():
-        with contextlib.suppress(Exception):
-            program.lower(numbers, *args).compile()
-
-    _ahead[program] = threading.Thread(target=compile_quietly, daemon=True)
-    _ahead[program].start()
-
-
-def result_shapes(function: Callable, *static, donate: int | None = None, args: tuple) -> PyTree:
-    """Returns the shapes of a function's result on the default device, without compiling it.
-
-    The arguments are those of `compile_ahead`.
-    """
-    program, numbers = jitted(function, *static, donate=donate)
-    where = SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(
-        lambda leaf: leaf.update(sharding=where), program.eval_shape(numbers, *args)
-    )
-
-
 def clear() -> None:
     """Discards all compiled programs, for tests: the OS limits a process's memory mappings."""
-    for thread in _ahead.values():
-        thread.join()
-    for programs in (_ahead, _compiled_ahead, _jitted):
-        programs.clear()
+    _jitted.clear()
     jax.clear_caches()

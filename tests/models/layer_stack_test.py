@@ -67,12 +67,14 @@ def test_loop_equals_unrolled_layers(family):
     assert_equal(model.config, model.params)
 
 
-def test_models_of_many_layers_run_in_a_loop_where_that_is_asked_for(monkeypatch):
+def test_many_layers_run_in_a_loop_if_that_is_asked_for(monkeypatch):
     few = model_of("rotary").config
     many = dataclasses.replace(few, num_layers=30)
     assert not layer_stack.is_looped(many)
+    layer_stack._asked_for.cache_clear()
     monkeypatch.setenv(layer_stack.VARIABLE, "loop")
     assert layer_stack.is_looped(many) and not layer_stack.is_looped(few)
+    layer_stack._asked_for.cache_clear()
     monkeypatch.setenv(layer_stack.VARIABLE, "lop")
     with pytest.raises(spsjax.InputError, match="SPSJAX_LAYERS: expected unrolled or loop, found"):
         layer_stack.is_looped(many)
@@ -83,7 +85,7 @@ def test_loop_equals_unrolled_layers_with_a_window_cache():
     assert_equal(dataclasses.replace(model.config, sinks=2, recent=6), model.params)
 
 
-def test_loop_equals_unrolled_layers_in_int8_and_with_skipped_sublayers():
+def test_loop_in_int8_with_skips_equals_unrolled_layers():
     model = model_of("rotary")
     params = quantization.quantize(model.params, "int8", model.config.tie_embeddings)
     skips = np.random.default_rng(1).integers(0, 2, (2, L, 2)).astype(bool)
