@@ -1,9 +1,10 @@
 """The layers of a transformer, one after another: unrolled, or in a loop.
 
-Unrolled layers are compiled one by one. A loop is compiled once for all layers. Its body must not copy the weights of each layer, as a scan
-over stacked weights does on CPUs. So the weights stay where they are, and every product chooses its
-matrix with `lax.switch` (`products.LayerMatrix`). A pass still takes longer than an unrolled one
-(docs/results.md), so that a loop has to be asked for: `SPSJAX_LAYERS=loop`.
+Unrolled layers are compiled one by one. A loop is compiled once for all layers. Its body must not
+copy the weights of each layer, as a scan over stacked weights does on CPUs. So the weights stay
+where they are, and every product chooses its matrix with `lax.switch` (`products.LayerMatrix`). A
+pass still takes longer than an unrolled one (docs/results.md), so that a loop has to be asked for:
+`SPSJAX_LAYERS=loop`.
 """
 
 import functools
