@@ -48,7 +48,7 @@ class Block:
     """
 
     keys: PyTree  # one [B, G, P, C] per layer, or [B, L, G, P, C] (`caches.layered`)
-    values: PyTree  # the same
+    values: PyTree  # one [B, G, P, C] per layer, or [B, L, G, P, C]
     positions: Array  # [B, P] int32; -1: an empty place
     size: Array  # [] int32, number of nodes so far; new nodes are appended at this index
 

@@ -166,7 +166,7 @@ def _loop(config, weights, dtype, x_BTD, context, cache, block, tap_layers, skip
     """Runs the layers in a loop; see `run`."""
     L, cached_of = config.num_layers, cache.by_layer() if cache else lambda layer: ()
     weights_of = _by_layer([weights[layer] for layer in range(L)])
-    # Tapped streams are kept in a buffer, whose last entry is for those that nobody taps.
+    # A buffer has one entry per tapped layer. All other layers write to its last entry.
     tapped = sorted({layer for layer in tap_layers if layer < L})
     entries = np.full(L, len(tapped), np.int32)
     entries[tapped] = range(len(tapped))

@@ -144,28 +144,18 @@ def apply(
             are stacked.
     """
     for layer in tap_layers:
-        if not 0 <= layer <= config.num_layers:
-            raise InputError(
-                f"tap_layers: expected layers in [0, {config.num_layers}], found {layer}"
-            )
+        if not 0 <= layer <= (L := config.num_layers):
+            raise InputError(f"tap_layers: expected layers in [0, {L}], found {layer}")
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
     if looped is None:
         earlier = block if cache is None else cache
         looped = earlier is not None and layered.is_stacked(earlier.keys)
     model, dtype = _bind(config, params, dtype), dtype or _dtype(params)
+    inputs = model.first_stream(tokens_BT, context), context, cache, block
+    options = tap_layers, remat, skipped, looped
     last_BTD, taps, keys_values = layer_stack.run(
-        config,
-        params["layers"],
-        dtype,
-        model.first_stream(tokens_BT, context),
-        context,
-        cache,
-        block,
-        tap_layers,
-        remat,
-        skipped,
-        looped,
+        config, params["layers"], dtype, *inputs, *options
     )
     hidden = model.norm(last_BTD)
     first = 0 if num_logits is None else hidden.shape[1] - num_logits
