@@ -101,7 +101,7 @@ def test_drafter_on_target_features_is_lossless():
     assert_lossless(loop("eagle3", 2, 3), WARM)
 
 
-def test_loop_that_draws_from_the_target_after_a_rejection_is_rejected(monkeypatch):
+def test_draws_from_the_target_after_a_rejection_are_found(monkeypatch):
     """The other faults that a verifier could have are in `exactness_test`."""
     monkeypatch.setattr(rejection, "residual", lambda draft, target, lenience: target)
     enumeration._step.cache_clear()

@@ -311,7 +311,7 @@ def test_benchmark_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece)
         (["--config=load.py", "--config.benchmark=odd"], "expected one of pair, shapes, load, fo"),
     ],
 )
-def test_keys_that_a_kind_lacks_are_named_with_the_config_that_has_them(tmp_path, flags, piece):
+def test_wrong_keys_are_named_with_the_config_that_has_them(tmp_path, flags, piece):
     """Also where a flag changes the kind of a config."""
     own = ROOT / "configs" / "experiments" / "load.py"
     program = own.read_text("utf-8").replace("\n    rates=", "\n    ratios=")
