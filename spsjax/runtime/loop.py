@@ -10,7 +10,7 @@ from spsjax.decode.schedule import Costs
 from spsjax.parallel import sharding
 from spsjax.runtime.batch import Batch
 from spsjax.types import Array, PyTree
-from spsjax.utils.compilation import compiled
+from spsjax.utils import compilation
 
 _FOREVER = 2**31 - 1
 
@@ -33,14 +33,14 @@ class Loop:
         self, program: Program, params: PyTree, slots: int, mesh: jax.sharding.Mesh | None = None
     ):
         self.program, self.params, self.slots, self.mesh = program, params, slots, mesh
-        self.compile_seconds = 0.0
+        self.compile_seconds, self._options = 0.0, compilation.fast_options(params)
 
     def call(self, function: Callable, *static, donate: int | None = None) -> Callable:
         """Returns `function(*static, ...)`, jitted, as a function of the remaining arguments.
 
         `donate` is the index of a remaining argument whose buffers the result may take over.
         """
-        jitted = compiled(function, *static, donate=donate)
+        jitted = compilation.compiled(function, *static, donate=donate, options=self._options)
 
         def on_mesh(*args):
             with sharding.use_mesh(self.mesh):
