@@ -17,7 +17,7 @@ from spsjax.parallel import sharding
 from spsjax.runtime.costs import draft_repeatedly
 from spsjax.sampling import SamplingParams
 from spsjax.types import Array, Proposal, PyTree
-from spsjax.utils.compilation import compiled
+from spsjax.utils.compilation import compiled, fast_options
 from spsjax.utils.progress import Progress
 from spsjax.verifiers import match, rejection
 
@@ -72,7 +72,8 @@ def round_cost_timer(
     def measure() -> RoundCost:
         with target.in_mesh():
             state = begin()
-            many = compiled(score_often, program, repeats)
+            options = fast_options(weights["target"], target.mesh)
+            many = compiled(score_often, program, repeats, options=options)
             scoring = _seconds(many, weights, state, drafts) / repeats
             step = _draft_seconds(program, weights, state, repeats) / K if K and draft else 0.0
         return RoundCost(step, scoring)
@@ -118,7 +119,8 @@ def _num_rows(target: Model) -> int:
 
 
 def _draft_seconds(program, weights, state, repeats: int) -> float:
-    many = compiled(draft_repeatedly, program, repeats)
+    options = fast_options(weights["target"])
+    many = compiled(draft_repeatedly, program, repeats, options=options)
     return _seconds(many, weights, state) / repeats
 
 

@@ -33,7 +33,8 @@ class Loop:
         self, program: Program, params: PyTree, slots: int, mesh: jax.sharding.Mesh | None = None
     ):
         self.program, self.params, self.slots, self.mesh = program, params, slots, mesh
-        self.compile_seconds, self._options = 0.0, compilation.fast_options(params)
+        self.compile_seconds = 0.0
+        self._options = compilation.fast_options(params["target"], mesh)
 
     def call(self, function: Callable, *static, donate: int | None = None) -> Callable:
         """Returns `function(*static, ...)`, jitted, as a function of the remaining arguments.

@@ -14,10 +14,10 @@ from spsjax.utils import compile_line, program_cache, traced
 
 Options = tuple[tuple[str, int | str], ...]  # options of XLA, by name
 
-# On CPUs a program compiles in nine tenths of the time at this level, and runs as fast.
+# On CPUs, programs compile faster with both, and rounds take as long: measured with a model of
+# 135M parameters on a processor without products in bfloat16 (docs/results.md). The preset fuses
+# less. In float32, rounds would take up to a tenth longer.
 _LEVEL = "xla_backend_optimization_level", 1
-# It takes two thirds of the time with this preset, which fuses less. In bfloat16 rounds take as
-# long, in float32 up to a tenth longer (docs/results.md).
 _PRESET = "xla_cpu_opt_preset", "CPU_OPT_PRESET_FAST_COMPILE"
 
 _jitted = {}
@@ -57,16 +57,24 @@ def _note_compilation(event: str, seconds: float, **_) -> None:
 monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
-def fast_options(params: PyTree) -> Options:
+def fast_options(params: PyTree, mesh: jax.sharding.Mesh | None = None) -> Options:
     """Returns options with which programs on these parameters compile faster, and run as fast.
 
-    There are none on other devices than CPUs, or if XLA_FLAGS has one of them.
+    There are none on other devices than CPUs, or if XLA_FLAGS names either option or a file.
+
+    Args:
+        params: parameters of the model that takes most of the time.
+        mesh: mesh of the devices; None: JAX's default device.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "cpu" or _LEVEL[0] in given or _PRESET[0] in given:
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    is_file = given and not given.startswith("-")
+    if platform != "cpu" or is_file or _LEVEL[0] in given or _PRESET[0] in given:
         return ()
-    is_narrow = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
-    return (_LEVEL, _PRESET) if is_narrow else (_LEVEL,)
+    sizes = {True: 0, False: 0}
+    for leaf in jax.tree.leaves(params):
+        sizes[leaf.dtype == jnp.bfloat16] += leaf.size
+    return (_LEVEL, _PRESET) if sizes[True] > sizes[False] else (_LEVEL,)
 
 
 def compiled(
@@ -82,7 +90,7 @@ def compiled(
         function: pure function.
         static: hashable leading arguments, which are compiled in, except for traced numbers.
         donate: index of a remaining argument whose buffers the result may reuse.
-        options: options of XLA.
+        options: options of XLA; with them, the result cannot be called inside of another jit.
     """
     program, numbers = jitted(function, *static, donate=donate, options=options)
 

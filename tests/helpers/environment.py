@@ -12,7 +12,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parent.parent.parent
 # Most of the time goes to compiling programs that run for milliseconds. So machine code is not
 # optimized, and fusions take an older path that compiles twice as fast. Code that runs for long is
-# compiled with `FAST`, as users have it. `.ci/run` compiles all of its tests on Python 3.13 so.
+# compiled with `FAST`. `.ci/run` compiles its tests on Python 3.13 at the level that users have.
 _FLAGS = {
     "xla_force_host_platform_device_count": 8,
     "xla_backend_optimization_level": 0,

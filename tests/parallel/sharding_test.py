@@ -4,6 +4,7 @@ The collectives are those of Megatron's rules (arXiv 1909.08053).
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 
@@ -25,7 +26,7 @@ from spsjax.models.caches import dense
 from spsjax.parallel import sharding
 from spsjax.planning import hlo
 from spsjax.types import Proposal
-from spsjax.utils.compilation import compiled
+from spsjax.utils import compilation
 
 MESHES = [(1, 8), (2, 4)]
 # Rows have different lengths, and their number does not divide the mesh's data axis.
@@ -56,13 +57,21 @@ def assert_same_texts(out, expected):
     assert out.stats.accepted_histogram == expected.stats.accepted_histogram
 
 
-@pytest.mark.smoke
-def test_eight_devices_give_the_tokens_of_one():
+@pytest.mark.parametrize(
+    "programs",
+    [
+        pytest.param(drafting.small_programs, id="", marks=pytest.mark.smoke),
+        pytest.param(contextlib.nullcontext, id="filters", marks=pytest.mark.slow),
+    ],
+)
+def test_eight_devices_give_the_tokens_of_one(programs):
     """With a target that is split over all devices, and a draft that lies whole on each of them."""
     target, mesh = numpy_spread_model(48, num_kv_heads=8), sharding.mesh(2, 4)
     draft = numpy_nearby_model(target)
     split = on(mesh, target), on(mesh, draft, replicate=True)
-    assert_same_texts(texts(*split), texts(target, draft))
+    compilation.clear()  # of programs of the other case
+    with programs():
+        assert_same_texts(texts(*split), texts(target, draft))
 
 
 @pytest.mark.slow
@@ -211,7 +220,9 @@ class Programs:
         draft = on(self.mesh, numpy_spread_model(96, **sizes), kind == "replicated draft")
         self.request = Call(self.model, [[1, 2, 3]] * 4, draft)
         with jax.set_mesh(self.mesh):
-            prefill = compiled(decode.prompt.prefill, self.request.program, self.request.slots)
+            prefill = compilation.compiled(
+                decode.prompt.prefill, self.request.program, self.request.slots
+            )
             self.state, _ = prefill(self.request.params, *self.request.inputs)
 
     @functools.cached_property
