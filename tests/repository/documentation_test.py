@@ -23,6 +23,7 @@ DOCUMENTS = {
 FOREIGN_FLAGS = {
     *("ExecutePreprocessor", "depth", "editable", "execute", "inplace", "quiet", "to"),
     *("check", "full", "xla_force_host_platform_device_count", "xla_gpu_autotune_level"),
+    "xla_backend_optimization_level",
     "xla_tpu_enable_dot_strength_reduction",
 }
 
