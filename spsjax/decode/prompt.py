@@ -80,7 +80,7 @@ def read_all(
 def chunk_widths(program: Program, slots: int, tokens: int) -> tuple[int, ...]:
     """Returns the widths of the chunks in which prompts of up to `tokens` are read, descending.
 
-    In a loop over layers there are two widths, because it compiles fast. Otherwise there is one.
+    In a loop over layers there are two widths, for prompts of all lengths. Otherwise there is one.
     """
     most = max_chunk(program, slots)
     looped = LOOPED_WIDTHS if layer_stack.is_looped(program.target) else ()

@@ -71,10 +71,10 @@ def fast_options(params: PyTree, mesh: jax.sharding.Mesh | None = None) -> Optio
     is_file = given and not given.startswith("-")
     if platform != "cpu" or is_file or _LEVEL[0] in given or _PRESET[0] in given:
         return ()
-    sizes = {True: 0, False: 0}
-    for leaf in jax.tree.leaves(params):
-        sizes[leaf.dtype == jnp.bfloat16] += leaf.size
-    return (_LEVEL, _PRESET) if sizes[True] > sizes[False] else (_LEVEL,)
+    leaves = jax.tree.leaves(params)
+    narrow = sum(leaf.size for leaf in leaves if leaf.dtype == jnp.bfloat16)
+    mostly_narrow = 2 * narrow > sum(leaf.size for leaf in leaves)
+    return (_LEVEL, _PRESET) if mostly_narrow else (_LEVEL,)
 
 
 def compiled(
@@ -90,7 +90,7 @@ def compiled(
         function: pure function.
         static: hashable leading arguments, which are compiled in, except for traced numbers.
         donate: index of a remaining argument whose buffers the result may reuse.
-        options: options of XLA; with them, the result cannot be called inside of another jit.
+        options: options of XLA; with them, what is returned cannot be called inside of a jit.
     """
     program, numbers = jitted(function, *static, donate=donate, options=options)
 
