@@ -39,7 +39,7 @@ class Stats:
         seconds: run time in seconds, prompt included.
         prompt_seconds: seconds of it that the prompt took.
         compile_seconds: seconds to compile or to read compiled programs from the cache on the disk,
-            and to measure costs for K = "auto": in the first call of every bucket of lengths, for
+            and to measure costs for K = "auto": in the first call of every size of buffers, for
             hybrids and rules that end chains also of every set of sampling parameters.
         first_token_seconds: time to the first token without compilation: that of the prompt and of
             a mean round. The loop runs on the device and is not interrupted to measure it.
@@ -95,6 +95,7 @@ def generate(
     verifier: str | Verifier | None = None,
     stop_at_eos: bool = True,
     stop_token_ids: Sequence[int] = (),
+    slots: int | None = None,
 ) -> Generation:
     """Continues each prompt with samples of the target, by speculative sampling.
 
@@ -106,8 +107,9 @@ def generate(
         num_speculative_tokens: K, draft tokens per round. None: the drafter's own, 4 for a model.
             "auto": chosen in every round, 0 included, by what was accepted before and by measured
             costs (`spsjax.decode.schedule.Fastest`), for which the first call of its shapes times
-            rounds for a few seconds; a `spsjax.decode.schedule.Schedule`: by another rule. Chains
-            are then up to 7 tokens long, or as long as the drafter's own K if that is greater.
+            rounds for a few seconds. Chains are then up to 7 tokens long, or as long as the
+            drafter's own K if that is greater. `spsjax.decode.schedule.Fixed(K)`: K in every round,
+            by programs that all K share; or another `spsjax.decode.schedule.Schedule`.
             Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.
@@ -118,6 +120,10 @@ def generate(
         stop_at_eos: whether a row ends at the model's end-of-sequence ids: those of its config, its
             generation config and its tokenizer.
         stop_token_ids: further ids at which a row ends. Each set of them is compiled.
+        slots: size of the buffers: the most tokens of a prompt, its continuation, and K + 1 more.
+            Two programs then serve all calls with texts up to it, whatever the lengths of prompts
+            and budgets; a round takes somewhat longer than in the buffers that a short text needs.
+            None: the smallest of a few sizes, each of which is compiled.
 
     Raises:
         InputError: an argument that cannot be used; the message names it.
@@ -125,7 +131,7 @@ def generate(
     """
     setup = Setup(model, drafter, num_speculative_tokens, verifier, stop_at_eos, stop_token_ids)
     batch = setup.batch(prompts, sampling, max_new_tokens, seed)
-    return _run(setup, setup.loop_for(batch, "generate"), batch)
+    return _run(setup, setup.loop_for(batch, "generate", slots), batch)
 
 
 def stream(
@@ -160,11 +166,12 @@ def rounds(
     verifier: str | Verifier | None = None,
     stop_at_eos: bool = True,
     stop_token_ids: Sequence[int] = (),
+    slots: int | None = None,
 ) -> tuple[list[int], Iterator[Round]]:
     """Returns the prompt's token ids, and the rounds of one continuation as they happen."""
     setup = Setup(model, drafter, num_speculative_tokens, verifier, stop_at_eos, stop_token_ids)
     batch = setup.batch([prompt], sampling, max_new_tokens, seed, "prompt")
-    return batch.prompts[0], _rounds(setup, setup.loop_for(batch, "rounds"), batch)
+    return batch.prompts[0], _rounds(setup, setup.loop_for(batch, "rounds", slots), batch)
 
 
 def propose(

@@ -47,8 +47,8 @@ class Block:
     The keys and values of a prompt's chunk are also passed as a block.
     """
 
-    keys: PyTree  # one [B, G, P, C] per layer, or [B, L, G, P, C] (`caches.layered`)
-    values: PyTree  # one [B, G, P, C] per layer, or [B, L, G, P, C]
+    keys: tuple[Array, ...]  # one [B, G, P, C] per layer
+    values: tuple[Array, ...]  # one [B, G, P, C] per layer
     positions: Array  # [B, P] int32; -1: an empty place
     size: Array  # [] int32, number of nodes so far; new nodes are appended at this index
 

@@ -78,6 +78,8 @@ REFUSED = [
     *named("stop_at_eos", ("no", 1, None, np.array([True, False])), lambda _: "expected True or F"),
     *named("drafter", ("ngram", 3, ngram), type_name),
     *named("num_speculative_tokens", (-1, 1.5, "2"), repr, drafter=ngram.Drafter()),
+    *named("slots", (0, 1.5, "64", True), repr),
+    *named("slots", (31,), lambda _: "slots: expected at least 35,", max_new_tokens=32),
 ]
 
 

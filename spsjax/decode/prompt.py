@@ -3,17 +3,13 @@
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.decode import sizes
 from spsjax.decode.schedule import Costs
 from spsjax.decode.state import DecodeState, Program
 from spsjax.models import caches as kv
-from spsjax.models import layer_stack, transformer
-from spsjax.models.caches import layered
+from spsjax.models import transformer
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Chunk, PyTree
 
-LOOPED_WIDTHS = 128, 32  # of chunks of prompts, where layers run in a loop
-ROOM = 1 / 6  # the most entries of caches per weight for which buffers are roomy
 PREFILL_SCORES = 2**22  # the most attention scores (tokens x slots) per head and row in one pass
 
 
@@ -40,70 +36,30 @@ def prefill(
         keys_B: one key per row.
         costs: what the program's schedule knows before the first round.
     """
-    widths = chunk_widths(program, slots, tokens_BT.shape[1])
-    if widths == (tokens_BT.shape[1],):
-        carry = read_first(program, slots, *widths, params, tokens_BT, lengths_B)
+    T = tokens_BT.shape[1]
+    width = chunk_width(T, max_chunk(program, slots))
+    if width == T:
+        carry = read_first(program, slots, width, params, tokens_BT, lengths_B)
     else:
-        carry = read_all(program, slots, widths, params, tokens_BT, lengths_B)
+        carry = _read_all(program, slots, width, params, tokens_BT, lengths_B)
     return begin(program, params, carry, rows, tokens_BT, lengths_B, limits_B, keys_B, costs)
 
 
-def read_all(
-    program: Program,
-    slots: int,
-    widths: tuple[int, ...],
-    params: PyTree,
-    tokens_BT: Array,
-    lengths_B: Array,
+def _read_all(
+    program: Program, slots: int, width: int, params: PyTree, tokens_BT: Array, lengths_B: Array
 ) -> tuple[kv.KVCache, PyTree]:
-    """Returns cache and drafter state after prompts, read in chunks of descending widths.
+    """Returns cache and drafter state after prompts, read in as many chunks as the longest needs.
 
-    In a loop over layers the number of chunks is data, so that one program reads prompts of all
-    lengths up to T.
+    The number of chunks is data, so that one program reads prompts of all lengths up to T.
     """
-    B, T = tokens_BT.shape
-    longest = jnp.max(lengths_B) if layer_stack.is_looped(program.target) else T
-    carry = jnp.zeros((), jnp.int32), empty_caches(program, slots, B, params)
-    for width in widths:
-        # The last tokens are left to the next width, unless they nearly fill a chunk: the padding
-        # of a chunk may be no longer than what a window can be set back by.
-        left = 0 if width == widths[-1] else width - kv.SLACK
+    longest = jnp.max(lengths_B)
 
-        def chunk(carry, width=width):
-            start, caches = carry
-            return start + width, read(program, width, params, tokens_BT, lengths_B, start, caches)
+    def chunk(carry):
+        start, caches = carry
+        return start + width, read(program, width, params, tokens_BT, lengths_B, start, caches)
 
-        carry = lax.while_loop(lambda carry, left=left: carry[0] < longest - left, chunk, carry)
-    return carry[1]
-
-
-def chunk_widths(program: Program, slots: int, tokens: int) -> tuple[int, ...]:
-    """Returns the widths of the chunks in which prompts of up to `tokens` are read, descending.
-
-    In a loop over layers there are two widths, for prompts of all lengths. Otherwise there is one.
-    """
-    most = max_chunk(program, slots)
-    looped = LOOPED_WIDTHS if layer_stack.is_looped(program.target) else ()
-    widths = tuple(width for width in looped if width <= min(most, tokens))
-    return widths or (chunk_width(tokens, most),)
-
-
-def buffer_width(program: Program, slots: int, longest: int) -> int:
-    """Returns the number of tokens T to which prompts are padded, the longest of which is given.
-
-    It is the size of the buffers where one program reads prompts of all lengths.
-    """
-    return slots if layer_stack.is_looped(program.target) else sizes.num_slots(longest)
-
-
-def has_room(program: Program, rows: int, slots: int) -> bool:
-    """Returns whether caches of so many slots take little time to read beside the weights.
-
-    Then texts of many lengths share the sizes of their buffers.
-    """
-    config = program.target
-    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * slots
-    return layer_stack.is_looped(config) and cached <= ROOM * config.num_weights
+    start = jnp.zeros((), jnp.int32), empty_caches(program, slots, len(tokens_BT), params)
+    return lax.while_loop(lambda carry: carry[0] < longest, chunk, start)[1]
 
 
 def max_chunk(program: Program, slots: int) -> int:
@@ -169,14 +125,7 @@ def read(
     # Without the barrier the compiler evaluates an empty cache's masks itself: up to 30 s.
     starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
     past, taps = None if first else cache.at(starts), program.drafter.tap_layers
-    output = transformer.apply(
-        program.target,
-        params["target"],
-        tokens,
-        past,
-        tap_layers=taps,
-        looped=layered.is_stacked(cache.keys),
-    )
+    output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
     cache = cache.at(starts).extend(output)
     chunk = Chunk(tokens, following, starts, lengths_B, cache)
     return cache, program.drafter.prefill(params, drafter, chunk, output)

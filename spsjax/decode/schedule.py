@@ -7,12 +7,14 @@ which a row may share with the other rows of its batch.
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spsjax.errors import check_number
+from spsjax.drafters import base
+from spsjax.errors import check_integer, check_number
 from spsjax.types import Array, PyTree, pytree_dataclass
 from spsjax.utils import traced
 
@@ -28,7 +30,21 @@ class Costs:
 
 
 class Schedule(abc.ABC):
-    """Decides before each round how deep it is drafted. A frozen, hashable dataclass."""
+    """Decides before each round how deep it is drafted. A frozen, hashable dataclass.
+
+    Attributes:
+        needs_costs: whether it decides by costs, which are then measured.
+        longest: the deepest draft that it asks of a drafter whose own K is smaller.
+    """
+
+    needs_costs: ClassVar[bool] = True
+
+    @property
+    def longest(self) -> int:
+        return base.SCHEDULED_TOKENS
+
+    def check(self, num_speculative_tokens: int) -> None:  # noqa: B027 (most rules take any K)
+        """Raises InputError if it asks for deeper drafts than the drafter's K."""
 
     @abc.abstractmethod
     def init(self, costs: Costs | None, batch: int, num_speculative_tokens: int) -> PyTree:
@@ -38,7 +54,7 @@ class Schedule(abc.ABC):
         """
 
     @abc.abstractmethod
-    def depths(self, costs: Costs, state: PyTree, done_B: Array) -> Array:
+    def depths(self, costs: Costs | None, state: PyTree, done_B: Array) -> Array:
         """Returns [B] int32, the depth to which each row is drafted, at most K; 0 if it is done."""
 
     @abc.abstractmethod
@@ -159,6 +175,41 @@ class Fastest(Schedule):
         )
         kept = jnp.where(asked > 0, self.memory, self.rest)
         return jax.tree.map(lambda old, now: kept * old + now, state, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Schedule):
+    """Drafts every round to the same depth, which is data. Lossless.
+
+    All depths share their programs: a sweep over K compiles two. A round may take longer than one
+    of a program for this K alone, because it is scored by the smallest of a few compiled passes
+    that holds it (`scored_depths`).
+
+    Attributes:
+        depth: depth of every round, at most `longest`.
+        longest: the greatest depth that shares these programs. A drafter's own K counts if it is
+            greater.
+    """
+
+    depth: int = traced.number()
+    longest: int = 8
+    needs_costs = False
+
+    def __post_init__(self):
+        check_integer("longest", self.longest, 1)
+        check_integer("depth", self.depth, 0, self.longest)
+
+    def check(self, num_speculative_tokens):
+        check_integer("depth", self.depth, 0, num_speculative_tokens)
+
+    def init(self, costs, batch, num_speculative_tokens):
+        return ()
+
+    def depths(self, costs, state, done_B):
+        return jnp.where(done_B, 0, jnp.asarray(self.depth, jnp.int32))
+
+    def update(self, state, asked_B, offered_B, accepted_B):
+        return state
 
 
 # Schedules by the names that stand for a number of draft tokens.

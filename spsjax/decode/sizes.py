@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,15 +13,12 @@ from spsjax.decode.state import Program
 from spsjax.types import Array, Block, ModelOutput, Proposal, Verdict
 
 
-def num_slots(length: int, roomy: bool = False) -> int:
+def num_slots(length: int) -> int:
     """Returns the smallest of 32, 48, 64, 96, 128, 192, ... that is at least `length`.
 
-    Buffers have these sizes, so that a new length rarely needs a new program. `roomy`: of 384,
-    1536, 6144, ..., so that few texts need another program than the one before.
+    Buffers have these sizes, so that a new length rarely needs a new program.
     """
-    size = 384 if roomy else 32
-    while roomy and size < length:
-        size *= 4
+    size = 32
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
@@ -100,9 +96,8 @@ def pad_output(output: ModelOutput, rows: int) -> ModelOutput:
         return jnp.pad(array, widths, constant_values=value)
 
     block = output.block
-    keys, values = jax.tree.map(
-        lambda rows: pad(rows, axis=rows.ndim - 2), (block.keys, block.values)
-    )
+    keys = tuple(pad(rows, axis=2) for rows in block.keys)
+    values = tuple(pad(rows, axis=2) for rows in block.values)
     block = Block(keys, values, pad(block.positions, value=-1), block.size)
     return ModelOutput(pad(output.logits), pad(output.hidden), tuple(map(pad, output.taps)), block)
 

@@ -234,4 +234,4 @@ def run_layer(
     cached = () if cache is None else cache.segments()[0]
     earlier = None if block is None else (block.keys[0], block.values[0])
     result, rows = outputs(context, cached, earlier)
-    return result, context.block((rows[0],), (rows[1],), len(result))
+    return result, context.block([rows], len(result))

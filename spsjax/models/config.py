@@ -3,10 +3,7 @@
 import dataclasses
 import sys
 
-import jax.numpy as jnp
-
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Array
 
 _CHOICES = {
     "positions": ("rotary", "relative", "learned"),
@@ -188,12 +185,9 @@ class Config:
         tables = 1 if self.tie_embeddings else 2
         return self.d_model * (self.num_layers * (attention + ffn) + tables * self.vocab_rows)
 
-    def window(self, layer: int | Array) -> int | Array:
-        """Returns the attention window of a layer; 0: none. Of a traced layer, it is traced."""
-        if len(set(self.windows)) <= 1:
-            return self.windows[0] if self.windows else 0
-        index = layer % len(self.windows)
-        return self.windows[index] if isinstance(index, int) else jnp.asarray(self.windows)[index]
+    def window(self, layer: int) -> int:
+        """Returns the attention window of a layer; 0: none."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
 
     def first_like(self, layer: int) -> int:
         """Returns the first layer that differs from this one only in its weights."""

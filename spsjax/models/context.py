@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from spsjax.models import caches as kv
-from spsjax.models.caches.layered import Layered
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
@@ -43,8 +42,9 @@ class Context:
         grown = (update(old, rows, self.size) for old, rows in zip(earlier, new))
         return tuple(map(sharding.whole_heads, grown))
 
-    def block(self, keys: Layered, values: Layered, batch: int) -> Block:
+    def block(self, layers: Sequence[KeysValues], batch: int) -> Block:
         """Returns the block of the keys and values that `append` returned in each layer."""
+        keys, values = zip(*layers)
         shape = batch, self.block_positions.shape[1]
         earlier = 0 if self.size is None else self.size
         size = jnp.asarray(self.positions.shape[1] + earlier, jnp.int32)
@@ -53,7 +53,7 @@ class Context:
     def segments(
         self,
         config: Config,
-        layer: int | Array,
+        layer: int,
         cached: Sequence[kv.Segment],
         keys_BGPC: Array,
         values_BGPC: Array,
@@ -62,7 +62,7 @@ class Context:
         block = kv.Segment(keys_BGPC, values_BGPC, self.block_visible, self.block_positions, None)
         return [self._windowed(config, layer, segment) for segment in (*cached, block)]
 
-    def _windowed(self, config: Config, layer: int | Array, segment: kv.Segment) -> kv.Segment:
+    def _windowed(self, config: Config, layer: int, segment: kv.Segment) -> kv.Segment:
         """Returns a segment whose mask also excludes tokens outside of the attention windows."""
         if segment.positions is None:
             return segment
@@ -70,11 +70,7 @@ class Context:
         if config.recent:
             is_recent = key_positions > self.positions[:, :, None] - config.recent
             visible = visible & (is_recent | (key_positions < config.sinks))
-        window = config.window(layer)
-        if not isinstance(window, int):
-            far = key_positions <= self.positions[:, :, None] - window
-            visible = visible & ((window == 0) | ~far)
-        elif window:
+        if window := config.window(layer):
             visible = visible & (key_positions > self.positions[:, :, None] - window)
         return dataclasses.replace(segment, visible=visible)
 

@@ -24,7 +24,7 @@ from spsjax.models.attention import (
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, finite_values
 from spsjax.models.experts import Experts
-from spsjax.models.linear import ACTIVATIONS, make_linear, outputs_of, two_rows
+from spsjax.models.linear import ACTIVATIONS, make_linear, two_rows
 from spsjax.types import Array
 
 
@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment] = (),
         earlier: KeysValues | None = None,
-        layer: int | Array = 0,
+        layer: int = 0,
     ):
         """Returns the output, and the block's keys and values including those of these tokens.
 
@@ -112,7 +112,7 @@ class Attention(nnx.Module):
 
     def keys_values(self, x_BTD, context: Context, layer: int) -> KeysValues:
         """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
-        return self._heads(*_unfused(*outputs_of((self.key, self.value), x_BTD)), context, layer)
+        return self._heads(*_unfused(self.key(x_BTD), self.value(x_BTD)), context, layer)
 
     def _attend(
         self, context: Context, layer, query, segments, biases, scale, softcap, sinks
@@ -142,20 +142,11 @@ class Attention(nnx.Module):
             key = self._rotated(key, context.positions, layer)
         return finite_values(key, value)
 
-    def _rotated(self, x_BTHC, positions_BT, layer: int | Array) -> Array:
-        config, local_theta = self.config, self.config.rope_theta_local
-        whole = config.rope_theta, config.rope_scaling
-        window = config.window(layer) if local_theta else 0
-        if isinstance(window, int):
-            theta = (local_theta, ()) if window else whole
-            angles = rope.angles(positions_BT, config.head_dim, *theta)
-        else:
-            local, whole = (
-                rope.angles(positions_BT, config.head_dim, *theta)
-                for theta in ((local_theta, ()), whole)
-            )
-            angles = jax.tree.map(functools.partial(jnp.where, window > 0), local, whole)
-        return rope.rotate(x_BTHC, *angles)
+    def _rotated(self, x_BTHC, positions_BT, layer: int) -> Array:
+        config = self.config
+        local = config.window(layer) and config.rope_theta_local
+        theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
+        return rope.rotate(x_BTHC, *rope.angles(positions_BT, config.head_dim, theta, scaling))
 
     def _attend_arguments(
         self,
@@ -163,11 +154,11 @@ class Attention(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
-        layer: int | Array,
+        layer: int,
     ) -> tuple[tuple, KeysValues]:
         """Returns the arguments of `attend`, and the block's keys and values."""
         config, (B, T, _) = self.config, x_BTD.shape
-        query, *key_value = _unfused(*outputs_of((self.query, self.key, self.value), x_BTD))
+        query, *key_value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         query = query.reshape(B, T, config.num_heads, config.head_dim)
         if config.qk_norm:
             query = self.query_norm(query)
@@ -236,8 +227,7 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD):
         if self.config.ffn == "gelu":
             return self.down(jax.nn.gelu(self.up(x_BTD)))
-        gate, up = outputs_of((self.gate, self.up), x_BTD)
-        return self.down(ACTIVATIONS[self.config.ffn](gate) * up)
+        return self.down(ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class DecoderBlock(nnx.Module):
@@ -258,7 +248,7 @@ class DecoderBlock(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
-        layer: int | Array,
+        layer: int,
         skips: tuple[bool | Array, bool | Array] = (False, False),
     ):
         """Returns the output, and the block's keys and values including those of these tokens.

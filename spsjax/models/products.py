@@ -4,37 +4,13 @@ Quantised matrices are constants, and their products have no useful gradient.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spsjax.models.quantization import Quantized
-from spsjax.types import Array, pytree_dataclass
-
-
-@pytree_dataclass
-class LayerMatrix:
-    """Matrix of the layer that a loop over layers is at, in place of an array among its weights.
-
-    Attributes:
-        matrices: one matrix per layer.
-        layer: index of the layer.
-    """
-
-    matrices: tuple[Array | Quantized, ...]
-    layer: Array
-
-
-def products(x: Array, kernels: Sequence[Array | Quantized | LayerMatrix]) -> tuple[Array, ...]:
-    """Returns the product of the same rows with each kernel; see `product`."""
-    if all(isinstance(kernel, LayerMatrix) for kernel in kernels):
-        # One branch per layer has its own products, so that no matrix is copied.
-        layers = zip(*(kernel.matrices for kernel in kernels))
-        branches = [functools.partial(products, kernels=matrices) for matrices in layers]
-        return lax.switch(kernels[0].layer, branches, x)
-    return tuple(product(x, kernel) for kernel in kernels)
+from spsjax.types import Array
 
 
 def product(x: Array, kernel_DF: Array | Quantized, dtype=None, axis: str | None = None) -> Array:

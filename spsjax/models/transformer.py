@@ -16,7 +16,6 @@ from spsjax.errors import InputError
 from spsjax.models import caches as kv
 from spsjax.models import layer_stack, pure
 from spsjax.models.attention import capped
-from spsjax.models.caches import layered
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, context_of
 from spsjax.models.layers import DecoderBlock, Norm
@@ -115,7 +114,6 @@ def apply(
     remat: bool = False,
     num_logits: int | None = None,
     skipped: Skipped | Array = Skipped(),
-    looped: bool | None = None,
 ) -> ModelOutput:
     """Runs one forward pass over T tokens per row, which attend to a cache and to a block.
 
@@ -139,28 +137,21 @@ def apply(
         num_logits: number of last tokens whose logits are computed; None: all.
         skipped: sub-layers that do not run, and add nothing to the block. Or [B, L, 2] bool: rows
             that skip the attention and feed-forward of each layer; then all sub-layers run.
-        looped: whether the layers run in a loop (`layer_stack`), which has no useful gradient.
-            Then the block is stacked, as it must be for a stacked cache. None: if cache or block
-            are stacked.
     """
     for layer in tap_layers:
         if not 0 <= layer <= (L := config.num_layers):
             raise InputError(f"tap_layers: expected layers in [0, {L}], found {layer}")
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
-    if looped is None:
-        earlier = block if cache is None else cache
-        looped = earlier is not None and layered.is_stacked(earlier.keys)
     model, dtype = _bind(config, params, dtype), dtype or _dtype(params)
     inputs = model.first_stream(tokens_BT, context), context, cache, block
-    options = tap_layers, remat, skipped, looped
-    last_BTD, taps, keys_values = layer_stack.run(
-        config, params["layers"], dtype, *inputs, *options
+    last_BTD, taps, rows = layer_stack.run(
+        config, params["layers"], dtype, *inputs, tap_layers, remat, skipped
     )
     hidden = model.norm(last_BTD)
     first = 0 if num_logits is None else hidden.shape[1] - num_logits
     logits = model.logits(hidden[:, first:])
-    return ModelOutput(logits, hidden, taps, context.block(*keys_values, len(tokens_BT)))
+    return ModelOutput(logits, hidden, taps, context.block(rows, len(tokens_BT)))
 
 
 def head(config: Config, params: PyTree, hidden_BTD: Array) -> Array:
@@ -231,8 +222,7 @@ def _layers(config: Config, params: PyTree) -> list[DecoderBlock]:
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
     """Returns a cache for `batch` rows of `slots` tokens, in the type of the parameters."""
     layers = _layers(config, params) if config.positions == "relative" else ()
-    stacked = layer_stack.is_looped(config)
-    return cache_of_layers(config, layers, _dtype(params), batch, slots, stacked)
+    return cache_of_layers(config, layers, _dtype(params), batch, slots)
 
 
 def num_slots(config: Config, slots: int) -> int:
@@ -240,10 +230,8 @@ def num_slots(config: Config, slots: int) -> int:
     return config.sinks + config.recent + kv.SLACK if config.recent else slots
 
 
-def cache_of_layers(
-    config: Config, layers, dtype, batch: int, slots: int, stacked: bool = False
-) -> kv.KVCache:
-    """Returns a cache for decoder blocks; `stacked`: in one array for all layers.
+def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv.KVCache:
+    """Returns a cache for decoder blocks.
 
     The cache of a model that attends to recent tokens only has a fixed size, whatever `slots` is.
     """
@@ -253,9 +241,7 @@ def cache_of_layers(
         distances = distances_of(layers, slots)
     shape = (batch, config.num_kv_heads, slots, config.head_dim)
     sizes = config.num_layers, shape, dtype, distances
-    if config.recent:
-        return kv.empty_window(*sizes, config.sinks, stacked)
-    return kv.empty(*sizes, stacked)
+    return kv.empty_window(*sizes, config.sinks) if config.recent else kv.empty(*sizes)
 
 
 def distances_of(layers, slots: int) -> tuple[Array, ...]:
@@ -266,8 +252,7 @@ def distances_of(layers, slots: int) -> tuple[Array, ...]:
 def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:
     """Returns an empty block with room for `nodes` tokens per row, which `apply` fills."""
     shape = (batch, config.num_kv_heads, nodes, config.head_dim)
-    stacked = layer_stack.is_looped(config)
-    return kv.empty_block(config.num_layers, shape, _dtype(params), stacked)
+    return kv.empty_block(config.num_layers, shape, _dtype(params))
 
 
 def _dtype(params: PyTree):

@@ -45,13 +45,9 @@ class Batch:
         """Tokens of the longest prompt."""
         return int(self.lengths.max())
 
-    def slots(self, num_speculative_tokens: int, roomy: bool = False) -> int:
-        """Returns the size of buffers that have room for all texts, and for K + 1 more tokens.
-
-        `roomy` is as for `sizes.num_slots`.
-        """
-        needed = int(self.limits.max()) + num_speculative_tokens + 1
-        return max(sizes.num_slots(self.longest, roomy), sizes.num_slots(needed, roomy))
+    def slots(self, num_speculative_tokens: int) -> int:
+        """Returns the size of buffers that have room for all texts, and for K + 1 more tokens."""
+        return sizes.num_slots(int(self.limits.max()) + num_speculative_tokens + 1)
 
     @functools.cached_property
     def arrays(self) -> tuple:

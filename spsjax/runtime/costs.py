@@ -66,13 +66,13 @@ class Filler(base.Wrapper):
 
 
 def of(loop: Loop, batch: Batch) -> Costs | None:
-    """Returns the costs by which a loop's schedule decides; None if it has no schedule.
+    """Returns the costs by which a loop's schedule decides; None if it decides by none.
 
     They are measured once per program, shape and set of weights in a process, on the batch's own
     prompts, and include the acceptance that was met. The time counts as `Loop.compile_seconds`.
     All processes take the costs of process 0.
     """
-    if loop.program.schedule is None:
+    if loop.program.schedule is None or not loop.program.schedule.needs_costs:
         return None
     weights = jax.tree.leaves(loop.params)
     types = tuple((leaf.shape, leaf.dtype) for leaf in weights)

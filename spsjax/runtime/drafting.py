@@ -52,8 +52,8 @@ def drafter_for(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         InputError: an argument that cannot be used.
     """
     count = num_speculative_tokens
-    automatic = schedule_of(count) is not None
-    if count is not None and not automatic and (not is_integer(count) or count < 0):
+    rule = schedule_of(count)
+    if count is not None and rule is None and (not is_integer(count) or count < 0):
         raise InputError(
             f'num_speculative_tokens: expected an integer >= 0 or "auto", found {short_repr(count)}'
         )
@@ -69,8 +69,9 @@ def drafter_for(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
         )
     _check_frozen("drafter", method)
     context = model.config.max_positions
-    if automatic:
-        method = _deepened(method, context)
+    if rule is not None:
+        method = _deepened(method, rule, context)
+        rule.check(method.num_speculative_tokens)
     elif count is not None:
         method = dataclasses.replace(method, num_speculative_tokens=int(count))
     count = method.num_speculative_tokens
@@ -124,13 +125,13 @@ def _check_fits(drafter: LoadedDrafter, model: Model) -> None:
         )
 
 
-def _deepened(drafter: base.Drafter, context: int) -> base.Drafter:
-    """Returns a drafter for a loop that chooses the depth of every round.
+def _deepened(drafter: base.Drafter, rule: schedule.Schedule, context: int) -> base.Drafter:
+    """Returns a drafter for a loop in which a rule decides the depth of every round.
 
-    Chains are as long as its own K or `SCHEDULED_TOKENS`, whichever is greater, but no longer than
+    Chains are as long as its own K or the rule's longest, whichever is greater, but no longer than
     its weights allow and the context has room for. Trees stay as they are.
     """
-    longest = max(drafter.num_speculative_tokens, base.SCHEDULED_TOKENS)
+    longest = max(drafter.num_speculative_tokens, rule.longest)
     longest = min(base.max_steps(drafter) or longest, longest, max(context - 1, 1))
     if base.num_nodes(drafter) != drafter.num_speculative_tokens:
         return drafter

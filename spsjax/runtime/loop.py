@@ -1,11 +1,12 @@
 """A compiled loop that is driven from the host."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from spsjax.decode import DecodeState, Program, prompt, rows, step
+from spsjax.decode import DecodeState, Program, prompt, rows, sizes, step
 from spsjax.decode.schedule import Costs
 from spsjax.parallel import sharding
 from spsjax.runtime.batch import Batch
@@ -13,6 +14,7 @@ from spsjax.types import Array, PyTree
 from spsjax.utils import compilation
 
 _FOREVER = 2**31 - 1
+_SHORT_CHUNK = 64  # tokens of a prompt in one pass, where one program reads all prompts
 
 
 class Loop:
@@ -26,13 +28,23 @@ class Loop:
         params: parameters of target and drafter.
         slots: size of token buffers and caches.
         mesh: mesh of the devices; None: one device.
+        one_prefill: whether one program reads prompts of all lengths, in short chunks.
         compile_seconds: seconds that compilation has taken so far.
     """
 
     def __init__(
-        self, program: Program, params: PyTree, slots: int, mesh: jax.sharding.Mesh | None = None
+        self,
+        program: Program,
+        params: PyTree,
+        slots: int,
+        mesh: jax.sharding.Mesh | None = None,
+        one_prefill: bool = False,
     ):
+        if one_prefill:
+            most = min(program.prefill_tokens, _SHORT_CHUNK)
+            program = dataclasses.replace(program, prefill_tokens=most)
         self.program, self.params, self.slots, self.mesh = program, params, slots, mesh
+        self.one_prefill = one_prefill
         self.compile_seconds = 0.0
         self._options = compilation.fast_options(params["target"], mesh)
 
@@ -57,9 +69,10 @@ class Loop:
 
     def inputs(self, batch: Batch) -> tuple:
         """Returns a batch as the arrays that `read_arrays` takes."""
-        with sharding.use_mesh(self.mesh):
-            width = prompt.buffer_width(self.program, self.slots, batch.longest)
-        return batch.inputs(width)
+        width = sizes.num_slots(batch.longest)
+        # The number of chunks is data: prompts that need several share a program.
+        several = width > prompt.max_chunk(self.program, self.slots)
+        return batch.inputs(self.slots if several or self.one_prefill else width)
 
     def read_arrays(self, inputs: tuple, costs: Costs | None = None) -> DecodeState:
         """Returns the state after prompts; `inputs` are arrays like those of `inputs`."""

@@ -68,7 +68,8 @@ class Pool:
 
     def costs_of(self, rows: int) -> Costs | None:
         """Returns the costs of rounds of so many rows, measured when they are needed first."""
-        if self.loop.program.schedule is None:
+        schedule = self.loop.program.schedule
+        if schedule is None or not schedule.needs_costs:
             return None
         if rows not in self._costs:
             ids, params = self.sample

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from spsjax import verifiers
-from spsjax.decode import Program, prompt
-from spsjax.errors import check_flag
+from spsjax.decode import Program, sizes
+from spsjax.errors import InputError, check_flag, check_integer
 from spsjax.loading import Model
 from spsjax.parallel import multihost
 from spsjax.runtime import drafting, memory
@@ -74,22 +74,35 @@ class Setup:
         """Returns prompts as the loop takes them. Arguments and errors: `batch_of`."""
         return batch_of(self.model, prompts, params, max_new_tokens, seed, self.contexts, name)
 
-    def loop(self, slots: int) -> Loop:
-        """Returns the loop with buffers of this size."""
-        return Loop(self.program, self.params, slots, self.model.mesh)
+    def loop(self, slots: int, one_prefill: bool = False) -> Loop:
+        """Returns the loop with buffers of this size; see `Loop`."""
+        return Loop(self.program, self.params, slots, self.model.mesh, one_prefill)
 
-    def loop_for(self, prompts: Batch, caller: str) -> Loop:
+    def loop_for(self, prompts: Batch, caller: str, slots: int | None = None) -> Loop:
         """Returns the loop for one batch, after a check of the memory and of the other processes.
 
-        `caller` is the name of the call that all processes must be in.
+        Args:
+            prompts: the batch.
+            caller: name of the call that all processes must be in.
+            slots: the least size of the buffers, for prompts and texts of all lengths; None: the
+                smallest of a few sizes that these prompts need.
+
+        Raises:
+            InputError: `slots` has no room for a text, or the memory none for the buffers.
         """
-        call = prompts.prompts, prompts.new_tokens, prompts.params, prompts.seed
+        call = prompts.prompts, prompts.new_tokens, prompts.params, prompts.seed, slots
         multihost.check_same_everywhere(caller, self.program, *call, self.model.mesh)
-        rows, K = len(prompts.lengths), self.num_speculative_tokens
-        slots = prompts.slots(K, roomy=True)
-        with self.model.in_mesh():
-            if not prompt.has_room(self.program, rows, slots):
-                slots = prompts.slots(K)
-        arguments = "prompts, max_new_tokens"
-        memory.check(arguments, self.program, self.params, rows, slots, self.model.mesh)
-        return self.loop(slots)
+        arguments, size = "prompts, max_new_tokens", prompts.slots(self.num_speculative_tokens)
+        if slots is not None:
+            check_integer("slots", slots, 1, 2**31 - 1)
+            given = sizes.num_slots(slots)
+            if given < size:
+                needed = int(prompts.limits.max()) + self.num_speculative_tokens + 1
+                raise InputError(
+                    f"slots: expected at least {needed}, the tokens of the longest text and K + 1 "
+                    f"more, found {slots}"
+                )
+            arguments, size = "slots", given
+        rows = len(prompts.lengths)
+        memory.check(arguments, self.program, self.params, rows, size, self.model.mesh)
+        return self.loop(size, one_prefill=slots is not None)

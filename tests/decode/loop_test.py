@@ -150,6 +150,28 @@ def test_generate_without_drafter_emits_one_token_per_call(target):
     assert out.stats.block_efficiency == 1 and out.stats.acceptance_rate == 0
 
 
+def test_two_programs_serve_texts_of_all_lengths(target, draft):
+    """With `slots`, what changes is data: prompts of one or several chunks, and budgets."""
+    prompt = [(7 * index) % 48 for index in range(70)]
+    for length, new in ((70, 20), (3, 80), (64, 5)):
+        call = functools.partial(spsjax.generate, target, [prompt[:length]], draft, K, seed=length)
+        out = call(max_new_tokens=new, slots=90)
+        assert out.tokens[0].tolist() == call(max_new_tokens=new).tokens[0].tolist()
+        assert out.stats.compile_seconds == 0 or length == 70
+
+
+def test_depth_of_all_rounds_is_data(target, draft):
+    """All depths share programs, and give the tokens of a program for this K alone."""
+    for depth in (2, 1, K):
+        rule = decode.schedule.Fixed(depth, longest=K)
+        call = functools.partial(spsjax.generate, target, PROMPTS, draft, max_new_tokens=NEW)
+        out, expected = call(rule), call(depth)
+        assert_same_texts(out.tokens, expected.tokens)
+        histogram = out.stats.accepted_histogram
+        assert histogram[: depth + 1] == expected.stats.accepted_histogram
+        assert out.stats.compile_seconds == 0 or depth == 2
+
+
 class Letters:
     """A tokenizer whose ids are bytes, some of which are fractions of a character."""
 

@@ -129,3 +129,11 @@ def test_costs_of_one_depth_make_it_the_only_one(depth):
 def test_odd_options_are_refused(options, message):
     with pytest.raises(InputError, match=f"^{message}"):
         decode.schedule.Fastest(**options)
+
+
+def test_fixed_depth_beyond_the_longest_is_refused():
+    for depth in (-1, 9, 1.0):
+        with pytest.raises(InputError, match=f"^depth: expected .* from 0 to 8, found {depth}"):
+            decode.schedule.Fixed(depth)
+    with pytest.raises(InputError, match="^depth: expected an integer from 0 to 4, found 5"):
+        decode.schedule.Fixed(5).check(4)

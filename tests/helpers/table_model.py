@@ -57,7 +57,6 @@ def apply(
     tap_layers=(),
     num_logits=None,
     skipped=Skipped(),
-    looped=None,
     **where,
 ):
     """Replaces `transformer.apply`: looks a table up by the tokens that a node can see.
@@ -66,7 +65,6 @@ def apply(
     is the target's logits. Without some sub-layers they are another token's: a bad draft.
 
     Args:
-      looped: ignored; there are no layers.
       where: positions and ancestors, as `transformer.apply` takes them.
     """
     B, T = tokens_BT.shape

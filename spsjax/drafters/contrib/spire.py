@@ -209,14 +209,14 @@ class Drafter(features.FeatureDrafter):
         module, earlier = self.bind(params), [*zip(block.keys, block.values)]
         x_BTD = embedded.astype(self.dtype(params))
         outputs, rows = module(x_BTD, context, cache.segments(), earlier)
-        return outputs, context.block(*zip(*rows), len(tokens_BT))
+        return outputs, context.block(rows, len(tokens_BT))
 
     def _of_target(self, params: PyTree, taps: list[Array], positions_BT: Array) -> Block:
         """Returns the memories of tokens that the target has read, as a block."""
         context = context_of(taps[0].shape[1], None, positions_BT=positions_BT)
         memories = [tap.astype(self.dtype(params)) for tap in taps]
         rows = self.bind(params).remembered(memories, context, [None] * len(memories))
-        return context.block(*zip(*rows), len(memories[0]))
+        return context.block(rows, len(memories[0]))
 
 
 class _Layout(folders.OwnLayout):

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.models.caches import layered
 from spsjax.models.caches.dense import KVCache, Segment
-from spsjax.models.caches.layered import Layered
 from spsjax.models.caches.window import WindowCache
 from spsjax.parallel import sharding
 from spsjax.types import Array, pytree_dataclass
@@ -18,23 +16,20 @@ from spsjax.types import Array, pytree_dataclass
 class ChosenCache(WindowCache):
     """Window cache with earlier tokens that were selected once, per key-value head."""
 
-    chosen_keys: Layered  # one [B, G, N, C] per layer, or [B, L, G, N, C]
-    chosen_values: Layered  # one [B, G, N, C] per layer, or [B, L, G, N, C]
+    chosen_keys: tuple[Array, ...]  # one [B, G, N, C] per layer
+    chosen_values: tuple[Array, ...]  # one [B, G, N, C] per layer
     chosen: Array  # [B, N] bool, whether a slot has a token
     complete: Array  # [B] bool, whether the tokens of a row were selected
 
-    def by_layer(self):
-        """Returns a function from a layer to its window and its selected tokens."""
-        window_of = super().by_layer()
-
-        def segments(layer):
-            keys, values = (
-                sharding.whole_heads(layered.of_layer(array, layer))
-                for array in (self.chosen_keys, self.chosen_values)
+    def segments(self):
+        """Returns each layer's window and its selected tokens."""
+        visible, whole = self.chosen[:, None], sharding.whole_heads
+        return [
+            (*window, Segment(whole(keys), whole(values), visible, None, None))
+            for window, keys, values in zip(
+                super().segments(), self.chosen_keys, self.chosen_values
             )
-            return (*window_of(layer), Segment(keys, values, self.chosen[:, None], None, None))
-
-        return segments
+        ]
 
     def choose(self, cache: KVCache, scores: list[Array], ends_B: Array) -> "ChosenCache":
         """Returns the cache with the tokens of highest score, and a window without earlier tokens.
@@ -59,10 +54,7 @@ class ChosenCache(WindowCache):
         def unless_complete(old, new):
             return jnp.where(self.complete.reshape(-1, *[1] * (old.ndim - 1)), old, new)
 
-        rows = zip(scores, layered.as_list(cache.keys), layered.as_list(cache.values))
-        stacked = layered.is_stacked(self.chosen_keys)
-        keys_values = zip(*(gather(*row) for row in rows))
-        new = tuple(layered.joined(layers, stacked) for layers in keys_values)
+        new = tuple(zip(*map(gather, scores, cache.keys, cache.values)))
         chosen_keys, chosen_values = jax.tree.map(
             unless_complete, (self.chosen_keys, self.chosen_values), new
         )

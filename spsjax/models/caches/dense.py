@@ -8,7 +8,6 @@ are written in the same way.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -18,8 +17,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from spsjax import tree
-from spsjax.models.caches import layered
-from spsjax.models.caches.layered import Layered
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
@@ -53,8 +50,8 @@ class KVCache:
     parameters alone, and are cached because they take as long as a pass over S tokens.
     """
 
-    keys: Layered  # one [B, G, S, C] per layer, or [B, L, G, S, C]
-    values: Layered  # one [B, G, S, C] per layer, or [B, L, G, S, C]
+    keys: tuple[Array, ...]  # one [B, G, S, C] per layer
+    values: tuple[Array, ...]  # one [B, G, S, C] per layer
     lengths: Array  # [B] int32, number of valid slots per row
     distances: tuple[Array | None, ...]  # one [H, S, C] per layer, for distances S-1, ..., 0
 
@@ -62,7 +59,7 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        return jax.tree.leaves(self.keys)[0].shape[-2]
+        return self.keys[0].shape[2]
 
     @property
     def split(self) -> bool:
@@ -76,24 +73,14 @@ class KVCache:
 
     def segments(self) -> list[tuple[Segment, ...]]:
         """Returns the segments of each layer, whose tokens come before all new tokens."""
-        return [*map(self.by_layer(), range(layered.num_layers(self.keys)))]
-
-    def by_layer(self) -> Callable[[int | Array], tuple[Segment, ...]]:
-        """Returns a function from the index of a layer to its segments.
-
-        The index may be traced if the layers are in one array.
-        """
         positions = self.positions()
         visible = positions[:, None] >= 0
         whole = functools.partial(sharding.whole_heads, split=self.split)
-
-        def segments(layer):
-            keys, values = (whole(layered.of_layer(x, layer)) for x in (self.keys, self.values))
-            distances = self.distances[layer] if isinstance(layer, int) else None
-            kind = self.ordered, self.split
-            return (Segment(keys, values, visible, positions, distances, *kind),)
-
-        return segments
+        kind = self.ordered, self.split
+        return [
+            (Segment(whole(keys), whole(values), visible, positions, distances, *kind),)
+            for keys, values, distances in zip(self.keys, self.values, self.distances)
+        ]
 
     def at(self, lengths_B: Array) -> "KVCache":
         """Returns a cache with the same buffers and other lengths."""
@@ -125,7 +112,7 @@ class KVCache:
 
         def append(buffer_BGSC, rows_BGPC):
             if path_BP is not None:
-                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=rows_BGPC.ndim - 2)
+                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
             written = write(buffer_BGSC, rows_BGPC, starts)
             return sharding.whole_heads(row_major(written), self.split)
 
@@ -138,6 +125,11 @@ class KVCache:
         return self.write(output.block, None, self.lengths + tokens, output.hidden)
 
 
+def zeros(num_layers: int, shape: tuple[int, ...], dtype) -> tuple[Array, ...]:
+    """Returns one array of zeros per layer."""
+    return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+
+
 def splits_slots(slots: int) -> bool:
     """Returns whether the current mesh splits a cache with this number of slots."""
     count = sharding.slots_axis()
@@ -146,7 +138,7 @@ def splits_slots(slots: int) -> bool:
 
 def _write_rows(buffer_BGSC: Array, rows_BGPC: Array, starts_B: Array) -> Array:
     """Returns a buffer with new rows from slot `starts_B` on."""
-    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=buffer_BGSC.ndim - 3)
+    write_row = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
     return jax.vmap(write_row)(buffer_BGSC, rows_BGPC, starts_B)
 
 
@@ -195,22 +187,17 @@ def row_major(buffer: Array) -> Array:
     return lax.platform_dependent(buffer, tpu=constrained, default=lambda buffer: buffer)
 
 
-def empty(
-    num_layers: int, shape: tuple[int, ...], dtype, distances: tuple, stacked: bool = False
-) -> KVCache:
-    """Returns an empty cache; `shape` is [B, G, S, C]. `stacked`: in one array for all layers."""
-    keys, values = (layered.zeros(num_layers, shape, dtype, stacked) for _ in range(2))
+def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:
+    """Returns an empty cache; `shape` is [B, G, S, C]."""
+    keys, values = zeros(num_layers, shape, dtype), zeros(num_layers, shape, dtype)
     if splits_slots(shape[2]):
         split = functools.partial(sharding.whole_heads, split=True)
         keys, values = jax.tree.map(split, (keys, values))
     return KVCache(keys, values, jnp.zeros(shape[0], jnp.int32), distances)
 
 
-def empty_block(num_layers: int, shape: tuple[int, ...], dtype, stacked: bool = False) -> Block:
-    """Returns an empty block with room for P nodes; `shape` is [B, G, P, C].
-
-    `stacked`: in one array for all layers.
-    """
-    keys, values = (layered.zeros(num_layers, shape, dtype, stacked) for _ in range(2))
+def empty_block(num_layers: int, shape: tuple[int, ...], dtype) -> Block:
+    """Returns an empty block with room for P nodes; `shape` is [B, G, P, C]."""
+    keys, values = zeros(num_layers, shape, dtype), zeros(num_layers, shape, dtype)
     positions = jnp.full((shape[0], shape[2]), -1, jnp.int32)
     return Block(keys, values, positions, jnp.zeros((), jnp.int32))

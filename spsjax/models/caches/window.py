@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spsjax import tree
-from spsjax.models.caches import layered
-from spsjax.models.caches.dense import KVCache, row_major
+from spsjax.models.caches.dense import KVCache, row_major, zeros
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
 
@@ -72,7 +71,7 @@ class WindowCache(KVCache):
 
         def scatter(buffer_BGSC, rows_BGPC):
             if path_BP is not None:
-                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=rows_BGPC.ndim - 2)
+                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
             written = jax.vmap(put)(buffer_BGSC, rows_BGPC, index)
             return sharding.whole_heads(row_major(written))
 
@@ -89,18 +88,10 @@ SLACK = 32
 
 
 def empty_window(
-    num_layers: int,
-    shape: tuple[int, ...],
-    dtype,
-    distances: tuple,
-    sinks: int,
-    stacked: bool = False,
+    num_layers: int, shape: tuple[int, ...], dtype, distances: tuple, sinks: int
 ) -> WindowCache:
-    """Returns an empty cache; `shape` is [B, G, S, C], with the slots of the sinks.
-
-    `stacked`: in one array for all layers.
-    """
-    keys, values = (layered.zeros(num_layers, shape, dtype, stacked) for _ in range(2))
+    """Returns an empty cache; `shape` is [B, G, S, C], with the slots of the sinks."""
+    keys, values = zeros(num_layers, shape, dtype), zeros(num_layers, shape, dtype)
     lengths = jnp.zeros(shape[0], jnp.int32)
     slot_positions = jnp.full((shape[0], shape[2]), -1, jnp.int32)
     return WindowCache(keys, values, lengths, distances, slot_positions, sinks)
