@@ -43,6 +43,10 @@ class Schedule(abc.ABC):
     def longest(self) -> int:
         return base.SCHEDULED_TOKENS
 
+    def scored_depths(self, num_speculative_tokens: int) -> tuple[int, ...]:
+        """Returns the depths for which a scoring pass is compiled, K among them."""
+        return scored_depths(num_speculative_tokens)
+
     def check(self, num_speculative_tokens: int) -> None:  # noqa: B027 (most rules take any K)
         """Raises InputError if it asks for deeper drafts than the drafter's K."""
 
@@ -70,7 +74,7 @@ class Schedule(abc.ABC):
 
 
 def scored_depths(num_speculative_tokens: int) -> tuple[int, ...]:
-    """Returns the depths for which a scoring pass is compiled: 0, 1, 2, 4, 6, 7, 11, 15, ..., K.
+    """Returns depths at which a longer scoring pass takes longer: 0, 1, 2, 4, 6, 7, 11, 15, ..., K.
 
     With the root, the long ones are 8, 12, 16, 24, ... rows of a matrix product.
     """
@@ -182,8 +186,8 @@ class Fixed(Schedule):
     """Drafts every round to the same depth, which is data. Lossless.
 
     All depths share their programs: a sweep over K compiles two. A round may take longer than one
-    of a program for this K alone, because it is scored by the smallest of a few compiled passes
-    that holds it (`scored_depths`).
+    of a program for this K alone: there are two scoring passes, for half the greatest depth and
+    for all of it, and the smaller one that holds the round's is taken.
 
     Attributes:
         depth: depth of every round, at most `longest`.
@@ -198,6 +202,9 @@ class Fixed(Schedule):
     def __post_init__(self):
         check_integer("longest", self.longest, 1)
         check_integer("depth", self.depth, 0, self.longest)
+
+    def scored_depths(self, num_speculative_tokens):
+        return num_speculative_tokens // 2, num_speculative_tokens
 
     def check(self, num_speculative_tokens):
         check_integer("depth", self.depth, 0, num_speculative_tokens)

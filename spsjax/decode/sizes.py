@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
-from spsjax.decode import schedule
 from spsjax.decode.state import Program
 from spsjax.types import Array, Block, ModelOutput, Proposal, Verdict
 
@@ -40,7 +39,7 @@ def at_smallest_size(
     K, counts = drafter.num_speculative_tokens, {*drafter.score_sizes}
     if program.schedule is not None:
         # In a tree, most draft tokens may be of any depth.
-        depths = schedule.scored_depths(K)
+        depths = program.schedule.scored_depths(K)
         counts |= {*depths} if proposal.parents is None else {0}
     counts = sorted({count for count in counts if count < N} | {N})
 

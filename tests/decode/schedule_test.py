@@ -135,5 +135,5 @@ def test_fixed_depth_beyond_the_longest_is_refused():
     for depth in (-1, 9, 1.0):
         with pytest.raises(InputError, match=f"^depth: expected .* from 0 to 8, found {depth}"):
             decode.schedule.Fixed(depth)
-    with pytest.raises(InputError, match="^depth: expected an integer from 0 to 4, found 5"):
+    with pytest.raises(InputError, match=r"^depth: expected an integer from 0 to 4, found 5"):
         decode.schedule.Fixed(5).check(4)
