@@ -14,6 +14,7 @@ configs/experiments/serve.py lists them.
 """
 
 import dataclasses
+import functools
 import ipaddress
 import os
 import pathlib
@@ -66,20 +67,17 @@ def run():
     limits = {name: config[name] for name in ("most_bytes", "most_tokens")}
     key = os.environ.get("SPSJAX_API_KEY", "")
     page = page_of(config, target, drafter, limits, bool(key))
-    if (room := engine.room_after([]) - 1) < 1:
+    if engine.room_after([]) < 2:
         raise InputError(f"slots: expected room for a prompt and a token, found {engine.slots}")
-    lengths = (config.chunk + 1, config.chunk, 128, 96, 64, 48, 32)
-    lengths = dict.fromkeys(min(length, room) for length in lengths)
-    prompts = [_PROMPT * length for length in lengths]
     if address is not None:
-        serve(config, engine, prompts, page, address, app.Options(target.name, key, **limits))
+        serve(config, engine, page, address, app.Options(target.name, key, **limits))
         return
     if config.warm_up:
-        engine.warm_up(prompts)
+        engine.warm_up(_PROMPT)
     engine.follow()
 
 
-def serve(config, engine, prompts: list, page, address: tuple[socket.socket, bool], options):
+def serve(config, engine, page, address: tuple[socket.socket, bool], options):
     """Serves an engine at an address that `bound` returned, until the server is stopped."""
     import uvicorn
 
@@ -96,11 +94,25 @@ def serve(config, engine, prompts: list, page, address: tuple[socket.socket, boo
     def prepare():
         serving.wait()
         try:
-            engine.warm_up(prompts, progress=progress())
-        except Exception as error:  # raised when the server has ended
-            failure.append(error)
-            server.should_exit = True
+            if jax.process_count() > 1:  # which compile the same at the same time
+                engine.warm_up(_PROMPT, progress=progress())
+                return
+            engine.begin(_PROMPT)
+        except Exception as error:
+            fail(error)
             sys.exit()  # this thread: the engine is not ready
+        rest = functools.partial(engine.compile_rest, progress())
+        threading.Thread(target=guarded, args=(rest,), name="compilation", daemon=True).start()
+
+    def guarded(function):
+        try:
+            function()
+        except Exception as error:
+            fail(error)
+
+    def fail(error):  # raised when the server has ended
+        failure.append(error)
+        server.should_exit = True
 
     worker = Worker(engine, config.most_waiting, prepare if config.warm_up else None)
     served = app.make(worker, options, page)
@@ -155,10 +167,8 @@ def progress() -> Callable[[int, int], None]:
 
     def show(done: int, steps: int) -> None:
         seconds = time.monotonic() - start
-        if done < steps:
-            terminal.note(f"Compiling: {done} of {steps} steps, {seconds:.0f} s; /health says when")
-        else:
-            terminal.note(f"Ready after {seconds:.0f} s")
+        serves = "; requests are answered, and slower until the end" if done < steps else ""
+        terminal.note(f"Compiled: {done} of {steps} steps, {seconds:.0f} s{serves}")
 
     return show
 

@@ -68,9 +68,7 @@ def run(
     """
 
     def unfinished(carry):
-        count, state, _ = carry
-        going = ~jnp.all(state.done) & ~jnp.any(state.failed)
-        return going if max_rounds is None else going & (count < max_rounds)
+        return _is_unfinished(carry[1]) & (True if max_rounds is None else carry[0] < max_rounds)
 
     def depths_of(state):
         if program.schedule is not None:
@@ -94,6 +92,22 @@ def run(
     body = advance if program.schedule is None else skip_then_draft
     start = jnp.zeros((), jnp.int32), state, depths_of(state)
     return lax.while_loop(unfinished, body, start)[1]
+
+
+def rest(program: Program, params: PyTree, state: DecodeState, max_rounds: Array) -> DecodeState:
+    """Does what `run` does with a schedule that never drafts; the program has any schedule."""
+    plain, nothing = without_drafts(program), jnp.zeros_like(state.lengths)
+
+    def advance(carry):
+        return carry[0] + 1, step(plain, params, carry[1], nothing)
+
+    start = jnp.zeros((), jnp.int32), state
+    unfinished = lambda carry: _is_unfinished(carry[1]) & (carry[0] < max_rounds)  # noqa: E731
+    return lax.while_loop(unfinished, advance, start)[1]
+
+
+def _is_unfinished(state: DecodeState) -> Array:
+    return ~jnp.all(state.done) & ~jnp.any(state.failed)
 
 
 def without_drafts(program: Program) -> Program:

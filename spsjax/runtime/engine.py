@@ -1,6 +1,7 @@
 """Continuous batching: many requests in the rows of one loop."""
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -130,32 +131,37 @@ class Engine:
 
     def warm_up(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompt: str | Sequence[int],
         sampling: SamplingParams = SamplingParams(),
         progress: Callable[[int, int], None] = lambda done, steps: None,
     ) -> None:
-        """Compiles what requests like these need, for loops of all sizes, while nothing else runs.
+        """Compiles what requests need, for loops of all sizes, while nothing else runs.
 
         Otherwise this happens when it is needed first, and all requests wait. With "auto", the
-        costs of rounds are measured on the first prompt. `progress` is called with the number of
-        steps that are done and that of all steps.
+        costs of rounds are measured on the prompt. `progress` is called with the number of steps
+        that are done and that of all steps.
         """
-        if not prompts:
-            raise InputError("prompts: expected at least one, found none")
+        self.begin(prompt, sampling)
+        self.compile_rest(progress)
+
+    def begin(self, prompt: str | Sequence[int], sampling=SamplingParams()) -> None:
+        """Compiles the least that requests need; `compile_rest` compiles the rest behind them.
+
+        That is the reading of chunks, and the largest loop. With a schedule such as "auto", this
+        loop drafts nothing for now, which compiles faster. Arguments: those of `warm_up`.
+        """
         pool = self._pool
-        steps = len(prompts) + len(pool.sizes)
-        for done, prompt in enumerate(prompts):
-            progress(done, steps)
-            self._finish(self._request(prompt, sampling, 1, 0))
-        for done, rows in enumerate(pool.sizes, len(prompts)):
-            progress(done, steps)
-            pool.clear(rows)
-            self._finish(self._request(prompts[0], sampling, 1, 0))
-            pool.empty_row(0)
-            for others in pool.sizes:
-                pool.loop.take(pool.state, np.full(others, -1, np.int32))
-        jax.block_until_ready(pool.state)
-        progress(steps, steps)
+        pool.compiled = set(), {pool.chunk}
+        (ids,) = self._request(prompt, sampling, 0, 0).batch.prompts
+        length = min(pool.chunk + 1, self.room_after([]) - 1)  # more than one chunk
+        self._finish(self._request((ids * length)[:length], sampling, 1, 0))
+
+    def compile_rest(self, progress: Callable[[int, int], None] = lambda done, steps: None) -> None:
+        """Compiles what `begin` has left, of one process in another thread than the engine's.
+
+        Requests wait while the costs of rounds are measured. `progress` is that of `warm_up`.
+        """
+        self._pool.compile_rest(self._turn, progress)
 
     def close(self) -> None:
         """Cancels all requests, and takes no more of them. Other processes stop following."""
@@ -181,20 +187,29 @@ class Engine:
             if self._stepping:
                 self._changed.wait()
                 return self._busy()
+        with self._turn():
+            try:
+                self._update()
+                self._advance()
+            except BaseException as error:
+                self._give_up(error)
+                # Somebody wants to stop, or other processes would go on without this one.
+                if not isinstance(error, Exception) or jax.process_count() > 1:
+                    raise
+        return self._busy()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits until no other thread runs the engine, and keeps others from running it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._stepping)
             self._stepping = True
         try:
-            self._update()
-            self._advance()
-        except BaseException as error:
-            self._give_up(error)
-            # Somebody wants to stop, or other processes would go on without this one.
-            if not isinstance(error, Exception) or jax.process_count() > 1:
-                raise
+            yield
         finally:
             with self._changed:
                 self._stepping = False
                 self._changed.notify_all()
-        return self._busy()
 
     def _busy(self) -> bool:
         return any(True for _ in self._all())

@@ -86,6 +86,15 @@ class Loop:
         run = self.call(step.run, self.program, donate=1)
         return run(self.params, state, np.int32(max_rounds), costs)
 
+    def rest(self, state: DecodeState, max_rounds: int) -> DecodeState:
+        """Returns the state after at most so many rounds without a draft, which compile faster.
+
+        The program has a schedule. The given state is used up.
+        """
+        return self.call(step.rest, self.program, donate=1)(
+            self.params, state, np.int32(max_rounds)
+        )
+
     def empty(self, batch: Batch, costs: Costs | None = None) -> DecodeState:
         """Returns a state with the rows of a batch, of which nothing is read, for `insert`."""
         empty = self.call(prompt.empty, self.program, self.slots)

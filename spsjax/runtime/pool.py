@@ -1,5 +1,8 @@
 """The rows of one loop, of which there are as many as requests need."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import jax
 import numpy as np
 
@@ -9,6 +12,7 @@ from spsjax.parallel import multihost, sharding
 from spsjax.runtime import batch, costs
 from spsjax.runtime.batch import Batch
 from spsjax.runtime.setup import Setup
+from spsjax.sampling import SamplingParams
 from spsjax.types import Array, PyTree
 
 _PATIENCE = 8  # times in a row that fewer rows would do before the loop has fewer
@@ -50,6 +54,9 @@ class Pool:
         loop: the compiled loop.
         sizes: numbers of rows for which it is compiled, ascending.
         chunk: the most tokens of a prompt that are read at once.
+        compiled: which of these sizes and which widths of chunks are compiled; None: each is when
+            it is needed first. Until a size is, its requests run in the largest loop, which drafts
+            nothing meanwhile if it has a schedule.
         state: state of all rows; None: nothing has run, or the rows were lost.
         sample: prompt and sampling parameters on which the costs of rounds are measured.
     """
@@ -61,6 +68,7 @@ class Pool:
         self.sizes = row_sizes(-(-rows // least) * least, least)
         most = min(chunk, prompt.max_chunk(setup.program, slots))
         self.chunk = prompt.chunk_width(slots, most)
+        self.compiled: tuple[set[int], set[int]] | None = None
         self.state: DecodeState | None = None
         self.sample: tuple | None = None
         self._costs: dict[int, Costs] = {}  # by number of rows
@@ -68,14 +76,21 @@ class Pool:
 
     def costs_of(self, rows: int) -> Costs | None:
         """Returns the costs of rounds of so many rows, measured when they are needed first."""
-        schedule = self.loop.program.schedule
-        if schedule is None or not schedule.needs_costs:
+        if not self._needs_costs or not self.is_compiled(rows):
             return None
         if rows not in self._costs:
-            ids, params = self.sample
-            measured = self.setup.batch([ids] * rows, params, 0, 0, "prompt")
-            self._costs[rows] = costs.of(self.loop, measured)
+            self._costs[rows] = costs.of(self.loop, self._measured(rows))
         return self._costs[rows]
+
+    def _measured(self, rows: int) -> Batch:
+        """Returns the batch on which the costs of rounds of so many rows are measured."""
+        ids, params = self.sample
+        return self.setup.batch([ids] * rows, params, 0, 0, "prompt")
+
+    @property
+    def _needs_costs(self) -> bool:
+        schedule = self.loop.program.schedule
+        return schedule is not None and schedule.needs_costs
 
     def clear(self, rows: int) -> None:
         """Makes a state of so many rows, all of them done."""
@@ -86,6 +101,8 @@ class Pool:
     def read(self, reading: Reading) -> DecodeState | None:
         """Reads the next chunk of a prompt; after the last one, returns the state of its row."""
         width = min(self.chunk, sizes.num_slots(reading.length), self.loop.slots)
+        if self.compiled is not None and width not in self.compiled[1]:
+            width = self.chunk
         _, lengths, *_ = reading.batch.arrays
         reading.caches = self.loop.read_chunk(
             reading.tokens, lengths, reading.count, reading.caches, width=width
@@ -113,7 +130,8 @@ class Pool:
 
         Returns whether the used rows have moved: to the first rows, in their order.
         """
-        size = next(size for size in self.sizes if size >= count)
+        possible = [size for size in self.sizes[:-1] if self.is_compiled(size)]
+        size = next((size for size in possible if size >= count), self.sizes[-1])
         if self.state is None:
             self.clear(size)
             multihost.settle(self.state)
@@ -130,6 +148,61 @@ class Pool:
 
     def run(self, rounds: int) -> dict[str, np.ndarray]:
         """Runs the loop for a few rounds; returns what the host reads of the state."""
-        known = self.costs_of(len(self.state.done))
-        self.state = self.loop.run(self.state, rounds, known)
+        rows = len(self.state.done)
+        if self.loop.program.schedule is None or self.is_compiled(rows):
+            self.state = self.loop.run(self.state, rounds, self.costs_of(rows))
+        else:
+            self.state = self.loop.rest(self.state, rounds)
         return multihost.to_host({name: getattr(self.state, name) for name in _READ_BY_HOST})
+
+    def is_compiled(self, rows: int) -> bool:
+        """Returns whether loops of so many rows may run; see `compiled`."""
+        return self.compiled is None or rows in self.compiled[0]
+
+    def compile_rest(
+        self,
+        turn: Callable[[], AbstractContextManager],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Compiles what is not compiled, beside what runs.
+
+        Args:
+            turn: returns a context in which nothing else runs.
+            progress: called with the number of steps that are done and that of all steps.
+        """
+        lengths = range(1, self.chunk + 1)
+        widths = sorted({min(self.chunk, sizes.num_slots(length)) for length in lengths})
+        steps = len(self.sizes) + len(widths)
+        for done, rows in enumerate(self.sizes):
+            progress(done, steps)
+            self._compile_size(rows)
+            with turn():
+                self.compiled[0].add(rows)
+                self.costs_of(rows)
+        for done, width in enumerate(widths, len(self.sizes)):
+            progress(done, steps)
+            self._read_blank(width)
+            self.compiled[1].add(width)
+        self.compiled = None
+        progress(steps, steps)
+
+    def _compile_size(self, rows: int) -> None:
+        """Compiles the loop of so many rows, and all that is done with them, beside what runs.
+
+        It needs memory for a second state. Costs are measured, which compiles what is timed, but
+        not kept: what runs meanwhile disturbs them.
+        """
+        known = costs.measure(self.loop, self._measured(rows)) if self._needs_costs else None
+        state = self.loop.empty(batch.blank(rows, self.loop.mesh), known)
+        state = self.loop.insert(state, 0, self._read_blank(self.chunk))
+        state = self.loop.stop(self.loop.run(state, 1, known), 0)
+        for others in self.sizes:
+            moved = self.loop.take(state, np.full(others, -1, np.int32))
+            multihost.settle(self.loop.take(moved, np.full(rows, -1, np.int32)))
+
+    def _read_blank(self, width: int) -> DecodeState:
+        """Returns the state after a prompt of one token that ends there."""
+        reading = Reading(self.setup.batch([[0]], SamplingParams(), 0, 0), self.loop.slots)
+        _, lengths, *_ = reading.batch.arrays
+        caches = self.loop.read_chunk(reading.tokens, lengths, width=width)
+        return self.loop.begin(caches, reading.batch, reading.tokens)

@@ -68,7 +68,7 @@ def run():
 
 def serve(engine: spsjax.Engine) -> None:
     """Prints the tokens of requests that come one after another, of which one is cancelled."""
-    engine.warm_up(PROMPTS[:1])
+    engine.warm_up(PROMPTS[0])
     if not multihost.is_main_process():
         engine.follow()
         return

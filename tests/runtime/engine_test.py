@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from helpers import drafting
@@ -35,7 +36,7 @@ def engine(target, draft):
 def alone(target, draft, prompt, sampling=SamplingParams(), count=20, seed=0, **options):
     """Returns the tokens of `generate`: with a draft beside an empty row, else in a single row."""
     prompts, counts = ([prompt], [count]) if draft is None else ([prompt, [0]], [count, 0])
-    with mock.patch.object(decode.sizes, "num_slots", lambda length, roomy=False: SLOTS):
+    with mock.patch.object(decode.sizes, "num_slots", lambda length: SLOTS):
         out = spsjax.generate(target, prompts, draft, K, sampling, counts, seed, **options)
     return out.tokens[0].tolist()
 
@@ -104,6 +105,27 @@ def test_engine_with_auto_serves_the_target_s_greedy_tokens(target, draft, monke
             requests = [engine.submit(prompt, one, 6) for prompt in some]
             for request in requests:
                 assert request.result() == alone(target, None, request.prompt, GREEDY, 6)
+
+
+def test_engine_answers_before_all_is_compiled(target, draft, lasting, monkeypatch):
+    """The largest loop drafts nothing at first; a text that has begun goes on when it drafts."""
+    monkeypatch.setattr(base, "SCHEDULED_TOKENS", K)
+    monkeypatch.setattr(pool_module, "row_sizes", lambda most, least: [most])
+
+    def always(loop, batch):
+        deepest = loop.program.drafter.num_speculative_tokens
+        return jax.device_put(decode.schedule.only(deepest, deepest))
+
+    monkeypatch.setattr(costs, "measure", always)
+    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=SLOTS, chunk=16, rounds=1)
+    engine.begin([1, 2, 3])
+    request = engine.submit(lasting, GREEDY, 40)
+    while len(request.tokens) < 5:
+        engine.step()
+    assert request.accepted_histogram[0] == request.rounds == len(request.tokens)
+    engine.compile_rest()
+    assert request.result() == alone(target, None, lasting, GREEDY, 40)
+    assert sum(request.accepted_histogram[1:]) > 0
 
 
 def test_loop_has_as_many_rows_as_requests_need(target, lasting):
@@ -320,8 +342,8 @@ def test_warm_engine_compiles_nothing_more(target, draft):
     """While the loop shrinks, grows to four rows and shrinks again; rows keep their texts."""
     engine = spsjax.Engine(target, draft, K, rows=4, slots=SLOTS, rounds=1, stop_at_eos=False)
     steps = []
-    engine.warm_up([[1, 2, 3]], progress=lambda *step: steps.append(step))
-    assert steps == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    engine.warm_up([1, 2, 3], progress=lambda *step: steps.append(step))
+    assert steps == [(step, 7) for step in range(8)]  # three sizes, four widths of chunks
     compiled_at = getattr(compilation._newest, "ended", 0)
     requests, counts, rows = [], (90, 6, 6, 90, 0, 12, 90), []
     for seeds in ([0], range(1, 6), [6]):
@@ -345,5 +367,5 @@ def test_a_closed_engine_ends_its_requests_and_takes_no_more(target):
     assert all(one.done and one.cancelled for one in requests)
     with pytest.raises(InputError, match=r"^submit: expected an open engine"):
         engine.submit([1, 2], max_new_tokens=5)
-    with pytest.raises(InputError, match=r"^prompts: expected at least one"):
+    with pytest.raises(InputError, match=r"^prompt: expected at least one token"):
         plain_engine(target, 1).warm_up([])

@@ -92,7 +92,7 @@ def engines(config: ConfigDict, depths: list, workdir: pathlib.Path) -> LoadSyst
         all_engines.append(engine)
     configs.begin(f"Load of {target.name}, drafted by {config.draft}", config, workdir)
     for engine in terminal.progress("engines compiled")(all_engines):
-        engine.warm_up(prompts, sampling)
+        engine.warm_up(prompts[0], sampling)
 
     def serve(engine, jobs, clients, progress):
         return load.run(engine, jobs, sampling, clients, progress)
