@@ -33,7 +33,7 @@ from spsjax.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to measure.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _SIZE = flags.DEFINE_string("size", None, "Time ArS of a random model of this size: 90M.")
 _RANDOM = flags.DEFINE_bool("random", False, "Time random weights of shapes in configs/models.")
 _PEER = flags.DEFINE_multi_enum("peer", [], peers.NAMES, peers.HELP)
@@ -58,7 +58,7 @@ def run():
     for name in _PEER.value:
         main.check_installed(f"--peer={name}", *peers.modules(name))
     if kind == "pair":
-        configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
+        configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=_RANDOM.value)
         pair.run(config, workdir, _environment.MODELS, _RANDOM.value, _SIZE.value, _PEER.value)
     else:
         main.check_one_process()

@@ -1,7 +1,7 @@
 """Compiles a pair for a TPU slice that is not attached, and reports memory and lower bounds.
 
 python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
-python scripts/compile_tpu.py --topology=v5e:2x4 --config.target=... --json=report.json
+python scripts/compile_tpu.py --config.target=llama:3.1-8b --config.draft=llama:3.2-1b --json=a.json
 python scripts/compile_tpu.py --drafter=eagle3 --config.target=llama:3-70b
 python scripts/compile_tpu.py --drafter=sparse_self:512 --config.target=llama:3.1-8b \
     --config.batch=16 --config.prompt_tokens=32256
@@ -43,6 +43,8 @@ OF_REPORT = "acceptance", "collective_us", "compiler_options"
 
 
 def run():
+    if not _DRAFTER.value:
+        configs.choose_pair(_CONFIG.value, models=True)
     config = _CONFIG.value.to_dict()
     main.check_writable(_JSON.value)
     target = configs.model_config(config.pop("target"), _environment.MODELS)

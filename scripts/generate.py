@@ -26,7 +26,7 @@ from spsjax.utils import from_config
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to generate.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue.")
 _FILE = flags.DEFINE_string("file", None, "File with the text; - is the standard input.")
 _PROMPTS = flags.DEFINE_string(
@@ -42,7 +42,7 @@ def run():
     configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     prompts = read_prompts()
     options = {
-        "sampling": from_config.build("sampling", spsjax.SamplingParams, config.sampling),
+        "sampling": from_config.build_section("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "verifier": verifier(config),

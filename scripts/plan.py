@@ -32,7 +32,7 @@ from spsjax.utils import atomic_files
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to plan.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
+_DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
 
 
@@ -46,7 +46,7 @@ def plan_tree(config) -> Iterator[Outcome]:
 
 
 def plan_context(config) -> Iterator[Outcome]:
-    config.target, config.draft = _TARGET.value or config.target, _DRAFT.value or config.draft
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
     names = config.target, config.draft
     shapes = (configs.model_config(name, _environment.MODELS) for name in names)
     yield contexts.plan(config, *shapes)

@@ -20,18 +20,18 @@ from spsjax.models import transformer
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to show.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 
 
 def run():
     config = _CONFIG.value
-    configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=True)
+    configs.choose_pair(config, _TARGET.value, _DRAFT.value)
     if config.preview not in config.run_settings:
         known = ", ".join(config.run_settings)
         raise spsjax.InputError(f"preview: expected one of {known}, found {config.preview}")
     check_integer("prompts", config.prompts, 1)
     target = spsjax.load(config.target, dtype=config.dtype)
-    draft = spsjax.load(config.draft, dtype=config.dtype)
+    draft = configs.load_drafter("model", config.draft, config, target, config.dtype)
     for model in (target, draft):
         print(f"{model.name}: {transformer.num_params(model.params) / 1e6:.1f}M parameters")
     if target.tokenizer is None:

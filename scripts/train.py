@@ -28,6 +28,8 @@ main.require("config", "workdir")
 
 def run():
     config = _CONFIG.value
+    if "draft" in config:
+        configs.choose_pair(config, weights=True)
     mesh = configs.mesh(config.mesh) if "mesh" in config else None
     fit.train(config, _WORKDIR.value, mesh, _EXPORT.value)
 

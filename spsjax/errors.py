@@ -1,8 +1,10 @@
 """Errors that a user can cause, with one-line messages, and checks of inputs."""
 
+import difflib
 import os
 import pathlib
 import reprlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,6 +26,15 @@ def short_repr(value) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     return " ".join(short.repr(value).split())
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns ". Did you mean X?" with the known name that is most like a name, or "" for none.
+
+    It is the end of a message. The known name is shown behind `prefix`.
+    """
+    near = difflib.get_close_matches(name, [*known], 1)
+    return f". Did you mean {prefix}{near[0]}?" if near else ""
 
 
 def check_integer(name: str, value, least: int, most: int | None = None) -> None:

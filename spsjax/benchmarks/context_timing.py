@@ -23,12 +23,13 @@ def plan(options, progress: TitledProgress = lambda title: iter) -> Outcome:
     `options` is the section `measured` of configs/experiments/plan_context.py. Raises InputError
     for a value that cannot be used, or for a point that does not fit into memory.
     """
-    shape = from_config.build("measured.shape", Config, options.shape)
+    shape = from_config.build_section("measured.shape", Config, options.shape)
     check_integer("measured.slots", options.slots, sparse_self.Drafter.sinks + 1)
     for field in ("num_speculative_tokens", "new_tokens", "repetitions"):
         check_integer(f"measured.{field}", options[field], 1)
     for point in options.points:
-        if len(point) != 2 or not all(type(size) is int and size > 0 for size in point):
+        is_pair = isinstance(point, (tuple, list)) and len(point) == 2
+        if not is_pair or not all(type(size) is int and size > 0 for size in point):
             raise InputError(
                 f"measured.points: expected a batch and a context, found {short_repr(point)}"
             )

@@ -12,7 +12,7 @@ from spsjax.benchmarks.systems import System, speculative_systems, spsjax_system
 from spsjax.benchmarks.task_workloads import TaskPlan
 from spsjax.benchmarks.tasks.base import Task
 from spsjax.benchmarks.theory_check import LoopCosts, Prediction
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_integer
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
 from spsjax.planning import hardware
@@ -99,14 +99,17 @@ def prepare(
     counts, field = section.num_speculative_tokens, f"{experiment}.num_speculative_tokens"
     if not counts:
         raise InputError(f"{field}: expected at least one, found none")
-    plan = from_config.build(f"{experiment}.plan", TaskPlan, section.plan)
+    check_integer("analysed_texts", config.analysed_texts, 0)
+    plan = from_config.build_section(f"{experiment}.plan", TaskPlan, section.plan)
     drafted = speculative_systems(target, drafter, counts, field)
     systems = [spsjax_system("ArS", target), *drafted, *others]
     # The examples of all tasks are selected first: a mistake is found before anything is written.
-    selected = {
-        name: (task, task_workloads.select_examples(task, target, systems, plan))
-        for name, task in task_workloads.load_tasks(config, section.tasks).items()
-    }
+    tasks = task_workloads.load_tasks(config, section.tasks, f"{experiment}.tasks")
+    with from_config.whole_keys(f"{experiment}.plan", section.plan):
+        selected = {
+            name: (task, task_workloads.select_examples(task, target, systems, plan))
+            for name, task in tasks.items()
+        }
     multihost.lock_folder(workdir)
     depends_on = {"experiment": experiment, **_dependencies(config, target, drafter, systems, plan)}
     jobs = {}

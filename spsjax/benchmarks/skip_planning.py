@@ -48,7 +48,7 @@ def plan(config, mesh=None, progress: TitledProgress = lambda title: iter) -> Ou
     `config` is configs/experiments/plan_skips.py. Raises InputError for a value that cannot be
     used.
     """
-    params = from_config.build("sampling", SamplingParams, config.sampling)
+    params = from_config.build_section("sampling", SamplingParams, config.sampling)
     for field in ("most_tokens", "prompts", "prompt_tokens", "max_new_tokens"):
         check_integer(field, config[field], 1)
     target = loading.load(config.target, mesh, config.dtype)

@@ -11,7 +11,7 @@ from spsjax.benchmarks.summary import SystemSummary
 from spsjax.benchmarks.systems import Role, System, speculative_systems, spsjax_system
 from spsjax.drafters import ngram
 from spsjax.errors import InputError
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
 from spsjax.planning import hardware
 from spsjax.sampling import SamplingParams
@@ -69,7 +69,7 @@ class SpeedReport:
 def speed_benchmark(
     config,
     target: Model,
-    draft: Model | None,
+    draft: Model | LoadedDrafter | None,
     others: Sequence[System] = (),
     progress: Progress = iter,
     verifier: Verifier | None = None,
@@ -77,7 +77,7 @@ def speed_benchmark(
     """Measures ArS, SpS over K, prompt lookup and other systems on the same prompts.
 
     `config` is like configs/experiments/benchmark.py. Without a draft, only the target is measured.
-    The verifier applies to the draft model.
+    The verifier applies to the drafter.
     """
     for field in ("prompts", "prompt_tokens", "max_new_tokens", "repetitions"):
         if config[field] < 1:
@@ -107,7 +107,9 @@ def speed_benchmark(
     )
 
 
-def trial(config, target: Model, draft: Model, progress: Progress = iter) -> list[SystemSummary]:
+def trial(
+    config, target: Model, draft: Model | LoadedDrafter, progress: Progress = iter
+) -> list[SystemSummary]:
     """Measures every K once on the first `config.trial_prompts` prompts, to find the fastest K."""
     prompts = itertools.islice(workloads.prompts_of(config, target).items(), config.trial_prompts)
     systems, settings = _systems(config, target, draft), workloads.sampling_settings(config)
@@ -147,15 +149,18 @@ def compare_speed(
 
 
 def _systems(
-    config, target: Model, draft: Model | None, verifier: Verifier | None = None
+    config,
+    target: Model,
+    draft: Model | LoadedDrafter | None,
+    verifier: Verifier | None = None,
 ) -> list[System]:
-    """Returns the systems of a config; the verifier applies to the draft model."""
+    """Returns the systems of a config; the verifier applies to the drafter."""
     counts = config.num_speculative_tokens if draft else ()
     systems = [spsjax_system("ArS", target)]
     field = "num_speculative_tokens"
     systems += speculative_systems(target, draft, counts, field, verifier)
     if draft and config.ngram.num_speculative_tokens:
-        lookup = from_config.build("ngram", ngram.Drafter, config.ngram)
+        lookup = from_config.build_section("ngram", ngram.Drafter, config.ngram)
         K = lookup.num_speculative_tokens
         systems.append(spsjax_system("n-gram", target, lookup, K, role=Role.ALTERNATIVE))
     return systems

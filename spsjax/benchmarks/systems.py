@@ -8,7 +8,7 @@ from spsjax import decode, generation
 from spsjax.benchmarks import microbenchmarks
 from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.loading import Model
+from spsjax.loading import LoadedDrafter, Model
 from spsjax.runtime import drafting
 from spsjax.sampling import SamplingParams
 from spsjax.verifiers.base import Verifier
@@ -55,7 +55,7 @@ class System:
 def spsjax_system(
     name: str,
     target: Model,
-    drafter: Model | base.Drafter | None = None,
+    drafter: Model | LoadedDrafter | base.Drafter | None = None,
     num_speculative_tokens: int | str = 0,
     role: Role | None = None,
     verifier: Verifier | None = None,
@@ -97,7 +97,7 @@ def spsjax_system(
 
 def speculative_systems(
     target: Model,
-    drafter: Model | base.Drafter,
+    drafter: Model | LoadedDrafter | base.Drafter,
     counts: Sequence[int | str],
     field: str,
     verifier: Verifier | None = None,

@@ -145,13 +145,16 @@ def evenly_spaced(items: Sequence, count: int) -> list:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def load_tasks(config, names: Sequence[str]) -> dict[str, Task]:
-    """Returns the tasks whose files the config names; raises InputError if there is none."""
+def load_tasks(config, names: Sequence[str], field: str = "run_tasks") -> dict[str, Task]:
+    """Returns the tasks whose files the config names; raises InputError if there is none.
+
+    `field` is the key of the config that has the names.
+    """
     tasks = {}
     for name in names:
         if name not in config.tasks:
             known = ", ".join(config.tasks)
-            raise InputError(f"tasks: expected some of {known}, found {name!r}")
+            raise InputError(f"{field}: expected some of {known}, found {short_repr(name)}")
         fields = config.tasks[name]
         files = [key for key in ("path", "shots") if key in fields]
         missing = [key for key in files if not fields[key]]
@@ -159,7 +162,7 @@ def load_tasks(config, names: Sequence[str]) -> dict[str, Task]:
             raise InputError(f"tasks.{name}.{missing[0]}: expected a file, found none")
         if not missing:
             kind = importlib.import_module(f"spsjax.benchmarks.tasks.{name}").Task
-            tasks[name] = from_config.build(f"tasks.{name}", kind, fields)
+            tasks[name] = from_config.build_section(f"tasks.{name}", kind, fields)
     if not tasks:
         raise InputError(f"tasks.{names[0]}.path: expected a file, found none")
     return tasks

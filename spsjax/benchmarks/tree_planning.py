@@ -42,7 +42,7 @@ def plan(config, mesh=None, progress: TitledProgress = lambda title: iter) -> Ou
     `config` is configs/experiments/plan_tree.py. Raises InputError for a value that cannot be used,
     or if no tree can be drafted.
     """
-    params = from_config.build("sampling", SamplingParams, config.sampling)
+    params = from_config.build_section("sampling", SamplingParams, config.sampling)
     sizes = "most_children", "most_levels", "prompts", "prompt_tokens", "max_new_tokens"
     for field in (*sizes, "repetitions"):
         check_integer(field, config[field], 1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from spsjax.data import documents
 from spsjax.data.documents import Sources
-from spsjax.errors import InputError
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.loading import Model
 from spsjax.runtime.batch import token_ids
 from spsjax.sampling import SamplingParams
@@ -98,10 +98,15 @@ def random_prompts(vocab_size: int, count: int, length: int) -> dict[str, list[i
 def prompts_of(config, target: Model) -> dict[str, list[int]]:
     """Returns the prompts of a config by name: its texts, held-out documents, or random tokens."""
     size = config.prompts, config.prompt_tokens
+    is_list = isinstance(config.texts, (tuple, list))
+    if not is_list or not all(isinstance(text, str) for text in config.texts):
+        raise InputError(f"texts: expected a tuple of texts, found {short_repr(config.texts)}")
     if target.tokenizer and config.texts:
         return dict(zip(config.texts, token_ids(target, config.texts)))
+    for field, number in zip(("prompts", "prompt_tokens"), size):
+        check_integer(field, number, 1)
     if target.tokenizer:
-        sources = from_config.build("data", Sources, config.data)
+        sources = from_config.build_section("data", Sources, config.data)
         return held_out_prompts(target.tokenizer, *size, sources)
     return random_prompts(target.config.vocab_size, *size)
 
@@ -109,11 +114,11 @@ def prompts_of(config, target: Model) -> dict[str, list[int]]:
 def sampling_settings(config, names: Sequence[str] | None = None) -> dict[str, SamplingParams]:
     """Returns sampling parameters by name. None: the settings that `config.run_settings` names."""
     names = config.run_settings if names is None else names
-    unknown = [name for name in names if name not in config.settings]
+    unknown = [str(name) for name in names if name not in config.settings]
     if unknown or not names:
         known, wrong = ", ".join(config.settings), ", ".join(unknown) or "none"
-        raise InputError(f"settings: expected some of {known}, found {wrong}")
+        raise InputError(f"run_settings: expected some of {known}, found {wrong}")
     return {
-        name: from_config.build(f"settings.{name}", SamplingParams, config.settings[name])
+        name: from_config.build_section(f"settings.{name}", SamplingParams, config.settings[name])
         for name in names
     }

@@ -21,8 +21,8 @@ def check(arguments: Iterable[str], config: ConfigDict) -> None:
         if re.sub(r"\[\d+\]", "", key) in known:
             continue
         near = nearest(key, known)
-        hint = f", such as {' or '.join(map(_FLAG.__add__, near))}" if near else ""
-        raise InputError(f"{_FLAG}{key}: expected a key of the config{hint}, found no such key")
+        hint = f". Did you mean {' or '.join(map(_FLAG.__add__, near))}?" if near else ""
+        raise InputError(f"{_FLAG}{key}: expected a key of the config, found no such key{hint}")
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
@@ -42,10 +42,13 @@ def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
     """
     values = {_FLAG + key: value for key, value in keys(config)}
     name = r"[a-z_]\w*(?:\.\w+)*(?:\[\d+\])?"
-    if match := re.match(rf"{name}(?:, {name})*(?=: expected )", message):
-        names = [_flags_of(name, values, message) or name for name in match[0].split(", ")]
-        if names != match[0].split(", "):
-            return ", ".join(names) + message[match.end() :]
+    names = rf"(?P<names>{name}(?:, {name})*)(?=: )"
+    for label in ("", r"[\w -]+: "):  # what a value belongs to, such as "n-gram: "
+        match = re.match(label + names, message)
+        listed = match["names"].split(", ") if match else []
+        whole_names = [_flags_of(name, values, message) or name for name in listed]
+        if whole_names != listed:
+            return message[: match.start("names")] + ", ".join(whole_names) + message[match.end() :]
     for flag, value in [*flags.items(), *values.items()]:
         texts = value if isinstance(value, list | tuple) else [value]
         texts = [text for text in texts if isinstance(text, str) and text]
@@ -58,11 +61,17 @@ def whole(message: str, config: ConfigDict, flags: Mapping[str, object]) -> str:
 def _flags_of(name: str, values: Mapping[str, object], message: str) -> str:
     """Returns the flags whose key ends in a name, those alone whose value a message quotes."""
     matching = {flag: value for flag, value in values.items() if flag.endswith(f".{name}")}
+
+    def is_quoted(value) -> bool:
+        return re.search(rf"found {re.escape(short_repr(value))}(?!\w|\.\d)", message) is not None
+
     quoted = [
         flag
         for flag, value in matching.items()
-        if re.search(rf"found {re.escape(short_repr(value))}(?!\w|\.\d)", message)
+        if is_quoted(value) or (isinstance(value, list | tuple) and any(map(is_quoted, value)))
     ]
+    if len(quoted) > 1 and _FLAG + name in quoted:  # errors about sections name them, too
+        return _FLAG + name
     return " or ".join(quoted or matching)
 
 

@@ -1,12 +1,10 @@
 """Objects from the sections of a config, and checks of config files."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 import re
 import runpy
-from collections.abc import Sequence
 
 import jax
 import yaml
@@ -17,7 +15,7 @@ from spsjax import drafters, loading
 from spsjax.cli import terminal
 from spsjax.drafters import shapes, stopping
 from spsjax.drafters.contrib import learned_stopping
-from spsjax.errors import InputError, check_integer, one_line, short_repr
+from spsjax.errors import InputError, check_integer, did_you_mean, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
@@ -51,24 +49,6 @@ def of_file(name: str) -> ConfigDict:
     return config
 
 
-def check_keys(
-    config: ConfigDict, default: ConfigDict, name: str = "", free: Sequence[str] = ()
-) -> None:
-    """Raises InputError unless a config has all the keys of the script's own config.
-
-    `name` is the section's name with a dot at its end, and keys in `free` may have any keys below.
-    """
-    for key, value in default.items():
-        if key not in config:
-            raise InputError(f"--config: expected a key {name}{key}, found none")
-        if isinstance(value, ConfigDict):
-            if not isinstance(config[key], ConfigDict):
-                kind = type(config[key]).__name__
-                raise InputError(f"--config: {name}{key}: expected keys and values, found {kind}")
-            if name + key not in free:
-                check_keys(config[key], value, f"{name}{key}.")
-
-
 def to_yaml(config: ConfigDict) -> str:
     """Returns a config as YAML, without the names of Python's types."""
     return yaml.safe_dump(json.loads(config.to_json()), default_flow_style=None)
@@ -85,40 +65,52 @@ def begin(title: str, config: ConfigDict, workdir: pathlib.Path) -> None:
 
 def choose_pair(
     config: ConfigDict,
-    target: str | None,
-    draft: str | None,
+    target: str | None = None,
+    draft: str | None = None,
     models: bool = False,
     weights: bool = False,
+    section: str = "",
 ) -> None:
-    """Sets `target` and `draft` of a config from the values of their flags, if not None.
+    """Sets `target` and `draft` of a config, or of a section, from their flags, if not None.
 
-    A target without a draft gets the drafter that is shipped for it, or else "suffix", which needs
-    no weights. A line says so. The draft must be a model with `models`, and a drafter with weights
-    with `weights`. Raises InputError if no such drafter is shipped for the target.
+    A config's draft is meant for the config's own target. Another target without a draft gets that
+    of `loading.default_drafter`, and a line says so.
+
+    Args:
+        config: config, or the section of it that has the pair.
+        target: value of --target.
+        draft: value of --draft.
+        models: whether the draft must be a model.
+        weights: whether the draft must be a drafter with weights.
+        section: name of the section with a dot at its end; empty: the whole config.
+
+    Raises:
+        InputError: the target has no drafter of the wanted kind, and none is named.
     """
-    has_target = target is not None or "config.target" in flags.FLAGS
-    draft_is_free = has_target and draft is None and "config.draft" not in flags.FLAGS
+    of_config = {key for key in ("target", "draft") if f"config.{section}{key}" in flags.FLAGS}
+    is_own = target in (None, config.target) and "target" not in of_config
     config.target = target or config.target
     config.draft = config.draft if draft is None else draft
-    if not draft_is_free or config.get("drafter", "model") not in OF_DRAFT:
+    if is_own or draft is not None or "draft" in of_config:
         return
-    shipped = loading.shipped_drafter(config.target, models)
-    if (models or weights) and shipped is None:
-        wanted = "a draft model" if models else "a drafter with weights"
-        raise InputError(f"draft: expected {wanted} for {config.target}, found none")
-    if config.draft != (shipped or "suffix"):
-        config.draft = shipped or "suffix"
-        terminal.note(f"No draft is given: {config.target} is drafted for by {config.draft}")
+    if config.get("drafter", "model") in OF_DRAFT:
+        config.draft, why = loading.default_drafter(config.target, config.draft, models, weights)
+        if config.draft:
+            terminal.note(f"No draft is named: {config.draft} drafts, {why}")
 
 
 def mesh(options: ConfigDict) -> jax.sharding.Mesh | None:
     """Returns the mesh of `data` by `model` devices, or None for one device of one process.
 
-    The section has `data` and `model`, where 0 means all devices, and may have `slots`.
+    The section has `data` and `model`, where model = 0 means all devices, and may have `slots`.
+    Raises InputError if the devices cannot be split so.
     """
-    data, model, slots = options.data, options.model, options.get("slots", 1)
-    check_integer("mesh.slots", slots, 1)
-    if model == 0 and isinstance(data, int) and data > 0:
+    if not isinstance(options, ConfigDict):
+        raise InputError(f"mesh: expected keys and values, found {short_repr(options)}")
+    data, model, slots = options.get("data", 1), options.get("model", 1), options.get("slots", 1)
+    for name, size, least in (("data", data, 1), ("model", model, 0), ("slots", slots, 1)):
+        check_integer(f"mesh.{name}", size, least)
+    if model == 0:
         if jax.device_count() % (data * slots):
             times = "" if slots == 1 else " times slots"
             raise InputError(
@@ -151,20 +143,24 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         if loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)  # in the target's type
         return loading.load(draft, target.mesh, dtype)
-    method = name.partition(":")[0]
+    method = str(name).partition(":")[0]
     if method not in methods:
-        raise InputError(f"drafter: expected {', '.join(['model', *methods])}, found {name!r}")
+        known = ["none", "model", *methods]
+        raise InputError(
+            f"drafter: expected {', '.join(known)}, found {short_repr(name)}"
+            f"{did_you_mean(str(name), known)}"
+        )
     loaded = loading.load_drafter(name, target)
     fields = {key: value for key, value in options.get(method, {}).items() if value is not None}
-    replace = functools.partial(dataclasses.replace, loaded.drafter)
-    replace.__name__ = "Drafter"  # for messages
-    drafter = from_config.build(f"drafter {method}", replace, fields)
-    return dataclasses.replace(loaded, drafter=drafter)
+    known = [field.name for field in dataclasses.fields(loaded.drafter)]
+    from_config.check_known(method, fields, known)
+    with from_config.whole_keys(method, fields):
+        return dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, **fields))
 
 
-def draft_length(text: str | None) -> int | str | None:
-    """Returns K as `generate` takes it, from a flag's text."""
-    digits = text is not None and text.isascii() and text.isdigit()
+def draft_length(text: int | str | None) -> int | str | None:
+    """Returns K as `generate` takes it, from a flag's text, or from a config's number."""
+    digits = isinstance(text, str) and text.isascii() and text.isdigit()
     return int(text) if digits else text
 
 
@@ -229,6 +225,7 @@ def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
     known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", known) for known in names))
     raise InputError(
         f"{short_repr(name)}: expected a model folder or one of {known}, found neither"
+        f"{did_you_mean(name, names)}"
     )
 
 

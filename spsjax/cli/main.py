@@ -19,11 +19,12 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from spsjax.benchmarks import report
-from spsjax.cli import config_flags, configs, terminal
+from spsjax.cli import config_flags, config_keys, configs, terminal
 from spsjax.errors import InputError, NonFiniteError, Stopped, one_line, short_repr
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
+DRAFT_HELP = "Name or folder of the drafter. Without it, another --target gets one that fits."
 _GRACE_SECONDS = 5
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -77,13 +78,13 @@ def run(
             _join(saves)
             _find_devices()
             script()
-        except InputError as error:
-            message = str(error)
+        except (InputError, OSError) as error:
+            message = _message(error)
             if "config" in flags.FLAGS:
                 config = flags.FLAGS["config"].value
                 message = config_flags.whole(message, config, _present_flags())
             fail(InputError(message))
-        except (NonFiniteError, OSError) as error:
+        except NonFiniteError as error:
             fail(error)
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
@@ -175,12 +176,17 @@ def _leave(message: str) -> NoReturn:
 
 def fail(error: Exception) -> NoReturn:
     """Ends the script with one line on stderr."""
-    name = f"{error.filename}: " if getattr(error, "filename", None) else ""
-    message = f"error: {name}{one_line(error)}"
+    message = f"error: {_message(error)}"
     if jax.distributed.is_initialized():
         _leave(message)
     print(message, file=sys.stderr)
     sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    """Returns an error's message on one line, with the name of its file."""
+    name = f"{error.filename}: " if getattr(error, "filename", None) else ""
+    return name + one_line(error)
 
 
 def _is_config_flag(argument: str) -> bool:
@@ -196,6 +202,7 @@ def _parse(argv: list[str], own: "_OwnConfigs | None") -> list[str]:
             try:
                 config = configs.of_file(name if equals else following)
                 if own:
+                    own.check_unknown(config)
                     own.check_kind_flags(argv[1:], config)
                 config_flags.check(argv[1:], config)
             except InputError as error:
@@ -223,11 +230,19 @@ class _OwnConfigs:
     free: Sequence[str]
 
     def check(self, config: ConfigDict) -> None:
-        """Raises InputError unless a config has the keys of its kind."""
+        """Raises InputError unless a config has the keys and the types of its kind."""
         path = self._path(config)
         own = self._of(path, config)
         with _advice(path):
-            configs.check_keys(config, own, free=self.free)
+            config_keys.check_missing(config, own, self.free)
+        config_keys.check_types(config, own, self.free)
+
+    def check_unknown(self, config: ConfigDict) -> None:
+        """Raises InputError if a config, as its file has it, has keys that are not of its kind."""
+        path = self._path(config)
+        if own := self._of(path, config):
+            with _advice(path):
+                config_keys.check_unknown(config, own, self.free)
 
     def check_kind_flags(self, arguments: Sequence[str], config: ConfigDict) -> None:
         """Raises InputError if flags change a config's kind, and some key is not of the new kind.
@@ -246,7 +261,7 @@ class _OwnConfigs:
             return  # the kind of the file, or one that `kind_of` refuses
         with _advice(path):
             config_flags.check(arguments, own)
-            configs.check_keys(config, own, free=self.free)
+            config_keys.check_missing(config, own, self.free)
 
     def _kind_keys(self) -> set[str]:
         return {condition.partition("=")[0] for condition in self.others}
@@ -272,7 +287,8 @@ def _advice(path: str | pathlib.Path) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{error}. {path} has all keys of its kind") from None
+        stop = "" if str(error).endswith("?") else "."
+        raise InputError(f"{error}{stop} {path} has all keys of its kind") from None
 
 
 def kind_of(key: str, config, kinds: Mapping[str, Sequence[str]]) -> str:

@@ -19,7 +19,7 @@ from spsjax.loading.models import (
     random,
     save,
 )
-from spsjax.loading.names import is_feature_drafter, shipped_drafter
+from spsjax.loading.names import default_drafter, is_feature_drafter, shipped_drafter
 
 __all__ = [
     "FILES",
@@ -27,6 +27,7 @@ __all__ = [
     "Model",
     "as_drafter",
     "compute_type",
+    "default_drafter",
     "default_dtype",
     "is_feature_drafter",
     "load",

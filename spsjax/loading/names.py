@@ -4,7 +4,7 @@ import functools
 import pathlib
 
 from spsjax import drafters, tokenization
-from spsjax.errors import InputError, check_path, one_line, short_repr
+from spsjax.errors import InputError, check_path, did_you_mean, one_line, short_repr
 from spsjax.models.hf import hub
 from spsjax.models.hf import weights as hf_weights
 from spsjax.models.hf.fields import read_json
@@ -29,6 +29,7 @@ def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
     raise InputError(
         f"{short_repr(str(name))}: expected a model folder or {shipped}, found {actual}"
+        f"{did_you_mean(str(name), names)}"
     )
 
 
@@ -55,6 +56,34 @@ def shipped_drafter(target: str | pathlib.Path, models: bool = False) -> str | N
     siblings = [other for other in others if other.parent == path.parent]  # "draft" is the first
     drafts = [other for other in siblings if other.name == "draft" or not models]
     return drafts[0].as_posix() if drafts else None
+
+
+def default_drafter(
+    target: str | pathlib.Path, draft: str = "", models: bool = False, weights: bool = False
+) -> tuple[str, str]:
+    """Returns the drafter of a target for which none is named, and the reason, a clause.
+
+    It is one that fits any target, if a config has that as its default; else the one that is
+    shipped for the target; else "suffix". The default of another target is never taken.
+
+    Args:
+        target: name or folder of the target.
+        draft: default of the config, meant for its own target; empty: no drafter.
+        models: whether it must be a draft model.
+        weights: whether it must be a drafter with weights.
+
+    Raises:
+        InputError: no drafter of the wanted kind is shipped for the target.
+    """
+    if not (models or weights) and draft in ("", *drafters.methods_with("from_name")):
+        return draft, "which the config has for any target"
+    shipped = shipped_drafter(target, models)
+    if shipped is not None:
+        return shipped, f"which is shipped for {target}"
+    if models or weights:
+        wanted = "a draft model" if models else "a drafter with weights"
+        raise InputError(f"draft: expected {wanted} for {target}, found none")
+    return "suffix", f"which needs no weights, as no drafter is shipped for {target}"
 
 
 def method_of(folder: pathlib.Path):

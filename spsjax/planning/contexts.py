@@ -71,6 +71,9 @@ def _check(config, target: Config) -> None:
     for field in ("slots", "most_tokens"):
         check_integer(field, config[field], 1)
     check_number("collective_us", config.collective_us, 0, 1e6)
+    for name, rates in config.acceptance.items():
+        for rate in rates if isinstance(rates, (tuple, list)) else [rates]:
+            check_number(f"acceptance.{name}", rate, 0, 1)
     for field in ("batches", "contexts", "devices"):
         if not config[field]:
             raise InputError(f"{field}: expected at least one, found none")

@@ -68,7 +68,8 @@ def plan(config) -> Outcome:
 def _plan_trees(config) -> Outcome:
     """Returns the best tree per size."""
     rates, drafting, one = _rates(config, "children"), *_pass_times(config)
-    check_number("children: sum of the rates", sum(rates), 0, 1 + 1e-6)  # one child is accepted
+    if sum(rates) > 1 + 1e-6:  # at most one child is accepted
+        raise InputError(f"children: expected rates with a sum of at most 1, found {sum(rates):g}")
     check_number("row_ms", config.row_ms, 0, _LONGEST)
     trees.check_sizes(config.num_nodes, _MOST_NODES)
     plans = trees.plans(
@@ -121,6 +122,8 @@ def _report_cases(path: str) -> dict[str, Case]:
                 cases |= _measured_cases(f"{task}, {setting}", rates, costs)
     except InputError as error:
         raise InputError(f"report: {path}: {error}") from None
+    except OSError as error:
+        raise InputError(f"report: {path}: expected a file, found {one_line(error)}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"report: {path}: expected a report.json of reproduce.py, found "

@@ -51,7 +51,7 @@ class TrainingConfig(Checked):
     init: str = ""  # folder of the model or drafter to begin with; empty: random weights
     data: Sources  # documents to train and to evaluate on
     length: int = integer(512, 1)  # tokens per example
-    batch: int = 2  # examples per step
+    batch: int = integer(2, 1)  # examples per step
     steps: int = integer(least=1)  # number of steps in the whole run
     optimization: OptimizerConfig  # options of the optimizer
     compute: Precision  # numerical options of forward passes
@@ -173,12 +173,14 @@ def read(cls: type[TrainingConfig], values: Mapping[str, Any]) -> TrainingConfig
     """
     sections = {}
     for field in dataclasses.fields(cls):
-        section = _section(field)
-        if section is None or field.name not in values:
+        section, options = _section(field), values.get(field.name)
+        has_keys = section or typing.get_origin(field.type) is dict
+        if field.name not in values or not has_keys:
             continue
-        options = values[field.name]
         if not isinstance(options, Mapping):
             raise InputError(f"{field.name}: expected keys and values, found {short_repr(options)}")
+        if section is None:
+            continue
         # The schedule of the learning rate depends on the length of the run.
         more = {"steps": values.get("steps")} if section is OptimizerConfig else {}
         sections[field.name] = from_config.build_section(field.name, section, options, **more)

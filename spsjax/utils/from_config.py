@@ -1,9 +1,10 @@
 """Construction of objects from sections of a config file."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterator
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, did_you_mean, short_repr
 
 
 def build(name: str, cls: Callable, options, **more):
@@ -16,8 +17,13 @@ def build(name: str, cls: Callable, options, **more):
         **more: keyword arguments from elsewhere.
 
     Raises:
-        InputError: `cls` does not take these arguments.
+        InputError: `cls` does not take these arguments, or the options are no section.
     """
+    if not hasattr(options, "keys"):
+        raise InputError(f"{name}: expected keys and values, found {short_repr(options)}")
+    parameters = inspect.signature(cls).parameters.values()
+    if inspect.Parameter.VAR_KEYWORD not in {parameter.kind for parameter in parameters}:
+        check_known(name, options, [parameter.name for parameter in parameters])
     try:
         return cls(**options, **more)
     except TypeError as error:
@@ -28,9 +34,20 @@ def build(name: str, cls: Callable, options, **more):
         ) from None
 
 
+def check_known(name: str, options: Collection[str], known: Collection[str]) -> None:
+    """Raises InputError unless the keys of a section are known ones; it names the nearest one."""
+    section = "" if name == "config" else f"{name}."
+    for key in options:
+        if key not in known:
+            hint = did_you_mean(key, known, section)
+            raise InputError(
+                f"{section}{key}: expected a key of the config, found no such key{hint}"
+            )
+
+
 def build_section(name: str, cls: Callable, options, **more):
     """Returns the result of `build`; errors about fields have full keys, such as `mesh.data`."""
-    with whole_keys(name, options):
+    with whole_keys(name, options if hasattr(options, "keys") else ()):
         return build(name, cls, options, **more)
 
 

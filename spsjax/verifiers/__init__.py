@@ -1,6 +1,6 @@
 """Verifiers: one module per acceptance rule, with a class `Verifier`."""
 
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, did_you_mean, short_repr
 from spsjax.verifiers import (
     block,
     kseq,
@@ -22,5 +22,8 @@ NAMES = tuple(_BY_NAME)
 def by_name(name: str) -> Verifier:
     """Returns the verifier of a name with its defaults; raises InputError for another name."""
     if name not in NAMES:
-        raise InputError(f"verifier: expected {', '.join(NAMES)}, found {short_repr(name)}")
+        raise InputError(
+            f"verifier: expected {', '.join(NAMES)}, found {short_repr(name)}"
+            f"{did_you_mean(str(name), NAMES)}"
+        )
     return _BY_NAME[name].Verifier()

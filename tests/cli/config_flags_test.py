@@ -11,23 +11,24 @@ TARGET = ROOT / "configs" / "experiments" / "pystdlib_target.py"
 CONFIG = ConfigDict({
     "steps": 300, "target": "pystdlib/target", "objective": {"steps": 7},
     "optimization": {"warmup": 20, "learning_rate": 1e-3}, "sampling": {"temperature": 1.0},
-    "data": {"train": ("texts", "more"), "validation": ""},
+    "data": {"train": ("texts", "more"), "validation": ""}, "seed": 5, "fit": {"seed": 5},
 })  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("flag", "nearest"),
     [
-        ("--config.optimisation.warmup=3", ", such as --config.optimization.warmup"),
-        ("-config.warmup", ", such as --config.optimization.warmup"),
-        ("--config.temprature=1", ", such as --config.sampling.temperature"),
-        ("--config.model.steps=1", ", such as --config.steps or --config.objective.steps"),
+        ("--config.optimisation.warmup=3", "--config.optimization.warmup"),
+        ("-config.warmup", "--config.optimization.warmup"),
+        ("--config.temprature=1", "--config.sampling.temperature"),
+        ("--config.model.steps=1", "--config.steps or --config.objective.steps"),
         ("--config.beams=1", ""),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest_flags(flag, nearest):
     name = f"--{flag.lstrip('-').partition('=')[0]}"
-    with one_line(f"{name}: expected a key of the config{nearest}, found no such key"):
+    hint = f". Did you mean {nearest}?" if nearest else ""
+    with one_line(f"{name}: expected a key of the config, found no such key{hint}"):
         config_flags.check(["script", "--other=1", flag], CONFIG)
 
 
@@ -46,6 +47,11 @@ def test_known_keys_are_taken():
         ("prompts[1], warmup: expected both", "prompts[1], --config.optimization.warmup: expected"),
         ("warmup, rows, learning_rate: expected less", "--config.optimization.warmup, rows, --co"),
         ("steps: expected an integer, found 300", "--config.steps: expected an integer, found 300"),
+        ("rows: 7: no tree", "rows: 7: no tree"),
+        ("n-gram: warmup: expected 1, found 2", "n-gram: --config.optimization.warmup: expected"),
+        ("train: expected others, found 'more'", "--config.data.train: expected others, found"),
+        ("learning_rate: FILE: no rate", "--config.optimization.learning_rate: FILE: no rate"),
+        ("seed: expected 3, found 5", "--config.seed: expected 3, found 5"),
         ("more: expected a file, found none", "--config.data.train: more: expected a file, found"),
         ("mine: expected a model", "--draft: mine: expected a model"),
         ("rows: expected 3, found 4", "rows: expected 3, found 4"),
@@ -73,8 +79,7 @@ def test_scripts_name_the_whole_flag(pair, tmp_path, flag, message):
     command = ["train.py", f"--config={TARGET}", f"--workdir={tmp_path / 'run'}"]
     if name.partition(".")[2].partition(".")[0] in ("sampling", "max_new_tokens", "mesh"):
         command = ["generate.py", *pair, "--prompt=x"]
-    whole = name if "mesh" not in name else "--config.mesh"
-    fails_with_one_line(run(*command, flag), f"{whole}: {message}")
+    fails_with_one_line(run(*command, flag), f"{name}: {message}")
 
 
 @pytest.fixture
@@ -83,21 +88,87 @@ def names():
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "expected"),
+    ("target", "draft", "expected", "why"),
     [
-        ("pystdlib/target", None, "pystdlib/draft"),
-        ("pycode/target", None, "pycode/eagle3"),
-        ("runs/mine", None, "suffix"),
-        ("runs/mine", "runs/draft", "runs/draft"),
-        ("runs/mine", "", ""),
+        ("pystdlib/target", None, "pystdlib/draft", ""),  # the config's own
+        ("pycode/target", None, "pycode/eagle3", "which is shipped for pycode/target"),
+        (
+            "runs/mine",
+            None,
+            "suffix",
+            "which needs no weights, as no drafter is shipped for runs/m",
+        ),
+        ("runs/mine", "runs/draft", "runs/draft", ""),
+        ("runs/mine", "", "", ""),
     ],
 )
-def test_target_without_a_draft_gets_one_that_fits(names, capsys, target, draft, expected):
+def test_target_without_a_draft_gets_one_that_fits(names, capsys, target, draft, expected, why):
     configs.choose_pair(names, target, draft)
     assert (names.target, names.draft) == (target or "pystdlib/target", expected)
-    chosen = draft is None and expected != "pystdlib/draft"
-    told = f"No draft is given: {target} is drafted for by {expected}\n" if chosen else ""
-    assert capsys.readouterr().err == told
+    told = capsys.readouterr().err
+    assert told.startswith(f"No draft is named: {expected} drafts, {why}") if why else not told
+    assert told.count("\n") == bool(why)
+
+
+def test_draft_that_fits_any_target_is_kept(names, capsys):
+    for draft in ("", "ngram"):
+        names.draft = draft
+        configs.choose_pair(names, "pycode/target")
+        assert names.draft == draft
+    names.update({"target": "pystdlib/target", "draft": "early_exit:skips.json"})
+    configs.choose_pair(names, "pycode/target")
+    assert names.draft == "pycode/eagle3"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (
+            "generate.py",
+            ["--config.target=T", "--prompt=x"],
+            "suffix drafts, which needs no weights",
+        ),
+        ("generate.py", ["--target=T", "--prompt=x"], "suffix drafts, which needs no weights"),
+        ("serve.py", ["--target=T"], "suffix drafts, which needs no weights"),
+        (
+            "reproduce.py",
+            ["--target=T", "--experiment=table1"],
+            "suffix drafts, which needs no weig",
+        ),
+        ("quickstart.py", ["--target=T"], "suffix drafts, which needs no weights"),
+        ("benchmark.py", ["--target=T"], "suffix drafts, which needs no weights"),
+        ("benchmark.py", ["--target=gpt2:xl", "--random"], "a draft model for gpt2:xl, found none"),
+        ("benchmark.py", ["--config=load", "--target=T"], "suffix drafts, which needs no weights"),
+        ("benchmark.py", ["--config=shapes", "--config.flips.target=T"], "a draft model for T"),
+        ("benchmark.py", ["--config=shapes", "--config.pairs.gpt2_xl.target=T"], "model for T"),
+        ("compare.py", ["--config=compare_verifiers", "--target=T"], "a draft model for T"),
+        (
+            "plan.py",
+            ["--config=plan_tree", "--target=T"],
+            "a drafter with weights for T, found none",
+        ),
+        ("plan.py", ["--config=plan_context", "--target=T"], "a draft model for T, found none"),
+        ("train.py", ["--config=stop_rule", "--config.target=T"], "a drafter with weights for T"),
+        (
+            "compile_tpu.py",
+            ["--config.target=llama:2-70b"],
+            "a draft model for llama:2-70b, found n",
+        ),
+    ],
+)
+def test_no_script_drafts_by_the_draft_of_another_target(tmp_path, script, flags, message):
+    """With a target alone; `T` is none, so that no script loads a model."""
+    experiments = ROOT / "configs" / "experiments"
+    flags = [
+        f"--config={experiments / value}.py" if name == "--config" else flag
+        for flag in flags
+        for name, _, value in [flag.partition("=")]
+    ]
+    if script in ("benchmark.py", "compare.py", "plan.py", "reproduce.py", "train.py"):
+        flags.append(f"--workdir={tmp_path / 'run'}")
+    result = run(script, *flags, path=tmp_path)
+    assert result.returncode and message in result.stderr.splitlines()[0], result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_folders_beside_a_target_that_is_missing_are_not_shipped(names, tmp_path):

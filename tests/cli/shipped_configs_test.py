@@ -8,11 +8,14 @@ import jax
 import pytest
 from helpers.bad_input import one_line
 from helpers.environment import ROOT
+from ml_collections import ConfigDict
 
-from spsjax.cli import configs
+from spsjax.cli import config_flags, config_keys, configs
 from spsjax.models import transformer
 from spsjax.models.hf import config_json
 from spsjax.models.transformer import param_shapes
+from spsjax.training import config as training_config
+from spsjax.training import fit
 
 FOLDER = ROOT / "configs" / "models"
 # Billions as a paper states them, or the exact count of the published weights.
@@ -94,3 +97,68 @@ def test_comparison_drafts_have_one_size(name):
         shape = transformer.Config(vocab_size=4096, max_positions=512, **run.model)
         sizes.append(num_params(shape))
     assert max(sizes) / min(sizes) < 1.005
+
+
+EXPERIMENTS = FOLDER.parent / "experiments"
+TRAININGS = (
+    EXPERIMENTS / "layer_skip.py",
+    EXPERIMENTS / "pystdlib_draft.py",
+    FOLDER.parent / "drafters" / "eagle3.py",
+)
+# Those that a script reads with the keys of its own config.
+OWN = ("generate", "benchmark", "load", "shapes", "quickstart", "reproduce", "serve", "plan_tree",
+       "compare_drafters", "compare_verifiers", "compare_weights", "distillspec", "plan_skips",
+       "plan_speedup", "plan_context", "chinchilla_70b")  # fmt: skip
+
+
+def read(path) -> ConfigDict:
+    return runpy.run_path(str(path))["get_config"]()
+
+
+def with_value(values, key: str, value) -> dict:
+    """Returns a copy of nested dicts with a value at a whole key."""
+    first, _, rest = key.partition(".")
+    return values | {first: with_value(values[first], rest, value) if rest else value}
+
+
+def wrong(value):
+    """Returns a value of another type than that of a config's value."""
+    return 7 if isinstance(value, (str, bool, tuple, ConfigDict)) else "x"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_value_of_a_wrong_type_is_named_by_its_whole_key(name):
+    own = read(EXPERIMENTS / f"{name}.py")
+    keys = {key: value for key, value in config_flags.keys(own) if value is not None}
+    for key, value in keys.items():
+        config = ConfigDict(with_value(own.to_dict(), key, wrong(value)))
+        with one_line(f"--config.{key}: expected ", f", found {wrong(value)!r}"):
+            config_keys.check_types(config, own)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_unknown_key_of_a_file_is_refused_on_every_level(name):
+    """Except in sections whose readers check their keys; the nearest known key is named."""
+    own = read(EXPERIMENTS / f"{name}.py")
+    for key, _ in config_flags.keys(own):
+        config = ConfigDict(with_value(own.to_dict(), f"{key}z", 7))
+        if key.rpartition(".")[0].startswith(config_keys._OPEN):
+            config_keys.check_unknown(config, own)
+            continue
+        with one_line(f"--config.{key}z: expected a key", f"Did you mean --config.{key}?"):
+            config_keys.check_unknown(config, own)
+
+
+@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: path.stem)
+def test_wrong_value_of_a_training_is_named_by_its_whole_key(path):
+    values = read(path).to_dict()
+    config_class = fit.task_class(values).config_class
+    for key, value in config_flags.keys(ConfigDict(values)):
+        section = key.partition(".")[0]
+        if section in ("model", "drafter") and "." in key:
+            continue  # read when the target is known
+        for bad in [wrong(value)] + [-1] * (type(value) is int):
+            with one_line(f"{key}: expected "):
+                training_config.read(config_class, with_value(values, key, bad))
+        with one_line(f"{key}z: expected a key of the config", f"Did you mean {key}?"):
+            training_config.read(config_class, with_value(values, f"{key}z", value))

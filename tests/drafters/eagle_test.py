@@ -162,8 +162,8 @@ def test_default_layers_are_low_middle_and_high(layers):
     [
         ({"method": "eagle4"}, "drafter.method: expected blockwise, eagle, .*, found 'eagle4'"),
         ({"method": "eagle", "num_heads": 3}, "num_heads: expected a multiple"),
-        ({"method": "eagle", "colour": 1}, "drafter: expected the fields of Drafter"),
-        ({"method": "eagle", "tree": 5}, "drafter: expected no tree"),
+        ({"method": "eagle", "colour": 1}, "drafter.colour: expected a key of the config"),
+        ({"method": "eagle", "tree": 5}, "drafter.tree: expected none"),
         ({"method": "eagle", "d_model": 16}, "d_model: expected the target's 32, found 16"),
         ({"method": "eagle3", "tap_layers": 1}, "tap_layers: expected layers in"),
         ({"method": "eagle3", "vocab_size": True}, "vocab_size: expected"),

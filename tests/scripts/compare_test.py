@@ -230,7 +230,12 @@ def test_drafts_writes_table_and_resumes(pair, texts, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"runs": {"b": {"model": {"d_model": -3}}}}, "b: model.d_model: expected at least 1, fo"),
+        ({"runs": {"b": {"model": {"d_model": -3}}}}, "error: --config.runs.b.model.d_model: exp"),
+        ({"common": {"stepz": 3}}, "Did you mean --config.common.steps?"),
+        (
+            {"common": {"length": -1}},
+            "error: --config.common.length: expected an integer >= 1, fou",
+        ),
         ({"runs": {"start": {}}}, "runs: expected one or more by name, none of them 'start'"),
         ({"base": "pystdlib_target"}, "found"),
         ({"speed": {"max_new_tokens": 9999}}, "speed.max_new_tokens: expected at most "),

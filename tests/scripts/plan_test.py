@@ -112,7 +112,10 @@ BAD = {
     SPEEDUP: [
         ("--config.acceptance=2", "acceptance"),
         ("--config.report=none", "none"),
-        ("--config.children=0.9,0.9", "children: sum of the rates"),
+        (
+            "--config.children=0.9,0.9",
+            "--config.children: expected rates with a sum of at most 1, found 1.8",
+        ),
         ("--target=pystdlib/target", "--target: expected no value"),
     ],
     TREE: [
@@ -123,9 +126,9 @@ BAD = {
     MAP[0]: [
         ("--config.devices=('v9:4',)", "devices"),
         ("--config.batches=(0,)", "batches"),
-        ("--target=gpt2:small", "contexts"),
+        ("--config.contexts=(1000000,)", "--config.contexts: expected at most the target's"),
         ("--draft=gemma:2-2b", "windows"),
-        ("--config.acceptance.model=2.0", "acceptance"),
+        ("--config.acceptance.model=2.0", "--config.acceptance.model: expected a finite number"),
     ],
 }
 

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from spsjax import loading
 from spsjax.benchmarks import report, speed, workloads
 from spsjax.benchmarks.systems import Role, spsjax_system
-from spsjax.cli import configs, terminal
+from spsjax.cli import config_flags, config_keys, configs, terminal
 from spsjax.cli.measurements import plot
 from spsjax.data.documents import Sources
 from spsjax.errors import InputError, check_integer, one_line
@@ -43,7 +43,7 @@ def run(config: ConfigDict, workdir: pathlib.Path, folder: pathlib.Path) -> str:
         try:
             task, _, _ = fit.prepare(draft, workdir / name, configs.mesh(draft.mesh))
         except InputError as error:
-            raise InputError(f"{name}: {error}") from None
+            raise InputError(with_section(name, config, str(error))) from None
     target = task.target
     prompts = speed_prompts(config.speed, base, target)
     title = f"Drafts of {base.target}, as changes of {config.base}: {', '.join(drafts)}"
@@ -102,19 +102,38 @@ def draft_configs(
     base.cache = base.cache or str(workdir / "cache")
     changes = {"start": config.start} if config.start else {}
     changes |= dict(config.runs.items())
-    return base, {name: changed(name, base, values) for name, values in changes.items()}
+    return base, {name: changed(_section(name), base, values) for name, values in changes.items()}
 
 
-def changed(name: str, config: ConfigDict, changes: ConfigDict) -> ConfigDict:
-    """Returns a copy of a config with some values replaced."""
+def with_section(name: str, config: ConfigDict, message: str) -> str:
+    """Returns an error about a draft's config with the section that has the value, or its name."""
+    key, own = message.partition(": ")[0], _section(name)
+    for section, values in ((own, config.start if own == "start" else config.runs[name]),
+                            ("common", config.common)):  # fmt: skip
+        if key in dict(config_flags.keys(values)):
+            return f"{section}.{message}"
+    return f"{name}: {message}"
+
+
+def _section(name: str) -> str:
+    """Returns the section of the config with the changes of a draft."""
+    return name if name == "start" else f"runs.{name}"
+
+
+def changed(section: str, config: ConfigDict, changes: ConfigDict) -> ConfigDict:
+    """Returns a copy of a config with some values replaced, by those of a section."""
     config = config.copy_and_resolve_references()
     if not isinstance(changes, ConfigDict):
-        raise InputError(f"{name}: expected keys and values, found {changes!r}")
+        raise InputError(f"{section}: expected keys and values, found {changes!r}")
+    config_keys.check_unknown(changes, config, section=f"{section}.")
+    config_keys.check_types(changes, config, section=f"{section}.")
     try:
         config.update(changes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = one_line(error).strip("\"'")
-        raise InputError(f"{name}: expected keys and values of the config, found {text}") from None
+        raise InputError(
+            f"{section}: expected keys and values of the config, found {text}"
+        ) from None
     return config
 
 
@@ -139,7 +158,7 @@ def speed_prompts(
         )
     if not options.prompts:
         return {}
-    sources = from_config.build("data", Sources, base.data)
+    sources = from_config.build_section("data", Sources, base.data)
     size = options.prompts, options.prompt_tokens
     return workloads.held_out_prompts(target.tokenizer, *size, sources)
 

@@ -20,6 +20,7 @@ from spsjax.cli.measurements import plot
 from spsjax.errors import InputError, check_flag, check_integer, check_number, short_repr
 from spsjax.planning import hardware
 from spsjax.runtime import drafting
+from spsjax.runtime.batch import check_seed
 from spsjax.runtime.engine import Engine
 from spsjax.sampling import SamplingParams
 from spsjax.utils import from_config
@@ -41,8 +42,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> str:
     The table is written after every load.
     """
     loads = loads_of(config)
-    for field in ("requests", "repetitions"):
+    for field in ("requests", "repetitions", "max_new_tokens"):
         check_integer(field, config[field], 1)
+    check_seed(config.seed)
     check_flag("simulated", config.simulated)
     depths = [configs.draft_length(count) for count in config.num_speculative_tokens]
     names = [name_of(K) for K in depths]
@@ -78,7 +80,7 @@ def served_by(config, kind: str, value: float, names, systems: LoadSystems) -> d
 
 def engines(config: ConfigDict, depths: list, workdir: pathlib.Path) -> LoadSystems:
     """Returns a compiled engine per K, and prompts that fit into its slots."""
-    sampling = from_config.build("sampling", SamplingParams, config.sampling)
+    sampling = from_config.build_section("sampling", SamplingParams, config.sampling)
     target = loading.load(
         config.target, configs.mesh(config.mesh), config.dtype, quantize=config.quantize
     )
@@ -115,7 +117,7 @@ def simulated(config: ConfigDict, depths: list, workdir: pathlib.Path) -> LoadSy
     for K in depths:
         if isinstance(K, int) and len(config.acceptance) < K:
             raise InputError(f"acceptance: expected rates of {K} depths, found fewer")
-    floors = from_config.build("floors", load.Floors, config.floors)
+    floors = from_config.build_section("floors", load.Floors, config.floors)
     model = floors.hardware(config.acceptance, config.rows)
     configs.begin("Simulated load", config, workdir)
 

@@ -10,7 +10,7 @@ from spsjax.benchmarks import forced_acceptance, peers, report, speed, speed_rep
 from spsjax.benchmarks.systems import Role, System, spsjax_system
 from spsjax.cli import configs, terminal
 from spsjax.cli.measurements import plot
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, check_number, short_repr
 from spsjax.planning import mixtures
 
 
@@ -33,6 +33,7 @@ def run(
     if config.router_skew and not random:
         raise InputError("router_skew: expected --random beside it, found none")
     if config.forced_acceptance is not None:
+        check_number("forced_acceptance", config.forced_acceptance, 0, 1)
         verifier = forced_acceptance.Verifier(config.forced_acceptance)
         if not random:
             raise InputError(
@@ -41,7 +42,8 @@ def run(
             )
         mark += f", acceptance forced to {config.forced_acceptance:g}"
     target, draft = models(config, shapes, random, size)
-    others = peers.systems(peer_names, config.peer, target, draft)
+    model = draft if isinstance(draft, loading.Model) else None  # what other libraries can run
+    others = peers.systems(peer_names, config.peer, target, model)
     if config.tree:
         others = [tree_system(config, target, draft, verifier), *others]
     if workdir is not None:
@@ -73,8 +75,8 @@ def tree_system(config, target, draft, verifier) -> System:
 
 def models(
     config, shapes: pathlib.Path, random: bool, size: str | None
-) -> tuple[loading.Model, loading.Model | None]:
-    """Returns the target and the draft model, loaded or with random weights."""
+) -> tuple[loading.Model, loading.Model | loading.LoadedDrafter | None]:
+    """Returns the target and the drafter, loaded or, both being models, with random weights."""
     mesh = configs.mesh(config.mesh)
     if size and random:
         raise InputError("--size, --random: expected one of the two, found both")
@@ -97,7 +99,7 @@ def models(
                 f"found {name}, a shape without weights"
             )
     target = loading.load(config.target, mesh, config.dtype, quantize=config.quantize)
-    draft = loading.load(config.draft, mesh, config.dtype)
+    draft = configs.load_drafter("model", config.draft, config, target, config.dtype)
     if config.texts and target.tokenizer is None:
         raise InputError(f"{target.name}: expected a tokenizer for texts, found none")
     return target, draft

@@ -21,7 +21,7 @@ from spsjax.benchmarks.shapes import Cell, ShapePair
 from spsjax.cli import configs, terminal
 from spsjax.cli.measurements import plot
 from spsjax.data.documents import Sources
-from spsjax.errors import InputError, check_flag, check_integer
+from spsjax.errors import InputError, check_flag, check_integer, check_number
 from spsjax.models import transformer
 from spsjax.planning import hardware
 from spsjax.sampling import SamplingParams
@@ -43,7 +43,10 @@ def run(
     for field in ("threads", "repetitions", "new_tokens"):
         check_integer(field, config[field], 1)
     check_integer("profiled", config.profiled, 0)
+    check_number("acceptance", config.acceptance, 0, 1)
     check_flag("loop", config.loop)
+    for name, pair in [*config.pairs.items(), ("", config.flips)]:
+        configs.choose_pair(pair, models=True, section=f"pairs.{name}." if name else "flips.")
     pairs, cells = pairs_of(config, folder), cells_of(config)
     if {*peer_names} - {"hf"}:
         raise InputError("--peer: expected hf, which alone has these shapes, found another")
@@ -63,7 +66,7 @@ def run(
 
 def pairs_of(config: ConfigDict, folder: pathlib.Path) -> dict[str, ShapePair]:
     """Returns the pairs of a config by name."""
-    sampling = from_config.build("sampling", SamplingParams, config.sampling)
+    sampling = from_config.build_section("sampling", SamplingParams, config.sampling)
 
     def model_shape(role: str, shape) -> transformer.Config:
         if isinstance(shape, ConfigDict):

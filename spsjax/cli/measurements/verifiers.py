@@ -22,7 +22,7 @@ from spsjax.benchmarks.records import Journal
 from spsjax.benchmarks.systems import spsjax_system
 from spsjax.cli import configs, terminal
 from spsjax.cli.measurements import plot
-from spsjax.errors import InputError, check_flag, check_integer
+from spsjax.errors import InputError, check_flag, check_integer, short_repr
 from spsjax.planning import hardware
 from spsjax.utils import atomic_files, compilation, hashing
 
@@ -96,6 +96,9 @@ def check(config) -> dict:
     for size in config.num_nodes:
         check_integer("num_nodes", size, 1)
     check_flag("timed", config.timed)
+    if config.planned_for not in config.settings:
+        known, name = ", ".join(config.settings), short_repr(config.planned_for)
+        raise InputError(f"planned_for: expected one of {known}, found {name}")
     return workloads.sampling_settings(config, [*config.run_settings, config.planned_for])
 
 

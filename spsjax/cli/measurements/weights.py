@@ -24,7 +24,7 @@ def run(config, workdir: pathlib.Path) -> str:
 
     `config` is like configs/experiments/compare_weights.py.
     """
-    sampling = from_config.build("sampling", SamplingParams, config.sampling)
+    sampling = from_config.build_section("sampling", SamplingParams, config.sampling)
     fields = "num_speculative_tokens", "repetitions", "prompts", "prompt_tokens", "max_new_tokens"
     for field in fields:
         check_integer(field, config[field], 1)

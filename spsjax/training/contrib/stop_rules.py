@@ -56,7 +56,7 @@ class Fit(Checked):
     steps: int = integer(2000, 1)  # number of Adam steps
     batch: int = integer(64, 1)  # rounds per step
     learning_rate: float = number(1e-3, most=1)  # initial rate; it falls to 0 by a cosine
-    seed: int = integer(0)  # seed of the weights and batches
+    seed: int = integer(0, most=2**32 - 1)  # seed of the weights and batches
 
 
 def log(

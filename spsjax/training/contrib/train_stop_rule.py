@@ -19,6 +19,7 @@ from spsjax.benchmarks import workloads
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, short_repr
 from spsjax.parallel import multihost
+from spsjax.runtime.batch import check_seed
 from spsjax.sampling import SamplingParams
 from spsjax.training.config import check_name
 from spsjax.training.contrib import stop_rules
@@ -56,6 +57,9 @@ class StopRuleConfig(Checked):
         super().__post_init__()
         for field in ("target", "draft"):
             check_name(field, getattr(self, field))
+        check_seed(self.seed)
+        if not isinstance(self.rules, Mapping):
+            raise InputError(f"rules: expected keys and values, found {short_repr(self.rules)}")
         if self.rule not in self.rules or self.rule not in learned_stopping.RULES:
             known = " or ".join(learned_stopping.RULES)
             raise InputError(f"rule: expected {known}, found {short_repr(self.rule)}")

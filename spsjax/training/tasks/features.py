@@ -8,7 +8,7 @@ import numpy as np
 
 from spsjax import drafters, loading
 from spsjax.drafters.features import FeatureDrafter
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, did_you_mean, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -161,12 +161,15 @@ def build_drafter(options: dict, target: transformer.Config) -> FeatureDrafter:
     for field in ("config", "target", "tree", "num_speculative_tokens"):
         if field in options:
             raise InputError(
-                f"drafter: expected no {field}, which training does not have, found one"
+                f"drafter.{field}: expected none, because training does not have it, found one"
             )
     method, methods = options.pop("method", None), drafters.methods_with("LAYOUT")
     if method not in methods:
         expected = ", ".join(methods)
-        raise InputError(f"drafter.method: expected {expected}, found {short_repr(method)}")
+        raise InputError(
+            f"drafter.method: expected {expected}, found {short_repr(method)}"
+            f"{did_you_mean(str(method), methods)}"
+        )
     with from_config.whole_keys("drafter", options):
         return methods[method].Drafter.from_config(options, target)
 
