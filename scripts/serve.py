@@ -137,8 +137,8 @@ def serve(config, engine, prompts: list, page, address: tuple[socket.socket, boo
 
 
 def public(name: str) -> str:
-    """Returns the name of a model or drafter without the path of its folder."""
-    if pathlib.Path(name).is_dir():
+    """Returns the name of a model or drafter without the path of its folder or GGUF file."""
+    if pathlib.Path(name).is_dir() or (name.endswith(".gguf") and pathlib.Path(name).is_file()):
         return pathlib.Path(name).resolve().name
     method, folder = re.fullmatch(r"(.*[:+])?(.*)", name, re.DOTALL).groups("")
     return method + public(folder) if method else name
