@@ -32,8 +32,8 @@ from spsjax.cli.measurements import load, pair, shapes
 from spsjax.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to measure.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name, folder or GGUF file of the draft model.")
 _SIZE = flags.DEFINE_string("size", None, "Time ArS of a random model of this size: 90M.")
 _RANDOM = flags.DEFINE_bool("random", False, "Time random weights of shapes in configs/models.")
 _PEER = flags.DEFINE_multi_enum("peer", [], peers.NAMES, peers.HELP)

@@ -37,8 +37,8 @@ from spsjax.errors import InputError, check_integer, one_line
 from spsjax.parallel import multihost
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to serve.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the drafter.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name, folder or GGUF file of the drafter.")
 
 _PROMPT = [1]  # for warming up
 _SECONDS_TO_END = 10  # for requests that are cancelled when the server stops

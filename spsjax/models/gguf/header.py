@@ -21,6 +21,7 @@ _ALIGNMENT = 32  # of a tensor's first byte, without `general.alignment`
 # Formats of `struct`, by the number of a scalar type.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_LENGTH = struct.Struct("<Q")  # of a text
 _MOST_AXES = 4
 
 
@@ -133,7 +134,7 @@ class _Reader:
 
     def text(self) -> str:
         """Returns the next text."""
-        raw = bytes(self.take(self.number("Q")))
+        raw = bytes(self.take(_LENGTH.unpack(self.take(8))[0]))
         try:
             return raw.decode()
         except UnicodeDecodeError:

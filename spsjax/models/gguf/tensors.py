@@ -1,5 +1,6 @@
 """Weights of GGUF files as tensors of the Hugging Face layout."""
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -129,5 +130,8 @@ class _Unread:
         return parts
 
     def _converted(self, rows, columns: slice) -> np.ndarray:
-        weights = gguf.quants.dequantize(np.asarray(self._data[rows]), self._type)[:, columns]
+        data = np.asarray(self._data[rows])
+        # The library works on 16 rows at a time. Longer ones take half the time.
+        joined = data.reshape(len(data) // math.gcd(len(data), 16), -1)
+        weights = gguf.quants.dequantize(joined, self._type).reshape(len(data), -1)[:, columns]
         return (weights - self._offset if self._offset else weights).astype(self._dtype)
