@@ -227,7 +227,7 @@ def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
     near = [known for known in names if known.partition(":")[0] == stem]
     known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", known) for known in names))
     raise InputError(
-        f"{short_repr(name)}: expected a model folder, a GGUF file or one of {known}, found neither"
+        f"{short_repr(name)}: expected a model folder, a GGUF file or one of {known}, found none"
     )
 
 

@@ -24,7 +24,7 @@ def path_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     try:
         if pathlib.Path(name).is_dir() or pathlib.Path(name).is_file():
             return pathlib.Path(name)
-        actual = "neither"
+        actual = "none"
     except OSError as error:  # too long, or not to be read
         actual = one_line(error)
     if pathlib.Path(name).as_posix() in names:

@@ -1,4 +1,4 @@
-"""Places that models are read from: folders in the Hugging Face layout, and GGUF files."""
+"""Sources of models: folders in the Hugging Face layout, and GGUF files."""
 
 import abc
 import dataclasses

@@ -150,6 +150,7 @@ BAD_METADATA = [
     ({"llama.expert_count": 4}, "expert"),
     ({"split.count": 3}, "one of 3 files", "llama-gguf-split --merge"),
     ({"general.alignment": 0}, "general.alignment"),
+    ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens", "a list"),
 ]
 
 

@@ -1,7 +1,8 @@
-"""Headers of GGUF files: metadata, and the name, type, shape and place of each tensor.
+"""Headers of GGUF files: metadata, and the name, type, shape and location of each tensor.
 
 The format is described in ggml's docs/gguf.md. The library `gguf` has a reader, too, which makes
-NumPy arrays of every number and text: 5 s for 49,152 tokens, where this module takes 0.1 s.
+NumPy arrays of every number and text: for 49,152 tokens 5 s, and this module takes 0.1 s (one core
+of an AMD EPYC).
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _MOST_AXES = 4
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """Place of a tensor in a file.
+    """Location of a tensor in a file.
 
     Attributes:
         name: name in the file.

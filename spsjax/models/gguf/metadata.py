@@ -11,7 +11,7 @@ from spsjax.errors import InputError
 from spsjax.models.config import Config
 from spsjax.models.gguf.header import Header
 from spsjax.models.hf import config_json
-from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, POSITIVE, TEXT, TOKEN, Fields
+from spsjax.models.hf.fields import COUNT, FLAG, LIST, NUMBER, POSITIVE, TEXT, TOKEN, Fields
 
 _FLAGS = "a list of true and false", lambda x: type(x) is list and all(map(FLAG[1], x))
 # `model_type` in config.json, by architecture; of a mixture of experts, too.
@@ -189,8 +189,8 @@ def _divided(header: Header, raw: dict) -> dict[str, object]:
 def _tokens(fields: Fields) -> dict[str, object]:
     """Returns the keys of the beginning- and end-of-sequence ids."""
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id", TOKEN, None) for name in _ENDS]
-    tokens = fields.raw.get("tokenizer.ggml.tokens") or []
-    types = fields.raw.get("tokenizer.ggml.token_type") or []
+    tokens = fields.get("tokenizer.ggml.tokens", LIST, [])
+    types = fields.get("tokenizer.ggml.token_type", LIST, [])
     for id, (text, type_) in enumerate(zip(tokens, types)):
         if type_ == _CONTROL and text in _END_TEXTS:
             ends.append(id)

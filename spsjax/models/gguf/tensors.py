@@ -121,13 +121,13 @@ class _Unread:
             return self._converted(slice(None), *index)[0]
         rows, columns = index
         first, last, _ = rows.indices(len(self._data))
-        parts = np.empty((last - first, len(range(self._width)[columns])), self._dtype)
+        chosen = np.empty((last - first, len(range(self._width)[columns])), self._dtype)
         step = max(1, _CHUNK // self._width)
         for start in range(first, last, step):
             chunk = slice(start, min(start + step, last))
-            chosen = chunk if self._order is None else self._order[chunk]
-            parts[start - first : chunk.stop - first] = self._converted(chosen, columns)
-        return parts
+            order = chunk if self._order is None else self._order[chunk]
+            chosen[start - first : chunk.stop - first] = self._converted(order, columns)
+        return chosen
 
     def _converted(self, rows, columns: slice) -> np.ndarray:
         data = np.asarray(self._data[rows])
