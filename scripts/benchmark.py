@@ -32,7 +32,7 @@ from spsjax.cli.measurements import load, pair, shapes
 from spsjax.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to measure.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _SIZE = flags.DEFINE_string("size", None, "Time ArS of a random model of this size: 90M.")
 _RANDOM = flags.DEFINE_bool("random", False, "Time random weights of shapes in configs/models.")

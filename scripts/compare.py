@@ -34,8 +34,8 @@ from spsjax.cli import configs, main
 from spsjax.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compare.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
-_DRAFT = flags.DEFINE_string("draft", None, "Name or folder of the draft model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
+_DRAFT = flags.DEFINE_string("draft", None, "Name, folder or GGUF file of the draft model.")
 _DRAFTERS = flags.DEFINE_list("drafters", [], "Drafters, as NAME=FOLDER.")
 _TREES = flags.DEFINE_list("trees", [], "Trees of single drafters, as NAME=FILE.")
 _VERIFIERS = flags.DEFINE_list("verifiers", [], "Further rules of drafters, as NAME=RULE.")

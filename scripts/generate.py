@@ -25,7 +25,7 @@ from spsjax.cli import configs, main, terminal
 from spsjax.utils import from_config
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to generate.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _PROMPT = flags.DEFINE_string("prompt", None, "The text to continue.")
 _FILE = flags.DEFINE_string("file", None, "File with the text; - is the standard input.")

@@ -31,7 +31,7 @@ from spsjax.planning.outcome import Outcome
 from spsjax.utils import atomic_files
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to plan.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.")
 

@@ -19,7 +19,7 @@ from spsjax.errors import check_integer
 from spsjax.models import transformer
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to show.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 
 

@@ -33,7 +33,7 @@ _SCRIPTS = pathlib.Path(__file__).resolve().parent
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to reproduce.", lock_config=True)
 _EXPERIMENT = flags.DEFINE_enum("experiment", None, paper.EXPERIMENTS, "Experiment to reproduce.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 _PEER = flags.DEFINE_multi_enum("peer", [], peers.NAMES, peers.HELP)
 main.require("experiment", "workdir")

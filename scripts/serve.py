@@ -38,7 +38,7 @@ from spsjax.errors import InputError, check_integer, one_line
 from spsjax.parallel import multihost
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "How to serve.", lock_config=True)
-_TARGET = flags.DEFINE_string("target", None, "Name or folder of the target model.")
+_TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
 _DRAFT = flags.DEFINE_string("draft", None, main.DRAFT_HELP)
 
 _PROMPT = [1]  # for warming up
@@ -149,8 +149,8 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
 
 
 def public(name: str) -> str:
-    """Returns the name of a model or drafter without the path of its folder."""
-    if pathlib.Path(name).is_dir():
+    """Returns the name of a model or drafter without the path of its folder or GGUF file."""
+    if pathlib.Path(name).is_dir() or (name.endswith(".gguf") and pathlib.Path(name).is_file()):
         return pathlib.Path(name).resolve().name
     method, folder = re.fullmatch(r"(.*[:+])?(.*)", name, re.DOTALL).groups("")
     return method + public(folder) if method else name

@@ -17,7 +17,6 @@ from spsjax.drafters import shapes, stopping
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, check_integer, did_you_mean, one_line, short_repr
 from spsjax.models import transformer
-from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import multihost, sharding
 from spsjax.utils import atomic_files, from_config
 
@@ -218,13 +217,13 @@ def model_config(name: str, folder: pathlib.Path) -> transformer.Config:
         args = (size,) if size else ()
         fields = runpy.run_path(str(path))["get_config"](*args)
         return from_config.build(name, transformer.Config, fields)
-    if pathlib.Path(name).is_dir():
-        return hf_weights.read_config(pathlib.Path(name))
+    if pathlib.Path(name).exists():
+        return loading.load_config(name)
     names = model_names(folder)
     near = [known for known in names if known.partition(":")[0] == stem]
     known = ", ".join(near or dict.fromkeys(re.sub(":.*", ":SIZE", known) for known in names))
     raise InputError(
-        f"{short_repr(name)}: expected a model folder or one of {known}, found neither"
+        f"{short_repr(name)}: expected a model folder, a GGUF file or one of {known}, found none"
         f"{did_you_mean(name, names)}"
     )
 

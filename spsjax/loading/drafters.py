@@ -30,7 +30,7 @@ from spsjax.loading.models import (
     load_tokenizer,
     quantized,
 )
-from spsjax.loading.names import folder_of, is_shipped, method_of
+from spsjax.loading.names import is_shipped, method_of, path_of
 from spsjax.models import quantization
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
@@ -185,7 +185,7 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
             copies = jax.device_put(draft.params, sharding.replicated(target.mesh))
             draft = dataclasses.replace(draft, params=copies)
         return dataclasses.replace(as_drafter(draft, target, tree), name=str(name))
-    folder = folder_of(name, weights=True)
+    folder = path_of(name, weights=True)
     if method_of(folder):
         return _load_head(str(name), folder, target, dtype, tree, replicate)
     return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)

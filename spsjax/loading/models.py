@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from spsjax import tokenization
 from spsjax.drafters import medusa
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
-from spsjax.loading.names import folder_of, method_of
+from spsjax.loading import sources
+from spsjax.loading.names import method_of, path_of
 from spsjax.models import quantization, transformer
 from spsjax.models.hf import weights as hf_weights
 from spsjax.parallel import sharding
@@ -36,10 +37,10 @@ class Model:
     """A target, or a draft: what `generate` takes.
 
     Attributes:
-        name: name or folder it was loaded by.
+        name: name, folder or file it was loaded by.
         config: shape of the model.
         params: weights, on their devices.
-        tokenizer: tokenizer; None if the folder has none.
+        tokenizer: tokenizer; None if there is none.
         mesh: mesh over which the weights are split; None: one device.
     """
 
@@ -124,8 +125,8 @@ def load(
     Args:
         name: name of a shipped model ("pystdlib/target", "pystdlib/draft", "pycode/target"); or a
             folder in the Hugging Face layout with config.json, model.safetensors or its shards, and
-            a tokenizer; or, with the extra `hub`, a repository: "hf://openai-community/gpt2-xl",
-            "hf://...@revision".
+            a tokenizer; or a GGUF file of llama.cpp, whose weights are dequantised; or, with the
+            extra `hub`, a repository: "hf://openai-community/gpt2-xl", "hf://...@revision".
         mesh: mesh over which the weights are split (`sharding.mesh`); None: the default device.
         dtype: compute type; None: what is fastest (`default_dtype`).
         replicate: with a mesh, whether to keep all weights on every device. This suits a draft so
@@ -140,16 +141,17 @@ def load(
     program_cache.use()
     compute_type(dtype)
     quantization.check_kind(quantize)
-    folder = folder_of(name, weights=True)
-    if method_of(folder):
+    path = path_of(name, weights=True)
+    if method_of(path):
         raise InputError(
             f"{name}: expected a language model, found a drafter of a target's features, "
             "which load_drafter takes"
         )
     _check_mesh(mesh)
     check_flag("replicate", replicate)
-    config = hf_weights.read_config(folder)
-    tokenizer = _tokenizer(folder, config)
+    source = sources.of(path)
+    config = source.config()
+    tokenizer = _tokenizer(source, config)
     if tokenizer is not None:
         config = _unpadded(config, tokenizer)
     where = sharding.param_shardings(mesh, config, replicate)
@@ -158,7 +160,7 @@ def load(
         convert = functools.partial(
             quantization.quantized_leaf, kind=quantize, tied=config.tie_embeddings
         )
-    params = hf_weights.read_params(folder, config, compute_type(dtype, config), where, convert)
+    params = source.params(config, compute_type(dtype, config), where, convert)
     return Model(str(name), config, params, tokenizer, mesh)
 
 
@@ -183,14 +185,14 @@ def _check_float(argument: str, model: Model) -> None:
 
 
 def load_config(name: str | pathlib.Path) -> transformer.Config:
-    """Returns only a model's shape, by its name or folder; raises InputError as `load` does."""
-    return hf_weights.read_config(folder_of(name))
+    """Returns only a model's shape, by name, folder or file; raises InputError as `load` does."""
+    return sources.of(path_of(name)).config()
 
 
 def load_tokenizer(name: str | pathlib.Path) -> Tokenizer | None:
     """Returns only the tokenizer of a model, or None; raises InputError as `load` does."""
-    folder = folder_of(name)
-    return _tokenizer(folder, hf_weights.read_config(folder))
+    source = sources.of(path_of(name))
+    return _tokenizer(source, source.config())
 
 
 def save(folder: str | pathlib.Path, model: Model, dtype="bfloat16") -> None:
@@ -238,10 +240,10 @@ def _check_mesh(mesh) -> None:
         raise InputError("mesh: expected axes of type Auto (sharding.mesh), found other ones")
 
 
-def _tokenizer(folder: pathlib.Path, config: transformer.Config) -> Tokenizer | None:
-    if not tokenization.exists(folder):
+def _tokenizer(source: sources.Source, config: transformer.Config) -> Tokenizer | None:
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
         return None
-    tokenizer = tokenization.load(folder)
     size = 1 + max(tokenizer.pieces, default=-1)
     if size > config.vocab_size:
         wanted = f"at most the model's {config.vocab_size} pieces"

@@ -12,24 +12,27 @@ from spsjax.models.hf.fields import read_json
 _SHIPPED = pathlib.Path(__file__).parent.parent / "pretrained"
 
 
-def folder_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
-    """Returns the folder of a model by name; from the hub, with its weights or without."""
+def path_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
+    """Returns the folder or the file of a model by name; from the hub, with weights or without.
+
+    Raises InputError if there is none. A file may be of any kind.
+    """
     check_path("name", name)
     if str(name).startswith(hub.PREFIX):
         return hub.download(str(name), tokenization.NAMES, weights)
     names = _shipped_names()
     try:
-        if pathlib.Path(name).is_dir():
+        if pathlib.Path(name).is_dir() or pathlib.Path(name).is_file():
             return pathlib.Path(name)
-        actual = "a file" if pathlib.Path(name).exists() else "neither"
+        actual = "none"
     except OSError as error:  # too long, or not to be read
         actual = one_line(error)
     if pathlib.Path(name).as_posix() in names:
         return _SHIPPED / name
     shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
     raise InputError(
-        f"{short_repr(str(name))}: expected a model folder or {shipped}, found {actual}"
-        f"{did_you_mean(str(name), names)}"
+        f"{short_repr(str(name))}: expected a model folder, a GGUF file or {shipped}, "
+        f"found {actual}{did_you_mean(str(name), names)}"
     )
 
 
@@ -87,7 +90,7 @@ def default_drafter(
 
 
 def method_of(folder: pathlib.Path):
-    """Returns the module of the drafter in a folder; None: it holds a model, or nothing."""
+    """Returns the module of the drafter in a folder; None: a model, a file, or nothing."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -109,4 +112,4 @@ def is_feature_drafter(name: str | pathlib.Path) -> bool:
 
     Raises InputError if there is neither.
     """
-    return method_of(folder_of(name, weights=True)) is not None
+    return method_of(path_of(name, weights=True)) is not None

@@ -33,12 +33,21 @@ class Tokenizer(abc.ABC):
         eos_id: end-of-sequence id; None: there is none.
     """
 
-    def __init__(self, folder: pathlib.Path, names: Sequence[str]):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        names: Sequence[str],
+        files: Mapping[str, bytes] | None = None,
+    ):
+        """Creates a tokenizer.
+
+        Args:
+            folder: folder of the files; with `files`, the file that has them, for messages.
+            names: names of the tokenizer's files, without optional ones.
+            files: contents of the files, by name; None: they are read.
+        """
         self.path, self._names = folder / names[0], names
-        self.files = {name: read(folder / name) for name in names}
-        for name in _OPTIONAL:
-            if os.path.lexists(folder / name):
-                self.files[name] = read(folder / name)
+        self.files = _read(folder, names) if files is None else dict(files)
         self._settings = self._object("special_tokens_map.json") | self._object(_SETTINGS)
         self.vocab_size = 0
         self.bos_id: int | None = None
@@ -243,6 +252,12 @@ def incremental_text(
 def _spaced(text) -> str | None:
     """Returns a piece with SentencePiece's mark for a space replaced by a space."""
     return text.replace("\u2581", " ") if isinstance(text, str) else None
+
+
+def _read(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Reads the files of a tokenizer and those optional ones that exist."""
+    optional = [name for name in _OPTIONAL if os.path.lexists(folder / name)]
+    return {name: read(folder / name) for name in (*names, *optional)}
 
 
 def read(path: pathlib.Path) -> bytes:

@@ -5,7 +5,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 
@@ -21,8 +21,13 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 class HuggingFace(base.Tokenizer):
     """Tokenizer of the `tokenizers` library."""
 
-    def __init__(self, folder: pathlib.Path, names: Sequence[str]):
-        super().__init__(folder, names)
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        names: Sequence[str],
+        files: Mapping[str, bytes] | None = None,
+    ):
+        super().__init__(folder, names, files)
         try:
             if names == base.KINDS[0]:
                 model = tokenizers.Tokenizer.from_str(self.files[names[0]].decode())

@@ -5,7 +5,7 @@ import io
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sentencepiece
 
@@ -22,8 +22,13 @@ class SentencePiece(base.Tokenizer):
     `encode` adds the beginning-of-sequence id, if there is one.
     """
 
-    def __init__(self, folder: pathlib.Path, names: Sequence[str]):
-        super().__init__(folder, names)
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        names: Sequence[str],
+        files: Mapping[str, bytes] | None = None,
+    ):
+        super().__init__(folder, names, files)
         model = self._model = sentencepiece.SentencePieceProcessor()
         try:
             model.LoadFromSerializedProto(self.files[names[0]])

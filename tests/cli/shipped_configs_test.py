@@ -6,8 +6,10 @@ import runpy
 
 import jax
 import pytest
+from helpers import gguf_files
 from helpers.bad_input import one_line
 from helpers.environment import ROOT
+from helpers.golden_folders import GOLDEN
 from ml_collections import ConfigDict
 
 from spsjax.cli import config_flags, config_keys, configs
@@ -82,6 +84,13 @@ def test_unknown_model_name_lists_the_known_ones():
         configs.model_config("llama:2-8b", FOLDER)
     with one_line("'lama'", "llama:SIZE", "chinchilla_70b"):
         configs.model_config("lama", FOLDER)
+
+
+def test_model_config_reads_folders_and_gguf_files(tmp_path):
+    values = gguf_files.metadata_of(GOLDEN / "qwen3"), gguf_files.tensors_of(GOLDEN / "qwen3")
+    path = gguf_files.write(tmp_path / "model.gguf", *values)
+    expected = configs.model_config(str(GOLDEN / "qwen3"), FOLDER)
+    assert configs.model_config(str(path), FOLDER) == expected
 
 
 @pytest.mark.parametrize("name", ["distillspec", "wide_shallow"])

@@ -112,7 +112,7 @@ BAD_TARGET = [
     ({"unknown": 1}, "unknown: expected a key of the config, found no such key"),
 ]
 BAD_DRAFT = [
-    ({"target": "nosuch"}, "'nosuch': expected a model folder or one of"),
+    ({"target": "nosuch"}, "'nosuch': expected a model folder, a GGUF file or one of"),
     ({"objective": {"name": "kl"}}, "objective.name: expected cross_entropy or one of"),
     ({"mixture": {"corpus": 0.7}}, "mixture.corpus, mixture.target, mixture.draft: expected sha"),
     ({"mixture": {"corpus": 0.0, "draft": 1.0, "prompt_length": 40}}, "mixture.prompt_length"),

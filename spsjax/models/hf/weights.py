@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,21 +75,46 @@ def _open(path: pathlib.Path):
         ) from None
 
 
+class Tensors(Protocol):
+    """Tensors of a model under their names in the Hugging Face layout."""
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises InputError unless these are the names of the model's tensors."""
+
+    def get(self, name: str, shape: tuple[int, ...]):
+        """Returns an unread tensor, which slices read; raises InputError if it does not fit."""
+
+
 @dataclasses.dataclass(frozen=True)
-class _Tensors:
+class _FolderTensors:
     """Tensors of a model folder.
 
     Attributes:
+        folder: the folder.
+        config: config of the model.
+        family: family of the model.
         stored_names: names in the files, by the family's usual names.
         shards: file of each tensor, by name in the files.
         files: opened files, by path.
         contents: names of the tensors in each file, by path.
     """
 
+    folder: pathlib.Path
+    config: transformer.Config
+    family: families.Family
     stored_names: dict[str, str]
     shards: dict[str, pathlib.Path]
     files: dict[pathlib.Path, object]
     contents: dict[pathlib.Path, set[str]]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises InputError unless these are the names of the model's tensors."""
+        _check_names(self.folder, self.stored_names, names, self.family)
+        if self.config.tie_embeddings and "lm_head.weight" in self.stored_names:
+            shape = (self.config.vocab_rows, self.config.d_model)
+            embedding = f"{self.family.other_names['embed']}.weight"
+            head, embedding = self.get("lm_head.weight", shape), self.get(embedding, shape)
+            _check_tied_head(self.folder, head, embedding)
 
     def get(self, name: str, shape: tuple[int, ...]):
         """Returns an unread tensor; raises InputError if shape or type is wrong."""
@@ -197,24 +223,31 @@ def read_params(
     Raises:
         InputError: files or tensors are missing, damaged or of another model.
     """
-    sharding_of = sharding_of or sharding.param_shardings(None, config)
-    name = config_json.family_of(config)
-    family = families.FAMILIES[name]
+    family = families.FAMILIES[config_json.family_of(config)]
     shard_of = shards(folder)
     stored_names = _stored_names(folder, shard_of, family)
     _check_count(folder, config, len(shard_of))
-    shapes = transformer.param_shapes(config, dtype)
-    locations = {path: families.locate(name, config, path) for path, _ in _leaves(shapes)}
-    expected = (tensor for location in locations.values() for tensor in location.names)
-    _check_names(folder, stored_names, expected, family)
     files = open_all(set(shard_of.values()))
     contents = {path: set(file.keys()) for path, file in files.items()}
-    tensors = _Tensors(stored_names, shard_of, files, contents)
-    if config.tie_embeddings and "lm_head.weight" in stored_names:
-        embedding = locations["embed", "embedding"].names[0]
-        shape = (config.vocab_rows, config.d_model)
-        head, embedding = tensors.get("lm_head.weight", shape), tensors.get(embedding, shape)
-        _check_tied_head(folder, head, embedding)
+    tensors = _FolderTensors(
+        folder, config, family, stored_names, shard_of, files=files, contents=contents
+    )
+    return read_tensors(tensors, config, dtype, sharding_of, convert)
+
+
+def read_tensors(
+    tensors: Tensors,
+    config: transformer.Config,
+    dtype,
+    sharding_of: Callable[[tuple], jax.sharding.Sharding] | None = None,
+    convert: Callable[[tuple, jax.Array], PyTree] | None = None,
+) -> PyTree:
+    """Reads the parameters of a model, one at a time, as `read_params` does."""
+    sharding_of = sharding_of or sharding.param_shardings(None, config)
+    name = config_json.family_of(config)
+    shapes = transformer.param_shapes(config, dtype)
+    locations = {path: families.locate(name, config, path) for path, _ in _leaves(shapes)}
+    tensors.check({tensor for location in locations.values() for tensor in location.names})
 
     def read(path, leaf):
         path = tuple(entry.key for entry in path)
@@ -225,7 +258,7 @@ def read_params(
 
 
 def _read(
-    tensors: _Tensors,
+    tensors: Tensors,
     location: families.TensorLocation,
     shape: tuple[int, ...],
     dtype,
@@ -246,7 +279,7 @@ def _read(
         offset = location.part * width
         index = (*index[:-1], slice(start + offset, stop + offset))
         index = index[::-1] if location.transposed else index
-        slices = [tensor[index].astype(dtype) for tensor in chosen]
+        slices = [tensor[index].astype(dtype, copy=False) for tensor in chosen]
         slices = [array.T if location.transposed else array for array in slices]
         return np.stack(slices) if location.stacked else slices[0]
 
