@@ -14,7 +14,6 @@ configs/experiments/serve.py lists them.
 """
 
 import dataclasses
-import functools
 import ipaddress
 import os
 import pathlib
@@ -101,12 +100,11 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
         except Exception as error:
             fail(error)
             sys.exit()  # this thread: the engine is not ready
-        rest = functools.partial(engine.compile_rest, progress())
-        threading.Thread(target=guarded, args=(rest,), name="compilation", daemon=True).start()
+        compilation.start()
 
-    def guarded(function):
+    def compile_rest():
         try:
-            function()
+            engine.compile_rest(progress())
         except Exception as error:
             fail(error)
 
@@ -114,6 +112,7 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
         failure.append(error)
         server.should_exit = True
 
+    compilation = threading.Thread(target=compile_rest, name="compilation", daemon=True)
     worker = Worker(engine, config.most_waiting, prepare if config.warm_up else None)
     served = app.make(worker, options, page)
     host = f"[{host}]" if ":" in host else host
@@ -143,7 +142,13 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
             stop.cancel()
 
     server = Server(uvicorn.Config(served, log_level="warning", **times))
-    server.run(sockets=[listening])
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if not failure and (compilation.is_alive() or not worker.ready):
+            # What compiles cannot be stopped, and would crash the interpreter at its end.
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(130 if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if failure:
         raise failure[0]
 

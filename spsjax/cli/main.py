@@ -24,9 +24,7 @@ from spsjax.errors import InputError, NonFiniteError, Stopped, one_line, short_r
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files
 
-DRAFT_HELP = (
-    "Name, folder or GGUF file of the drafter. Without it, another --target gets one that fits."
-)
+DRAFT_HELP = "Name, folder or GGUF file of the drafter. Another --target alone gets one that fits."
 _GRACE_SECONDS = 5
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
