@@ -159,9 +159,10 @@ def _share_gpt(turns) -> list[dict]:
 
 
 def _stored(record: Mapping) -> Stored | None:
-    if "tokens" not in record:
+    names = "tokens", "answers", "tokenizer"
+    if not all(name in record for name in names):  # `tokens` alone is often a count
         return None
-    stored = Stored(*(record.get(name) for name in ("tokens", "answers", "tokenizer")))
+    stored = Stored(*(record[name] for name in names))
     try:
         stored.mask()
         if not all(type(id) is int for id in stored.tokens):

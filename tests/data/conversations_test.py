@@ -218,3 +218,23 @@ def test_cut_mask_of_a_corpus_is_refused(tokenizer_with, tmp_path):
     mask.write_bytes(mask.read_bytes()[:-1])
     with one_line(f"{mask}: expected "):
         corpus.prepare(*arguments)
+
+
+def test_question_of_a_held_out_file_is_not_trained_on(tmp_path):
+    """Whatever the answer. A conversation's name is that of its question, in any file."""
+    for name, numbers in (("train", (0, 1)), ("held_out", (1, 2))):
+        talks = ([ASK | {"content": f"{n}"}, SAY | {"content": f"{name} {n}"}] for n in numbers)
+        lines = [json.dumps({"messages": talk}) + "\n" for talk in talks]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    sources = Sources((f"{tmp_path}/train.jsonl",), (f"{tmp_path}/held_out.jsonl",))
+    splits = [(split, document.text) for split, document in documents.Split(sources)]
+    assert splits == [
+        ("train", "0\ntrain 0"),
+        ("copy", "1\ntrain 1"),
+        ("held_out", "1\nheld_out 1"),
+        ("held_out", "2\nheld_out 2"),
+    ]
+    names = [
+        [one.name for one in documents.read(sources, split)] for split in ("train", "held_out")
+    ]
+    assert names[0][1] == names[1][0] and len({*names[0], *names[1]}) == 3
