@@ -90,12 +90,12 @@ class Encoder:
             ids = [*self.tokenizer.encode(answer, whole=False), *([] if end is None else [end])]
             transcript.answer(ids, answer, end)
             return transcript.ids, transcript.mask
-        for result in rendered:
+        for result in reversed(rendered):  # marks in the whole text make the others needless
             if isinstance(result, InputError):
                 raise result
-        if rendered[-1].answers:
-            transcript.add_marked(rendered[-1])
-            return transcript.ids, transcript.mask
+            if result.answers:
+                transcript.add_marked(result)
+                return transcript.ids, transcript.mask
         for before, after in zip(rendered[::2], rendered[1::2]):
             if not after.text.startswith(before.text):
                 raise InputError(
@@ -103,8 +103,11 @@ class Encoder:
                     f"without the answer, found {short_repr(before.text[-40:])} only without. "
                     "Mark the answers in the template with {% generation %}"
                 )
+            ids, text, end = self.split(after.text[len(before.text) :])
+            if not ids:
+                raise InputError("expected a chat template that writes answers, found none of one")
             transcript.ask(before.text)
-            transcript.answer(*self.split(after.text[len(before.text) :]))
+            transcript.answer(ids, text, end)
         return transcript.ids, transcript.mask
 
     def _read(self, stored: Stored) -> tuple[Sequence[int], Sequence[int]]:

@@ -123,7 +123,10 @@ class Tokenizer(abc.ABC):
         return chat_template.render_all(template, conversations, tokens, self.path.parent)
 
     def control_text(self, id: int) -> str | None:
-        """Returns the text that stands for a control id in a chat template; None for other ids."""
+        """Returns the text that always becomes a single id, such as an end of a turn.
+
+        None for ids of pieces, which their text may or may not become.
+        """
         if not 0 <= id < self.vocab_size or id in self.pieces:
             return None
         return self._text_of(id) or None

@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from helpers.bad_input import one_line
-from helpers.tokenizer_examples import SETTINGS, byte_level
+from helpers.tokenizer_examples import SETTINGS, byte_level, save_with
 
 from spsjax import tokenization
 from spsjax.data import conversations, corpus, documents, pipeline
@@ -127,6 +128,24 @@ def test_other_ids_may_end_a_turn(tokenizer_with):
         ids, mask = encoded(tokenizer, {"messages": TALK[:2]}, ends)
         after = [*tokenizer.encode("x + 1", False), *tokenizer.encode(after, False)]
         assert answers(tokenizer, ids, mask) == [after]
+
+
+def test_end_of_turn_may_be_a_token_that_is_not_special(tokenizer_with, tmp_path):
+    bpe = tokenizer_with(CHATML.replace("</s>", "<end>"))
+    path = save_with(bpe, tmp_path) / "tokenizer.json"
+    model = tokenizers.Tokenizer.from_file(str(path))
+    model.add_tokens(["<end>"])
+    model.save(str(path))
+    end, tokenizer = model.token_to_id("<end>"), tokenization.load(tmp_path)
+    ids, mask = encoded(tokenizer, {"messages": TALK[:2]}, (end,))
+    assert answers(tokenizer, ids, mask) == [[*tokenizer.encode("x + 1", False), end]]
+
+
+def test_template_without_answers_is_refused(tokenizer_with):
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+    tokenizer = tokenizer_with(template + "{% endfor %}")
+    with one_line("a.jsonl:7: expected a chat template that writes answers"):
+        encoded(tokenizer, {"messages": TALK})
 
 
 def test_prompt_and_completion_need_no_template(tokenizer_with):
