@@ -1,10 +1,12 @@
-"""Continues a text by speculative sampling.
+r"""Continues a text by speculative sampling.
 
 python scripts/generate.py --prompt="def read_json(path):" --show
 python scripts/generate.py --file=some.py --config.num_speculative_tokens=6   # auto: by itself
 python scripts/generate.py --prompt="import os" --config.sampling.temperature=0 --json
 python scripts/generate.py --prompts=prompts.txt --config.mesh.data=4   # one per line, in one batch
 python scripts/generate.py --target=FOLDER --draft=FOLDER --prompt="Who are you?" --chat
+python scripts/generate.py --target=FOLDER --config=configs/experiments/answers.py \
+    --prompts=questions.jsonl --answers=runs/answers   # to train on; the same command resumes
 python scripts/generate.py --prompt="import os" --config.mesh.model=0   # on all devices
 python scripts/generate.py --prompt="import os" --config.mesh.model=0 --distributed   # of a pod
 
@@ -32,6 +34,11 @@ _FILE = flags.DEFINE_string("file", None, "File with the text; - is the standard
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "File with one prompt per line; prints a JSON object per prompt."
 )
+_ANSWERS = flags.DEFINE_string(
+    "answers",
+    None,
+    "Folder for the target's answers to --prompts, then a file, folder or pattern of JSON lines.",
+)
 _CHAT = flags.DEFINE_bool("chat", False, "Treat a prompt as a chat message, and print the answer.")
 _SHOW = flags.DEFINE_bool("show", False, "Colour accepted draft tokens and the target's own.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.")
@@ -40,7 +47,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of text.
 def run():
     config = _CONFIG.value
     configs.choose_pair(config, _TARGET.value, _DRAFT.value)
-    prompts = read_prompts()
+    prompts = read_prompts() if _ANSWERS.value is None else []
     options = {
         "sampling": from_config.build_section("sampling", spsjax.SamplingParams, config.sampling),
         "max_new_tokens": config.max_new_tokens,
@@ -56,6 +63,9 @@ def run():
     drafter = configs.with_tree(drafter, target, config.tree)
     drafter = configs.with_stop_rule(drafter, target, config.stop_rule)
     count = configs.draft_length(config.num_speculative_tokens)
+    if _ANSWERS.value is not None:
+        write_answers(config, target, drafter, count, options)
+        return
     inputs = prompts
     if _CHAT.value:
         inputs = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
@@ -80,6 +90,24 @@ def run():
         results[0] |= {"stats": dataclasses.asdict(out.stats), "config": config.to_dict()}
     for result in results:
         print(json.dumps(result))
+
+
+def write_answers(config, target, drafter, count, options) -> None:
+    """Writes the target's answers to questions, for training; see `spsjax.training.answers`."""
+    # Imported here, because it loads the data pipeline, which other texts do not need.
+    from spsjax.training import answers
+
+    for flag in (_PROMPT, _FILE, _CHAT, _SHOW, _JSON):
+        if flag.present:
+            raise spsjax.InputError(f"--{flag.name}: expected none with --answers, found one")
+    if not _PROMPTS.value:
+        raise spsjax.InputError("--prompts: expected JSON lines with --answers, found none")
+    if not config.stop_at_eos:
+        raise spsjax.InputError("stop_at_eos: expected True with --answers, found False")
+    sampling = answers.Sampling(options["sampling"], config.max_new_tokens, config.seed)
+    sizes = from_config.build_section("answers", answers.AnswersConfig, config.answers)
+    files = _PROMPTS.value, _ANSWERS.value
+    answers.write(target, drafter, count, *files, sizes, sampling, options["verifier"])
 
 
 def verifier(config) -> spsjax.verifiers.Verifier | str | None:

@@ -1,6 +1,8 @@
 r"""EAGLE-3 for the shipped target: a decoder layer on three of its layers, trained to draft far.
 
 python scripts/train.py --config=configs/drafters/eagle3.py --workdir=runs/eagle3
+python scripts/train.py --config=configs/drafters/eagle3.py --workdir=runs/mine \
+    --config.target=FOLDER --config.data.train="('runs/answers',)"   # experiments/answers.py
 
 Steps and decay are those of the authors (Li et al. 2025, arXiv 2503.01840).
 Hardware: an accelerator. Two CPU cores train a layer 256 wide on 820 tokens per second (Intel Xeon,

@@ -30,4 +30,12 @@ get_config = sections.config(
     stop_at_eos=True,
     lenience=1.0,  # below 1: faster, but not the target's distribution
     seed=0,
+    # With --answers, which writes texts to train on.
+    answers={
+        "samples": 1,  # conversations per line of the questions
+        "rows": 8,  # most answers that are written at the same time
+        "slots": 2048,  # tokens of a conversation; longer ones are left out or cut
+        "parts": 1,  # processes that share the questions, each with a file of its own
+        "part": 0,  # number of this process, from 0
+    },
 )

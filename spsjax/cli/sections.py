@@ -98,8 +98,10 @@ def settings(*run: str, **more: dict) -> dict:
 
 def prompts(count: int = 8, tokens: int = 100, new_tokens: int = 128) -> dict:
     """Returns prompts: the beginnings of held-out documents of the standard library."""
+    data = dataclasses.asdict(Sources())
+    del data["loss"]  # nothing is trained
     return {
-        "data": dataclasses.asdict(Sources()),
+        "data": data,
         "texts": (),  # texts that replace them, for a target with a tokenizer
         "prompts": count,
         "prompt_tokens": tokens,

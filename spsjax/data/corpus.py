@@ -3,14 +3,17 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from spsjax import tokenization
 from spsjax.data import pipeline
-from spsjax.data.documents import Sources, Split, listing
+from spsjax.data.documents import Document, Sources, Split, listing
+from spsjax.data.transcripts import Encoder
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.tokenization import Tokenizer
 from spsjax.utils import atomic_files
@@ -20,6 +23,7 @@ from spsjax.utils.progress import Bar
 _TOKENIZER_CHARACTERS = 200_000_000
 # SentencePiece ignores texts longer than a mebibyte, so that long documents are cut up.
 _CHUNK = 1 << 18
+_TOGETHER = 256  # conversations in memory at a time
 _SPLITS = "train", "held_out"
 
 
@@ -30,12 +34,15 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
     replace: bool = False,
+    ends: Collection[int] = (),
 ) -> tuple[pipeline.TokenWindows, pipeline.TokenWindows, Tokenizer]:
     """Returns both splits of a corpus, and tokenizes it first if the folder does not hold it.
 
-    Documents follow each other, each between the tokenizer's begin and end ids. The folder receives
-    `train.bin`, `held_out.bin`, the tokenizer and at last `manifest.json`: per file, the hash of
-    its text and the number of its documents and tokens in each split.
+    Documents follow each other, each between the tokenizer's begin and end ids. Conversations are
+    as the chat template writes them. The folder receives `train.bin`, `held_out.bin`, the tokenizer
+    and at last `manifest.json`: per file, the hash of its text and the number of its documents and
+    tokens in each split. If only the answers of conversations count, `train.mask` and
+    `held_out.mask` have a byte per token: 1 if it counts, and 0 else.
 
     Args:
         folder: folder of the corpus.
@@ -44,6 +51,7 @@ def prepare(
         tokenizer: tokenizer; None trains one on the training split.
         vocab_size: vocabulary size of a tokenizer to train.
         replace: whether to replace another corpus in the folder, or one whose files have changed.
+        ends: token ids that end an assistant's turn, besides the tokenizer's end id.
 
     Returns:
         Training examples, held-out examples, and the tokenizer.
@@ -53,7 +61,7 @@ def prepare(
     """
     path = folder / "manifest.json"
     recipe = {
-        "sources": json.loads(json.dumps(dataclasses.asdict(sources))),
+        "sources": _as_json(sources),
         "tokenizer": f"trained, {vocab_size} tokens" if tokenizer is None else tokenizer.sha256,
     }
     manifest = _read_manifest(path) if path.exists() else None
@@ -62,7 +70,7 @@ def prepare(
         manifest = manifest if same else None
     if manifest is None:
         path.unlink(missing_ok=True)
-        _build(folder, sources, length, tokenizer, vocab_size, recipe)
+        _build(folder, sources, length, tokenizer, vocab_size, recipe, ends)
         manifest = _read_manifest(path)
     for key, value in recipe.items():
         if manifest["recipe"].get(key) != value:
@@ -75,6 +83,12 @@ def prepare(
         raise InputError(f"{tokenizer.path}: expected the tokenizer of {path}, found another one")
     train, held_out = (_open_split(path, manifest, split, length) for split in _SPLITS)
     return train, held_out, tokenizer
+
+
+def _as_json(sources: Sources) -> dict:
+    """Returns sources as a manifest has them: the default of `loss` is that of older manifests."""
+    fields = json.loads(json.dumps(dataclasses.asdict(sources)))
+    return {key: value for key, value in fields.items() if (key, value) != ("loss", "answers")}
 
 
 def _read_manifest(path: pathlib.Path) -> dict:
@@ -96,17 +110,22 @@ def _open_split(
     manifest_path: pathlib.Path, manifest: dict, split: str, length: int
 ) -> pipeline.TokenWindows:
     """Returns the examples of a split; raises InputError if its file is not the manifest's."""
-    path, entry = manifest_path.with_name(f"{split}.bin"), manifest["splits"][split]
-    dtype = np.dtype(manifest["dtype"])
-    size = path.stat().st_size if path.exists() else 0
-    if size != entry["tokens"] * dtype.itemsize:
-        raise InputError(
-            f"{path}: expected {entry['tokens']} tokens of {dtype}, found {size} bytes"
-        )
-    if atomic_files.sha256(path) != entry["sha256"]:
-        raise InputError(f"{path}: expected the tokens of {manifest_path}, found others")
-    tokens = np.memmap(path, dtype, "r") if size else []  # an empty file cannot be mapped
-    return pipeline.TokenWindows(tokens, length, split)
+    entry, count = manifest["splits"][split], manifest["splits"][split]["tokens"]
+
+    def read(suffix: str, digest: str, dtype: np.dtype) -> np.ndarray:
+        path = manifest_path.with_name(f"{split}.{suffix}")
+        size = path.stat().st_size if path.exists() else 0
+        if size != count * dtype.itemsize:
+            raise InputError(f"{path}: expected {count} tokens of {dtype}, found {size} bytes")
+        if atomic_files.sha256(path) != digest:
+            raise InputError(f"{path}: expected the tokens of {manifest_path}, found others")
+        return np.memmap(path, dtype, "r") if size else []  # an empty file cannot be mapped
+
+    tokens = read("bin", entry["sha256"], np.dtype(manifest["dtype"]))
+    counts = None
+    if "mask_sha256" in entry:
+        counts = read("mask", entry["mask_sha256"], np.dtype(np.uint8))
+    return pipeline.TokenWindows(tokens, length, split, counts)
 
 
 def _build(
@@ -116,11 +135,12 @@ def _build(
     tokenizer: Tokenizer | None,
     vocab_size: int | None,
     recipe: dict,
+    ends: Collection[int],
 ) -> None:
     """Writes the files of a corpus; the manifest, written last, shows that they are complete."""
     files = listing(sources)  # read first: files that change meanwhile make the corpus stale
     documents = Split(sources)
-    counts, characters = _count(documents, sources)
+    counts, characters, masked = _count(documents, sources)
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         tokenizer = _train_tokenizer(folder, documents, characters, vocab_size)
@@ -128,9 +148,9 @@ def _build(
     if tokenizer.eos_id is None:
         raise InputError("tokenizer: expected one with an end-of-sequence id, found none")
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    tokens, entries = _write_tokens(
-        folder, documents, sum(counts.values()), tokenizer, dtype, length
-    )
+    progress = Bar(documents, "tokenizing", sum(counts.values()), unit="doc", delay=2)
+    texts = _tokenized(progress, Encoder(tokenizer, ends))
+    tokens, entries = _write_tokens(folder, texts, dtype, length, masked)
     splits = {
         split: {
             "documents": counts[split],
@@ -139,6 +159,8 @@ def _build(
         }
         for split in _SPLITS
     }
+    for split in _SPLITS if masked else ():
+        splits[split]["mask_sha256"] = atomic_files.sha256(folder / f"{split}.mask")
     manifest = {
         "recipe": recipe,
         "listing": files,
@@ -150,13 +172,15 @@ def _build(
     atomic_files.write(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
 
 
-def _count(documents: Split, sources: Sources) -> tuple[dict[str, int], int]:
+def _count(documents: Split, sources: Sources) -> tuple[dict[str, int], int, bool]:
     """Returns the number of documents per split, and of characters to train on.
 
-    Raises InputError if a split has no documents.
+    The last value is whether some tokens do not count. Raises InputError if a split has no
+    documents.
     """
-    counts, characters = {"train": 0, "held_out": 0, "copy": 0}, 0
+    counts, characters, masked = {"train": 0, "held_out": 0, "copy": 0}, 0, False
     for split, document in documents:
+        masked |= document.conversation is not None and sources.loss == "answers"
         counts[split] += 1
         characters += len(document.text) if split == "train" else 0
     if not (counts["train"] and counts["held_out"]):
@@ -168,7 +192,7 @@ def _count(documents: Split, sources: Sources) -> tuple[dict[str, int], int]:
             f"{', '.join(sources.train)}: expected documents to train on and to hold out, "
             f"found {counts['train']} and {counts['held_out']}. {hint}"
         )
-    return counts, characters
+    return counts, characters, masked
 
 
 def _train_tokenizer(
@@ -186,33 +210,58 @@ def _train_tokenizer(
     return tokenization.train(chunks, folder / "tokenizer.model", vocab_size)
 
 
+def _tokenized(
+    documents: Iterable[tuple[str, Document]], encoder: Encoder
+) -> Iterator[tuple[str, Document, Sequence[int], Sequence[int]]]:
+    """Yields each document with its split, its token ids and a mask of the tokens that count.
+
+    Copies have no ids. Conversations that follow each other are tokenized together, because a
+    process of their own renders them.
+    """
+    tokenizer = encoder.tokenizer
+    for talks, group in itertools.groupby(documents, lambda entry: bool(entry[1].conversation)):
+        if not talks:
+            for split, document in group:
+                ids = []
+                if split != "copy":
+                    ids = [*tokenizer.encode(document.text), tokenizer.eos_id]
+                yield split, document, ids, bytes([1]) * len(ids)
+            continue
+        while entries := list(itertools.islice(group, _TOGETHER)):
+            kept = [document.conversation for split, document in entries if split != "copy"]
+            encoded = encoder.encode(kept)
+            for split, document in entries:
+                yield split, document, *(([], []) if split == "copy" else next(encoded))
+
+
 def _write_tokens(
     folder: pathlib.Path,
-    documents: Split,
-    total: int,
-    tokenizer: Tokenizer,
+    texts: Iterable[tuple[str, Document, Sequence[int], Sequence[int]]],
     dtype: str,
     length: int,
+    masked: bool,
 ) -> tuple[dict[str, int], dict[str, dict]]:
-    """Writes the token file of each split.
+    """Writes the token file of each split, and its mask if some tokens do not count.
 
     Returns the number of tokens per split, and the manifest's entry per file of the sources. Raises
     InputError, and leaves no file, if a split has too few tokens for one example.
     """
     tokens, entries = dict.fromkeys(_SPLITS, 0), {}
+    suffixes = ("bin", "mask") if masked else ("bin",)
     with contextlib.ExitStack() as stack:
         outputs = {}
-        for split in _SPLITS:
-            partial = stack.enter_context(atomic_files.atomic_write(folder / f"{split}.bin"))
-            outputs[split] = stack.enter_context(open(partial, "wb"))
-        for split, document in Bar(documents, "tokenizing", total, unit="doc", delay=2):
+        for split, suffix in itertools.product(_SPLITS, suffixes):
+            partial = stack.enter_context(atomic_files.atomic_write(folder / f"{split}.{suffix}"))
+            outputs[split, suffix] = stack.enter_context(open(partial, "wb"))
+        for split, document, ids, mask in texts:
             entry = entries.setdefault(document.file, {"text_sha256": hashlib.sha256()})
             entry["text_sha256"].update(document.text.encode())
             if split == "copy":
                 entry["copies"] = entry.get("copies", 0) + 1
                 continue
-            ids = np.asarray([*tokenizer.encode(document.text), tokenizer.eos_id], dtype)
-            outputs[split].write(ids.tobytes())
+            outputs[split, "bin"].write(np.asarray(ids, dtype).tobytes())
+            if masked:
+                outputs[split, "mask"].write(bytes(mask))
             tokens[split] += len(ids)
             entry[f"{split}_tokens"] = entry.get(f"{split}_tokens", 0) + len(ids)
         for split in _SPLITS:

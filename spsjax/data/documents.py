@@ -6,13 +6,14 @@ import glob
 import gzip
 import hashlib
 import itertools
-import json
 import os
 import pathlib
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 
+from spsjax.data import conversations, json_lines
+from spsjax.data.conversations import Conversation
 from spsjax.errors import InputError, one_line, short_repr
 
 _HELD_OUT_EVERY = 20  # one document in 20 is held out
@@ -27,6 +28,7 @@ class Document:
     file: str  # path of the file
     name: str  # name within the source. It does not depend on where the source is.
     text: str  # content
+    conversation: Conversation | None = None  # the conversation that the text is of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +39,15 @@ class Sources:
         train: sources of the documents to train on. "stdlib" names the running interpreter's
             standard library without its tests. Other sources are files, folders (all files below,
             except hidden ones) and patterns such as `books/*.txt`. Files are UTF-8 and may be
-            compressed (`.gz`). A `.jsonl` file has one JSON object per line; any other file is a
-            document.
+            compressed (`.gz`). A `.jsonl` file has one JSON object per line, which is a text or a
+            conversation (`conversations.parse`); any other file is a document.
         held_out: sources of the documents to evaluate on; if empty, one document in 20 of `train`.
-        field: key of the text in a JSON object.
+        field: key of the text in a JSON object. An object without it is a conversation.
         separator: string between the documents of one text file; if empty, a file is one document.
         exclude: patterns of names within a source whose files are left out, such as `*/tests/*`. A
             `*` matches any characters, "/" included.
+        loss: tokens of conversations that are trained on and evaluated: "answers", those that the
+            assistant writes, or "all".
     """
 
     train: tuple[str, ...] = ("stdlib",)
@@ -51,6 +55,7 @@ class Sources:
     field: str = "text"
     separator: str = ""
     exclude: tuple[str, ...] = ()
+    loss: str = "answers"
 
     def __post_init__(self):
         for name in ("train", "held_out", "exclude"):
@@ -66,6 +71,9 @@ class Sources:
                 raise InputError(f"{name}: expected a string, found {value}")
         if not all(path.strip() and "\0" not in path for path in self.train + self.held_out):
             raise InputError("train, held_out: expected paths, found an empty one or a zero byte")
+        if self.loss not in ("answers", "all"):
+            value = short_repr(self.loss)
+            raise InputError(f"loss: expected 'answers' or 'all', found {value}")
         if not self.train:
             raise InputError("train: expected one source or more, found none")
 
@@ -119,20 +127,39 @@ def read(sources: Sources, split: str) -> Iterator[Document]:
     """
     for source in getattr(sources, split):
         for name, path in _files(source, sources.exclude):
-            text = _read_text(path, errors="replace" if source == "stdlib" else "strict")
             file = f"stdlib/{name}" if source == "stdlib" else str(path)
-            if path.name.removesuffix(".gz").endswith(".jsonl"):
-                for number, line in enumerate(text.split("\n"), 1):
-                    if line.strip():
-                        record_text = _json_text(line, sources.field, f"{path}:{number}")
-                        if record_text:
-                            yield Document(file, f"{name}:{number}", record_text)
-            elif sources.separator:
+            if json_lines.is_named(path):
+                for number, record in json_lines.read(path):
+                    names = file, f"{name}:{number}", f"{path}:{number}"
+                    document = _of_record(record, sources.field, *names)
+                    if document.text:
+                        yield document
+                continue
+            text = _read_text(path, errors="replace" if source == "stdlib" else "strict")
+            if sources.separator:
                 for number, section in enumerate(text.split(sources.separator), 1):
                     if section.strip():
                         yield Document(file, f"{name}:{number}", section)
             elif text:
                 yield Document(file, name, text)
+
+
+def questions(source: str) -> Iterator[tuple[str, Conversation]]:
+    """Reads the conversations in the JSON lines of a source, with or without answers.
+
+    Yields names, within the source and with the number of the line, and conversations. Raises
+    InputError for a file that is not of JSON lines, and for a line without a conversation.
+    """
+    for name, path in _files(source, ()):
+        if not json_lines.is_named(path):
+            raise InputError(f"{path}: expected a file .jsonl or .jsonl.gz, found another one")
+        for number, record in json_lines.read(path):
+            conversation = conversations.parse(record, f"{path}:{number}")
+            if conversation is None:
+                keys = "messages, conversations, prompt or turns"
+                fields = ", ".join(record) or "none"
+                raise InputError(f"{path}:{number}: expected a field {keys}, found {fields}")
+            yield f"{name}:{number}", conversation
 
 
 def held_out(sources: Sources) -> Iterator[Document]:
@@ -202,7 +229,10 @@ def _name_hash(name: str) -> int:
 
 
 def _text_digest(document: Document) -> bytes:
-    return hashlib.sha256(document.text.encode()).digest()
+    """Returns a hash of a text, or of a conversation's first question: no other answer is new."""
+    conversation = document.conversation
+    text = document.text if conversation is None else conversation.question
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _files(source: str, exclude: Sequence[str]) -> Sequence[tuple[str, pathlib.Path]]:
@@ -266,17 +296,20 @@ def _read_text(path: pathlib.Path, errors: str) -> str:
         raise InputError(f"{path}: expected a text file, found {one_line(error)}") from None
 
 
-def _json_text(line: str, field: str, where: str) -> str:
-    """Returns a field of a JSON object; raises InputError that names the line."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: expected a JSON object, found {one_line(error)}") from None
-    if not isinstance(record, dict):
-        raise InputError(f"{where}: expected a JSON object, found {short_repr(record)}")
+def _of_record(record: dict, field: str, file: str, name: str, where: str) -> Document:
+    """Returns the document in a JSON object; raises InputError that names the line."""
     if field not in record:
-        fields = ", ".join(record) or "none"
-        raise InputError(f"{where}: expected a field {short_repr(field)}, found {fields}")
+        conversation = conversations.parse(record, where)
+        if conversation is None:
+            fields = ", ".join(record) or "none"
+            raise InputError(f"{where}: expected a field {short_repr(field)}, found {fields}")
+        if not conversation.has_answers:
+            raise InputError(
+                f"{where}: expected a conversation with answers, found questions only. "
+                "Write the answers first: generate.py --answers"
+            )
+        # All answers to one question are in one split, whatever the file.
+        return Document(file, f"question {conversation.question}", conversation.text, conversation)
     if not isinstance(record[field], str):
         raise InputError(
             f"{where}: expected {field} to be a string, found {short_repr(record[field])}"
@@ -285,4 +318,4 @@ def _json_text(line: str, field: str, where: str) -> str:
         record[field].encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{where}: expected {field} in valid Unicode, found {error}") from None
-    return record[field]
+    return Document(file, name, record[field])

@@ -19,20 +19,43 @@ class TokenWindows:
     """Examples [N, length + 1] int32 over a sequence of tokens, read on demand.
 
     Neighbouring windows share one token, so that every token is a label exactly once. A last,
-    partial window is dropped. `windows[3]` is one example, `windows[array]` are several. `name`
-    names the tokens in error messages.
+    partial window is dropped. `windows[3]` is one example, `windows[array]` are several.
+
+    Args:
+        tokens: the sequence.
+        length: labels per example.
+        name: name of the tokens in error messages.
+        counts: [len(tokens)] 1 for tokens that count as labels, 0 for others; None: all count.
+            Windows without a label that counts are dropped.
+
+    Attributes:
+        mask: windows over `counts`, aligned with the examples; None: all tokens count.
     """
 
-    def __init__(self, tokens: Sequence[int], length: int, name: str = "tokens"):
+    def __init__(self, tokens: Sequence[int], length: int, name: str = "tokens", counts=None):
         check_integer("length", length, 1)
         self.tokens, self.length = np.asanyarray(tokens), length
         check_token_count(name, len(self.tokens), length)
+        self._rows, self.mask = None, None
+        if counts is not None:
+            self.mask = TokenWindows(counts, length, name)
+            labels = self.mask.tokens[1 : 1 + len(self) * length].reshape(-1, length)
+            self._rows = self.mask._rows = np.flatnonzero(labels.any(axis=1))
+            if not len(self._rows):
+                raise InputError(f"{name}: expected tokens of answers to train on, found none")
+
+    @property
+    def columns(self) -> dict[str, "TokenWindows"]:
+        """Further columns of a table of these examples: `mask`, unless all tokens count."""
+        return {} if self.mask is None else {"mask": self.mask}
 
     def __len__(self) -> int:
+        if self._rows is not None:
+            return len(self._rows)
         return max(0, len(self.tokens) - 1) // self.length
 
     def __getitem__(self, rows) -> np.ndarray:
-        rows = np.arange(len(self))[rows]
+        rows = (np.arange(len(self)) if self._rows is None else self._rows)[rows]
         offsets = rows[..., None] * self.length + np.arange(self.length + 1)
         return self.tokens[offsets].astype(np.int32)
 

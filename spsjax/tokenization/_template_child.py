@@ -1,19 +1,28 @@
-"""Child process of `chat_template.render`, which renders one template in a sandbox with limits.
+"""Child process of `chat_template`, which renders one template in a sandbox with limits.
 
 It runs as a script and imports no module of this package, because JAX takes seconds to import. Its
-arguments are limits of CPU seconds and bytes of memory. It reads a JSON object with a template, its
-variables and the greatest length of the text. It writes a JSON object with the text, or with an
-error and whether the template refused the messages. If the memory is too small, it writes nothing.
+arguments are limits of CPU seconds and bytes of memory. It reads a JSON object with a template and
+jobs: variables, and the greatest length of the text. Per job it writes the text and where the
+template marks answers, or an error and whether the template refused the messages. If the memory is
+too small, it writes nothing.
 """
 
 import contextlib
 import datetime
+import functools
+import itertools
 import json
+import re
 import resource
+import secrets
 import sys
 
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
+
+# Random marks of the beginning and the end of an answer, which no conversation can contain.
+_MARKS = [f"\2{secrets.token_hex(8)}{kind}\3" for kind in "[]"]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -23,7 +32,9 @@ class _Generation(jinja2.ext.Extension):
 
     def parse(self, parser):
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in _MARKS)
+        return [begin, *content, end]
 
 
 class _Refusal(Exception):
@@ -37,18 +48,30 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError):  # macOS cannot limit memory
             resource.setrlimit(limit, (value, value))
     request = json.load(sys.stdin)
+    json.dump([_result(request["template"], **job) for job in request["jobs"]], sys.stdout)
+
+
+def _result(template: str, variables: dict, most: int) -> dict:
+    """Returns the text of a conversation and its answers, or an error."""
     try:
-        text = _render(request["template"], request["variables"], request["most"])
-        result = {"text": text}
+        text = _compiled(template).render(variables)
+        pieces = re.split(f"({'|'.join(map(re.escape, _MARKS))})", text)
+        pieces, marks = pieces[::2], pieces[1::2]
+        if marks != _MARKS * (len(marks) // 2):
+            raise ValueError("a {% generation %} inside another, or one that is not closed")
+        text, ends = "".join(pieces), list(itertools.accumulate(map(len, pieces)))
+        if len(text) > most:
+            raise ValueError(f"a text of more than {most:,} characters")
+        return {"text": text, "answers": list(zip(ends[:-1:2], ends[1::2]))}
     except MemoryError:  # a result would need memory, too
         raise
     except Exception as error:  # a template is a program, which can raise anything
         reason = " ".join(str(error).split())[:1000] or type(error).__name__
-        result = {"error": reason, "refused": isinstance(error, _Refusal)}
-    json.dump(result, sys.stdout)
+        return {"error": reason, "refused": isinstance(error, _Refusal)}
 
 
-def _render(template: str, variables: dict, most: int) -> str:
+@functools.cache
+def _compiled(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -57,10 +80,7 @@ def _render(template: str, variables: dict, most: int) -> str:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    text = environment.from_string(template).render(variables)
-    if len(text) > most:
-        raise ValueError(f"a text of more than {most:,} characters")
-    return text
+    return environment.from_string(template)
 
 
 def _tojson(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False) -> str:

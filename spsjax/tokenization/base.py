@@ -109,6 +109,19 @@ class Tokenizer(abc.ABC):
             InputError: the folder has no chat template, or the template refuses the messages or
                 fails.
         """
+        (rendered,) = self.render([{**variables, "messages": messages}])
+        if isinstance(rendered, InputError):
+            raise rendered
+        return self.encode(rendered.text, whole=False)
+
+    def render(
+        self, conversations: Sequence[Mapping[str, object]]
+    ) -> list[chat_template.Rendered | InputError]:
+        """Returns the texts of conversations by the chat template, as `chat_template.render_all`.
+
+        Raises InputError if the folder has no chat template. What is wrong with one conversation is
+        returned in its place.
+        """
         template = self._template()
         if template is None:
             raise InputError(f"{self.path.parent}: expected a chat template, found none")
@@ -116,8 +129,16 @@ class Tokenizer(abc.ABC):
         more = self._settings.get("extra_special_tokens")
         tokens = more if isinstance(more, dict) else {}
         tokens = tokens | {name: self._special(name) for name in names}
-        text = chat_template.render(template, messages, tokens, self.path.parent, variables)
-        return self.encode(text, whole=False)
+        return chat_template.render_all(template, conversations, tokens, self.path.parent)
+
+    def control_text(self, id: int) -> str | None:
+        """Returns the text that always becomes a single id, such as an end of a turn.
+
+        None for ids of pieces, which their text may or may not become.
+        """
+        if not 0 <= id < self.vocab_size or id in self.pieces:
+            return None
+        return self._text_of(id) or None
 
     @property
     def has_template(self) -> bool:

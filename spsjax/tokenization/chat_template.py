@@ -1,5 +1,6 @@
 """Chat templates, which turn a conversation into the text format of a model."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,6 +18,19 @@ _SECONDS, _MEMORY, _CHARACTERS = 5, 1 << 30, 1_000_000
 _MOST_REASON = 200  # characters of a template's error that a message quotes
 
 
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """Text of a conversation, and the parts of it that the template marks as answers.
+
+    Attributes:
+        text: text of the conversation.
+        answers: first and last character, exclusive, of each `{% generation %}` block.
+    """
+
+    text: str
+    answers: tuple[tuple[int, int], ...] = ()
+
+
 def render(
     template: str,
     messages: Sequence[dict[str, str]],
@@ -25,11 +39,6 @@ def render(
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> str:
     """Returns the text of a conversation, up to the beginning of the answer.
-
-    Templates come with downloaded checkpoints, so they run in a sandbox in a separate process. Only
-    the operating system can limit time and memory of all operations of Jinja (on macOS only the
-    time). Templates can use the functions that `transformers` offers: `raise_exception`,
-    `strftime_now` and the filter `tojson`.
 
     Args:
         template: source of the Jinja template.
@@ -41,31 +50,68 @@ def render(
     Raises:
         InputError: the template is invalid, refuses the messages or exceeds its limits.
     """
-    messages = conversation(messages)
+    (result,) = render_all(template, [{**more, "messages": messages}], tokens, folder)
+    if isinstance(result, InputError):
+        raise result
+    return result.text
+
+
+def render_all(
+    template: str,
+    conversations: Sequence[Mapping[str, object]],
+    tokens: dict[str, str | None],
+    folder: pathlib.Path,
+) -> list[Rendered | InputError]:
+    """Returns the text of each conversation, or the error that `render` raises for it.
+
+    Templates come with downloaded checkpoints, so they run in a sandbox in a separate process. Only
+    the operating system can limit time and memory of all operations of Jinja (on macOS only the
+    time). Templates can use the functions that `transformers` offers: `raise_exception`,
+    `strftime_now` and the filter `tojson`. One process renders all conversations, because to start
+    it takes longer than a template.
+
+    Args:
+        template, tokens, folder: as in `render`.
+        conversations: variables of the template, of which `messages` is one. Unless
+            `add_generation_prompt` is false, the text ends with the beginning of an answer.
+    """
+    results, jobs = {}, {}
     special = {name: text for name, text in tokens.items() if text is not None}
     options = {"tools": None, "documents": None, "add_generation_prompt": True}
-    variables = {**options, **special, **more, "messages": messages}
-    try:
-        most = _CHARACTERS + 10 * len(json.dumps(variables))
-        request = json.dumps({"template": template, "variables": variables, "most": most})
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"messages: expected data for JSON, found {one_line(error)}") from None
-    result = _run_child(request)
+    for index, more in enumerate(conversations):
+        try:
+            variables = {**options, **special, **more, "messages": conversation(more["messages"])}
+            most = _CHARACTERS + 10 * len(json.dumps(variables))
+            jobs[index] = {"variables": variables, "most": most}
+        except InputError as error:
+            results[index] = error
+        except (TypeError, ValueError, RecursionError) as error:
+            text = f"messages: expected data for JSON, found {one_line(error)}"
+            results[index] = InputError(text)
+    for index, result in zip(jobs, _run_child(template, list(jobs.values()))):
+        results[index] = _checked(result, folder)
+    return [results[index] for index in range(len(conversations))]
+
+
+def _checked(result: dict, folder: pathlib.Path) -> Rendered | InputError:
+    """Returns the text in the child's result for a conversation, or the error that it reports."""
     if "text" in result:
-        return result["text"]
+        return Rendered(result["text"], tuple(map(tuple, result["answers"])))
     reason = printable(result["error"])[:_MOST_REASON]
     if result.get("refused"):
         expected = f"a conversation for the chat template of {folder}"
-        raise InputError(f"messages: expected {expected}, found {reason}")
-    raise InputError(f"{folder}: expected a chat template for the messages, found {reason}")
+        return InputError(f"messages: expected {expected}, found {reason}")
+    return InputError(f"{folder}: expected a chat template for the messages, found {reason}")
 
 
-def _run_child(request: str) -> dict:
-    """Returns the response of the child process, or the error that ended it."""
+def _run_child(template: str, jobs: list[dict]) -> list[dict]:
+    """Returns the child process's result for each job, or the error that ended the process."""
+    if not jobs:
+        return []
     # The child imports Jinja from this process's path. -P: it ignores its own folder.
     child = subprocess.run(
         [sys.executable, "-P", str(_CHILD), str(_SECONDS), str(_MEMORY)],
-        input=request,
+        input=json.dumps({"template": template, "jobs": jobs}),
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -73,8 +119,10 @@ def _run_child(request: str) -> dict:
     try:
         return json.loads(child.stdout)
     except ValueError:  # the child failed, or reached a limit
+        if len(jobs) > 1:  # the limits are those of one conversation, and so is the fault
+            return [result for job in jobs for result in _run_child(template, [job])]
         limits = f"one that needs more than {_SECONDS} s or {_MEMORY >> 20} MiB"
-        return {"error": [limits, *child.stderr.splitlines()][-1]}
+        return [{"error": [limits, *child.stderr.splitlines()][-1]}]
 
 
 def conversation(messages: Sequence[Mapping]) -> list[dict]:

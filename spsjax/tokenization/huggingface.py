@@ -114,6 +114,10 @@ class HuggingFace(base.Tokenizer):
         ids = self._model.encode(text, add_special_tokens=whole).ids
         return self._prefix + ids[: len(ids) - self._suffix] if whole else ids
 
+    def control_text(self, id):
+        token = self._model.get_added_tokens_decoder().get(id)  # not all of them are special
+        return None if token is None else token.content
+
     def _text_of(self, id):
         return self._model.id_to_token(id)
 

@@ -74,7 +74,7 @@ def prepare(
     values, task = config.to_dict(), task_class(config)
     options = configs.read(task.config_class, values)
     train_step.check_batch(options.batch, options.optimization.accumulate, mesh)
-    folder = Folder(workdir, values, _FREE_KEYS)
+    folder = Folder(workdir, values, _FREE_KEYS, configs.defaults(task.config_class))
     return task(options, mesh), options, folder
 
 
@@ -93,7 +93,7 @@ def fit(
     """Trains a task in a folder, or reads the checkpoint `export`; returns the result."""
     if export is not None and not folder.resumable:
         raise InputError(f"{folder.path}: expected a run to export from, found none")
-    run = Run(config, folder, task.mesh, task.tokenizer, task.vocab_size)
+    run = Run(config, folder, task.mesh, task.tokenizer, task.vocab_size, task.ends)
     task.start(run)
     prints = {name: hashing.params_fingerprint(params) for name, params in task.pinned().items()}
     folder.pin(corpus=run.fingerprint, **prints)

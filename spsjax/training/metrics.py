@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from spsjax.data import pipeline
+from spsjax.errors import InputError
 from spsjax.parallel import multihost
 from spsjax.training import step as train_step
 from spsjax.types import PyTree
@@ -32,9 +33,16 @@ class MetricSummary:
 
 
 def summarize(values_NT: np.ndarray, mask_NT: np.ndarray, stretches: int = 16) -> MetricSummary:
-    """Summarizes values [N, T] at the positions where the mask [N, T] is 1."""
+    """Summarizes values [N, T] at the positions where the mask [N, T] is 1.
+
+    Raises InputError if it is 0 everywhere.
+    """
     mask_NT = np.asarray(mask_NT, np.float64)
     sums, counts = (values_NT * mask_NT).sum(1), mask_NT.sum(1)
+    if not counts.any():
+        raise InputError(
+            "eval_examples: expected examples with tokens that count, found none. Use more of them"
+        )
     mean = sums.sum() / counts.sum()
     # The mean is a ratio of two sums over texts. By the delta method, its standard error follows
     # from the spread of the residuals per text.

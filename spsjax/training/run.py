@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import pathlib
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,14 @@ class Run:
         mesh: mesh of weights and batches; None for one device.
         tokenizer: tokenizer of the corpus; None trains one on the training split.
         vocab_size: vocabulary size of a tokenizer to train.
+        ends: token ids that end an assistant's turn, besides the tokenizer's end id.
 
     Attributes:
         cache: folder of cached outputs of the target.
         batch_sharding: sharding of the rows of a batch.
         train: training examples.
         held_out: held-out examples, evenly spaced, as many as the config asks for.
+        held_out_columns: further columns of a table of them: `mask`, unless all tokens count.
         tokenizer: tokenizer of the examples.
         fingerprint: hash of texts, split and tokenizer.
 
@@ -54,6 +57,7 @@ class Run:
         mesh: jax.sharding.Mesh | None,
         tokenizer: Tokenizer | None,
         vocab_size: int | None,
+        ends: Collection[int] = (),
     ):
         self.config, self.folder = config, folder
         self.cache = pathlib.Path(getattr(config, "cache", "") or folder.path / "cache")
@@ -64,9 +68,11 @@ class Run:
             map(folder.path.joinpath, (plots.FILE, *models)),
             (self.cache, *map(folder.path.joinpath, _FOLDERS)),
         )
-        self._prepare_corpus(tokenizer, vocab_size)
+        self._prepare_corpus(tokenizer, vocab_size, ends)
 
-    def _prepare_corpus(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
+    def _prepare_corpus(
+        self, tokenizer: Tokenizer | None, vocab_size: int | None, ends: Collection[int]
+    ) -> None:
         """Tokenizes the corpus in the run's folder, or reads it if the folder has one."""
         path = self.folder.path / "data"
         prepare = functools.partial(
@@ -78,6 +84,7 @@ class Run:
             vocab_size,
             # A run that already trained on a corpus must not resume with another one.
             replace=not self.folder.resumable,
+            ends=ends,
         )
         self.folder.lock()
         if multihost.is_main_process():
@@ -95,7 +102,9 @@ class Run:
             f"documents, {splits['held_out']['tokens']:,} in {splits['held_out']['documents']:,} "
             "held out"
         )
-        self.held_out = held_out[metrics.evenly_spaced(self.config.eval_examples, len(held_out))]
+        rows = metrics.evenly_spaced(self.config.eval_examples, len(held_out))
+        self.held_out = held_out[rows]
+        self.held_out_columns = {name: rest[rows] for name, rest in held_out.columns.items()}
 
     def measure(
         self, metrics_of: train_step.PerTokenMetrics, params: PyTree, frozen: PyTree, table

@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ class Folder:
         path: folder; created when the run begins.
         config: all values of the run's config. A folder whose run had another config is refused.
         free_keys: top-level keys of the config that may change when a run is resumed.
+        defaults: values of keys that a config lacks because an older version wrote it.
 
     Attributes:
         path: absolute path of the folder.
@@ -50,12 +52,17 @@ class Folder:
     """
 
     def __init__(
-        self, path: str | pathlib.Path, config: Mapping[str, Any], free_keys: Sequence[str] = ()
+        self,
+        path: str | pathlib.Path,
+        config: Mapping[str, Any],
+        free_keys: Sequence[str] = (),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.name = pathlib.Path(path)
         self.path = self.name.absolute()
         atomic_files.check_outputs(map(self.path.joinpath, _FILES), [self.path])
         self._free_keys = free_keys
+        self._defaults = _flatten(json.loads(json.dumps(dict(defaults))))
         self._events: _EventFile | None = None
         self._config = json.loads(json.dumps(config))  # tuples become lists, as in the file
         multihost.check_same_everywhere(self._config)
@@ -128,7 +135,8 @@ class Folder:
             raise InputError(f"{path}: expected a config, found {one_line(error)}") from None
         if not pinned:
             stored.pop("pinned", None)
-        before, now = _flatten(stored), _flatten(self._config)
+        now = _flatten(self._config)
+        before = {name: self._defaults.get(name) for name in now} | _flatten(stored)
         for name in sorted(before.keys() | now.keys()):
             if name.split(".")[0] in self._free_keys:
                 continue

@@ -67,13 +67,16 @@ def loss_mask(batch: PyTree) -> Array:
 
     Args:
         batch: `tokens` [B, T+1], and optionally `start` [B], the number of prompt tokens per row,
-            and `stop` [B], the number of tokens per row before the padding.
+            `stop` [B], the number of tokens per row before the padding, and `mask` [B, T+1], 1 for
+            tokens that count.
     """
     tokens = batch["tokens"]
     label_index = jnp.arange(1, tokens.shape[1])
     start = batch.get("start", jnp.zeros(len(tokens), jnp.int32))
     stop = batch.get("stop", jnp.full(len(tokens), tokens.shape[1]))
     counts = (label_index >= start[:, None]) & (label_index < stop[:, None])
+    if "mask" in batch:
+        counts &= batch["mask"][:, 1:] > 0
     return counts.astype(jnp.float32)
 
 
@@ -112,7 +115,8 @@ def make_step(metrics_of: PerTokenMetrics, optimizer: OptimizerConfig) -> Callab
         else:
             gradient, sums = _accumulated(gradient_of, params, frozen, batch, optimizer.accumulate)
         # Sums are divided once, by the count of the whole batch: microbatches may differ in theirs.
-        count = jnp.sum(loss_mask(batch))
+        # In a batch of questions no token may count. Then the gradient is 0, not a NaN.
+        count = jnp.maximum(jnp.sum(loss_mask(batch)), 1.0)
         gradient = jax.tree.map(lambda leaf: leaf / count, gradient)
         update, optimizer_state = transformation.update(gradient, state["optimizer"], params)
         metrics = {name: value / count for name, value in sums.items()}

@@ -25,7 +25,7 @@ def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 def _sum(leaf: jax.Array) -> jax.Array:
     """Returns the sum modulo 2**32 of a hash of each element's bits and position."""
-    kind = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
     position = jnp.zeros(leaf.shape, jnp.uint32)
     for axis, size in enumerate(leaf.shape):

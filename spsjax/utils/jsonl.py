@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from spsjax.errors import InputError, one_line
 
+_BLOCK = 1 << 16  # bytes
+
 
 def read(path: str | pathlib.Path, allow_torn: bool = False) -> Iterator[tuple[int, object]]:
     """Yields the line number and the value of each line that is not blank.
@@ -58,8 +60,14 @@ def append(path: str | pathlib.Path, record: object) -> None:
 def drop_torn_line(path: str | pathlib.Path) -> None:
     """Removes a last line without a newline, which a killed process may have left."""
     with open(path, "r+b") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
+        end = size = file.seek(0, os.SEEK_END)
+        while end:  # from the end, a block at a time: the file may be larger than the memory
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            end = start + newline + 1
+            if newline >= 0:
+                break
+        if end < size:
             file.truncate(end)
             os.fsync(file.fileno())

@@ -98,6 +98,26 @@ def test_generate_chat_uses_the_template(pair, tmp_path):
 
 
 @pytest.mark.slow
+def test_generate_answers_writes_and_resumes_lines(pair, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    flags = (*pair, *SHORT, f"--prompts={tmp_path / 'q.jsonl'}", f"--answers={tmp_path / 'out'}")
+    flags += ("--config.answers.slots=64", "--config.answers.rows=2")
+    path = tmp_path / "out" / "answers-00000-of-00001.jsonl"
+    assert str(path) in succeeds("generate.py", *flags).stdout
+    content = path.read_text()
+    records = [json.loads(line) for line in content.splitlines()]
+    assert {record["messages"][0]["content"] for record in records} == {"import os", "def f(x):"}
+    path.write_text(content[:-9])
+    succeeds("generate.py", *flags)
+    assert sorted(path.read_text().splitlines()) == sorted(content.splitlines())
+    fails_with_one_line(
+        run("generate.py", *flags, "--chat"), "--chat: expected none with --answers"
+    )
+    result = run("generate.py", *flags, "--config.answers.part=1")
+    fails_with_one_line(result, "answers.part: expected less than parts=1, found 1")
+
+
+@pytest.mark.slow
 def test_benchmark_writes_table_json_and_plot(pair, tmp_path):
     pytest.importorskip("matplotlib")
     result = succeeds("benchmark.py", *pair, *QUICK, f"--workdir={tmp_path}")

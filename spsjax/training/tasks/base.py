@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import ClassVar
 
 import jax
@@ -31,6 +32,7 @@ class Task(abc.ABC):
         title: description of the result, for the output.
         tokenizer: tokenizer of the corpus; None: one is trained.
         vocab_size: vocabulary size of a tokenizer to train.
+        ends: token ids that end an assistant's turn, besides the tokenizer's end id.
         loss: metrics function, whose "loss" is minimised.
         run: the run, from `start` on.
         shapes: shapes of the trained parameters, with shardings, from `start` on.
@@ -41,6 +43,7 @@ class Task(abc.ABC):
     title: str
     tokenizer: Tokenizer | None
     vocab_size: int | None = None
+    ends: Collection[int] = ()
     loss: train_step.PerTokenMetrics
     run: Run
     shapes: PyTree

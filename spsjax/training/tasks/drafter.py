@@ -37,7 +37,7 @@ class DrafterTask(base.Task):
     def __init__(self, config: DrafterConfig, mesh):
         super().__init__(config, mesh)
         self.target = loading.load(config.target, mesh, config.compute.dtype)
-        self.tokenizer = self.target.tokenizer
+        self.tokenizer, self.ends = self.target.tokenizer, self.target.config.eos_ids
         if self.tokenizer is None:
             raise InputError(
                 f"{config.target}: expected a tokenizer beside the weights, found none"
@@ -53,7 +53,9 @@ class DrafterTask(base.Task):
         if count < wanted:
             print(f"draft_eval: {count} prompts instead of {wanted}, one per held-out example")
         rows = metrics.evenly_spaced(wanted, count)
-        self._prompts = held_out[rows, : options.prompt_length].tolist()
+        mask = run.held_out_columns.get("mask", np.ones_like(held_out))
+        prompts = prompts_before_answers(held_out[rows], mask[rows], options.prompt_length)
+        self._prompts = prompts.tolist()
         # Acceptance is not defined at temperature 0. Greedy agreement takes its place, and any
         # metrics function gives it.
         self._metrics_of = {
@@ -76,7 +78,8 @@ class DrafterTask(base.Task):
         """
         options = self.config.draft_eval
         start = np.full(len(self.run.held_out), self.evaluated_from)
-        held_out = self._expected(1.0, params, self.run.held_out, start)
+        columns = self.run.held_out_columns
+        held_out = self._expected(1.0, params, self.run.held_out, start, **columns)
         self.run.report(step, "held_out", held_out)
         for temperature in options.temperatures:
             pair = self.pair(params)
@@ -90,9 +93,9 @@ class DrafterTask(base.Task):
             self.run.report(step, f"temperature_{temperature:g}", record)
         return held_out["acceptance"]["mean"]
 
-    def _expected(self, temperature: float, params: PyTree, tokens_NT, start_N) -> dict:
+    def _expected(self, temperature: float, params: PyTree, tokens_NT, start_N, **columns) -> dict:
         """Returns the metrics of texts as a record; tokens before `start_N` do not count."""
-        table = pipeline.Table(tokens=tokens_NT, start=start_N.astype(np.int32))
+        table = pipeline.Table(tokens=tokens_NT, start=start_N.astype(np.int32), **columns)
         return self.run.measure(self._metrics_of[temperature], params, self.frozen, table)
 
     def batches(self):
@@ -103,10 +106,12 @@ class DrafterTask(base.Task):
             # All tables of an iterator have the same columns: corpus examples count from end to
             # end.
             start, stop = (np.full(len(examples), end, np.int32) for end in (0, config.length + 1))
-            tables.append(self._table(examples, start, stop=stop))
+            tables.append(self._table(examples, start, stop=stop, **examples.columns))
             shares.append(mixture.corpus)
         if mixture.target:
             samples = target_samples(self.target, examples, mixture, run.cache, config.seed)
+            if examples.columns:
+                samples["mask"] = np.ones_like(samples["tokens"])
             tables.append(self._table(samples.pop("tokens"), **samples))
             shares.append(mixture.target)
         total = sum(shares)
@@ -122,3 +127,14 @@ class DrafterTask(base.Task):
         options = self.temperatures, run.cache, run.batch_sharding, dtype, self.tap_layers
         cached = self.config.target_cache.columns(self.target, examples, *options)
         return pipeline.Table(tokens=examples, **columns, **cached)
+
+
+def prompts_before_answers(tokens_NT: np.ndarray, mask_NT: np.ndarray, length: int) -> np.ndarray:
+    """Returns prompts [N, length] of an evaluation: the tokens before an answer in each text.
+
+    It is the first answer, a run of tokens that count, with enough tokens before it. A text without
+    one, as a document is, gives its first tokens.
+    """
+    begins = (mask_NT[:, length:] > 0) & (mask_NT[:, length - 1 : -1] == 0)
+    first = np.pad(begins, ((0, 0), (0, 1))).argmax(axis=1)  # 0 without an answer
+    return np.take_along_axis(tokens_NT, first[:, None] + np.arange(length), axis=1)

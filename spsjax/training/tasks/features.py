@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spsjax import drafters, loading
+from spsjax.data import pipeline
 from spsjax.drafters.features import FeatureDrafter
 from spsjax.errors import InputError, did_you_mean, short_repr
 from spsjax.loading import LoadedDrafter, Model
@@ -84,7 +85,7 @@ class FeaturesTask(DrafterTask):
         if names and self._initial:
             constants = {name: self._initial[name] for name in names}
         elif names:
-            counts_V = _counts(run.train, self.target.config.vocab_size)
+            counts_V = counts_of(run.train, self.target.config.vocab_size)
             constants = self.drafter.constants_from(counts_V)
         self._constants = sharding.shard_params(constants, self._sharding_of)
         self.frozen = {"target": self.target.params, "drafter": self._constants}
@@ -181,12 +182,15 @@ def _sizes(drafter: FeatureDrafter) -> dict[str, object]:
     return {name: getattr(drafter, name) for name in names if name not in drafts}
 
 
-def _counts(examples, vocab_size: int) -> np.ndarray:
-    """Returns the frequencies of all tokens in examples."""
+def counts_of(examples: pipeline.TokenWindows, vocab_size: int) -> np.ndarray:
+    """Returns the frequencies [V] of the tokens that count in examples: those to be drafted."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(examples), 1024):
-        rows = examples[np.arange(start, min(start + 1024, len(examples)))]
-        counts += np.bincount(rows.ravel(), minlength=vocab_size)
+        rows = np.arange(start, min(start + 1024, len(examples)))
+        tokens = examples[rows]
+        if examples.mask is not None:
+            tokens = tokens[examples.mask[rows] > 0]
+        counts += np.bincount(tokens.ravel(), minlength=vocab_size)
     return counts
 
 

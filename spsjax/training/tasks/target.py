@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from spsjax import tokenization
+from spsjax import loading, tokenization
 from spsjax.data import pipeline
 from spsjax.errors import InputError
 from spsjax.loading import Model
@@ -28,6 +28,7 @@ class TargetTask(base.Task):
         named = tokenization.load(config.tokenizer) if config.tokenizer else None
         self.tokenizer = base.choose_tokenizer(config.init, named)
         self.vocab_size = self.model.vocab_size
+        self.ends = loading.load_config(config.init).eos_ids if config.init else ()
         self.loss = self._held_out = train_step.language_model_metrics(self.model, config.compute)
         if config.layer_skip is not None:
             options = self.model, config.layer_skip, config.compute
@@ -49,7 +50,7 @@ class TargetTask(base.Task):
         self._jitted_held_out = jax.jit(self._held_out)
 
     def batches(self):
-        table = pipeline.Table(tokens=self.run.train)
+        table = pipeline.Table(tokens=self.run.train, **self.run.train.columns)
         config, where = self.config, self.run.batch_sharding
         return pipeline.BatchIterator([table], [1.0], config.batch, config.seed, where)
 
@@ -57,7 +58,7 @@ class TargetTask(base.Task):
         return base.init_model(self, self.model)
 
     def evaluate(self, step, params):
-        table = pipeline.Table(tokens=self.run.held_out)
+        table = pipeline.Table(tokens=self.run.held_out, **self.run.held_out_columns)
         record = self.run.measure(self._jitted_held_out, params, self.frozen, table)
         self.run.report(step, "held_out", record)
         return -record["loss"]["mean"]
