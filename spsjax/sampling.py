@@ -151,19 +151,23 @@ def to_probs(logits: Array, rows: RowParams) -> Array:
     scaled = scaled / jnp.where(greedy, 1, columns.temperature).astype(dtype)
     weights = jnp.exp(scaled)
 
-    def top_k(weights):
-        off = greedy | (columns.top_k <= 0) | (columns.top_k >= logits.shape[-1])
-        keep = _keep_top_mass(logits, jnp.ones_like(weights), columns.top_k.astype(dtype))
-        return jnp.where(off | keep, weights, 0)
+    has_top_k = (columns.top_k > 0) & (columns.top_k < logits.shape[-1])
+    used = ~greedy & jnp.stack([has_top_k, columns.top_p < 1])
 
-    def top_p(weights):
-        off = greedy | (columns.top_p >= 1)
-        mass = columns.top_p.astype(dtype) * jnp.sum(weights, axis=-1, keepdims=True)
-        return jnp.where(off | _keep_top_mass(logits, weights, mass), weights, 0)
+    def filtered(index, weights):
+        def search():
+            is_top_k = index == 0
+            mass = columns.top_p.astype(dtype) * jnp.sum(weights, axis=-1, keepdims=True)
+            needed = jnp.where(is_top_k, columns.top_k.astype(dtype), mass)
+            counted = jnp.where(is_top_k, jnp.ones_like(weights), weights)
+            keep = _keep_top_mass(logits, counted, needed)
+            return jnp.where(~used[index] | keep, weights, 0)
 
-    # `cond`: a filter that no row uses costs nothing.
-    weights = lax.cond(jnp.any(~greedy & (columns.top_k > 0)), top_k, lambda x: x, weights)
-    weights = lax.cond(jnp.any(~greedy & (columns.top_p < 1)), top_p, lambda x: x, weights)
+        # `cond`: a filter that no row uses costs nothing.
+        return lax.cond(jnp.any(used[index]), search, lambda: weights)
+
+    # Top-k, then top-p. They are two rounds of a loop, because the search takes long to compile.
+    weights = lax.fori_loop(0, 2, filtered, weights)
     # The largest weight is exp(0) = 1, so min_p compares with the weights directly.
     weights = jnp.where(weights >= columns.min_p.astype(dtype), weights, 0)
     probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
