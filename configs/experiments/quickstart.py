@@ -1,6 +1,7 @@
 """A first look: one text by autoregressive and by speculative sampling, and their speed.
 
 bash scripts/quickstart.sh    # or, in an environment that has spsjax: python scripts/quickstart.py
+bash scripts/quickstart.sh --target=smollm2 --prompt="Why is the sky blue?"    # a chat model
 
 Hardware: any; meant for a laptop's CPU.
 Time: 2 min 11 s on two cores of an AMD EPYC (Zen 4), the installation included.
@@ -13,6 +14,9 @@ from spsjax.cli import sections
 get_config = sections.config(
     **sections.pair(),
     prompt='class Stack:\n    """Last in, first out."""\n\n    def __init__(self',
+    # What a target with a chat template answers, with the drafter's own K; without a trial, and
+    # without held-out texts.
+    question="Write a Python function that reverses a list, and explain every line of it.",
     preview="sampled",  # setting of the text that is shown
     **sections.settings("sampled", "greedy", sampled=sections.sampling(0.8, 0.95)),
     num_speculative_tokens=(2, 3, 4, 5, 6, 8, 10),  # of which a trial finds the fastest
