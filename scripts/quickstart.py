@@ -28,7 +28,7 @@ _PROMPT = flags.DEFINE_string("prompt", None, "Question for a chat model, or tex
 def run():
     config, target, draft, prompt = _CONFIG.value, _TARGET.value, _DRAFT.value, _PROMPT.value
     check_integer("prompts", config.prompts, 1)
-    check_integer("repetitions", config.repetitions, 1)
+    check_integer("chat.repetitions", config.chat.repetitions, 1)
     if config.preview not in config.run_settings:
         known = ", ".join(config.run_settings)
         raise spsjax.InputError(f"preview: expected one of {known}, found {config.preview}")
@@ -45,7 +45,7 @@ def run():
     if target.tokenizer is None:
         raise spsjax.InputError(f"{target.name}: expected a tokenizer, found none")
     if target.tokenizer.has_template:
-        config.question = prompt or config.question
+        config.chat.question = prompt or config.chat.question
         demonstration.answer(config, target, draft)
     else:
         config.prompt = prompt or config.prompt

@@ -14,9 +14,6 @@ from spsjax.cli import sections
 get_config = sections.config(
     **sections.pair(),
     prompt='class Stack:\n    """Last in, first out."""\n\n    def __init__(self',
-    # What a target with a chat template answers, with the drafter's own K; without a trial, and
-    # without held-out texts.
-    question="Write a Python function that reverses a list, and explain every line of it.",
     preview="sampled",  # setting of the text that is shown
     **sections.settings("sampled", "greedy", sampled=sections.sampling(0.8, 0.95)),
     num_speculative_tokens=(2, 3, 4, 5, 6, 8, 10),  # of which a trial finds the fastest
@@ -25,4 +22,9 @@ get_config = sections.config(
     time_rounds=False,
     **sections.prompts(4),
     repetitions=3,
+    # For a target with a chat template, which is asked one question and has no trial.
+    chat={
+        "question": "Write a Python function that reverses a list, and explain every line of it.",
+        "repetitions": 1,
+    },
 )

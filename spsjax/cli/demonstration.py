@@ -42,21 +42,21 @@ def continuation(config, target: Model, draft: Model | LoadedDrafter) -> None:
 
 
 def answer(config, target: Model, draft: Model | LoadedDrafter) -> None:
-    """Answers `config.question` by both algorithms with the drafter's own K; measures their speed.
+    """Answers `config.chat.question` by both algorithms, and measures their speed.
 
-    The target has a chat template. The speed is that of further answers. Raises InputError for a
-    value that cannot be used.
+    The target has a chat template, and K is the drafter's own. The speed is that of further answers
+    to the question. Raises InputError for a value that cannot be used.
     """
-    ids = target.tokenizer.chat([{"role": "user", "content": config.question}])
+    ids = target.tokenizer.chat([{"role": "user", "content": config.chat.question}])
     K = Setup(target, draft).num_speculative_tokens
     slots = max(_SLOTS, len(ids) + config.max_new_tokens + K + 1)
     terminal.heading("Question")
-    print(config.question)
+    print(config.chat.question)
     heading = f"Speculative sampling (SpS), drafts by {draft.name}: the same distribution"
     shown = _show_both(target, ids, "", draft, K, heading, slots=slots, **_options(config))
 
-    terminal.heading("Answers to the same question, one at a time")
-    sizes = config.max_new_tokens, config.repetitions, config.seed
+    terminal.heading("The same question again: an answer for every row, one at a time")
+    sizes = config.max_new_tokens, config.chat.repetitions, config.seed
     systems = [
         spsjax_system("ArS", target, slots=slots),
         spsjax_system("SpS", target, draft, K, slots=slots),
