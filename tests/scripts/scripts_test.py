@@ -236,7 +236,8 @@ def test_file_that_holds_no_tree_is_refused(pair, tmp_path, text, part):
 @pytest.mark.process
 def test_quickstart_shows_texts_and_speedup(pair):
     flags = (*pair, *QUICK, "--config.run_settings=sampled", "--config.repetitions=2")
-    result = succeeds("quickstart.py", *flags, by=command_line.launch)
+    result = succeeds("quickstart.py", *flags, "--prompt=def g(y):", by=command_line.launch)
+    assert result.stdout.count("\ndef g(y):") == 2
     for piece in ("Autoregressive", "residual token", "at its best K", "scripts/test.sh"):
         assert piece in result.stdout
     K = re.search(r"in a short trial here: K = ([12]) \(sampled\)\n", result.stdout)[1]
