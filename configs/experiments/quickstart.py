@@ -1,6 +1,7 @@
 """A first look: one text by autoregressive and by speculative sampling, and their speed.
 
 bash scripts/quickstart.sh    # or, in an environment that has spsjax: python scripts/quickstart.py
+bash scripts/quickstart.sh --target=smollm2 --prompt="Why is the sky blue?"    # a chat model
 
 Hardware: any; meant for a laptop's CPU.
 Time: 2 min 11 s on two cores of an AMD EPYC (Zen 4), the installation included.
@@ -21,4 +22,9 @@ get_config = sections.config(
     time_rounds=False,
     **sections.prompts(4),
     repetitions=3,
+    # For a target with a chat template, which is asked one question and has no trial.
+    chat={
+        "question": "Write a Python function that reverses a list, and explain every line of it.",
+        "repetitions": 1,
+    },
 )

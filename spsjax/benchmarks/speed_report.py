@@ -1,6 +1,6 @@
 """Tables and sentences of a speed benchmark."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from spsjax.benchmarks.report import number
 from spsjax.benchmarks.speed import SpeedReport
@@ -12,22 +12,8 @@ from spsjax.planning.outcome import Table
 def tables(report: SpeedReport, mark: str = "") -> list[Table]:
     """Returns a table of the systems, and one of the acceptance by position at the largest K.
 
-    `mark` is a caveat that every row repeats. "1st, ms" is the time to the first token, and
-    "cold, s" that of a program that is compiled first, or read from the cache on the disk.
+    `mark` is a caveat that every row repeats.
     """
-    timed = any(system.round_over_cost for system in report.systems)
-    header = ["setting", "system", "K", "ms/ token", "speed-up", "tokens/ call", "accepted"]
-    header += ["1st, ms", "cold, s"]  # wider ones would break the names of systems
-    header += ["round / costs"] if timed else []
-    rows = []
-    for system in report.systems:
-        speedup = 1.0 if system.role == Role.BASELINE else system.speedup
-        row = [system.setting, _marked(system.system, mark), system.num_speculative_tokens or "-"]
-        row += map(number, (system.ms_per_token, speedup, system.block_efficiency))
-        row.append(_percent(system.acceptance_rate))
-        cold = system.cold_first_token_ms
-        row += [number(system.first_token_ms, 1), number(None if cold is None else cold / 1e3, 1)]
-        rows.append(row + ([number(system.round_over_cost)] if timed else []))
     drafted = [system for system in largest_k(report.systems) if system.acceptance_by_position]
     positions = range(1, 1 + max((s.num_speculative_tokens for s in drafted), default=0))
     rates = []
@@ -36,19 +22,38 @@ def tables(report: SpeedReport, mark: str = "") -> list[Table]:
         cells = list(map(_percent, system.acceptance_by_position))
         rates.append([_marked(name, mark), *cells, *[""] * (len(positions) - len(cells))])
     by_position = Table("", ["accepted, if reached, at position", *map(str, positions)], rates)
-    return [Table("", header, rows, left=2)] + [by_position] * bool(drafted)
+    return [table(report.systems, mark)] + [by_position] * bool(drafted)
+
+
+def table(systems: Sequence[SystemSummary], mark: str = "") -> Table:
+    """Returns a table of systems; `mark` is a caveat that every row repeats.
+
+    "1st, ms" is the time to the first token, and "cold, s" that of a program that is compiled
+    first, or read from the cache on the disk.
+    """
+    timed = any(system.round_over_cost for system in systems)
+    header = ["setting", "system", "K", "ms/ token", "speed-up", "tokens/ call", "accepted"]
+    header += ["1st, ms", "cold, s"]  # wider ones would break the names of systems
+    header += ["round / costs"] if timed else []
+    rows = []
+    for system in systems:
+        speedup = 1.0 if system.role == Role.BASELINE else system.speedup
+        row = [system.setting, _marked(system.system, mark), system.num_speculative_tokens or "-"]
+        row += map(number, (system.ms_per_token, speedup, system.block_efficiency))
+        row.append(_percent(system.acceptance_rate))
+        cold = system.cold_first_token_ms
+        row += [number(system.first_token_ms, 1), number(None if cold is None else cold / 1e3, 1)]
+        rows.append(row + ([number(system.round_over_cost)] if timed else []))
+    return Table("", header, rows, left=2)
 
 
 def sentences(report: SpeedReport, mark: str = "") -> list[str]:
     """Returns lines about the machine, the lower bound on time, and the best speed-ups."""
-    machine, prefix = report.machine, f"{mark}: " if mark else ""
+    prefix = f"{mark}: " if mark else ""
     compile_seconds = sum(system.compile_seconds for system in report.systems)
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s ({name})" for name, rate in report.bandwidth.items())
     lines = [
-        f"{prefix}{machine['device']}, {machine['cores']} cores, {machine['dtype']} "
-        f"(bfloat16 is {machine['bfloat16']}), "
-        f"Python {machine['python']}, jax {machine['jax']}; time to the first token (1st): "
-        f"warm in ms, cold in s, which alone includes compilation ({compile_seconds:.0f} s in all)",
+        f"{prefix}{conditions(report.machine)} ({compile_seconds:.0f} s in all)",
         f"{prefix}memory: {rates}; weights: {report.weights_bytes / 1e6:.1f} MB; "
         f"lower bound of ArS: {report.lower_bound_ms:.2f} ms/token",
     ]
@@ -63,6 +68,16 @@ def sentences(report: SpeedReport, mark: str = "") -> list[str]:
         own = [system for system in report.systems if system.setting == setting]
         lines += [line, *_over_peers(own, best.get(setting), prefix)]
     return [*lines, *_predictions(report.systems, prefix)]
+
+
+def conditions(machine: Mapping[str, object]) -> str:
+    """Returns a clause about a machine (`hardware.machine`) and the times to the first token."""
+    return (
+        f"{machine['device']}, {machine['cores']} cores, {machine['dtype']} "
+        f"(bfloat16 is {machine['bfloat16']}), "
+        f"Python {machine['python']}, jax {machine['jax']}; time to the first token (1st): "
+        "warm in ms, cold in s, which alone includes compilation"
+    )
 
 
 def _over_peers(

@@ -59,6 +59,7 @@ def spsjax_system(
     num_speculative_tokens: int | str = 0,
     role: Role | None = None,
     verifier: Verifier | None = None,
+    slots: int | None = None,
 ) -> System:
     """Returns `generate` as a system under test, with its arguments.
 
@@ -76,9 +77,8 @@ def spsjax_system(
 
     def call(prompt, params, max_new_tokens, seed, stop_at_eos):
         options = num_speculative_tokens, params, max_new_tokens, seed
-        out = generation.generate(
-            target, [prompt], drafter, *options, stop_at_eos=stop_at_eos, verifier=verifier
-        )
+        more = {"stop_at_eos": stop_at_eos, "verifier": verifier, "slots": slots}
+        out = generation.generate(target, [prompt], drafter, *options, **more)
         return Sample(out.stats.seconds, out.tokens[0].tolist(), out.stats)
 
     def time_round(prompt, params, max_new_tokens):

@@ -19,7 +19,7 @@ from spsjax.loading.models import (
     random,
     save,
 )
-from spsjax.loading.names import default_drafter, is_feature_drafter, shipped_drafter
+from spsjax.loading.names import default_drafter, fetch, is_feature_drafter, shipped_drafter
 
 __all__ = [
     "FILES",
@@ -29,6 +29,7 @@ __all__ = [
     "compute_type",
     "default_drafter",
     "default_dtype",
+    "fetch",
     "is_feature_drafter",
     "load",
     "load_config",

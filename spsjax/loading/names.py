@@ -5,6 +5,7 @@ import pathlib
 
 from spsjax import drafters, tokenization
 from spsjax.errors import InputError, check_path, did_you_mean, one_line, short_repr
+from spsjax.loading import public
 from spsjax.models.hf import hub
 from spsjax.models.hf import weights as hf_weights
 from spsjax.models.hf.fields import read_json
@@ -15,7 +16,8 @@ _SHIPPED = pathlib.Path(__file__).parent.parent / "pretrained"
 def path_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
     """Returns the folder or the file of a model by name; from the hub, with weights or without.
 
-    Raises InputError if there is none. A file may be of any kind.
+    A folder or a file of the user comes before a shipped or a public model of its name. A file may
+    be of any kind. Raises InputError if there is none, or if a public model was not downloaded.
     """
     check_path("name", name)
     if str(name).startswith(hub.PREFIX):
@@ -29,11 +31,22 @@ def path_of(name: str | pathlib.Path, weights: bool = False) -> pathlib.Path:
         actual = one_line(error)
     if pathlib.Path(name).as_posix() in names:
         return _SHIPPED / name
-    shipped = f"one of {', '.join(names)}" if names else "a shipped one (none is installed)"
+    if str(name) in public.MODELS:
+        return public.find(str(name))
+    names += public.MODELS
     raise InputError(
-        f"{short_repr(str(name))}: expected a model folder, a GGUF file or {shipped}, "
-        f"found {actual}{did_you_mean(str(name), names)}"
+        f"{short_repr(str(name))}: expected a model folder, a GGUF file or one of "
+        f"{', '.join(names)}, found {actual}{did_you_mean(str(name), names)}"
     )
+
+
+def fetch(name: str) -> None:
+    """Downloads the public model of a name if it is missing; other names need no download.
+
+    Raises InputError if the download fails.
+    """
+    if name in public.MODELS and not pathlib.Path(name).exists():
+        public.fetch(name)
 
 
 def _shipped_names() -> list[str]:

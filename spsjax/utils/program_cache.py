@@ -17,6 +17,7 @@ import filelock
 import jax
 
 from spsjax.errors import one_line
+from spsjax.utils import user_cache
 
 # Holds a folder, or "off". Without it: `spsjax/programs` in the user's cache folder.
 VARIABLE = "SPSJAX_COMPILATION_CACHE"
@@ -110,10 +111,7 @@ def _base(setting: str) -> pathlib.Path:
     """Returns the folder of the caches of all processors; raises RuntimeError without a home."""
     if setting:
         return pathlib.Path(setting).expanduser().absolute()
-    own = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification of these folders says to ignore a relative path.
-    own = own if own.is_absolute() else pathlib.Path.home() / ".cache"
-    return own / "spsjax" / "programs"
+    return user_cache.folder("programs")
 
 
 def _processor() -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from helpers import command_line
 from helpers.command_line import ROOT, fails_with_one_line, run, settings, succeeds
 from helpers.models import tiny_config
 
+import spsjax
 from spsjax import generation
 from spsjax.benchmarks import peers, speed
 from spsjax.cli import main
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.planning import hardware
 
@@ -233,12 +236,50 @@ def test_file_that_holds_no_tree_is_refused(pair, tmp_path, text, part):
 @pytest.mark.process
 def test_quickstart_shows_texts_and_speedup(pair):
     flags = (*pair, *QUICK, "--config.run_settings=sampled", "--config.repetitions=2")
-    result = succeeds("quickstart.py", *flags, by=command_line.launch)
+    result = succeeds("quickstart.py", *flags, "--prompt=def g(y):", by=command_line.launch)
+    assert result.stdout.count("\ndef g(y):") == 2
     for piece in ("Autoregressive", "residual token", "at its best K", "scripts/test.sh"):
         assert piece in result.stdout
     K = re.search(r"in a short trial here: K = ([12]) \(sampled\)\n", result.stdout)[1]
     assert f"(SpS), K = {K}" in result.stdout
     assert re.findall(r"SpS +│ +(\d)", result.stdout) == [K], "only this K is in the table"
+
+
+@pytest.mark.slow
+def test_quickstart_asks_a_chat_model(pair, tmp_path):
+    """Two answers, and a table of the drafter's own K in all settings; the trial is left out."""
+    shutil.copytree(pair[0].removeprefix("--target="), tmp_path / "target")
+    template = "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    result = succeeds("quickstart.py", f"--target={tmp_path / 'target'}", *QUICK, "--prompt=Why?")
+    assert "suffix drafts" in result.stderr and "trial" not in result.stdout
+    for piece in ("Question\nWhy?\n", "drafts by suffix", "target calls", "x as fast, greedy"):
+        assert piece in result.stdout
+    assert re.findall(r"(\w+) +│ SpS +│ +(\d)", result.stdout) == [
+        ("sampled", "7"),
+        ("greedy", "7"),
+    ]
+
+
+@pytest.mark.parametrize("target", ["--target=smollm2", "--config.target=smollm2"])
+def test_quickstart_without_a_network_takes_the_shipped_pair(target, tmp_path, monkeypatch):
+    """One line says why, before anything is loaded; the question is not taken for a text."""
+    asked = []
+
+    def load(name, **_):
+        asked.append(name)
+        raise InputError("end of this test")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    error = subprocess.CompletedProcess([], 1, "", "ERROR: no network\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: error)
+    monkeypatch.setattr(spsjax, "load", load)
+    lines = run("quickstart.py", target, "--draft=other", "--prompt=Why?").stderr.splitlines()
+    assert len(lines) == 3 and lines[0].startswith("Downloading smollm2 (SmolLM2-135M-Instruct")
+    assert "ERROR: no network" in lines[1] and lines[1].endswith(
+        "The shipped pair is shown instead."
+    )
+    assert lines[2] == "error: end of this test" and asked == ["pystdlib/target"]
 
 
 HF = ["HF plain f32", "HF assisted f32", "HF plain bf16", "HF assisted bf16"]
