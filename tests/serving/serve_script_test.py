@@ -43,7 +43,10 @@ def start(pair, **changes) -> tuple[Script, str]:
 def test_script_refuses_what_it_cannot_serve(pair):
     for flag, part in (
         ("--config.port=70000", "port: expected an integer from 0 to 65535"),
-        ("--config.host=no such host", "host, port: no such host:0: expected a free address"),
+        (
+            "--config.host=no such host",
+            "--config.host, --config.port: no such host:0: expected a free address",
+        ),
         ("--config.rows=0", "--config.rows: expected an integer from 1 to"),
     ):
         fails_with_one_line(run("serve.py", *pair, *settings(SMALL), flag), part)

@@ -105,7 +105,7 @@ def test_every_float_of_a_drafter_or_rule_is_a_number():
     expected = {suffix.Drafter, hybrid.Drafter, rejection.Verifier, typical.Verifier}
     expected |= {stopping.Confidence, stopping.Entropy, stopping.Adaptive}
     expected |= {learned_stopping.Disco, learned_stopping.SpecDec, forced_acceptance.Verifier}
-    assert numbers == expected | {decode.schedule.Fastest}
+    assert numbers == expected | {decode.schedule.Fastest, decode.schedule.Fixed}
 
 
 @pytest.mark.parametrize(
