@@ -144,11 +144,12 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
     server = Server(uvicorn.Config(served, log_level="warning", **times))
     try:
         server.run(sockets=[listening])
-    finally:
-        if not failure and (compilation.is_alive() or not worker.ready):
+    except (KeyboardInterrupt, SystemExit) as end:
+        if jax.process_count() == 1 and (compilation.is_alive() or not worker.ready):
             # What compiles cannot be stopped, and would crash the interpreter at its end.
             sys.stdout.flush(), sys.stderr.flush()
-            os._exit(130 if isinstance(sys.exception(), KeyboardInterrupt) else 0)
+            os._exit(130 if isinstance(end, KeyboardInterrupt) else end.code or 0)
+        raise
     if failure:
         raise failure[0]
 

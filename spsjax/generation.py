@@ -121,8 +121,8 @@ def generate(
             generation config and its tokenizer.
         stop_token_ids: further ids at which a row ends. Each set of them is compiled.
         slots: size of the buffers: the most tokens of a prompt, its continuation, and K + 1 more.
-            Two programs then serve all calls with texts up to it, whatever the lengths of prompts
-            and budgets; a round takes somewhat longer than in the buffers that a short text needs.
+            Two programs then serve all calls with as many prompts, whatever the lengths of prompts
+            and budgets. A round takes somewhat longer than in the buffers that a short text needs.
             None: the smallest of a few sizes, each of which is compiled.
 
     Raises:

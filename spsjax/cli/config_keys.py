@@ -68,6 +68,8 @@ def check_types(
             fits, wanted = isinstance(value, ConfigDict), "keys and values"
         else:
             wanted, types = _TYPES.get(type(own), ("", (object,)))
+            if own == "auto":
+                wanted, types = 'an integer or "auto"', (int, str)
             fits = isinstance(value, types) and (isinstance(value, bool) <= (bool in types))
         if not fits:
             raise InputError(f"--config.{name}: expected {wanted}, found {short_repr(value)}")

@@ -66,11 +66,12 @@ class Conversation:
 
     @functools.cached_property
     def question(self) -> str:
-        """Hash of the messages before the first answer, which answers to one prompt share."""
-        digest = hashlib.sha256()
+        """Hash of the messages up to the first answer to a user, which answers to it share."""
+        digest, asked = hashlib.sha256(), False
         for message in self.messages:
-            if message["role"] == ANSWER:
+            if message["role"] == ANSWER and asked:
                 break
+            asked |= message["role"] != ANSWER
             digest.update(repr((message["role"], message.get("content"))).encode())
         return digest.hexdigest()[:DIGITS]
 

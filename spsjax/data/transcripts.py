@@ -87,7 +87,7 @@ class Encoder:
             question, answer = (message["content"] for message in conversation.messages)
             transcript.ask(question, whole=True)
             end = self.tokenizer.eos_id
-            ids = [*self.tokenizer.encode(answer, whole=False), *([] if end is None else [end])]
+            ids = [*self.continued(answer), *([] if end is None else [end])]
             transcript.answer(ids, answer, end)
             return transcript.ids, transcript.mask
         for result in reversed(rendered):  # marks in the whole text make the others needless
@@ -130,10 +130,35 @@ class Encoder:
         """
         found = self._any_end.search(text)
         if not found:
-            return self.tokenizer.encode(text, whole=False), text, None
+            return self.continued(text), text, None
         end = self._ends[found.group()]
         text = text[: found.start()]
-        return [*self.tokenizer.encode(text, whole=False), end], text, end
+        return [*self.continued(text), end], text, end
+
+    def continued(self, text: str) -> list[int]:
+        """Returns the ids of a text that stands behind another one.
+
+        Some tokenizers put a space before every text that they are given, which a model does not
+        write: then the ids are those behind a known text.
+
+        Raises InputError if no such text is known.
+        """
+        if not self._adds_space:
+            return self.tokenizer.encode(text, whole=False)
+        for before in ("|", ".", "\n"):
+            known = self.tokenizer.encode(before, whole=False)
+            ids = self.tokenizer.encode(before + text, whole=False)
+            if ids[: len(known)] == known:
+                return ids[len(known) :]
+        raise InputError(
+            "expected a text whose tokens do not depend on the one before, found "
+            f"{short_repr(text)}"
+        )
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        ids = self.tokenizer.encode("a", whole=False)
+        return bool(ids) and self.tokenizer.pieces.get(ids[0], "").startswith(" ")
 
     def end_after(self, text: str, index: int) -> re.Match | None:
         """Returns the text that ends a turn at an index of a text; None: there is none."""
@@ -199,7 +224,10 @@ class Transcript:
         """Adds a whole conversation whose answers the template marks."""
         text, done = rendered.text, 0
         for start, stop in rendered.answers:
-            self._add(self._encoder.tokenizer.encode(text[done:start], whole=False), 0)
+            before = text[done:start]
+            encoder = self._encoder
+            ids = encoder.continued(before) if done else encoder.tokenizer.encode(before, False)
+            self._add(ids, 0)
             ids, answer, end = self._encoder.split(text[start:stop])
             done = stop
             after = self._encoder.end_after(text, start + len(answer))

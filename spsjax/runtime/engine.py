@@ -33,9 +33,9 @@ class Engine:
     since a round takes longer with more of them.
 
     **Lossless** with a lossless verifier, as `generate` is. A request's tokens are those of
-    `generate` alone with the same seed, to rounding, whatever else runs. (With "auto", what is
-    drafted depends on the other rows, and so does the sample of a seed. Its costs are measured on
-    the first prompt, with that one's sampling parameters.)
+    `generate` alone with the same seed, to rounding, whatever else runs. (With a schedule, what is
+    drafted depends on the other rows and on what is compiled, and so does the sample of a seed.
+    The costs of "auto" are measured on the first prompt, with its sampling parameters.)
 
     Attributes:
         model: the target.
@@ -150,16 +150,17 @@ class Engine:
         That is the reading of chunks, and the largest loop. With a schedule such as "auto", this
         loop drafts nothing for now, which compiles faster. Arguments: those of `warm_up`.
         """
-        pool = self._pool
-        pool.compiled = set(), {pool.chunk}
         (ids,) = self._request(prompt, sampling, 0, 0).batch.prompts
-        length = min(pool.chunk + 1, self.room_after([]) - 1)  # more than one chunk
-        self._finish(self._request((ids * length)[:length], sampling, 1, 0))
+        length = min(self._pool.chunk + 1, self.room_after([]) - 1)  # more than one chunk
+        first = self._request((ids * length)[:length], sampling, 1, 0)
+        self._pool.compiled = set(), {self._pool.chunk}
+        self._finish(first)
 
     def compile_rest(self, progress: Callable[[int, int], None] = lambda done, steps: None) -> None:
         """Compiles what `begin` has left, of one process in another thread than the engine's.
 
         Requests wait while the costs of rounds are measured. `progress` is that of `warm_up`.
+        Raises InputError without `begin`.
         """
         self._pool.compile_rest(self._turn, progress)
 

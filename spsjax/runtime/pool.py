@@ -8,6 +8,7 @@ import numpy as np
 
 from spsjax.decode import DecodeState, prompt, sizes
 from spsjax.decode.schedule import Costs
+from spsjax.errors import InputError
 from spsjax.parallel import multihost, sharding
 from spsjax.runtime import batch, costs
 from spsjax.runtime.batch import Batch
@@ -170,26 +171,31 @@ class Pool:
             turn: returns a context in which nothing else runs.
             progress: called with the number of steps that are done and that of all steps.
         """
+        if self.compiled is None:
+            raise InputError("compile_rest: expected begin before it, found nothing that is left")
         lengths = range(1, self.chunk + 1)
         widths = sorted({min(self.chunk, sizes.num_slots(length)) for length in lengths})
         steps = len(self.sizes) + len(widths)
-        for done, rows in enumerate(self.sizes):
-            progress(done, steps)
-            self._compile_size(rows)
+        try:
+            for done, rows in enumerate(self.sizes):
+                progress(done, steps)
+                self._compile_size(rows)
+                with turn():
+                    self.compiled[0].add(rows)
+                    self.costs_of(rows)
+            for done, width in enumerate(widths, len(self.sizes)):
+                progress(done, steps)
+                self._read_blank(width)
+                self.compiled[1].add(width)
+        finally:
             with turn():
-                self.compiled[0].add(rows)
-                self.costs_of(rows)
-        for done, width in enumerate(widths, len(self.sizes)):
-            progress(done, steps)
-            self._read_blank(width)
-            self.compiled[1].add(width)
-        self.compiled = None
+                self.compiled = None
         progress(steps, steps)
 
     def _compile_size(self, rows: int) -> None:
         """Compiles the loop of so many rows, and all that is done with them, beside what runs.
 
-        It needs memory for a second state. Costs are measured, which compiles what is timed, but
+        It needs memory for two more states. Costs are measured, which compiles what is timed, but
         not kept: what runs meanwhile disturbs them.
         """
         known = costs.measure(self.loop, self._measured(rows)) if self._needs_costs else None
@@ -198,7 +204,8 @@ class Pool:
         state = self.loop.stop(self.loop.run(state, 1, known), 0)
         for others in self.sizes:
             moved = self.loop.take(state, np.full(others, -1, np.int32))
-            multihost.settle(self.loop.take(moved, np.full(rows, -1, np.int32)))
+            multihost.settle(moved)
+            del moved  # before the next one is made
 
     def _read_blank(self, width: int) -> DecodeState:
         """Returns the state after a prompt of one token that ends there."""

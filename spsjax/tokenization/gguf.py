@@ -217,9 +217,10 @@ def _byte_level(vocab: _Vocab) -> bytes:
     tokenizer.add_tokens(added)
     if _adds_bos(vocab):
         id = vocab.special["bos"]
-        text = vocab.tokens[id]
+        # Under a name of ours: the token's own text may have characters of the template's syntax.
+        token = {"id": "bos", "ids": [id], "tokens": [vocab.tokens[id]]}
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{text} $A", pair=f"{text} $A {text}:1 $B:1", special_tokens=[(text, id)]
+            single="bos $A", pair="bos $A bos:1 $B:1", special_tokens=[token]
         )
     return tokenizer.to_str().encode()
 
@@ -230,6 +231,8 @@ def _sentencepiece(vocab: _Vocab) -> bytes:
     proto = sentencepiece_proto.ModelProto()
     unknown = vocab.special.get("unknown", 0)
     types = list(vocab.types)
+    if unknown >= len(types):
+        raise vocab.error("unknown_token_id", f"less than {len(types)}", unknown)
     types[unknown] = _UNKNOWN  # Gemma's is a control token in files, and the library needs one
     for text, score, type_ in zip(vocab.tokens, scores, types):
         # llama.cpp stores these as the text that they match.

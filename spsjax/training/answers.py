@@ -13,6 +13,7 @@ import json
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -122,7 +123,7 @@ class Writer:
         folder: folder of the answers of all processes.
         options: numbers of answers and of processes.
         sampling: what determines an answer.
-        verifier: name of the rule of acceptance.
+        drafting: names of what also decides which sample a seed gives: drafter, K, verifier.
 
     Raises:
         InputError: the target has no tokenizer, the questions cannot be read, or the file has
@@ -136,7 +137,7 @@ class Writer:
         folder: str | pathlib.Path,
         options: AnswersConfig,
         sampling: Sampling,
-        verifier: str = "",
+        drafting: Mapping[str, str] = MappingProxyType({}),
     ):
         check_seed(sampling.seed)
         model = engine.model
@@ -160,7 +161,8 @@ class Writer:
                     "target": hashing.params_fingerprint(model.params),
                     "tokenizer": self._encoder.name,
                     **dataclasses.asdict(sampling),
-                    "verifier": verifier,
+                    "slots": engine.slots,
+                    **drafting,
                 }
             )
         )
@@ -324,7 +326,12 @@ def write(
         slots=options.slots,
         verifier=verifier,
     )
-    writer = Writer(engine, source, folder, options, sampling, repr(verifier or ""))
+    drafting = {
+        "drafter": "none" if drafter is None else drafter.name,
+        "num_speculative_tokens": str(num_speculative_tokens),
+        "verifier": str(verifier or ""),
+    }
+    writer = Writer(engine, source, folder, options, sampling, drafting)
     if not multihost.is_main_process():
         engine.follow()
         return

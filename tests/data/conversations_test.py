@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -139,6 +140,17 @@ def test_end_of_turn_may_be_a_token_that_is_not_special(tokenizer_with, tmp_path
     end, tokenizer = model.token_to_id("<end>"), tokenization.load(tmp_path)
     ids, mask = encoded(tokenizer, {"messages": TALK[:2]}, (end,))
     assert answers(tokenizer, ids, mask) == [[*tokenizer.encode("x + 1", False), end]]
+
+
+def test_space_that_a_tokenizer_adds_is_not_before_an_answer():
+    """As with the SentencePiece tokenizers of Llama 2, which put one before every text."""
+
+    def encode(text, whole=True):
+        return [*map(ord, " " + text)]
+
+    pieces = {code: chr(code) for code in range(128)}
+    tokenizer = types.SimpleNamespace(eos_id=None, pieces=pieces, encode=encode)
+    assert Encoder(tokenizer).continued("the") == [*map(ord, "the")]
 
 
 def test_template_without_answers_is_refused(tokenizer_with):

@@ -112,6 +112,13 @@ def test_gguf_file_with_yarn_has_config_of_its_folder(tmp_path):
     assert loading.load_config(path).rope_scaling[0] == "yarn"
 
 
+def test_gguf_file_of_an_old_gemma2_has_the_caps_of_its_family(tmp_path):
+    """Files that are older than the keys of the caps lack them."""
+    caps = {"gemma2.attn_logit_softcapping": None, "gemma2.final_logit_softcapping": None}
+    config = loading.load_config(written(GOLDEN / "gemma2", tmp_path / "a.gguf", metadata=caps))
+    assert (config.attention_softcap, config.logit_softcap) == (50, 30)
+
+
 def test_gguf_file_names_windows_and_largest_gemma(tmp_path):
     """A list of windows takes precedence over every sixth layer; the 27B models scale by width."""
     folder = GOLDEN / "gemma3"
@@ -171,6 +178,7 @@ def test_gguf_file_with_bad_metadata_is_refused(changes, fragments, tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "fragments"),
     [
+        ({"extra": np.ones((0, 3), np.float32)}, ["expected elements of 'extra', found shape"]),
         ({"output_norm.weight": None}, ["expected a tensor output_norm.weight, found none"]),
         ({"token_embd.weight": None}, ["expected a tensor token_embd.weight, found none"]),
         ({"extra": np.ones(3, np.float32)}, ["expected no tensor 'extra'"]),

@@ -169,6 +169,8 @@ def _tensors(reader: _Reader, count: int, metadata: dict[str, object]) -> dict[s
         if not 1 <= num_axes <= _MOST_AXES:
             raise reader.error(f"1 to {_MOST_AXES} axes of {short_repr(name)}, found {num_axes}")
         shape = tuple(reader.number("Q") for _ in range(num_axes))[::-1]
+        if 0 in shape:
+            raise reader.error(f"elements of {short_repr(name)}, found shape {list(shape)}")
         entries.append((name, shape, reader.number("I"), reader.number("Q")))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1:

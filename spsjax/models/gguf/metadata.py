@@ -78,10 +78,15 @@ def read_config(header: Header) -> Config:
     for key, (name, kind) in _REQUIRED.items():
         raw[name] = values.get(key, kind)
     for key, (name, kind) in _OPTIONAL.items():
-        raw[name] = values.get(key, kind, None)
+        if (value := values.get(key, kind, None)) is not None:  # else the family's default
+            raw[name] = value
     if raw["num_hidden_layers"] > len(header.tensors):
         expected = f"at most {len(header.tensors)}, the number of tensors,"
         raise values.error("block_count", expected, raw["num_hidden_layers"])
+    experts = header.tensors.get("blk.0.ffn_gate_exps.weight")
+    if num_experts and (experts is None or experts.shape[0] != num_experts):
+        found = "none" if experts is None else experts.shape[0]
+        raise values.error("expert_count", f"{found}, as the tensors of experts have,", num_experts)
     raw["head_dim"] = _head_dim(values, raw)
     raw |= _windows(values, architecture) | _rope(values, raw, header)
     if architecture in _SCALED_BY_WIDTH:
