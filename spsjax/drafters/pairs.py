@@ -80,12 +80,15 @@ class LayerDrafter(features.FeatureDrafter):
     def features(self, params, output):
         return self.fuse(params, self.raw_features(output))
 
-    def empty(self, params: PyTree, batch: int, slots: int) -> tuple[kv.KVCache, pending.Pending]:
+    def empty(
+        self, params: PyTree, batch: int, slots: int, num_layers: int = 1
+    ) -> tuple[kv.KVCache, pending.Pending]:
         """Returns the cache and the buffer of a state before any token."""
         dtype, K = self.dtype(params), self.num_speculative_tokens
         shape = batch, self.config.num_kv_heads, slots, self.config.head_dim
         width = self.target.d_model * max(len(self.tap_layers), 1)
-        return kv.empty(1, shape, dtype, (None,)), pending.empty(batch, K, width, dtype)
+        cache = kv.empty(num_layers, shape, dtype, (None,) * num_layers)
+        return cache, pending.empty(batch, K, width, dtype)
 
     @abc.abstractmethod
     def extend(

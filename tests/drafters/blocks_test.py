@@ -1,0 +1,211 @@
+"""Block drafters: their layers and distributions by hand, and what is refused."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers import block_reference, drafting, reference
+from helpers.bad_input import one_line
+from helpers.calls import padded
+from helpers.golden_folders import rewrite
+from helpers.models import spread_model
+
+import spsjax
+from spsjax import Tree, decode
+from spsjax.drafters import blocks
+from spsjax.loading import LoadedDrafter
+from spsjax.models import transformer
+from spsjax.training.tasks.features import build_drafter
+from spsjax.verifiers import match
+
+K, VOCAB, SLOTS = 4, 48, 32
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 9, 1, 2], [9], [1, 2, 1, 2, 1, 2], [30, 31, 5]]
+MARGINALS = Tree(tuple(range(K)))  # a chain, drawn from the marginals that a chain is chosen by
+# Options of published drafters: half of the layers have a window, in which slots are causal.
+OPTIONS = {
+    "plain": {},
+    "windows": {"causal": "windows", "anchor_drafts": True},
+    "scaled": {"embed_scale": 2.5, "output_scale": 0.4, "softcap": 3.0, "causal": "all"},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target with padding behind its vocabulary, where the mask token is."""
+    return spread_model(VOCAB, padded_vocab_size=56, logit_softcap=5.0)
+
+
+def drafter_of(target, name="dflash", **fields):
+    fields = {"block_size": 6, "mask_token_id": 50, "num_speculative_tokens": K} | fields
+    drafter = drafting.head(name, target.config, **fields)
+    if fields.get("causal") == "windows":
+        config = dataclasses.replace(drafter.config, windows=(4, 0))
+        drafter = dataclasses.replace(drafter, config=config)
+    return drafter, drafting.random_weights(drafter)
+
+
+def proposed(target, drafter, weights, tree=None):
+    """Returns what is proposed after the prompts, in NumPy."""
+    drafter = dataclasses.replace(drafter, tree=tree)
+    program = decode.Program(target.config, drafter, match.Verifier())
+    params = {"target": target.params, "drafter": weights}
+    inputs = jax.device_put(padded(PROMPTS, SLOTS, seed=0))
+    return jax.tree.map(np.asarray, drafting.proposed_after(program, params, *inputs, SLOTS))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _taps(config, layers, params, tokens):
+    return transformer.apply(config, params, tokens, tap_layers=layers).taps
+
+
+def by_hand(target, drafter, weights, text, **options):
+    """Returns the outputs of the slots behind a text, and their logits, in NumPy."""
+    tokens = np.zeros((1, 12), np.int32)
+    tokens[0, : len(text)] = text
+    taps = _taps(target.config, drafter.tap_layers, target.params, tokens)
+    taps = np.concatenate(taps, axis=-1)[0, : len(text) - 1].astype(float)
+    embedding = np.asarray(target.params["embed"]["embedding"], float)
+    arguments = jax.tree.map(np.asarray, weights), embedding, taps, text[-1]
+    outputs = block_reference.outputs(drafter, *arguments, **options)
+    head = np.asarray(target.params["head"]["kernel"])[:, :VOCAB]
+    return outputs, block_reference.logits(drafter, head, outputs)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
+    """The chain has the most probable token of each marginal, and is not drawn from them."""
+    drafter, weights = drafter_of(target, **OPTIONS[options])
+    drawn = proposed(target, drafter, weights, MARGINALS)
+    chain = proposed(target, drafter, weights)
+    assert chain.probs is None and chain.parents is None
+    for row, text in enumerate(PROMPTS):
+        _, logits = by_hand(target, drafter, weights, text)
+        expected = [reference.to_probs(line) for line in logits]
+        np.testing.assert_allclose(drawn.probs[row, :K], expected, atol=2e-5)
+        np.testing.assert_array_equal(chain.tokens[row], np.argmax(logits, axis=-1))
+
+
+def test_shorter_chain_is_a_part_of_the_whole_block(target):
+    """The block stays whole: each slot attends to all others."""
+    drafter, weights = drafter_of(target)
+    shorter = dataclasses.replace(drafter, num_speculative_tokens=2)
+    whole, part = (proposed(target, each, weights).tokens for each in (drafter, shorter))
+    np.testing.assert_array_equal(part, whole[:, :2])
+
+
+def test_number_of_tokens_of_a_block_is_checked(target):
+    for anchor_drafts in (False, True):
+        most = 6 - (not anchor_drafts)
+        options = {"anchor_drafts": anchor_drafts, "num_speculative_tokens": None}
+        assert drafter_of(target, **options)[0].num_speculative_tokens == most
+        with one_line(f"at most one for each of {most} drafting slots, found {most + 1}"):
+            drafter_of(target, **options | {"num_speculative_tokens": most + 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"mask_token_id": 56},
+            "mask_token_id: expected a row of the target's embedding, below 56",
+        ),
+        ({"causal": "some"}, "causal: expected one of none, windows, all, found 'some'"),
+        ({"tap_layers": (0, 2)}, "tap_layers: expected layers in [0, 1], found (0, 2)"),
+        ({"embed_scale": 0.0}, "embed_scale: expected"),
+    ],
+)
+def test_odd_block_drafters_are_refused(target, options, message):
+    with one_line(message):
+        drafter_of(target, **options)
+
+
+def test_config_of_a_block_drafter_has_defaults_of_the_target(target):
+    """The mask token is the last row of the embedding, and the layers are evenly spaced."""
+    drafter = build_drafter({"method": "dflash", "num_layers": 2, "block_size": 4}, target.config)
+    assert (drafter.mask_token_id, drafter.tap_layers) == (55, (1, 1))
+    assert drafter.config.qk_norm and drafter.num_speculative_tokens == 3
+    assert blocks.default_tap_layers(36, 5) == (2, 10, 18, 26, 34)
+    assert blocks.default_tap_layers(36, 1) == (19,)
+
+
+def test_rule_that_ends_chains_is_refused_for_point_masses(target):
+    loaded = LoadedDrafter("dflash", *drafter_of(target))
+    rule = spsjax.drafters.stopping.Entropy()
+    loaded = spsjax.loading.drafters.with_stop_rule(loaded, target, rule)
+    with one_line("stop_rule: expected a drafter that samples chains"):
+        spsjax.generate(target, PROMPTS, loaded, K, max_new_tokens=4)
+
+
+def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
+    """It counts inputs of layers, not outputs, and stores copies of the target's tensors."""
+    drafter, weights = drafter_of(target, **OPTIONS["windows"])
+    spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
+    raw = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    section = raw.pop("dflash_config")
+    assert section["target_layer_ids"] == [
+        -1,
+        0,
+    ]  # the embedding is read, too
+    layer = {name: value for name, value in raw.items() if "architectures" not in name}
+    nested = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [0, 1],
+        "sliding_window_non_causal": False,
+        "draft_vocab_size": 56,
+        "transformer_layer_config": layer,
+        **{key: section[key] for key in ("block_size", "mask_token_id", "sample_from_anchor")},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(nested), "utf-8")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    copies = dict.fromkeys(
+        ("embed_tokens.weight", "lm_head.weight"), np.zeros((56, 32), np.float32)
+    )
+    safetensors.numpy.save_file(tensors | copies, tmp_path / "model.safetensors")
+    again = spsjax.load_drafter(tmp_path, target)
+    drafted = dataclasses.replace(drafter, num_speculative_tokens=None)
+    assert again.drafter == dataclasses.replace(drafted, num_speculative_tokens=6)
+    jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_target_layers": 2}, "num_target_layers: expected the target's 1, found 2"),
+        ({"hidden_size": 64}, "d_model=32, found 64"),
+        ({"block_size": 7}, "block_size: expected 6, as dflash_config.block_size, found 7"),
+        ({"model_type": "gemma2"}, 'model_type: expected "qwen3"'),
+        ({"draft_vocab_size": 30}, "draft_vocab_size: expected the target's 56, found 30"),
+        ({"dflash_config": {"mask_token_id": 50}}, "target_layer_ids: expected a list, found none"),
+        (
+            {"dflash_config": {"mask_token_id": 50, "target_layer_ids": [1]}},
+            "target_layer_ids: expected numbers of layers in [-1, 0], found [1]",
+        ),
+        ({"dflash_config": {"target_layer_ids": [0, 0]}}, "mask_token_id: expected an integer"),
+        ({"num_hidden_layers": 3}, "expected a tensor layers.2."),
+    ],
+)
+def test_folders_of_other_targets_are_refused(target, tmp_path, changes, message):
+    loaded = LoadedDrafter("", *drafter_of(target))
+    spsjax.save_drafter(tmp_path, loaded, target, "float32")
+    rewrite(tmp_path, changes, {})
+    with one_line(message):
+        spsjax.load_drafter(tmp_path, target)
+
+
+def test_windows_of_published_folders_are_read(target, tmp_path):
+    """`layer_types` name them. Their slots are causal, unless a flag says otherwise."""
+    spsjax.save_drafter(tmp_path, LoadedDrafter("", *drafter_of(target)), target, "float32")
+    kinds = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+    for flags, causal in (
+        ({"is_causal": None}, "windows"),
+        ({"is_causal": False}, "none"),
+        ({"is_causal": True}, "all"),
+    ):
+        rewrite(tmp_path, kinds | {"use_sliding_window": None} | flags, {})
+        drafter = spsjax.load_drafter(tmp_path, target).drafter
+        assert (drafter.config.windows, drafter.causal) == ((9, 0), causal)
