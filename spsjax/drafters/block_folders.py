@@ -8,6 +8,8 @@ matrices. Folders are written in the layout of the authors.
 
 import dataclasses
 import pathlib
+import types
+from collections.abc import Mapping
 
 from spsjax.drafters import folders
 from spsjax.errors import InputError, short_repr
@@ -45,10 +47,24 @@ def method_of(raw: dict) -> str | None:
 
 
 class BlockLayout(folders.Layout):
-    """Layout of a method; `architecture` is its class in written files."""
+    """Layout of a method.
 
-    def __init__(self, method: str, architecture: str):
+    Attributes:
+        method: name of the method.
+        architecture: class of the model in written files.
+        options: further keys by the field of the drafter, each with its kind and default.
+        has_section: whether the keys that do not describe the layers are written to a section.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        architecture: str,
+        options: Mapping[str, tuple] = types.MappingProxyType({}),
+        has_section: bool = True,
+    ):
         self.method, self.architecture = method, architecture
+        self.options, self.has_section = options, has_section
 
     def recognizes(self, raw, tensors):
         return method_of(raw) == self.method
@@ -66,6 +82,8 @@ class BlockLayout(folders.Layout):
         size = keys.get("draft_vocab_size", COUNT, None)
         if size not in (None, target.vocab_size, target.vocab_rows):
             raise keys.error("draft_vocab_size", f"the target's {target.vocab_rows}", size)
+        for field, (key, kind, default) in self.options.items():
+            fields[field] = keys.get(key, kind, default)
         return fields
 
     def _causal(self, keys: "Keys") -> str:
@@ -77,10 +95,12 @@ class BlockLayout(folders.Layout):
         return "windows" if flag is None else "all" if flag else "none"
 
     def name(self, drafter, path, stored):
-        if path[0] != "layers":
-            return f"{path[0]}.{folders.kind_of(path)}"
-        location = families.locate("qwen3", drafter.config, path)
-        return location.names[0].removeprefix("model.")
+        if path[0] == "layers" and not path[2].endswith("_conv"):
+            location = families.locate("qwen3", drafter.config, path)
+            return location.names[0].removeprefix("model.")
+        module = ".".join(map(str, path[:-1])).replace("ffn_conv", "mlp_conv")
+        is_module = path[-1] in ("kernel", "embedding", "scale", "bias")
+        return f"{module}.{folders.kind_of(path) if is_module else path[-1]}"
 
     def is_copy(self, name, drafter):
         return name in _COPIES
@@ -94,6 +114,7 @@ class BlockLayout(folders.Layout):
             "target_layer_ids": [tap - 1 for tap in drafter.tap_layers],
             "sample_from_anchor": drafter.anchor_drafts,
             **{key: getattr(drafter, field) or None for field, (key, _) in _SCALES.items()},
+            **{key: getattr(drafter, field) for field, (key, _, _) in self.options.items()},
         }
         causal = {} if drafter.causal == "windows" else {"is_causal": drafter.causal == "all"}
         return config_json.to_json(config, dtype) | {
@@ -101,7 +122,7 @@ class BlockLayout(folders.Layout):
             "num_target_layers": target.num_layers,
             "block_size": drafter.block_size,
             **causal,
-            SECTION: section,
+            **({SECTION: section} if self.has_section else section),
             "base_model_name_or_path": target_name,
         }
 

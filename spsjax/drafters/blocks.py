@@ -5,13 +5,15 @@ layers attend to the target's features of all tokens before the anchor, whose ke
 cached per layer, and to the whole block. DFlash (Chen et al. 2026, 2602.06036) is the plain form.
 """
 
+import abc
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
-from spsjax.drafters import features, pairs, pending
+from spsjax.drafters import features, pairs, pending, sample
 from spsjax.errors import InputError, short_repr
 from spsjax.models import caches as kv
 from spsjax.models import transformer
@@ -21,7 +23,7 @@ from spsjax.models.context import context_of
 from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.linear import make_linear
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, PyTree, pytree_dataclass
+from spsjax.types import Array, Block, Proposal, PyTree, Round, pytree_dataclass
 from spsjax.utils.fields import flag, integer, number
 from spsjax.utils.from_config import build
 
@@ -224,6 +226,73 @@ class BlockDrafter(pairs.LayerDrafter):
         for step in range(steps):
             output = outputs[:, step].reshape(B, T, -1)
             yield output if step == 0 or later is None else output[:, later]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionalDrafter(BlockDrafter):
+    """Drafts tokens of a block from left to right: each depends on the token before it.
+
+    One product gives the logits of all slots. For each token a small head corrects the logits of
+    its slot by an embedding of the token before. So a token's distribution is conditional on the
+    draft tokens before it, and the ratio of acceptance is exact.
+    """
+
+    @abc.abstractmethod
+    def before(self, params: PyTree, tokens_BT: Array) -> Array:
+        """Returns the embeddings [B, T, R] of tokens before a slot."""
+
+    def choices(self, logits_BTV: Array) -> PyTree:
+        """Returns what `corrected` reads of slots' own logits, as arrays [B, T, ...]."""
+        return logits_BTV
+
+    @abc.abstractmethod
+    def corrected(
+        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTR: Array
+    ) -> Array:
+        """Returns the logits [B, T, V] of slots after the tokens before them.
+
+        Args:
+            params: parameters of target and drafter.
+            choices: result of `choices` for the slots.
+            outputs_BTD: outputs of the slots.
+            before_BTR: embeddings of the tokens before (`before`).
+        """
+
+    def propose(self, params, state, now):
+        return self.drafted(params, self.slots(params, state, now.root), now)
+
+    def drafted(self, params: PyTree, outputs_BKD: Array, now: Round) -> Proposal:
+        """Returns tokens that are drawn one by one from the corrected logits of their slots."""
+        own = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs_BKD)))
+
+        def feed(state, level):
+            """Corrects the logits of the slot of a level (`sample.Feed`)."""
+
+            def at_level(array):
+                row = lax.dynamic_slice_in_dim(array, level.depth, 1, axis=1)
+                return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1]))
+
+            choices, outputs = jax.tree.map(at_level, (own, outputs_BKD))
+            before = self.before(params, jnp.maximum(level.tokens, 0))
+            return self.corrected(params, choices, outputs, before), outputs, state
+
+        return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
+
+    def draft_logits(self, params, outputs_BTD, depth=0):
+        outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
+        choices = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs, depth)))
+        return self.corrected(params, choices, outputs, before)
+
+    def unrolled(
+        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+    ):
+        """Yields the outputs of each step, and behind them the embedding of the token before."""
+        arguments = params, next_BT, features_BTD, steps, detached, remat, later
+        for step, outputs in enumerate(super().unrolled(*arguments)):
+            index = jnp.arange(next_BT.shape[1]) if step == 0 or later is None else later
+            tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+            before = self.before(params, tokens).astype(outputs.dtype)
+            yield jnp.concatenate([outputs, before], axis=-1)
 
 
 def default_tap_layers(num_layers: int, count: int) -> tuple[int, ...]:

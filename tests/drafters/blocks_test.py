@@ -89,6 +89,29 @@ def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
         np.testing.assert_array_equal(chain.tokens[row], np.argmax(logits, axis=-1))
 
 
+def check_conditionals(target, drafter, weights, logits_of, **options):
+    """Asserts that each drafted token's distribution is the one by hand, after those before it."""
+    proposal = proposed(target, drafter, weights)
+    first = 1 - drafter.anchor_drafts
+    for row, text in enumerate(PROMPTS):
+        outputs, lines = by_hand(target, drafter, weights, text, **options)
+        previous = [text[-1], *proposal.tokens[row]]
+        for slot, line in enumerate(lines):
+            line = logits_of(line, outputs[first + slot], previous[slot])
+            expected = reference.to_probs(line)
+            np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("taps", (2, 3))
+def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
+    """Convolutions over slots, and a selector that reads the token before; others are not drawn."""
+    drafter, weights = drafter_of(target, "dflash2", conv_kernel_size=taps, output_scale=0.4)
+    selector = jax.tree.map(np.asarray, weights["candidate_selector"])
+    logits_of = functools.partial(block_reference.selected, drafter, selector)
+    check_conditionals(target, drafter, weights, logits_of, around=block_reference.convolved)
+    assert (proposed(target, drafter, weights).probs > 0).sum(axis=-1).max() == 8
+
+
 def test_shorter_chain_is_a_part_of_the_whole_block(target):
     """The block stays whole: each slot attends to all others."""
     drafter, weights = drafter_of(target)
@@ -209,3 +232,31 @@ def test_windows_of_published_folders_are_read(target, tmp_path):
         rewrite(tmp_path, kinds | {"use_sliding_window": None} | flags, {})
         drafter = spsjax.load_drafter(tmp_path, target).drafter
         assert (drafter.config.windows, drafter.causal) == ((9, 0), causal)
+
+
+LAYER = """input_layernorm.weight post_attention_layernorm.weight mlp.down_proj.weight
+mlp.gate_proj.weight mlp.up_proj.weight self_attn.k_norm.weight self_attn.k_proj.weight
+self_attn.o_proj.weight self_attn.q_norm.weight self_attn.q_proj.weight self_attn.v_proj.weight"""
+# Names and shapes [out, in] of published tensors: D = 32, R = 6, 56 tokens.
+MORE = {
+    "dflash": {},
+    "dflash2": {
+        "layers.1.attention_conv.base_kernel": (2, 2, 32),
+        "layers.0.mlp_conv.kernel_projection.weight": (32, 32),
+        "candidate_selector.predecessor_codebook": (56, 6),
+        "candidate_selector.successor_codebook": (56, 6),
+        "candidate_selector.hidden_projection.weight": (6, 32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_tensors_have_the_names_of_published_folders(target, tmp_path, name):
+    spsjax.save_drafter(tmp_path, LoadedDrafter("", *drafter_of(target, name)), target)
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    shapes = {key: tensor.shape for key, tensor in stored.items()}
+    assert MORE[name].items() <= shapes.items()
+    assert shapes["fc.weight"] == (32, 64)
+    layers = {f"layers.{index}.{key}" for index in (0, 1) for key in LAYER.split()}
+    expected = layers | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert expected == {*shapes} - {key for key in shapes if key in MORE[name] or "_conv." in key}

@@ -46,6 +46,7 @@ GATE = {
 # Shapes in the full suite. What all drafters share with a shape is tested with one.
 MORE = {
     "dflash": ("drawn",),
+    "dflash2": ("drawn", "dynamic"),
     "eagle": ("drawn", "replacement"),
     "eagle3": ("chain", "dynamic"),
     "falcon": ("drawn",),

@@ -91,3 +91,31 @@ def logits(drafter, head_DV, outputs_PD):
     drafting = outputs_PD[1 - drafter.anchor_drafts :][: drafter.num_speculative_tokens]
     result = drafting @ head_DV * drafter.output_scale
     return drafter.softcap * np.tanh(result / drafter.softcap) if drafter.softcap else result
+
+
+def convolved(read, sublayer, conv):
+    """Returns the output of a sub-layer with DFlash2's convolutions around it."""
+    base, projection = conv["base_kernel"], conv["kernel_projection"]["kernel"]
+    (_, taps, D), P = base.shape, len(read)
+    groups = projection.shape[1] // (2 * taps)
+    deltas = (read @ projection).reshape(P, 2, taps, groups)
+
+    def mixed(x, side):
+        result = np.zeros_like(x)
+        for slot in range(P):
+            for tap in range(min(taps, slot + 1)):
+                delta = np.repeat(deltas[slot, side, tap], D // groups)
+                result[slot] += (base[side, tap] + delta) * x[slot - tap]
+        return result
+
+    return mixed(sublayer(mixed(read, 0)), 1)
+
+
+def selected(drafter, selector, line_V, output, previous):
+    """Returns the logits [V] of DFlash2's selector for a slot; -inf: no candidate."""
+    result = np.full_like(line_V, -np.inf)
+    hidden = output @ selector["hidden_projection"]["kernel"]
+    mixed = selector["predecessor_codebook"][previous] * hidden
+    for candidate in np.argsort(-line_V)[: drafter.selector_top_k]:
+        result[candidate] = line_V[candidate] + mixed @ selector["successor_codebook"][candidate]
+    return result

@@ -50,7 +50,7 @@ NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
-BLOCKS = ("dflash",)  # with a block of mask tokens
+BLOCKS = "dflash", "dflash2"  # with a block of mask tokens
 CHOOSING = ("dflash",)  # whose chains are the most probable tokens
 HEADS = (*PAIRS, *BLOCKS, "falcon", "spire", *STATES)
 
@@ -105,6 +105,9 @@ def head(name: str, config, **fields):
         others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0}
         own = dataclasses.replace(config, qk_norm=True, num_layers=2, **others)
         block = {"block_size": 5, "mask_token_id": 1, "tap_layers": (0, 1)}
+        if name == "dflash2":
+            groups = 4 if config.d_model % 4 == 0 else 1
+            block |= {"conv_group_size": groups, "selector_rank": 6, "selector_top_k": 8}
         return getattr(drafters, name).Drafter(own, config, **block | fields)
     if name == "spire":
         return spire.Drafter(config, **{"num_layers": 1, "recent": 6} | fields)
