@@ -25,12 +25,17 @@ from spsjax.verifiers import match
 K, VOCAB, SLOTS = 4, 48, 32
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 9, 1, 2], [9], [1, 2, 1, 2, 1, 2], [30, 31, 5]]
 MARGINALS = Tree(tuple(range(K)))  # a chain, drawn from the marginals that a chain is chosen by
-# Options of published drafters: half of the layers have a window, in which slots are causal.
+# Options of published drafters. In "windows", one of two layers has a window and is causal.
 OPTIONS = {
     "plain": {},
-    "windows": {"causal": "windows", "anchor_drafts": True},
-    "scaled": {"embed_scale": 2.5, "output_scale": 0.4, "softcap": 3.0, "causal": "all"},
+    "windows": {"causal": "windows", "anchor_drafts": True, "embed_scale": 2.5, "softcap": 3.0},
+    "causal": {"causal": "all", "output_scale": 0.4},
 }
+
+
+def cases(*slow, gate):
+    """Returns a case for the gate, and others for the full suite."""
+    return gate, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +80,7 @@ def by_hand(target, drafter, weights, text, **options):
     return outputs, block_reference.logits(drafter, head, outputs)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", cases("plain", "causal", gate="windows"))
 def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
     """The chain has the most probable token of each marginal, and is not drawn from them."""
     drafter, weights = drafter_of(target, **OPTIONS[options])
@@ -102,7 +107,7 @@ def check_conditionals(target, drafter, weights, logits_of, **options):
             np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
 
 
-@pytest.mark.parametrize("taps", (2, 3))
+@pytest.mark.parametrize("taps", cases(3, gate=2))
 def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
     """Convolutions over slots, and a selector that reads the token before; others are not drawn."""
     drafter, weights = drafter_of(target, "dflash2", conv_kernel_size=taps, output_scale=0.4)
@@ -110,6 +115,32 @@ def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
     logits_of = functools.partial(block_reference.selected, drafter, selector)
     check_conditionals(target, drafter, weights, logits_of, around=block_reference.convolved)
     assert (proposed(target, drafter, weights).probs > 0).sum(axis=-1).max() == 8
+
+
+@pytest.mark.parametrize("kind", cases("vanilla", gate="gated"))
+def test_dspark_adds_logits_of_the_token_before(target, kind):
+    """The anchor's slot drafts, too, and reads the anchor."""
+    drafter, weights = drafter_of(target, "dspark", markov_kind=kind, anchor_drafts=kind == "gated")
+    head = jax.tree.map(np.asarray, weights["markov_head"])
+    logits_of = functools.partial(block_reference.markov, head)
+    check_conditionals(target, drafter, weights, logits_of)
+
+
+def test_dspark_chain_ends_by_the_confidence_before_a_token(target):
+    """A slot has a token if the chain is probably accepted with it, by what is before it."""
+    drafter, weights = drafter_of(target, "dspark", anchor_drafts=True)
+    whole = proposed(target, drafter, weights)
+    own = jax.tree.map(np.asarray, weights)
+    ended = proposed(target, dataclasses.replace(drafter, least_confidence=0.1), weights)
+    np.testing.assert_array_equal(ended.probs, whole.probs)
+    lengths = []
+    for row, text in enumerate(PROMPTS):
+        outputs, _ = by_hand(target, drafter, weights, text)
+        previous = [text[-1], *whole.tokens[row, :-1]]
+        kept = block_reference.confidence(own, outputs[:K], previous) >= 0.1
+        np.testing.assert_array_equal(ended.tokens[row], np.where(kept, whole.tokens[row], -1))
+        lengths.append(kept.sum())
+    assert len({*lengths}) > 1
 
 
 def test_shorter_chain_is_a_part_of_the_whole_block(target):
@@ -139,6 +170,12 @@ def test_number_of_tokens_of_a_block_is_checked(target):
         ({"causal": "some"}, "causal: expected one of none, windows, all, found 'some'"),
         ({"tap_layers": (0, 2)}, "tap_layers: expected layers in [0, 1], found (0, 2)"),
         ({"embed_scale": 0.0}, "embed_scale: expected"),
+        ({"name": "dflash2", "conv_group_size": 5}, "conv_group_size: expected a divisor of"),
+        ({"name": "dspark", "markov_kind": "rnn"}, "markov_kind: expected vanilla or gated"),
+        (
+            {"name": "dspark", "has_confidence": False, "least_confidence": 0.5},
+            "least_confidence: expected 0 for trees, and without a confidence head, found 0.5",
+        ),
     ],
 )
 def test_odd_block_drafters_are_refused(target, options, message):
@@ -153,6 +190,11 @@ def test_config_of_a_block_drafter_has_defaults_of_the_target(target):
     assert drafter.config.qk_norm and drafter.num_speculative_tokens == 3
     assert blocks.default_tap_layers(36, 5) == (2, 10, 18, 26, 34)
     assert blocks.default_tap_layers(36, 1) == (19,)
+
+
+def test_training_of_dflash2_is_refused(target):
+    with one_line("method: dflash2 cannot be trained yet"):
+        build_drafter({"method": "dflash2", "num_layers": 2}, target.config)
 
 
 def test_rule_that_ends_chains_is_refused_for_point_masses(target):
@@ -181,7 +223,7 @@ def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
         "sliding_window_non_causal": False,
         "draft_vocab_size": 56,
         "transformer_layer_config": layer,
-        **{key: section[key] for key in ("block_size", "mask_token_id", "sample_from_anchor")},
+        **section,
     }
     (tmp_path / "config.json").write_text(json.dumps(nested), "utf-8")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
@@ -193,6 +235,17 @@ def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
     drafted = dataclasses.replace(drafter, num_speculative_tokens=None)
     assert again.drafter == dataclasses.replace(drafted, num_speculative_tokens=6)
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+
+
+def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
+    """Its tensors decide. Another kind of Markov head is refused."""
+    drafter, weights = drafter_of(target, "dspark", markov_kind="gated", has_confidence=False)
+    spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
+    again = spsjax.load_drafter(tmp_path, target).drafter
+    assert (again.has_confidence, again.markov_kind) == (False, "gated")
+    rewrite(tmp_path, {"markov_head_type": "rnn"}, {})
+    with one_line('markov_head_type: expected "vanilla" or "gated", found \'rnn\''):
+        spsjax.load_drafter(tmp_path, target)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +299,12 @@ MORE = {
         "candidate_selector.predecessor_codebook": (56, 6),
         "candidate_selector.successor_codebook": (56, 6),
         "candidate_selector.hidden_projection.weight": (6, 32),
+    },
+    "dspark": {
+        "markov_head.markov_w1.weight": (56, 6),
+        "markov_head.markov_w2.weight": (56, 6),
+        "confidence_head.proj.weight": (1, 38),
+        "confidence_head.proj.bias": (1,),
     },
 }
 

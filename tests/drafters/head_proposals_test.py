@@ -47,6 +47,7 @@ GATE = {
 MORE = {
     "dflash": ("drawn",),
     "dflash2": ("drawn", "dynamic"),
+    "dspark": ("chain",),
     "eagle": ("drawn", "replacement"),
     "eagle3": ("chain", "dynamic"),
     "falcon": ("drawn",),

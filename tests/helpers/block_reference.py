@@ -119,3 +119,21 @@ def selected(drafter, selector, line_V, output, previous):
     for candidate in np.argsort(-line_V)[: drafter.selector_top_k]:
         result[candidate] = line_V[candidate] + mixed @ selector["successor_codebook"][candidate]
     return result
+
+
+def markov(head, line_V, output, previous):
+    """Returns the logits [V] of a slot with those of DSpark's Markov head."""
+    embedded = head["markov_w1"]["embedding"][previous]
+    if "gate_proj" in head:
+        both = np.concatenate([output, embedded])
+        gate = both @ head["gate_proj"]["kernel"] + head["gate_proj"]["bias"]
+        embedded = embedded * expit(gate)
+    return line_V + (embedded @ head["markov_w2"]["kernel"])[: len(line_V)]
+
+
+def confidence(weights, outputs_KD, previous_K):
+    """Returns the probabilities [K] that DSpark's chain is accepted up to each slot."""
+    embedded = weights["markov_head"]["markov_w1"]["embedding"][previous_K]
+    proj = weights["confidence_head"]["proj"]
+    both = np.concatenate([outputs_KD, embedded], axis=-1)
+    return np.cumprod(expit(both @ proj["kernel"][:, 0] + proj["bias"]))

@@ -50,7 +50,7 @@ NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
-BLOCKS = "dflash", "dflash2"  # with a block of mask tokens
+BLOCKS = "dflash", "dflash2", "dspark"  # with a block of mask tokens
 CHOOSING = ("dflash",)  # whose chains are the most probable tokens
 HEADS = (*PAIRS, *BLOCKS, "falcon", "spire", *STATES)
 
@@ -108,6 +108,8 @@ def head(name: str, config, **fields):
         if name == "dflash2":
             groups = 4 if config.d_model % 4 == 0 else 1
             block |= {"conv_group_size": groups, "selector_rank": 6, "selector_top_k": 8}
+        if name == "dspark":
+            block |= {"markov_rank": 6}
         return getattr(drafters, name).Drafter(own, config, **block | fields)
     if name == "spire":
         return spire.Drafter(config, **{"num_layers": 1, "recent": 6} | fields)
