@@ -44,12 +44,12 @@ def target():
     return spread_model(VOCAB, padded_vocab_size=56, logit_softcap=5.0)
 
 
-def drafter_of(target, name="dflash", **fields):
+def drafter_of(target, name="dflash", num_layers=2, **fields):
     fields = {"block_size": 6, "mask_token_id": 50, "num_speculative_tokens": K} | fields
     drafter = drafting.head(name, target.config, **fields)
-    if fields.get("causal") == "windows":
-        config = dataclasses.replace(drafter.config, windows=(4, 0))
-        drafter = dataclasses.replace(drafter, config=config)
+    windows = (4, 0) if drafter.causal == "windows" else ()
+    config = dataclasses.replace(drafter.config, num_layers=num_layers, windows=windows)
+    drafter = dataclasses.replace(drafter, config=config)
     return drafter, drafting.random_weights(drafter)
 
 
@@ -82,73 +82,71 @@ def by_hand(target, drafter, weights, text, **options):
 
 @pytest.mark.parametrize("options", cases("plain", "causal", gate="windows"))
 def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
-    """The chain has the most probable token of each marginal, and is not drawn from them."""
     drafter, weights = drafter_of(target, **OPTIONS[options])
     drawn = proposed(target, drafter, weights, MARGINALS)
-    chain = proposed(target, drafter, weights)
-    assert chain.probs is None and chain.parents is None
     for row, text in enumerate(PROMPTS):
         _, logits = by_hand(target, drafter, weights, text)
         expected = [reference.to_probs(line) for line in logits]
         np.testing.assert_allclose(drawn.probs[row, :K], expected, atol=2e-5)
+
+
+def test_dflash_chain_has_the_most_probable_tokens_of_a_whole_block(target):
+    """They are point masses. The block is whole for a shorter chain: slots attend to all others."""
+    drafter, weights = drafter_of(target, num_speculative_tokens=2)
+    chain = proposed(target, drafter, weights)
+    assert chain.probs is None and chain.parents is None
+    for row, text in enumerate(PROMPTS):
+        _, logits = by_hand(target, drafter, weights, text)
         np.testing.assert_array_equal(chain.tokens[row], np.argmax(logits, axis=-1))
 
 
-def check_conditionals(target, drafter, weights, logits_of, **options):
-    """Asserts that each drafted token's distribution is the one by hand, after those before it."""
+def check_conditionals(target, drafter, weights, logits_of, ends=None, **options):
+    """Asserts that each token's distribution is the one by hand, after the tokens before it.
+
+    `ends` is a function of the outputs of the slots and of the tokens before them. It returns
+    whether a chain has ended at each slot.
+    """
     proposal = proposed(target, drafter, weights)
-    first = 1 - drafter.anchor_drafts
+    lengths = []
     for row, text in enumerate(PROMPTS):
         outputs, lines = by_hand(target, drafter, weights, text, **options)
-        previous = [text[-1], *proposal.tokens[row]]
-        for slot, line in enumerate(lines):
-            line = logits_of(line, outputs[first + slot], previous[slot])
+        outputs = outputs[1 - drafter.anchor_drafts :][:K]
+        before = np.asarray([text[-1], *proposal.tokens[row, :-1]])
+        length = int(np.append(ends(outputs, before), True).argmax()) if ends else K
+        np.testing.assert_array_equal(proposal.tokens[row] >= 0, np.arange(K) < length)
+        for slot in range(min(length + 1, K)):
+            line = logits_of(lines[slot], outputs[slot], before[slot])
             expected = reference.to_probs(line)
             np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
+        lengths.append(length)
+    assert min(lengths) < K or not ends
+    return proposal
 
 
 @pytest.mark.parametrize("taps", cases(3, gate=2))
 def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
     """Convolutions over slots, and a selector that reads the token before; others are not drawn."""
-    drafter, weights = drafter_of(target, "dflash2", conv_kernel_size=taps, output_scale=0.4)
+    options = {"conv_kernel_size": taps, "output_scale": 0.4, "num_layers": 1}
+    drafter, weights = drafter_of(target, "dflash2", **options)
     selector = jax.tree.map(np.asarray, weights["candidate_selector"])
     logits_of = functools.partial(block_reference.selected, drafter, selector)
-    check_conditionals(target, drafter, weights, logits_of, around=block_reference.convolved)
-    assert (proposed(target, drafter, weights).probs > 0).sum(axis=-1).max() == 8
+    arguments = target, drafter, weights, logits_of
+    proposal = check_conditionals(*arguments, around=block_reference.convolved)
+    assert (proposal.probs > 0).sum(axis=-1).max() == 8
 
 
 @pytest.mark.parametrize("kind", cases("vanilla", gate="gated"))
-def test_dspark_adds_logits_of_the_token_before(target, kind):
-    """The anchor's slot drafts, too, and reads the anchor."""
-    drafter, weights = drafter_of(target, "dspark", markov_kind=kind, anchor_drafts=kind == "gated")
-    head = jax.tree.map(np.asarray, weights["markov_head"])
-    logits_of = functools.partial(block_reference.markov, head)
-    check_conditionals(target, drafter, weights, logits_of)
-
-
-def test_dspark_chain_ends_by_the_confidence_before_a_token(target):
-    """A slot has a token if the chain is probably accepted with it, by what is before it."""
-    drafter, weights = drafter_of(target, "dspark", anchor_drafts=True)
-    whole = proposed(target, drafter, weights)
+def test_dspark_reads_the_token_before_a_slot(target, kind):
+    """The Markov head does, and the confidence head, before whose doubts a chain ends."""
+    options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1}
+    drafter, weights = drafter_of(target, "dspark", **options, least_confidence=0.1)
     own = jax.tree.map(np.asarray, weights)
-    ended = proposed(target, dataclasses.replace(drafter, least_confidence=0.1), weights)
-    np.testing.assert_array_equal(ended.probs, whole.probs)
-    lengths = []
-    for row, text in enumerate(PROMPTS):
-        outputs, _ = by_hand(target, drafter, weights, text)
-        previous = [text[-1], *whole.tokens[row, :-1]]
-        kept = block_reference.confidence(own, outputs[:K], previous) >= 0.1
-        np.testing.assert_array_equal(ended.tokens[row], np.where(kept, whole.tokens[row], -1))
-        lengths.append(kept.sum())
-    assert len({*lengths}) > 1
+    logits_of = functools.partial(block_reference.markov, own["markov_head"])
 
+    def ends(outputs, before):
+        return block_reference.confidence(own, outputs, before) < 0.1
 
-def test_shorter_chain_is_a_part_of_the_whole_block(target):
-    """The block stays whole: each slot attends to all others."""
-    drafter, weights = drafter_of(target)
-    shorter = dataclasses.replace(drafter, num_speculative_tokens=2)
-    whole, part = (proposed(target, each, weights).tokens for each in (drafter, shorter))
-    np.testing.assert_array_equal(part, whole[:, :2])
+    check_conditionals(target, drafter, weights, logits_of, ends)
 
 
 def test_number_of_tokens_of_a_block_is_checked(target):
