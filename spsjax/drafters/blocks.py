@@ -18,7 +18,6 @@ from spsjax.errors import InputError, short_repr
 from spsjax.models import caches as kv
 from spsjax.models import transformer
 from spsjax.models.attention import capped
-from spsjax.models.config import Config
 from spsjax.models.context import context_of
 from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.linear import make_linear
@@ -137,16 +136,8 @@ class BlockDrafter(pairs.LayerDrafter):
         of -1 is the last row of the target's embedding, which no text contains if it is padding.
         """
         others = dict(options)
-        sizes = {
-            field: others.pop(field, 0) or getattr(target, field)
-            for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-        }
-        shared = {
-            field: getattr(target, field)
-            for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
-        }
         layers = others.pop("num_layers", 5)
-        layer = build("drafter", Config, sizes, num_layers=layers, qk_norm=True, **shared)
+        layer = pairs.layer_config(others, target, num_layers=layers, qk_norm=True)
         taps = others.pop("tap_layers", ()) or default_tap_layers(target.num_layers, layers)
         if others.get("mask_token_id", -1) == -1:
             others["mask_token_id"] = target.vocab_rows - 1

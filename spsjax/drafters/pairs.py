@@ -50,15 +50,7 @@ class LayerDrafter(features.FeatureDrafter):
     def from_config(cls, options, target):
         """Returns the drafter of a config. Sizes that are 0 or missing are the target's."""
         others = dict(options)
-        sizes = {
-            field: others.pop(field, 0) or getattr(target, field)
-            for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-        }
-        shared = {
-            field: getattr(target, field)
-            for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
-        }
-        layer = build("drafter", Config, sizes, num_layers=1, **shared)
+        layer = layer_config(others, target, num_layers=1)
         return build("drafter", cls, others, config=layer, target=target)
 
     @property
@@ -219,6 +211,22 @@ class PairDrafter(LayerDrafter):
             outputs, block = run(params, *rows, cache, block)
             outputs = outputs.reshape(B, L, -1)
             yield outputs
+
+
+def layer_config(options: dict, target: Config, **more) -> Config:
+    """Takes the sizes of layers out of options, and returns the shape of the layers.
+
+    Sizes that are 0 or missing are the target's. `more` are further fields of the shape.
+    """
+    sizes = {
+        field: options.pop(field, 0) or getattr(target, field)
+        for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
+    }
+    shared = {
+        field: getattr(target, field)
+        for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
+    }
+    return build("drafter", Config, sizes, **shared, **more)
 
 
 def run_layer(
