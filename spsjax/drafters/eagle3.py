@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spsjax.drafters import eagle3_config, pair_folders, pairs
-from spsjax.errors import InputError, short_repr
+from spsjax.drafters import eagle3_config, features, pair_folders, pairs
+from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import weights
@@ -94,14 +94,7 @@ class Drafter(pairs.PairDrafter):
 
     def __post_init__(self):
         super().__post_init__()
-        taps, last = self.tap_layers, self.target.num_layers
-        known = isinstance(taps, tuple) and all(
-            type(tap) is int and 0 <= tap <= last for tap in taps
-        )
-        if not known or not taps:
-            raise InputError(
-                f"tap_layers: expected layers in [0, {last}], found {short_repr(self.tap_layers)}"
-            )
+        features.check_taps(self.tap_layers, self.target)
         if self.vocab_size > self.target.vocab_size:
             raise InputError(
                 f"vocab_size: expected at most the target's {self.target.vocab_size}, "

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from spsjax.drafters import base, shapes
-from spsjax.errors import InputError, check_integer
+from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
@@ -208,3 +208,15 @@ def at_index(old_BD: Array, new_BTD: Array, index_B: Array) -> Array:
     index = jnp.clip(index_B, 0, T - 1)[:, None, None]
     entry_BD = jnp.take_along_axis(new_BTD, index, axis=1)[:, 0].astype(old_BD.dtype)
     return jnp.where(((index_B >= 0) & (index_B < T))[:, None], entry_BD, old_BD)
+
+
+def check_taps(tap_layers: tuple[int, ...], target: Config) -> None:
+    """Raises InputError unless these are layers of the target, or its final stream."""
+    last = target.num_layers
+    known = isinstance(tap_layers, tuple) and all(
+        type(tap) is int and 0 <= tap <= last for tap in tap_layers
+    )
+    if not known or not tap_layers:
+        raise InputError(
+            f"tap_layers: expected layers in [0, {last}], found {short_repr(tap_layers)}"
+        )

@@ -50,15 +50,7 @@ class LayerDrafter(features.FeatureDrafter):
     def from_config(cls, options, target):
         """Returns the drafter of a config. Sizes that are 0 or missing are the target's."""
         others = dict(options)
-        sizes = {
-            field: others.pop(field, 0) or getattr(target, field)
-            for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-        }
-        shared = {
-            field: getattr(target, field)
-            for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
-        }
-        layer = build("drafter", Config, sizes, num_layers=1, **shared)
+        layer = layer_config(others, target, num_layers=1)
         return build("drafter", cls, others, config=layer, target=target)
 
     @property
@@ -80,12 +72,15 @@ class LayerDrafter(features.FeatureDrafter):
     def features(self, params, output):
         return self.fuse(params, self.raw_features(output))
 
-    def empty(self, params: PyTree, batch: int, slots: int) -> tuple[kv.KVCache, pending.Pending]:
+    def empty(
+        self, params: PyTree, batch: int, slots: int, num_layers: int = 1
+    ) -> tuple[kv.KVCache, pending.Pending]:
         """Returns the cache and the buffer of a state before any token."""
         dtype, K = self.dtype(params), self.num_speculative_tokens
         shape = batch, self.config.num_kv_heads, slots, self.config.head_dim
         width = self.target.d_model * max(len(self.tap_layers), 1)
-        return kv.empty(1, shape, dtype, (None,)), pending.empty(batch, K, width, dtype)
+        cache = kv.empty(num_layers, shape, dtype, (None,) * num_layers)
+        return cache, pending.empty(batch, K, width, dtype)
 
     @abc.abstractmethod
     def extend(
@@ -216,6 +211,22 @@ class PairDrafter(LayerDrafter):
             outputs, block = run(params, *rows, cache, block)
             outputs = outputs.reshape(B, L, -1)
             yield outputs
+
+
+def layer_config(options: dict, target: Config, **more) -> Config:
+    """Takes the sizes of layers out of options, and returns the shape of the layers.
+
+    Sizes that are 0 or missing are the target's. `more` are further fields of the shape.
+    """
+    sizes = {
+        field: options.pop(field, 0) or getattr(target, field)
+        for field in ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
+    }
+    shared = {
+        field: getattr(target, field)
+        for field in ("vocab_size", "max_positions", "rope_theta", "norm_eps")
+    }
+    return build("drafter", Config, sizes, **shared, **more)
 
 
 def run_layer(

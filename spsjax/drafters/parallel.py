@@ -73,12 +73,7 @@ class HeadsDrafter(StateDrafter):
             logits = [self._head_logits(params, state, depth, now.depths) for depth in heads]
             logits_BKV = jnp.concatenate(logits, axis=1)
 
-        def feed(state, level):
-            """Returns the logits of a level; they depend on its depth only (`sample.Feed`)."""
-            row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
-            return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
-
-        return sample.grow(self.tree, K, feed, (), now)[0]
+        return sample.grow(self.tree, K, sample.feed_by_depth(logits_BKV), (), now)[0]
 
     def _head_logits(self, params, state_BD, depth: int, depths_B: Array | None) -> Array:
         """Returns the logits [B, 1, V] of a head, or zeros if no row drafts at this depth."""

@@ -51,6 +51,16 @@ class Level:
 Feed = Callable[[PyTree, Level], tuple[Array, Array | None, PyTree]]
 
 
+def feed_by_depth(logits_BKV: Array) -> Feed:
+    """Returns a `Feed` of logits that depend on the depth of a level only, not on its tokens."""
+
+    def feed(state, level):
+        row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
+        return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
+
+    return feed
+
+
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """Newest token of each row's chain, with the drafter's outputs from which it was drawn.

@@ -122,8 +122,8 @@ def save_drafter(
 ) -> None:
     """Writes a drafter of the target's features, for `load_drafter` and for vLLM.
 
-    EAGLE-3 is written in the layout of `speculators`, EAGLE-1 and Medusa in that of their authors,
-    an MLP speculator in that of the published ones, the others in one of their own. Raises
+    EAGLE-3 is written in the layout of `speculators`, EAGLE-1, Medusa and DFlash in that of their
+    authors, an MLP speculator in that of the published ones, the others in one of their own. Raises
     InputError for another drafter, or if the folder cannot be written.
     """
     inner = getattr(drafter, "drafter", drafter)

@@ -16,7 +16,7 @@ from helpers import drafting, enumeration, reference, table_drafters, table_mode
 from helpers.table_drafters import END, VOCAB
 
 from spsjax import DynamicTree, Tree, decode
-from spsjax.drafters import stopping, suffix
+from spsjax.drafters import dspark, stopping, suffix
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.loading import LoadedDrafter
 from spsjax.verifiers import lenience as lenient
@@ -153,6 +153,24 @@ def test_chain_that_ends_early_is_lossless(name):
     assert_lossless(studied, {})
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("unfiltered")
+def test_chain_that_ends_by_a_confidence_head_is_lossless(monkeypatch):
+    """DSpark's head judges a token before it is drawn. If it looked at the token, it would bias."""
+    studied = loop(table_drafters.head("dspark", 2, least_confidence=0.26))
+    assert_lossless(studied, WARM)
+    kept = dspark.Drafter.kept
+
+    def looks(self, params, outputs_BKD, root_B, tokens_BK):
+        return kept(self, params, outputs_BKD, tokens_BK[:, 0], jnp.roll(tokens_BK, -1, axis=1))
+
+    monkeypatch.setattr(dspark.Drafter, "kept", looks)
+    enumeration._step.cache_clear()
+    distribution = studied.distribution(**WARM)
+    assert enumeration.distance(distribution, target_distribution(studied, **WARM)) > 0.01
+    enumeration._step.cache_clear()
+
+
 LOOK_UPS = "copy", "ngram", "successors", "suffix"
 ENUMERATED = "draft_model", "eagle3", "none", "random_tree"  # by other tests
 
@@ -234,7 +252,7 @@ class ByHistory(enumeration.Loop):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", ["draft_model", "eagle", "early_exit"])
+@pytest.mark.parametrize("name", ["draft_model", "dspark", "eagle", "early_exit"])
 def test_depths_that_vary_with_the_text_are_lossless(name):
     """A drafter reads later what it missed, at once or before it drafts, or needs nothing."""
     studied = loop(name, 2, 3)

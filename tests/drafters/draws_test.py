@@ -20,7 +20,7 @@ from helpers.table_drafters import VOCAB
 from helpers.tree_enumeration import doubled, in_parts, joined
 
 from spsjax import DynamicTree, Tree, decode, sampling
-from spsjax.drafters import base, draft_model, stopping
+from spsjax.drafters import base, draft_model, dspark, stopping
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
 from spsjax.types import Independent, Proposal
@@ -152,7 +152,7 @@ def weights(proposal, n, paths):
 
 SAMPLED = (
     *("draft_model", "early_exit", "sparse_self", "windowed", "tapped", "hybrid"),
-    *drafting.HEADS,
+    *(name for name in drafting.HEADS if name not in drafting.CHOOSING),
 )
 CHOSEN = sorted({*drafting.NAMES} - {*SAMPLED})  # whose tokens are point masses
 
@@ -176,6 +176,19 @@ def test_chain_that_ends_early_draws_from_what_it_reports():
     loaded = drafted("draft_model")
     drafter = stopping.Drafter(loaded.drafter, stopping.Confidence(0.5))
     check_draws(dataclasses.replace(loaded, drafter=drafter))
+
+
+def test_chain_of_dspark_that_ends_before_a_token_draws_from_what_it_reports(monkeypatch):
+    """If the confidence of a token looks at that token, the test fails."""
+    check_draws(drafted("dspark", least_confidence=0.26))
+    kept = dspark.Drafter.kept
+
+    def broken(self, params, outputs_BKD, root_B, tokens_BK):
+        return kept(self, params, outputs_BKD, tokens_BK[:, 0], jnp.roll(tokens_BK, -1, axis=1))
+
+    monkeypatch.setattr(dspark.Drafter, "kept", broken)
+    with pytest.raises(AssertionError):
+        check_draws(drafted("dspark", least_confidence=0.26))
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -160,7 +160,7 @@ def test_default_layers_are_low_middle_and_high(layers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "eagle4"}, "drafter.method: expected blockwise, eagle, .*, found 'eagle4'"),
+        ({"method": "eagle4"}, "drafter.method: expected blockwise, .*, eagle, .*, found 'eagle4'"),
         ({"method": "eagle", "num_heads": 3}, "num_heads: expected a multiple"),
         ({"method": "eagle", "colour": 1}, "drafter.colour: expected a key of the config"),
         ({"method": "eagle", "tree": 5}, "drafter.tree: expected none"),

@@ -50,7 +50,9 @@ NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
-HEADS = (*PAIRS, "falcon", "spire", *STATES)
+BLOCKS = "dflash", "dflash2", "dspark"  # with a block of mask tokens
+CHOOSING = ("dflash",)  # whose chains are the most probable tokens
+HEADS = (*PAIRS, *BLOCKS, "falcon", "spire", *STATES)
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -99,6 +101,16 @@ def head(name: str, config, **fields):
     """Returns a drafter of a target's features; EAGLE-3 lacks some tokens."""
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
+    if name in BLOCKS:
+        others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0}
+        own = dataclasses.replace(config, qk_norm=True, num_layers=2, **others)
+        block = {"block_size": 5, "mask_token_id": 1, "tap_layers": (0, 1)}
+        if name == "dflash2":
+            groups = 4 if config.d_model % 4 == 0 else 1
+            block |= {"conv_group_size": groups, "selector_rank": 6, "selector_top_k": 8}
+        if name == "dspark":
+            block |= {"markov_rank": 6}
+        return getattr(drafters, name).Drafter(own, config, **block | fields)
     if name == "spire":
         return spire.Drafter(config, **{"num_layers": 1, "recent": 6} | fields)
     if name == "mlp_speculator":

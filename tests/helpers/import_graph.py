@@ -36,6 +36,8 @@ PLUG_INS = {
         "folders",
         "pair_folders",
         "eagle3_config",
+        "blocks",
+        "block_folders",
         "contrib.falcon_training",
         "contrib.lstm",
         "contrib.sequences",

@@ -84,6 +84,6 @@ def head(name: str, K: int, **fields) -> LoadedDrafter:
     grown = {
         key: jax.tree.map(lambda leaf: 8 * leaf, value)
         for key, value in params.items()
-        if key not in ("ids", "norm", "embed_norm", "feature_norm")
+        if key not in ("ids", "norm", "embed_norm", "feature_norm", "hidden_norm")
     }
     return LoadedDrafter("", dataclasses.replace(drafter, **fields), params | grown)

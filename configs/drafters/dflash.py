@@ -1,0 +1,26 @@
+r"""DFlash for the shipped target: a block of mask tokens, read by layers on the target's features.
+
+python scripts/train.py --config=configs/drafters/dflash.py --workdir=runs/dflash
+
+Slot k counts exp(-(k - 1) / 4) times as much as the first (Chen et al. 2026, arXiv 2602.06036). A
+block begins at every token of a text, where the authors draw 512 of them.
+Hardware: an accelerator.
+"""
+
+from spsjax.cli import sections
+from spsjax.training.config import LAYER_SIZES
+
+get_config = sections.training(
+    "features",
+    drafter={
+        "method": "dflash",
+        **LAYER_SIZES,
+        "num_layers": 5,
+        "block_size": 8,  # the anchor's slot and seven that draft
+        "mask_token_id": -1,  # -1: the last row of the target's embedding
+        "tap_layers": (),  # layers whose inputs are read; (): as many, evenly spaced
+        "causal": "none",
+    },
+    target_cache={"store": "nothing"},
+    objective={"steps": 7, "decay": 0.78},
+)

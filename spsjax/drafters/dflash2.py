@@ -1,0 +1,168 @@
+"""DFlash2: DFlash with convolutions in its layers and a selector of candidates (inco.ai, 2026).
+
+The convolutions mix each slot of the block with the slot before it. The selector draws tokens from
+left to right among the most probable ones of each slot, and scores how well a candidate follows the
+token before it. So its distributions are conditional. **Lossless**, as is every drafter.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from spsjax.drafters import block_folders, blocks
+from spsjax.errors import InputError
+from spsjax.models.hf.fields import COUNT
+from spsjax.models.layers import DecoderBlock
+from spsjax.models.linear import Linear, make_linear
+from spsjax.types import Array
+from spsjax.utils.fields import integer
+
+
+class GroupedConv(nnx.Module):
+    """Causal convolutions over the slots of a block, before and after a sub-layer.
+
+    A kernel is the sum of a fixed part per channel, and of a part per group of channels, which is a
+    projection of the sub-layer's normalised input. Without training it is the identity.
+    """
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        width, taps = drafter.config.d_model, drafter.conv_kernel_size
+        self.shape = 2, taps, width // drafter.conv_group_size
+        self.base_kernel = nnx.Param(jnp.zeros((2, taps, width), dtype).at[:, 0].set(1))
+        self.kernel_projection = Linear(
+            width,
+            2 * taps * self.shape[2],
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=dtype,
+            kernel_init=nnx.initializers.zeros_init(),
+            rngs=rngs,
+        )
+
+    def __call__(self, read_BPD: Array, sublayer) -> Array:
+        """Returns the output [B, P, D] of a sub-layer with both convolutions around it."""
+        deltas = self.kernel_projection(read_BPD)
+        deltas = deltas.reshape(*read_BPD.shape[:2], *self.shape)
+        outputs = sublayer(self._convolved(read_BPD, deltas, 0))
+        return self._convolved(outputs, deltas, 1)
+
+    def _convolved(self, x_BPD: Array, deltas: Array, side: int) -> Array:
+        (B, P, D), (_, taps, groups) = x_BPD.shape, self.shape
+        base = self.base_kernel[...][side].reshape(taps, groups, -1)
+        kernels = base + deltas[:, :, side, :, :, None]  # [B, P, taps, groups, D / groups]
+        # Before the first slot there are zeros.
+        padded = jnp.pad(x_BPD, ((0, 0), (taps - 1, 0), (0, 0))).reshape(B, -1, groups, D // groups)
+        moved = (padded[:, taps - 1 - tap :][:, :P] for tap in range(taps))
+        result = sum(kernels[:, :, tap] * rows for tap, rows in enumerate(moved))
+        return result.reshape(B, P, D)
+
+
+class ConvBlock(DecoderBlock):
+    """Decoder block with convolutions around both sub-layers."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        super().__init__(drafter.config, dtype=dtype, rngs=rngs)
+        self.attention_conv = GroupedConv(drafter, dtype=dtype, rngs=rngs)
+        self.ffn_conv = GroupedConv(drafter, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BPD, context, cached, earlier, layer):
+        rows = []
+
+        def attention(read_BPD):
+            attended, row = self.attention(read_BPD, context, cached, earlier, layer)
+            rows.append(row)
+            return attended
+
+        x_BPD = x_BPD + self.attention_conv(self.attention_norm(x_BPD), attention)
+        return x_BPD + self.ffn_conv(self.ffn_norm(x_BPD), self.ffn), rows[0]
+
+
+class CandidateSelector(nnx.Module):
+    """Scores of how well a candidate follows a token, given the output of the candidate's slot."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        rank, rows = drafter.selector_rank, drafter.target.vocab_rows
+        normal = nnx.initializers.normal(0.02)
+        self.predecessor_codebook = nnx.Param(normal(rngs.params(), (rows, rank), dtype))
+        self.successor_codebook = nnx.Param(normal(rngs.params(), (rows, rank), dtype))
+        width = drafter.config.d_model
+        self.hidden_projection = make_linear(width, rank, False, dtype=dtype, rngs=rngs)
+
+
+class DFlash2(blocks.Backbone):
+    """Layers of DFlash with convolutions, and a selector."""
+
+    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+        super().__init__(drafter, dtype=dtype, rngs=rngs)
+        self.candidate_selector = CandidateSelector(drafter, dtype=dtype, rngs=rngs)
+
+    def make_layer(self, drafter, dtype, rngs):
+        return ConvBlock(drafter, dtype=dtype, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter(blocks.ConditionalDrafter):
+    """Drafts a block from left to right among the candidates of each slot. Lossless.
+
+    Other tokens than candidates have probability 0. The filters of sampling apply to the draft's
+    distributions, too, as for all drafters.
+
+    Attributes:
+        conv_kernel_size: number of slots that a convolution reads, its own included.
+        conv_group_size: number of channels with the same projected kernel.
+        selector_rank: width of the selector's embeddings.
+        selector_top_k: number of candidates per slot.
+    """
+
+    conv_kernel_size: int = integer(2, 1)
+    conv_group_size: int = integer(16, 1)
+    selector_rank: int = integer(256, 1)
+    selector_top_k: int = integer(16, 1)
+
+    module = DFlash2
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.config.d_model % self.conv_group_size:
+            raise InputError(
+                f"conv_group_size: expected a divisor of d_model={self.config.d_model}, "
+                f"found {self.conv_group_size}"
+            )
+
+    @classmethod
+    def from_config(cls, options, target):
+        raise InputError(
+            "method: dflash2 cannot be trained yet, as its selector needs a loss of its own. "
+            "Train dflash or dspark, or load a published folder"
+        )
+
+    def before(self, params, tokens_BT):
+        codebook = self.bind(params).candidate_selector.predecessor_codebook[...]
+        return jnp.take(codebook, tokens_BT, axis=0, mode="clip")
+
+    def choices(self, logits_BTV):
+        return lax.top_k(logits_BTV, min(self.selector_top_k, logits_BTV.shape[-1]))
+
+    def corrected(self, params, choices, outputs_BTD, before_BTR):
+        own, ids = choices
+        selector = self.bind(params).candidate_selector
+        mixed = before_BTR * selector.hidden_projection(outputs_BTD.astype(before_BTR.dtype))
+        after = jnp.take(selector.successor_codebook[...], ids, axis=0, mode="clip")
+        products = jnp.einsum("btr,btcr->btc", mixed, after, preferred_element_type=own.dtype)
+        shape, least = (*own.shape[:2], self.target.vocab_size), jnp.finfo(own.dtype).min
+        lowest = jnp.full(shape, least / 2, own.dtype)  # finite, as `sampling.to_probs` needs it
+        return jnp.put_along_axis(lowest, ids, own + products, axis=-1, inplace=False)
+
+
+LAYOUT = block_folders.BlockLayout(
+    "dflash2",
+    "DFlash2DraftModel",
+    {
+        "conv_kernel_size": ("conv_kernel_size", COUNT, 2),
+        "conv_group_size": ("conv_group_size", COUNT, 16),
+        "selector_rank": ("selector_rank", COUNT, 256),
+        "selector_top_k": ("selector_top_k", COUNT, 16),
+    },
+)
