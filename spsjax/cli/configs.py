@@ -144,7 +144,7 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         return loading.load(draft, target.mesh, dtype)
     method = str(name).partition(":")[0]
     if method not in methods:
-        known = ["none", "model", *methods]
+        known = ["model", *methods]
         raise InputError(
             f"drafter: expected {', '.join(known)}, found {short_repr(name)}"
             f"{did_you_mean(str(name), known)}"

@@ -4,7 +4,6 @@ import dataclasses
 import threading
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from helpers import drafting
@@ -107,17 +106,12 @@ def test_engine_with_auto_serves_the_target_s_greedy_tokens(target, draft, monke
                 assert request.result() == alone(target, None, request.prompt, GREEDY, 6)
 
 
+@pytest.mark.slow
 def test_engine_answers_before_all_is_compiled(target, draft, lasting, monkeypatch):
     """The largest loop drafts nothing at first; a text that has begun goes on when it drafts."""
-    monkeypatch.setattr(base, "SCHEDULED_TOKENS", K)
     monkeypatch.setattr(pool_module, "row_sizes", lambda most, least: [most])
-
-    def always(loop, batch):
-        deepest = loop.program.drafter.num_speculative_tokens
-        return jax.device_put(decode.schedule.only(deepest, deepest))
-
-    monkeypatch.setattr(costs, "measure", always)
-    engine = spsjax.Engine(target, draft, "auto", rows=2, slots=SLOTS, chunk=16, rounds=1)
+    rule = decode.schedule.Fixed(K, longest=K)
+    engine = spsjax.Engine(target, draft, rule, rows=2, slots=SLOTS, chunk=16, rounds=1)
     engine.begin([1, 2, 3])
     request = engine.submit(lasting, GREEDY, 40)
     while len(request.tokens) < 5:
