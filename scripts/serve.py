@@ -14,6 +14,7 @@ configs/experiments/serve.py lists them.
 """
 
 import dataclasses
+import functools
 import ipaddress
 import os
 import pathlib
@@ -88,32 +89,9 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
     # Without a key, pages of other names must not reach it through a browser on this machine.
     if loopback and not options.api_key and ":" not in host:
         options = dataclasses.replace(options, hosts=(host, "localhost"))
-    failure, serving = [], threading.Event()
-
-    def prepare():
-        serving.wait()
-        try:
-            if jax.process_count() > 1:  # which compile the same at the same time
-                engine.warm_up(_PROMPT, progress=progress())
-                return
-            engine.begin(_PROMPT)
-        except Exception as error:
-            fail(error)
-            sys.exit()  # this thread: the engine is not ready
-        compilation.start()
-
-    def compile_rest():
-        try:
-            engine.compile_rest(progress())
-        except Exception as error:
-            fail(error)
-
-    def fail(error):  # raised when the server has ended
-        failure.append(error)
-        server.should_exit = True
-
-    compilation = threading.Thread(target=compile_rest, name="compilation", daemon=True)
-    worker = Worker(engine, config.most_waiting, prepare if config.warm_up else None)
+    compilation = Compilation(engine)
+    prepare = compilation.begin if config.warm_up else None
+    worker = Worker(engine, config.most_waiting, prepare)
     served = app.make(worker, options, page)
     host = f"[{host}]" if ":" in host else host
     if not options.api_key and not loopback:
@@ -133,7 +111,7 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
             await super().startup(sockets)
-            serving.set()
+            compilation.may_begin.set()
 
         async def shutdown(self, sockets=None):
             stop = threading.Timer(config.grace_seconds, worker.stop)
@@ -141,7 +119,7 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
             await super().shutdown(sockets)
             stop.cancel()
 
-    server = Server(uvicorn.Config(served, log_level="warning", **times))
+    server = compilation.server = Server(uvicorn.Config(served, log_level="warning", **times))
     try:
         server.run(sockets=[listening])
     except (KeyboardInterrupt, SystemExit) as end:
@@ -150,8 +128,45 @@ def serve(config, engine, page, address: tuple[socket.socket, bool], options):
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(130 if isinstance(end, KeyboardInterrupt) else end.code or 0)
         raise
-    if failure:
-        raise failure[0]
+    if compilation.error is not None:
+        raise compilation.error
+
+
+class Compilation(threading.Thread):
+    """Compiles an engine's programs: the first in the engine's thread, the others in this one.
+
+    Attributes:
+        server: server that an error ends.
+        may_begin: set when the server listens.
+        error: error that has ended the server; None: there was none.
+    """
+
+    def __init__(self, engine):
+        super().__init__(name="compilation", daemon=True)
+        self._engine, self.server, self.error = engine, None, None
+        self.may_begin = threading.Event()
+
+    def begin(self) -> None:
+        """Compiles what the first requests need, and starts the thread that compiles the rest."""
+        self.may_begin.wait()
+        if jax.process_count() > 1:  # all of them compile the same at the same time
+            work = functools.partial(self._engine.warm_up, _PROMPT, progress=progress())
+        else:
+            work = functools.partial(self._engine.begin, _PROMPT)
+        if not self._succeeds(work):
+            sys.exit()  # this thread: the engine is not ready
+        if jax.process_count() == 1:
+            self.start()
+
+    def run(self) -> None:
+        self._succeeds(functools.partial(self._engine.compile_rest, progress()))
+
+    def _succeeds(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception as error:  # raised when the server has ended
+            self.error, self.server.should_exit = error, True
+        return self.error is None
 
 
 def public(name: str) -> str:

@@ -74,9 +74,10 @@ class Schedule(abc.ABC):
 
 
 def scored_depths(num_speculative_tokens: int) -> tuple[int, ...]:
-    """Returns depths at which a longer scoring pass takes longer: 0, 1, 2, 4, 6, 7, 11, 15, ..., K.
+    """Returns the depths 0, 1, 2, 4, 6, 7, 11, 15, 23, ... up to K, and K.
 
-    With the root, the long ones are 8, 12, 16, 24, ... rows of a matrix product.
+    A scoring pass of a depth between two of them takes about as long as one of the deeper. With the
+    root, the long ones are 8, 12, 16, 24, ... rows of a matrix product.
     """
     K = num_speculative_tokens
     rows = {step << i for i in range(K.bit_length()) for step in (8, 12)}

@@ -50,7 +50,7 @@ class AnswersConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What determines an answer, besides the target and the question."""
+    """Sampling parameters, budget and random seed of all answers."""
 
     sampling: SamplingParams  # sampling parameters
     max_new_tokens: int  # most tokens per answer
