@@ -56,7 +56,7 @@ def run():
     elif kind != "pair":
         raise InputError("--workdir: expected a value, found none")
     for name in _PEER.value:
-        main.check_installed(f"--peer={name}", *peers.modules(name))
+        peers.require(name)
     if kind == "pair":
         configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=_RANDOM.value)
         pair.run(config, workdir, _environment.MODELS, _RANDOM.value, _SIZE.value, _PEER.value)
