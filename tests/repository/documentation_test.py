@@ -22,7 +22,17 @@ DOCUMENTS = {
 # Flags of other programs: git, pip, nbconvert, XLA and its TPU compiler.
 FOREIGN_FLAGS = {
     *("ExecutePreprocessor", "depth", "editable", "execute", "inplace", "quiet", "to"),
-    *("check", "full", "xla_force_host_platform_device_count", "xla_gpu_autotune_level"),
+    *(
+        "check",
+        "cov",
+        "dist",
+        "full",
+        "numprocesses",
+        "tier",
+        "wheel",
+        "xla_force_host_platform_device_count",
+        "xla_gpu_autotune_level",
+    ),
     "xla_backend_optimization_level",
     "xla_tpu_enable_dot_strength_reduction",
 }
