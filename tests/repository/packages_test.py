@@ -190,7 +190,7 @@ def test_required_modules_are_those_of_their_extra():
 def test_missing_package_names_its_extra():
     with one_line("nosuch, no.such: expected installed packages", "pip install 'spsjax[train]'"):
         extras.require("train", "json", "nosuch", "no.such")
-    with one_line("nosuch: expected an installed package", "pip install 'spsjax[eval]'"):  # noqa: SIM117
+    with one_line("nosuch: expected an installed package", "Run: pip install 'spsjax[eval]'"):  # noqa: SIM117
         with extras.needed("plots"), extras.needed("eval"):
             import nosuch  # noqa: F401
     assert issubclass(extras.MissingPackage, ImportError)  # what `try: import` expects

@@ -408,7 +408,7 @@ def test_benchmark_without_a_package_is_one_line(pair, tmp_path, monkeypatch):
     missing = lambda name, *rest: name != "torch" and real(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     result = run("benchmark.py", *pair, "--peer=hf", path=tmp_path)
-    fails_with_one_line(result, "torch: expected an installed package", "'spsjax[parity]'")
+    fails_with_one_line(result, "torch", "Run: pip install 'spsjax[parity]'")
 
 
 def test_training_answers_a_mistake_with_one_line(tmp_path):
