@@ -10,6 +10,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -252,3 +253,4 @@ def test_wheel_alone_generates_and_names_missing_extras(tmp_path):
     assert count == 8
     extra = [re.search(r"Run: pip install 'spsjax\[(\w+)\]'$", line)[1] for line in lines]
     assert extra == ["train", "serve", "plots", "eval"]
+    shutil.rmtree(tmp_path)  # 150 MB
