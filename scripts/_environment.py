@@ -15,8 +15,10 @@ def explain(kind, error, traceback) -> None:
     if not issubclass(kind, ModuleNotFoundError):
         sys.__excepthook__(kind, error, traceback)
         return
-    text = f"error: {error.name}: expected an installed package, found none. {remedy()}"
-    print(text, file=sys.stderr)
+    text = f"{error.name}: expected an installed package, found none. {remedy()}"
+    if isinstance(error, ValueError):  # spsjax.utils.extras.MissingPackage, which names an extra
+        text = str(error)
+    print(f"error: {text}", file=sys.stderr)
 
 
 def remedy() -> str:

@@ -55,9 +55,9 @@ def run():
         main.check_folder(workdir)
     elif kind != "pair":
         raise InputError("--workdir: expected a value, found none")
-    for name in _PEER.value:
-        main.check_installed(f"--peer={name}", *peers.modules(name))
     if kind == "pair":
+        for name in _PEER.value:
+            peers.require(name)
         configs.choose_pair(config, _TARGET.value, _DRAFT.value, models=_RANDOM.value)
         pair.run(config, workdir, _environment.MODELS, _RANDOM.value, _SIZE.value, _PEER.value)
     else:

@@ -27,7 +27,7 @@ from spsjax.cli import configs, main, terminal
 from spsjax.parallel import multihost
 from spsjax.planning import hardware
 from spsjax.planning.outcome import Table
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, extras
 
 _SCRIPTS = pathlib.Path(__file__).resolve().parent
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to reproduce.", lock_config=True)
@@ -50,9 +50,9 @@ def run():
     config, experiment, workdir = _CONFIG.value, _EXPERIMENT.value, pathlib.Path(_WORKDIR.value)
     atomic_files.check_outputs(map(workdir.joinpath, OUTPUTS), [workdir])
     configs.choose_pair(config, _TARGET.value, _DRAFT.value)
-    main.check_installed("the report", "matplotlib")
+    extras.require("plots", "matplotlib")
     for name in _PEER.value:
-        main.check_installed(f"--peer={name}", *peers.modules(name))
+        peers.require(name)
     mesh = configs.mesh(config.mesh)
     target = loading.load(config.target, mesh, config.dtype)
     drafter = configs.load_drafter(config.drafter, config.draft, config, target, config.dtype)

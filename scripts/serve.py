@@ -48,7 +48,6 @@ _SECONDS_TO_END = 10  # for requests that are cancelled when the server stops
 def run():
     config = _CONFIG.value
     configs.choose_pair(config, _TARGET.value, _DRAFT.value)
-    main.check_installed("serving", "starlette", "uvicorn", "pydantic", "prometheus_client")
     from spsjax.serving import app
 
     for field in ("most_waiting", "most_bytes", "most_tokens", "grace_seconds"):

@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes the virtual environment where there is none, installs the
-# package and its extras for tests and plots into it, goes to the repository's root, and sets VENV.
+# package and its extra `test` into it, goes to the repository's root, and sets VENV.
 # PYTHON chooses the interpreter (3.11 or later); one of another version than .venv's gets a folder
 # of its own, such as .venv-3.13. Without PYTHON it is .venv's or, where there is none, the newest
 # of 3.14 to 3.12, else python3. Nothing is installed again until setup.py changes.
@@ -71,7 +71,7 @@ print(sys.version, pathlib.Path.cwd(), hashlib.sha256(open("setup.py", "rb").rea
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into ${VENV##*/} (a minute or two)"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-      --editable '.[test,plots]' || return
+      --editable '.[test]' || return
     printf '%s\n' "$wanted" >"$stamp"
     echo "Installed in $((SECONDS - start)) s"
   fi

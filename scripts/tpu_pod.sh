@@ -55,7 +55,7 @@ copy() (
 # The slice's own Python is older than 3.11.
 install() {
   everywhere "python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --python 3.12 &&\
- python3 -m uv pip install --quiet 'jax[tpu]' --editable '.[plots]'"
+ python3 -m uv pip install --quiet 'jax[tpu]' --editable '.[all]'"
 }
 run() { everywhere "source .venv/bin/activate && mkdir -p $RESULTS && $COMMAND"; }
 collect() { tpu scp --recurse "$TPU:spsjax/$RESULTS" . --worker=0; }

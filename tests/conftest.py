@@ -66,6 +66,7 @@ def pytest_addoption(parser):
     parser.addoption("--seconds", type=float, help="seconds after which no further test begins")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest also runs without pytest-xdist
 def pytest_xdist_auto_num_workers():
     """A process takes about 2 GB."""
     return min(os.cpu_count() or 1, 8)

@@ -1,6 +1,6 @@
-"""Drafters of the shipped target, as chains and as trees, on the same prompts.
+r"""Drafters of the shipped target, as chains and as trees, on the same prompts.
 
-python scripts/compare.py --workdir=runs/drafters \\
+python scripts/compare.py --workdir=runs/drafters \
     --drafters=model=pystdlib/draft,EAGLE-3=runs/eagle3/drafter
 
 Hardware: any; meant for an idle machine.

@@ -1,6 +1,6 @@
-"""GPT-2 XL with GPT-2 small as its draft: 256 tokens after a prompt of 10, greedy, K = 4.
+r"""GPT-2 XL with GPT-2 small as its draft: 256 tokens after a prompt of 10, greedy, K = 4.
 
-python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py \\
+python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py \
     --target=hf://openai-community/gpt2-xl --draft=hf://openai-community/gpt2
 python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --target=FOLDER --draft=FOLDER
 python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random   # times alone

@@ -1,10 +1,10 @@
-"""Latency under load: plain decoding, fixed numbers of draft tokens, K chosen in every round.
+r"""Latency under load: plain decoding, fixed numbers of draft tokens, K chosen in every round.
 
 python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load
-python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load \\
+python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load \
     --config.rates="()" --config.clients="(1,4,8)"
-python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load70b \\
-    --config.simulated=True --config.rows=64 --config.rates="(1.0,10.0,30.0,60.0)" \\
+python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load70b \
+    --config.simulated=True --config.rows=64 --config.rates="(1.0,10.0,30.0,60.0)" \
     --config.requests=400
 
 Arrivals are a Poisson process of each rate; with `clients`, each client asks again as soon as it is

@@ -1,8 +1,8 @@
-"""Table 1 and figure 1 of Chen et al. 2023 (arXiv 2302.01318), and Spec-Bench, for any pair.
+r"""Table 1 and figure 1 of Chen et al. 2023 (arXiv 2302.01318), and Spec-Bench, for any pair.
 
 python scripts/reproduce.py --experiment=table1 --workdir=runs/table1
 python scripts/reproduce.py --experiment=figure1 --workdir=runs/figure1
-python scripts/reproduce.py --experiment=specbench --workdir=runs/specbench \\
+python scripts/reproduce.py --experiment=specbench --workdir=runs/specbench \
     --config.tasks.spec_bench.path=question.jsonl
 
 A task without a file is left out.

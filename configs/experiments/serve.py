@@ -1,8 +1,8 @@
-"""A server with OpenAI's completions and chat endpoints.
+r"""A server with OpenAI's completions and chat endpoints.
 
 python scripts/serve.py
-curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
-    -d '{"model": "pystdlib/target", "prompt": "import os\\n", "max_tokens": 40}'
+curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \
+    -d '{"model": "pystdlib/target", "prompt": "import os\n", "max_tokens": 40}'
 """
 
 from spsjax.cli import sections

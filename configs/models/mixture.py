@@ -1,6 +1,6 @@
-"""Mixtures of experts of no published model, small enough to time on a CPU, and a draft for them.
+r"""Mixtures of experts of no published model, small enough to time on a CPU, and a draft for them.
 
-python scripts/benchmark.py --random --config.target=mixture:64 --config.draft=mixture:draft \\
+python scripts/benchmark.py --random --config.target=mixture:64 --config.draft=mixture:draft \
     --config.forced_acceptance=0.7 --config.num_speculative_tokens="(2,4,'auto')"
 
 Sizes: 8 and 64 experts, of which each token uses 2 and 4; and the draft, which has none.

@@ -1,0 +1,1 @@
+"""Timed measurements: systems, workloads, records, summaries and reports."""

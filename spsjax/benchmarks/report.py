@@ -1,12 +1,11 @@
 """Results of a measurement: Markdown tables, their cells, and the files of a folder."""
 
-import importlib.util
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spsjax.parallel import multihost
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, extras
 
 # Files of a measurement's folder.
 OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
@@ -59,7 +58,7 @@ def rounded(tree):
 
 def can_draw() -> bool:
     """Returns whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    return extras.installed("matplotlib")
 
 
 def write(

@@ -165,7 +165,6 @@ def child_rates(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _rates(target_config, draft_config, width, target_params, draft_params, key, one, tokens_BT, _):
     """Returns [T, width] of the first row; `one` has the sampling parameters of a single row."""
-
     logits_TV = text_pass.logits(target_config, target_params, tokens_BT)[0]
     vocab = logits_TV.shape[-1]  # the draft's may be padded or smaller
     drafted_TV = text_pass.logits(draft_config, draft_params, tokens_BT, vocab)[0]

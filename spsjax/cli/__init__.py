@@ -1,0 +1,1 @@
+"""Command lines of the scripts: configs, flags, tables and plots."""

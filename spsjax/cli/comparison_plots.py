@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-import matplotlib
-from matplotlib.ticker import MaxNLocator
-
 from spsjax.cli.plots import distinct, panels
+from spsjax.utils import extras
+
+with extras.needed("plots"):
+    import matplotlib
+    from matplotlib.ticker import MaxNLocator
 
 
 def verifiers(rows: Sequence[Mapping], path) -> None:

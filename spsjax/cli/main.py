@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import pathlib
 import runpy
@@ -22,7 +21,7 @@ from spsjax.benchmarks import report
 from spsjax.cli import config_flags, config_keys, configs, terminal
 from spsjax.errors import InputError, NonFiniteError, Stopped, one_line, short_repr
 from spsjax.parallel import multihost
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, extras
 
 DRAFT_HELP = "Name, folder or GGUF file of the drafter. Another --target alone gets one that fits."
 _GRACE_SECONDS = 5
@@ -145,7 +144,7 @@ def _find_devices() -> None:
     a TPU, too. JAX then looks for one, falls back, and libtpu writes errors from C++. JAX names
     its platforms where it sees a TPU; all messages are shown there.
     """
-    if jax.config.jax_platforms or not importlib.util.find_spec("libtpu"):
+    if jax.config.jax_platforms or not extras.installed("libtpu"):
         return
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -334,13 +333,3 @@ def check_folder(workdir: pathlib.Path) -> None:
     atomic_files.check_outputs(map(workdir.joinpath, report.OUTPUTS), [workdir])
     if not report.can_draw():
         terminal.note(f"no {workdir / 'table.png'}: matplotlib is not installed")
-
-
-def check_installed(flag: str, *modules: str) -> None:
-    """Raises InputError unless the modules that a flag needs are installed."""
-    missing = [name for name in modules if not importlib.util.find_spec(name)]
-    if missing:
-        raise InputError(
-            f"{flag}: expected {' and '.join(modules)} to be installed, "
-            f"found no {' and no '.join(missing)}"
-        )

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.ticker import MaxNLocator
-
 from spsjax.benchmarks.paper import TaskReport
 from spsjax.benchmarks.systems import Role
 from spsjax.cli.plots import K_LABEL, panels
+from spsjax.utils import extras
+
+with extras.needed("plots"):
+    from matplotlib.ticker import MaxNLocator
 
 
 def figure1(reports: Mapping[str, TaskReport], tokens: int, path) -> None:

@@ -4,15 +4,16 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import matplotlib
-
 from spsjax.benchmarks.summary import SystemSummary, largest_k
 from spsjax.benchmarks.systems import Role
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, extras
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.ticker import MaxNLocator
+with extras.needed("plots"):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
 K_LABEL = "K, draft tokens per round"
 

@@ -1,0 +1,1 @@
+"""Texts and tokens to train on: documents, conversations, columns, batches."""

@@ -3,12 +3,12 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-import grain
 import jax
 import numpy as np
 
 from spsjax.errors import InputError, check_integer
 from spsjax.types import PyTree
+from spsjax.utils import extras
 
 # Number of examples before a table ends, as grain wants a finite length. Mixing several tables
 # multiplies their lengths, and the product must fit into a 64-bit integer.
@@ -96,6 +96,9 @@ class BatchIterator:
         seed: int,
         batch_sharding: jax.sharding.Sharding,
     ):
+        with extras.needed("train"):
+            import grain
+
         self._tables, self._batch, self._sharding = tables, batch, batch_sharding
         # Rows of all tables are numbered through: table i has the rows from starts[i].
         self._starts = np.cumsum([0, *map(len, tables)])

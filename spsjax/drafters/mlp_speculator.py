@@ -122,7 +122,6 @@ class Drafter(parallel.StateDrafter):
 
     def step(self, params, state_BTM, tokens_BT, depth):
         """Returns the states [B, T, M] after tokens at a depth."""
-
         ids = jnp.clip(tokens_BT, 0, self.target.vocab_size - 1)
 
         def run(index, network):

@@ -52,6 +52,7 @@ def head_logits(x_BTD: Array, kernel: Array, multiply=product) -> Array:
 
 
 def make_linear(features_in: int, features_out: int, bias: bool, *, dtype, rngs: nnx.Rngs):
+    """Returns a linear layer with fresh weights of `dtype`."""
     return Linear(
         features_in,
         features_out,

@@ -1,0 +1,1 @@
+"""Meshes, sharding of weights and caches, several processes."""

@@ -1,0 +1,1 @@
+"""Theory, costs by roofline and ahead-of-time compilation; nothing is timed."""

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import importlib.util
 import math
 import os
 import platform
@@ -18,7 +17,7 @@ from jax.experimental import topologies
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.loading import Model
 from spsjax.models import quantization
-from spsjax.utils import bfloat16
+from spsjax.utils import bfloat16, extras
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +94,7 @@ def topology(name: str) -> tuple[Chip, list]:
     chip = tpus[kind]
     if shape.count("x") + 1 != chip.dimensions:
         raise InputError(f"topology: expected {chip.dimensions} sizes for {kind}, found {name}")
-    if importlib.util.find_spec("libtpu") is None:
-        raise InputError(
-            "topology: expected libtpu to be installed, found no package of that name. "
-            "Run: pip install libtpu"
-        )
+    extras.require("tpu-compiler", "libtpu")
     options = {"chip_config_name": chip.chip_config} if chip.chip_config else {}
     devices = _describe(name, options)
     if len(devices) != math.prod(map(int, shape.split("x"))):

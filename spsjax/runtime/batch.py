@@ -236,4 +236,5 @@ def _checked(model: Model, name: str, ids: list[int]) -> list[int]:
 
 
 def is_integer(value) -> bool:
+    """Returns whether a value is an integer of Python or NumPy; a bool is not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -22,7 +22,7 @@ _OPTIONAL = _SETTINGS, "special_tokens_map.json", "added_tokens.json", _TEMPLATE
 NAMES = tuple(name for kind in KINDS for name in kind) + _OPTIONAL
 
 
-class Tokenizer(abc.ABC):
+class Tokenizer(abc.ABC):  # noqa: PLW1641 (equal by content, never a key)
     """Base class of tokenizers. `spsjax.tokenization` loads and trains them.
 
     Attributes:

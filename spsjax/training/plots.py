@@ -1,13 +1,12 @@
 """Plots of training runs, as PNG files."""
 
-import importlib.util
 import pathlib
 from collections.abc import Mapping, Sequence
 
 from spsjax.errors import InputError
 from spsjax.parallel import multihost
 from spsjax.training import run_folder
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, extras
 
 FILE = "curves.png"
 _METRICS = "loss", "acceptance", "block_efficiency"
@@ -18,7 +17,7 @@ def plot_curves(folder: pathlib.Path) -> str:
 
     Returns why there are no curves, or an empty text if there are.
     """
-    if not importlib.util.find_spec("matplotlib"):
+    if not extras.installed("matplotlib"):
         return "matplotlib is not installed"
     if not multihost.is_main_process():
         return ""
@@ -51,8 +50,6 @@ def plot_depths(runs: Mapping[str, str | pathlib.Path], path: str | pathlib.Path
     the papers' n-alpha, on held-out text, with its 95% interval. `runs` are folders by title.
     Raises InputError if a run has no evaluation, or if matplotlib is missing.
     """
-    if not importlib.util.find_spec("matplotlib"):
-        raise InputError("plot: expected matplotlib to be installed, found none")
     figure = _figure(figsize=(8, 4))
     axis = figure.subplots()
     for name, folder in runs.items():
@@ -79,8 +76,9 @@ def _acceptance_by_depth(folder: pathlib.Path) -> tuple[list[float], list[float]
 
 def _figure(**options):
     # The Agg canvas needs no display. pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extras.needed("plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained", **options)
     FigureCanvasAgg(figure)

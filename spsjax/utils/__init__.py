@@ -1,0 +1,1 @@
+"""Files, caches, progress and other helpers without knowledge of models."""

@@ -1,4 +1,4 @@
-"""Top-k acceptance (Stern et al. 2018, arXiv 1811.03115, section 5.1). **Lossy.**
+"""Top-k acceptance, **lossy** (Stern et al. 2018, arXiv 1811.03115, section 5.1).
 
 A draft token is accepted if it is among the target's k most probable tokens. The paper uses the
 rule in greedy decoding. Here it applies to sampled rows only, and greedy rows are exact as with

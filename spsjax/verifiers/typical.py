@@ -1,4 +1,4 @@
-"""Typical acceptance (Cai et al. 2024, arXiv 2401.10774, section 2.3.1). **Lossy.**
+"""Typical acceptance, **lossy** (Cai et al. 2024, arXiv 2401.10774, section 2.3.1).
 
 A draft token is accepted if its probability under the target exceeds a threshold, whatever the
 draft's distribution. The emitted tokens are on average more probable than samples of the target.

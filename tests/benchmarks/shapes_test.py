@@ -132,7 +132,7 @@ def test_script_stores_every_program_and_resumes(tmp_path):
 
 def test_script_refuses_in_one_line(tmp_path):
     for flag, message in (
-        ("--peer=openvino", "peer"),
+        ("--peer=openvino", "--peer: expected hf"),
         ("--target=x", "--target: expected no value with benchmark = shapes"),
     ):
         fails_with_one_line(run("benchmark.py", TINY, f"--workdir={tmp_path}", flag), message)

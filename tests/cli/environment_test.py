@@ -10,6 +10,7 @@ import pytest
 from helpers.command_line import ROOT, fails_with_one_line, run
 
 from spsjax.cli import main
+from spsjax.utils import extras
 
 TARGET = ROOT / "configs" / "experiments" / "pystdlib_target.py"
 SCRIPTS = sorted((ROOT / "scripts").glob("[!_]*.py"))
@@ -49,6 +50,17 @@ def test_remedy_activates_or_installs(monkeypatch, tmp_path, folders, prefix, re
     monkeypatch.setattr(_environment, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", prefix.format(root=tmp_path))
     assert _environment.remedy() == "Run: " + remedy.format(root=tmp_path)
+
+
+def test_missing_extra_is_named_before_a_script_runs(monkeypatch, capsys):
+    """A script imports what needs an extra before `main.run` shows errors in one line."""
+    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    import _environment
+
+    error = extras.MissingPackage("train", ["optax"])
+    _environment.explain(type(error), error, None)
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 @pytest.mark.parametrize(

@@ -53,5 +53,5 @@ def test_topology_has_one_device_per_chip():
 
 def test_topology_without_libtpu_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with one_line("topology", "expected libtpu to be installed"):
+    with one_line("libtpu: expected an installed package", "spsjax[tpu-compiler]"):
         hardware.topology("v5p:2x2x4")

@@ -19,9 +19,10 @@ DOCUMENTS = {
         *sorted((ROOT / "spsjax" / "pretrained").glob("*/README.md")),
     )
 }
-# Flags of other programs: git, pip, nbconvert, XLA and its TPU compiler.
+# Flags of other programs: git, pip, pytest, nbconvert, XLA and its TPU compiler.
 FOREIGN_FLAGS = {
-    *("ExecutePreprocessor", "depth", "editable", "execute", "inplace", "quiet", "to"),
+    *("ExecutePreprocessor", "depth", "editable", "execute", "inplace", "no", "quiet", "to"),
+    *("cov", "dist", "numprocesses", "tier", "wheel"),
     *("check", "full", "xla_force_host_platform_device_count", "xla_gpu_autotune_level"),
     "xla_backend_optimization_level",
     "xla_tpu_enable_dot_strength_reduction",

@@ -289,8 +289,10 @@ OPENVINO = ["OpenVINO plain f16", "OpenVINO speculative f16"]
 @pytest.mark.slow
 @pytest.mark.parametrize(("peer", "names"), [("hf", HF), ("openvino", OPENVINO)])
 def test_benchmark_measures_peers(pair, tmp_path, peer, names):
-    if any(importlib.util.find_spec(module) is None for module in peers.modules(peer)):
-        pytest.skip(f"needs {', '.join(peers.modules(peer))}")
+    try:
+        peers.require(peer)
+    except InputError as error:
+        pytest.skip(str(error))
     flags = (f"--peer={peer}", f"--workdir={tmp_path}")
     flags += (*settings({"peer.num_speculative_tokens": 2}, time_rounds="false"),)
     result = succeeds("benchmark.py", *pair, *QUICK, *flags)
@@ -403,10 +405,10 @@ def test_wrong_keys_are_named_with_the_config_that_has_them(tmp_path, flags, pie
 
 def test_benchmark_without_a_package_is_one_line(pair, tmp_path, monkeypatch):
     real = importlib.util.find_spec
-    missing = lambda name, *rest: name != "torch" and real(name, *rest)  # noqa: E731
+    missing = lambda name, *rest: None if name == "torch" else real(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     result = run("benchmark.py", *pair, "--peer=hf", path=tmp_path)
-    fails_with_one_line(result, "torch", "installed")
+    fails_with_one_line(result, "torch", "Run: pip install 'spsjax[parity]'")
 
 
 def test_training_answers_a_mistake_with_one_line(tmp_path):

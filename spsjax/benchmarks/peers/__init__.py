@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from spsjax.benchmarks.peers import hf, openvino
 from spsjax.benchmarks.systems import System
 from spsjax.loading import Model
+from spsjax.utils import extras
 
 _PEERS = {"hf": hf, "openvino": openvino}
 NAMES = tuple(_PEERS)
 HELP = "Measure Hugging Face generate or OpenVINO GenAI, too."
 
 
-def modules(name: str) -> tuple[str, ...]:
-    """Returns the modules that a peer needs."""
-    return _PEERS[name].MODULES
+def require(name: str) -> None:
+    """Raises MissingPackage unless the packages that a peer needs are installed."""
+    extras.require(_PEERS[name].EXTRA, *_PEERS[name].MODULES)
 
 
 def systems(names: Sequence[str], options, target: Model, draft: Model | None) -> list[System]:

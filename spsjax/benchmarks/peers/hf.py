@@ -12,8 +12,9 @@ from spsjax.loading import Model
 from spsjax.models.hf import weights as hf_weights
 from spsjax.planning import hardware
 from spsjax.sampling import SamplingParams
+from spsjax.utils import extras
 
-MODULES = "torch", "transformers"
+EXTRA, MODULES = "parity", ("torch", "transformers")
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -21,8 +22,9 @@ class Library:
     """Hugging Face `generate` on the kind of device that JAX uses. Needs torch and transformers."""
 
     def __init__(self):
-        import torch
-        import transformers
+        with extras.needed("parity"):
+            import torch
+            import transformers
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

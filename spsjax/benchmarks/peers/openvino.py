@@ -13,8 +13,9 @@ from spsjax.errors import InputError, one_line
 from spsjax.loading import Model
 from spsjax.models.hf import weights as hf_weights
 from spsjax.sampling import SamplingParams
+from spsjax.utils import extras
 
-MODULES = "openvino_genai", "optimum", "torch", "transformers"
+EXTRA, MODULES = "openvino", ("openvino_genai", "optimum", "torch", "transformers")
 _CACHE_GIGABYTES = 1  # of keys and values, in each pipeline
 
 
@@ -26,8 +27,9 @@ class OpenVINOBaseline:
     """
 
     def __init__(self, target: Model, draft: Model | None):
-        import openvino
-        import openvino_genai
+        with extras.needed("openvino"):
+            import openvino
+            import openvino_genai
 
         if draft and target.tokenizer is None:
             raise InputError(

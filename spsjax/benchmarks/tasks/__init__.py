@@ -1,0 +1,1 @@
+"""Tasks of benchmarks: prompts, answers and scores, one module per task."""

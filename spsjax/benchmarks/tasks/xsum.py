@@ -3,11 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
-from rouge_score import rouge_scorer
-
 from spsjax.benchmarks.tasks import base
 from spsjax.errors import InputError
 from spsjax.sampling import SamplingParams
+from spsjax.utils import extras
+
+with extras.needed("eval"):
+    from rouge_score import rouge_scorer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 from ml_collections import ConfigDict
 
 from spsjax import loading
-from spsjax.benchmarks import flips, report, shapes, workloads
+from spsjax.benchmarks import flips, peers, report, shapes, workloads
 from spsjax.benchmarks.peers import hf_shapes
 from spsjax.benchmarks.records import Journal
 from spsjax.benchmarks.shapes import Cell, ShapePair
@@ -50,6 +50,8 @@ def run(
     pairs, cells = pairs_of(config, folder), cells_of(config)
     if {*peer_names} - {"hf"}:
         raise InputError("--peer: expected hf, which alone has these shapes, found another")
+    for name in peer_names:
+        peers.require(name)
     machine = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     stored = {key: value for key, value in config.to_dict().items() if key not in _LIMITS}
     journal = Journal(workdir / "records.jsonl", stored | {"machine": machine}, KEY)

@@ -66,7 +66,6 @@ class LearnedRule(stopping.Rule):
 
     def init_params(self, key: Array, width: int) -> PyTree:
         """Returns random weights: kernels of unit gain and zero biases."""
-
         shapes, structure = jax.tree.flatten(self.param_shapes(width))
         keys = jax.random.split(key, len(shapes))
         leaves = [

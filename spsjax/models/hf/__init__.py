@@ -1,0 +1,1 @@
+"""Folders in the Hugging Face layout: configs, weights, the hub."""

@@ -1,11 +1,11 @@
 """Downloads from the Hugging Face Hub."""
 
-import importlib.util
 import pathlib
 from collections.abc import Sequence
 
 from spsjax.errors import InputError, one_line
 from spsjax.models.hf import weights as hf_weights
+from spsjax.utils import extras
 
 PREFIX = "hf://"
 # Longest excerpt of a message of the library. Some messages fill pages.
@@ -26,11 +26,6 @@ def download(name: str, tokenizer_files: Sequence[str] = (), weights: bool = Fal
         InputError: the package huggingface_hub is missing, the download fails, or the repository
             has no safetensors.
     """
-    if not importlib.util.find_spec("huggingface_hub"):
-        raise InputError(
-            f"{name}: expected the package huggingface_hub, found none. "
-            "Install the extra: pip install 'spsjax[hub]'"
-        )
     files = ["config.json", "generation_config.json", hf_weights.INDEX, *tokenizer_files]
     folder = _fetch(name, files)
     if not weights:
@@ -49,7 +44,8 @@ def download(name: str, tokenizer_files: Sequence[str] = (), weights: bool = Fal
 
 def _fetch(name: str, files: list[str]) -> pathlib.Path:
     """Fetches files of a repository and returns its local folder."""
-    import huggingface_hub  # an optional package
+    with extras.needed("hub"):
+        import huggingface_hub
 
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
     try:

@@ -58,10 +58,10 @@ def test_layers_that_are_skipped_are_not_run(target, name):
         params = jax.tree.map(lambda leaf: leaf, target.params)
         for layer in layers:
             weights = params["layers"][layer]
-            for name in weights:
-                if name.startswith(parts):
-                    weights[name] = jax.tree.map(
-                        lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), weights[name]
+            for part in weights:
+                if part.startswith(parts):
+                    weights[part] = jax.tree.map(
+                        lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), weights[part]
                     )
         return {"target": params, "drafter": {}}
 
