@@ -56,6 +56,7 @@ setup(
         "plots": ["matplotlib"],
         "serve": SERVE,
         "hub": ["huggingface_hub"],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],
