@@ -44,11 +44,15 @@ def anchors(path: pathlib.Path) -> set[str]:
 
 
 def broken_links(path: pathlib.Path, text: str) -> list[str]:
-    broken = []
+    """Links to missing files and anchors, and out of `docs`, which the site cannot follow."""
+    broken, site = [], ROOT / "docs"
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         name, _, anchor = link.partition("#")
         file = path.parent / name if name else path
-        if "://" not in link and (not file.exists() or (anchor and anchor not in anchors(file))):
+        if "://" in link:
+            continue
+        leaves = site in path.parents and site not in file.resolve().parents
+        if leaves or not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(link)
     return broken
 
@@ -67,7 +71,8 @@ def known_flags() -> set[str]:
 
 
 def unknown_flags(text: str) -> list[str]:
-    return [flag for flag in re.findall(r"(?<![\w-])--([a-zA-Z]\w*)", text) if flag not in known_flags()]
+    flags = re.findall(r"(?<![\w-])--([a-zA-Z]\w*)", text)
+    return [flag for flag in flags if flag not in known_flags()]
 
 
 @functools.cache
@@ -189,6 +194,7 @@ def test_checks_find_what_is_missing():
         "docs/none.md",
         "docs/guides/pods.md#none",
     ]
+    assert broken_links(ROOT / "docs" / "index.md", "[a](../README.md)") == ["../README.md"]
     assert missing_files("`spsjax/none.py` and `spsjax/tree.py`.") == ["spsjax/none.py"]
     assert unknown_flags("--none --prompt=a --config.batch=2") == ["none"]
     assert unknown_config_keys("--config.none=1 --config.mesh.data=2") == ["none"]
