@@ -162,6 +162,13 @@ def test_page_tells_no_history(name):
     assert not re.findall(rf"(?i)\b({'|'.join(HISTORY)})\b", text)
 
 
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name.startswith("docs/methods/")])
+def test_page_of_a_method_has_no_measurement(name):
+    """Figures stand with their machines, in the archive and in reproductions."""
+    text = DOCUMENTS[name].read_text(encoding="utf-8")
+    assert not re.findall(r"\b(AMD|EPYC|Xeon|H100|H200|ms per token|times as fast)\b", text)
+
+
 def test_readme_is_short_and_its_figures_lead_to_pages():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= 120
