@@ -15,6 +15,8 @@ from spsjax import errors
 from spsjax.loading import public
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_site_builds_without_a_warning(tmp_path):
     """Links, anchors, the navigation and the names of the API reference are right."""
     for name in ("mkdocs", "material", "mkdocstrings"):
