@@ -86,6 +86,7 @@ setup(
             "setuptools>=70.1",  # builds wheels by itself
             "zstandard",
         ],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],

@@ -8,7 +8,7 @@ python scripts/benchmark.py --size=90M
 Hardware: any; meant for an idle CPU. Time: not measured.
 Figures, on two cores of an AMD EPYC (Zen 4) with two prompts: at the best K of 4 and 8, speculative
 sampling is 1.80 (sampled) and 2.26 (greedy) times as fast as autoregressive sampling
-(docs/results.md).
+(docs/archive/index.md).
 """
 
 from ml_collections import config_dict

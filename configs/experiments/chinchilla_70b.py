@@ -5,7 +5,7 @@ python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/
 Hardware: a CPU. The programs are compiled for the named TPU slice and are not run.
 Time: five minutes on two slow cores (libtpu 0.0.52).
 Figures: 10.40 of 102.01 GB per chip. By lower bounds from published figures, and at an acceptance
-rate of 0.8, the speed-up over autoregressive sampling is 2.69 (docs/results.md).
+rate of 0.8, the speed-up over autoregressive sampling is 2.69 (docs/archive/0.1_tpu_compiler.md).
 """
 
 from spsjax.cli import sections

@@ -10,7 +10,7 @@ python scripts/compare.py --target=runs/edit/model --workdir=runs/edited \
 Half of the texts are passages of shuffled words, which can only be copied. Copying is learned after
 about 1,000 steps on passages of 160 characters, and was not after 500 on passages of 500.
 Hardware: any; meant for two CPU cores.
-Figures: 2.51 nats per token on held-out texts; 2.24 after a second stage (docs/drafters.md).
+Figures: 2.51 nats per token on held-out texts; 2.24 after a second stage.
 """
 
 from spsjax.cli import sections

@@ -7,7 +7,7 @@ python scripts/generate.py --prompt="import os" --config.drafter=none --json
 
 Hardware: any; meant for a laptop's CPU.
 Figures, on two cores of an AMD EPYC (Zen 4) at temperature 0.8 and top-p 0.95: 2.58 ms per token at
-K = 4, and 4.71 without a drafter (docs/results.md).
+K = 4, and 4.71 without a drafter (docs/archive/0.1_epyc_zen4_float32.md).
 """
 
 from ml_collections import config_dict

@@ -11,7 +11,7 @@ decoding, and which speed-up the cost breakdown predicts. With random weights th
 accepted, so the report has the times alone.
 Hardware: any with 7 GB of memory, in float32.
 Figures, on two CPU cores with --random, 64 new tokens and one repetition: a pass of the target
-takes 299 ms, a draft step 23 ms, and a round 630 ms (docs/models.md).
+takes 299 ms, a draft step 23 ms, and a round 630 ms (docs/archive/0.1_epyc_zen4_float32.md).
 """
 
 from spsjax.cli import sections

@@ -5,7 +5,7 @@ python scripts/generate.py --target=runs/layer_skip/model --config.drafter=early
     --prompt="import os"
 
 Hardware: any; meant for two CPU cores (15 minutes).
-Figures: docs/drafters.md, "The target drafts for itself".
+Figures: docs/archive/0.1_epyc_zen4.md, "Early exits".
 """
 
 from spsjax.cli import sections

@@ -31,8 +31,8 @@ get_config = sections.config(
     prompt_lengths=(32, 128),  # each of all prompts; `prompt_tokens` is not used
     simulated=False,  # whether nothing runs, and rounds take as long as the floors
     # With `simulated`: lower bounds of Chinchilla 70B and its 4B draft on 16 v5p chips with
-    # 2,048 slots (docs/pods.md: memory, and for each token compute and links), 10 us for
-    # each collective; and rates of acceptance by depth.
+    # 2,048 slots (docs/archive/0.1_tpu_compiler.md: memory, and for each token compute and links),
+    # 10 us for each collective; and rates of acceptance by depth.
     floors={
         "target_pass": 2.93 + 162 * 0.01,
         "target_row": 0.182,

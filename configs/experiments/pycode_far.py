@@ -8,8 +8,8 @@ The shipped target was trained with 512 tokens. Its rotary positions turn more s
 base of a million instead of ten thousand it reads 8,192 tokens at 2.2 nats per token before any
 step. (With 175,000, the base of NTK-aware scaling to 16 times the length, it does so only up to
 3,000 tokens.) Text is that of `pycode_target.py`: files follow each other package by package, so
-that a name may have been defined thousands of tokens before. docs/long_context.md has what came of
-it.
+that a name may have been defined thousands of tokens before. docs/archive/0.1_xeon_amx.md
+has its figures.
 
 Hardware: any. Attention takes most of the time.
 """

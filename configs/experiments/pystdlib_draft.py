@@ -7,7 +7,7 @@ Hardware: any; meant for two CPU cores.
 Time on a partly shared machine: 12 minutes for the target's states, and 56 minutes for 10,000
 of the 15,500 steps.
 Figures on held-out text at temperature 1: acceptance 0.865, greedy agreement 0.789
-(docs/results.md).
+(docs/archive/0.1_epyc_zen4_float32.md).
 """
 
 from spsjax.cli import sections

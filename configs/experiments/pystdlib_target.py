@@ -3,7 +3,8 @@
 python scripts/train.py --config=configs/experiments/pystdlib_target.py --workdir=runs/target
 
 Hardware: any; meant for two CPU cores. Time: 61 minutes there, partly on a shared machine.
-Figures: 4.04 nats per token on held-out files, and 4.01 in a second run (docs/results.md).
+Figures: 4.04 nats per token on held-out files, and 4.01 in a second run
+(docs/archive/0.1_epyc_zen4_float32.md).
 """
 
 from spsjax.cli import sections

@@ -6,7 +6,7 @@ bash scripts/quickstart.sh --target=smollm2 --prompt="Why is the sky blue?"    #
 Hardware: any; meant for a laptop's CPU.
 Time: 2 min 11 s on two cores of an AMD EPYC (Zen 4), the installation included.
 Figures there: the best speed-up is 1.97 sampled (K = 5) and 2.14 greedy (K = 4). It varies between
-hours, and was 1.79 and 1.90 in another run (docs/results.md).
+hours, and was 1.79 and 1.90 in another run (docs/archive/0.1_epyc_zen4_float32.md).
 """
 
 from spsjax.cli import sections

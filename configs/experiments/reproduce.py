@@ -7,10 +7,10 @@ python scripts/reproduce.py --experiment=specbench --workdir=runs/specbench \
 
 A task without a file is left out.
 Hardware: any; measured on two cores of an Intel Xeon, whose cache holds the weights.
-Time there: 50 minutes for table 1 and 13 for figure 1, with the commands of docs/results.md, and 8
+Time there: 50 minutes for table 1 and 13 for figure 1, with the commands of docs/archive, and 8
 for Spec-Bench with at most 128 new tokens.
 Figures there, in float32: speed-ups of 1.26 (stdlib), 1.11 (XSum) and 1.18 (HumanEval) with nucleus
-sampling, and of 1.16 over all of Spec-Bench (docs/results.md; other machines there, too).
+sampling, and of 1.16 over all of Spec-Bench (docs/archive/0.1_xeon_float32.md).
 """
 
 from spsjax.cli import sections

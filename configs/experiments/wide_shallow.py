@@ -8,7 +8,7 @@ alike.
 Hardware: any; measured on two CPU cores. Time: an hour and three quarters, on a shared machine.
 Figures: 4 layers have the highest acceptance (0.861 on held-out text), and 2 layers the highest
 speed-up (1.00 at temperature 1). A step of 8 layers takes 1.8 times as long as one of 1 layer
-(docs/distillation.md).
+(docs/reproductions/distillspec.md).
 """
 
 from spsjax.cli import sections

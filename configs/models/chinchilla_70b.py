@@ -6,7 +6,7 @@ Table 2 gives width, heads and layers. Relative positions and RMSNorm are those 
 al. 2021, arXiv 2112.11446). No paper states the feed-forward width. It is 4 d_model, because that
 gives the published number of parameters. There are no public weights.
 Hardware: meant for 16 chips. Target and draft need 9.28 GB per chip for weights in bfloat16, by
-the TPU compiler's count (docs/results.md).
+the TPU compiler's count (docs/archive/0.1_tpu_compiler.md).
 """
 
 from spsjax.cli import sections

@@ -3,7 +3,7 @@
 python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random
 
 Hardware: XL with small as its draft needs 7 GB of memory in float32. On two CPU cores a pass of XL
-takes 299 ms and a draft step of small 23 ms (docs/models.md).
+takes 299 ms and a draft step of small 23 ms (docs/archive/0.1_epyc_zen4_float32.md).
 """
 
 from spsjax.cli import sections

@@ -290,7 +290,7 @@ def default_tap_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """Returns `count` layers of the target, evenly spaced, from a low to a high one.
 
     They are the authors' choice. For targets of fewer than 12 layers the highest one is the final
-    state, because lower layers predict the next token less well (docs/eagle.md).
+    state, because lower layers predict the next token less well.
     """
     last = num_layers - 2 if num_layers >= 12 else num_layers
     first = min(2, last)

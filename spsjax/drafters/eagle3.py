@@ -180,7 +180,7 @@ def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
     """Returns the layers that EAGLE-3 reads: a low, a middle and a high layer.
 
     They are the authors' choice. For targets of fewer than 12 layers the high layer is the final
-    state, because lower layers predict the next token less well (docs/eagle.md).
+    state, because lower layers predict the next token less well.
     """
     if num_layers < 12:
         return num_layers // 3, 2 * num_layers // 3, num_layers

@@ -78,8 +78,8 @@ def load_drafter(
             tokens; "sparse_self:256:chosen": half of them are SnapKV's choice) or "suffix:FILE"
             (also looks into texts, JSON lines with `text`); or whatever `load` takes: a smaller
             model with the target's tokenizer, or a drafter of the target's features
-            (docs/drafters.md); or "int8:FOLDER", such a model in int8, or "int8", the target in
-            int8 (also "int8_dynamic"); or "window:256:FOLDER", such a model with a cache of 256
+            (docs/methods/index.md); or "int8:FOLDER", such a model in int8, or "int8", the target
+            in int8 (also "int8_dynamic"); or "window:256:FOLDER", such a model with a cache of 256
             tokens. With "suffix+" before a model or a drafter of features, suffix decoding drafts
             where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that

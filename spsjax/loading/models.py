@@ -127,7 +127,7 @@ def load(
             folder in the Hugging Face layout with config.json, model.safetensors or its shards, and
             a tokenizer; or a GGUF file of llama.cpp, whose weights are dequantised; or, with the
             extra `hub`, a repository: "hf://openai-community/gpt2-xl", "hf://...@revision"; or a
-            public model that was downloaded: "smollm2" (docs/models.md).
+            public model that was downloaded: "smollm2" (docs/guides/models.md).
         mesh: mesh over which the weights are split (`sharding.mesh`); None: the default device.
         dtype: compute type; None: what is fastest (`default_dtype`).
         replicate: with a mesh, whether to keep all weights on every device. This suits a draft so

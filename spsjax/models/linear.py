@@ -17,7 +17,7 @@ def two_rows(function: Callable[[Array], Array], x: Array) -> Array:
     """Returns `function(x)`; one row of bfloat16 is computed as two equal rows.
 
     Compilers handle one row badly. XLA for CPUs converts the weights to float32 (with JAX 0.12),
-    and a TPU multiplies on its vector unit (docs/pods.md).
+    and a TPU multiplies on its vector unit (docs/guides/pods.md).
 
     Args:
         function: function of rows that are independent of each other.

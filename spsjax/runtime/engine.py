@@ -56,10 +56,9 @@ class Engine:
         verifier: str | Verifier | None = None,
         stop_at_eos: bool = True,
     ):
-        """Checks the arguments. Programs are compiled when they are needed first.
+        """Checks the arguments, of which `generate` describes those that are not listed here.
 
         Args:
-            model, drafter, num_speculative_tokens, verifier, stop_at_eos: as for `generate`.
             rows: most requests that run at the same time.
             slots: tokens of each row: a prompt, its continuation, and K + 1 more.
             chunk: most tokens of a prompt that are read between two runs of the loop.

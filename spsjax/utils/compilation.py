@@ -15,8 +15,8 @@ from spsjax.utils import compile_line, program_cache, traced
 Options = tuple[tuple[str, int | str], ...]  # options of XLA, by name
 
 # On CPUs, programs compile faster with both, and rounds take as long: measured with a model of
-# 135M parameters on a processor without products in bfloat16 (docs/results.md). The preset fuses
-# less. In float32, rounds would take up to a tenth longer.
+# 135M parameters on a processor without products in bfloat16 (two cores of an AMD EPYC, Zen 3). The
+# preset fuses less. In float32, rounds would take up to a tenth longer.
 _LEVEL = "xla_backend_optimization_level", 1
 _PRESET = "xla_cpu_opt_preset", "CPU_OPT_PRESET_FAST_COMPILE"
 

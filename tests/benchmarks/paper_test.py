@@ -158,7 +158,7 @@ def test_reproduce_spec_bench_reports_each_category(pair, tmp_path):
     conversation = report["groups"]["multi-turn conversation"]
     assert [system["num_texts"] for system in conversation] == [2, 2]
     page = (workdir / "report.html").read_text("utf-8")
-    document = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
+    document = (ROOT / "docs" / "reproductions" / "paper.md").read_text("utf-8")
     section = re.search(r"(?s)## How to read a report\n(.*?)\n## ", document)[1]
     explained = re.findall(r"(?m)^\| (.+?) \|", section)[1:]
     assert {*explained} <= {*re.findall("<th>(.*?)</th>", page)} and len(explained) == 9

@@ -34,7 +34,7 @@ def test_changed_test_helper_script_and_config_reach_tests(monkeypatch):
     assert distances(monkeypatch, "tests/helpers/reference.py")["sampling_test.py"] == 1
     assert distances(monkeypatch, "scripts/setup_venv.sh")["scripts/setup_venv_test.py"] == 1
     assert "cli/shipped_configs_test.py" in distances(monkeypatch, "configs/models/llama.py")
-    assert not distances(monkeypatch, "docs/pods.md")
+    assert not distances(monkeypatch, "docs/guides/pods.md")
 
 
 @pytest.mark.parametrize(
