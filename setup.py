@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(
-    r'^__version__ = "(.+)"$', (ROOT / "spsjax" / "__init__.py").read_text("utf-8"), re.MULTILINE
+    r'^__version__ = "(.+)"$', (ROOT / "spsjax/utils/version.py").read_text("utf-8"), re.MULTILINE
 )[1]
 README = ROOT / "README.md"
 REPOSITORY = ""  # address of the repository, which package indexes show; "": none yet

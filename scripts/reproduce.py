@@ -21,7 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from spsjax import loading
-from spsjax.benchmarks import paper, paper_tables, peers
+from spsjax.benchmarks import paper, paper_tables, peers, report
 from spsjax.benchmarks.paper import TaskReport
 from spsjax.cli import configs, main, terminal
 from spsjax.parallel import multihost
@@ -84,8 +84,9 @@ def write(
     """Writes the figures, the pictures, and the page that shows both."""
     from spsjax.cli import paper_plots as plots
 
-    figures = {name: dataclasses.asdict(report) for name, report in reports.items()}
+    figures = {name: dataclasses.asdict(result) for name, result in reports.items()}
     record = {
+        "made": report.provenance(),
         "experiment": experiment,
         "machine": machine,
         "config": config.to_dict(),

@@ -12,10 +12,9 @@ from spsjax.parallel import sharding
 from spsjax.runtime.engine import Engine
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal, Verdict
+from spsjax.utils.version import __version__ as __version__
 from spsjax.verifiers.lenience import lenience_bias
 from spsjax.verifiers.standalone import block_verify, rejection_sample, tree_verify
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DynamicTree",

@@ -1,11 +1,15 @@
 """Results of a measurement: Markdown tables, their cells, and the files of a folder."""
 
+import datetime
 import json
 import pathlib
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spsjax.parallel import multihost
 from spsjax.utils import atomic_files, extras
+from spsjax.utils.version import __version__
 
 # Files of a measurement's folder.
 OUTPUTS = "experiment.json", "table.json", "table.md", "table.png"
@@ -61,16 +65,27 @@ def can_draw() -> bool:
     return extras.installed("matplotlib")
 
 
+def provenance() -> dict[str, str]:
+    """Returns what made a file of figures: the command, the version of the package, and the day."""
+    program, *arguments = sys.argv
+    script = pathlib.Path(program)
+    command = shlex.join(["python", f"{script.parent.name}/{script.name}", *arguments])
+    today = datetime.datetime.now(datetime.UTC).date()
+    return {"command": command, "version": __version__, "date": today.isoformat()}
+
+
 def write(
-    workdir: pathlib.Path, figures: dict | list, text: str, draw: Callable[[pathlib.Path], None]
+    workdir: pathlib.Path, figures: dict, text: str, draw: Callable[[pathlib.Path], None]
 ) -> str:
     """Writes `table.json`, `table.md` and a plot from the main process; returns the text.
 
-    `draw` draws `table.png`, if matplotlib is installed.
+    The JSON file has the figures and, under "made", their `provenance`. `draw` draws `table.png`,
+    if matplotlib is installed.
     """
     if multihost.is_main_process():
         workdir.mkdir(parents=True, exist_ok=True)
-        atomic_files.write(workdir / "table.json", json.dumps(figures, indent=2) + "\n")
+        content = {"made": provenance(), **figures}
+        atomic_files.write(workdir / "table.json", json.dumps(content, indent=2) + "\n")
         atomic_files.write(workdir / "table.md", text)
         if can_draw():
             draw(workdir / "table.png")

@@ -207,7 +207,7 @@ def test_drafts_writes_table_and_resumes(pair, texts, tmp_path):
     pytest.importorskip("matplotlib")
     flags = drafts(pair, texts, tmp_path)
     first = succeeds("compare.py", *flags)
-    rows = json.loads((tmp_path / "runs" / "table.json").read_text())
+    rows = json.loads((tmp_path / "runs" / "table.json").read_text())["rows"]
     assert set(rows) == {"forward_kl"}
     for row in rows.values():
         assert 0 < row["acceptance_rate"] < 1 and row["acceptance_rate_interval"] >= 0

@@ -264,6 +264,7 @@ def row_of(name: str, variant: Variant, ms_per_draft: float, summary: SystemSumm
     leaves = jax.tree.leaves(variant.drafter.params)
     weights = [leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     fields = "ms_per_round", "ms_per_token", "speedup", "speedup_interval", "same_tokens"
+    fields += "first_token_ms", "cold_first_token_ms"
     return {
         "setting": summary.setting,
         "drafter": name,

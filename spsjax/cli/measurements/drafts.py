@@ -59,7 +59,8 @@ def run(config: ConfigDict, workdir: pathlib.Path, folder: pathlib.Path) -> str:
         for name, figures in time_drafts(config.speed, target, prompts, workdir, rows).items():
             rows[name] |= figures
     plotted = {key: text for key, text in labels(rows).items() if key.startswith(PLOTTED)}
-    return report.write(workdir, rows, table(rows), plot("plots.bars", rows, plotted, INTERVALS))
+    draw = plot("plots.bars", rows, plotted, INTERVALS)
+    return report.write(workdir, {"rows": rows}, table(rows), draw)
 
 
 def trained(name: str, config: ConfigDict, workdir: pathlib.Path) -> Figures:

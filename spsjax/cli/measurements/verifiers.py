@@ -66,7 +66,8 @@ def run(config, workdir: pathlib.Path) -> str:
         compilation.clear()  # one process cannot hold the programs of all kinds
     rows.sort(key=lambda row: config.run_settings.index(row["setting"]))
     draw = plot("comparison_plots.verifiers", rows)
-    return report.write(workdir, {"rates": rates, "rows": rows}, table(rows), draw)
+    figures = {"machine": hardware.machine(target), "rates": rates, "rows": rows}
+    return report.write(workdir, figures, table(rows), draw)
 
 
 def kinds_of(config, target, draft, rates: list[float]) -> list[comparison.DraftKind]:

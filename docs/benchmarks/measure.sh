@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Measures what the page of a machine shows, and writes the page; half an hour on two cores:
+#   source .venv/bin/activate
+#   SPEC_BENCH=question.jsonl bash docs/benchmarks/measure.sh epyc-zen4 [speed drafters ...]
+# The first argument names the machine's page. Further ones are measurements; without them all are
+# made. Nothing else should run. SPEC_BENCH is the file of questions of github.com/hemingkx/Spec-Bench.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+MACHINE=${1:?expected the name of a page, such as epyc-zen4}
+shift
+E=configs/experiments RUNS=runs/benchmarks
+
+speed() {
+  python scripts/benchmark.py --workdir="$1" --config.num_speculative_tokens="(2,4,6,8)"
+}
+
+smollm2() {
+  python scripts/compare.py --workdir="$1" --target=smollm2 \
+    --drafters=suffix=suffix,n-gram=ngram \
+    --config.run_tasks="('spec_bench',)" --config.tasks.spec_bench.path="$SPEC_BENCH" \
+    --config.run_settings="('greedy','nucleus')" --config.stop_at_eos=True \
+    --config.chains="(4,)" --config.auto=True --config.branching="()" --config.dynamic="()" \
+    --config.prompts=2
+}
+
+drafters() {
+  python scripts/compare.py --workdir="$1" \
+    --drafters=draft-model=pystdlib/draft,EAGLE-3=pystdlib/eagle3,suffix=suffix,n-gram=ngram \
+    --config.run_settings="('greedy','nucleus')" --config.chains="(2,4,6)" --config.auto=True \
+    --config.branching="((4,2,1,1),)" --config.dynamic="((16,5,4),)"
+}
+
+verifiers() {
+  python scripts/compare.py --workdir="$1" --config=$E/compare_verifiers.py \
+    --config.num_nodes="(8,)" --config.run_settings="('nucleus','greedy')" --config.prompts=4
+}
+
+load() {
+  python scripts/benchmark.py --workdir="$1" --config=$E/load.py --config.rates="(0.5,2.0,4.0)"
+}
+
+for measurement in "${@:-speed smollm2 drafters verifiers load}"; do
+  for name in $measurement; do
+    echo "== $name"
+    "$name" "$RUNS/$name"
+    mkdir -p "docs/benchmarks/$MACHINE"
+    cp "$RUNS/$name/table.json" "docs/benchmarks/$MACHINE/$name.json"
+  done
+done
+python docs/benchmarks/pages.py
