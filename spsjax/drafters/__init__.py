@@ -6,11 +6,12 @@ Methods in `contrib` follow the same contract, and are tested in the full suite 
 import functools
 import importlib
 import pkgutil
+from types import ModuleType
 
 _PACKAGES = __name__, f"{__name__}.contrib"
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> ModuleType:
     if name.startswith("_"):
         raise AttributeError(name)
     for package in _PACKAGES:
