@@ -52,7 +52,7 @@ setup(
     ],
     extras_require={
         # Groups of pytest-xdist 3.8 have no effect with pytest 9.2.
-        "test": ["pytest<9.2", "pytest-xdist", "ruff", "zstandard", *SERVE, "openai"],
+        "test": ["mypy>=2", "pytest<9.2", "pytest-xdist", "ruff", "zstandard", *SERVE, "openai"],
         "plots": ["matplotlib"],
         "serve": SERVE,
         "hub": ["huggingface_hub"],

@@ -36,7 +36,7 @@ PyTree = Any
 T = TypeVar("T")
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def pytree_dataclass(cls: type[T]) -> type[T]:
     """Returns a class as a frozen dataclass and pytree; its fields are pytrees or static."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))

@@ -145,7 +145,8 @@ def _find_devices() -> None:
     a TPU, too. JAX then looks for one, falls back, and libtpu writes errors from C++. JAX names
     its platforms where it sees a TPU; all messages are shown there.
     """
-    if jax.config.jax_platforms or not importlib.util.find_spec("libtpu"):
+    chosen = jax.config.jax_platforms  # type: ignore[attr-defined]  # set by JAX
+    if chosen or not importlib.util.find_spec("libtpu"):
         return
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -185,8 +186,8 @@ def fail(error: Exception) -> NoReturn:
 
 def _message(error: Exception) -> str:
     """Returns an error's message on one line, with the name of its file."""
-    name = f"{error.filename}: " if getattr(error, "filename", None) else ""
-    return name + one_line(error)
+    name = getattr(error, "filename", None)
+    return (f"{name}: " if name else "") + one_line(error)
 
 
 def _is_config_flag(argument: str) -> bool:

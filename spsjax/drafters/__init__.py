@@ -7,6 +7,7 @@ import functools
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 _PACKAGES = __name__, f"{__name__}.contrib"
 
@@ -24,7 +25,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 @functools.cache
-def methods_with(attribute: str) -> dict[str, object]:
+def methods_with(attribute: str) -> dict[str, Any]:
     """Returns the drafters' modules that have an attribute, such as `LAYOUT`, by name."""
     packages = map(importlib.import_module, _PACKAGES)
     names = sorted(

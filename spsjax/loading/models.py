@@ -108,7 +108,8 @@ def compute_type(dtype, config: transformer.Config | None = None) -> jnp.dtype:
         raise InputError(f"{expected}, found {short_repr(dtype)}") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise InputError(f"{expected}, found {dtype}")
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+    wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # set by JAX
+    if dtype == jnp.float64 and not wide:
         raise InputError(f"{expected} and at most 32 (jax_enable_x64 is off), found {dtype}")
     return dtype
 
