@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -145,8 +145,8 @@ def _find_devices() -> None:
     a TPU, too. JAX then looks for one, falls back, and libtpu writes errors from C++. JAX names
     its platforms where it sees a TPU; all messages are shown there.
     """
-    chosen = jax.config.jax_platforms  # type: ignore[attr-defined]  # set by JAX
-    if chosen or not importlib.util.find_spec("libtpu"):
+    config: Any = jax.config  # some versions leave the options out of its type
+    if config.jax_platforms or not importlib.util.find_spec("libtpu"):
         return
     sys.stderr.flush()
     stderr = os.dup(2)

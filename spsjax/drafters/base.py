@@ -301,6 +301,7 @@ def check_proposal(drafter: Drafter, proposal: Proposal, batch: int, vocab: int)
     chain = proposal.parents is None
     # In a tree, nodes without children need no distribution, so the number of distributions varies.
     nodes = {N} if chain else set(range(N + 2))
+    kind: Any  # whose types differ between versions of JAX
     for name, kind, allowed in (
         ("tokens", jnp.integer, {(B, N)}),
         ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),

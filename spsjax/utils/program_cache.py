@@ -12,6 +12,7 @@ import platform
 import shutil
 import threading
 import warnings
+from typing import Any
 
 import filelock
 import jax
@@ -94,8 +95,9 @@ def _decide(setting: str) -> None:
 def _is_decided_in_jax() -> bool:
     """Returns whether the user has set a cache in JAX, or no cache."""
     name = "jax_compilation_cache_dir"
-    is_set = getattr(jax.config, name) is not None or name.upper() in os.environ
-    return is_set or not jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # set by JAX
+    config: Any = jax.config  # some versions leave the options out of its type
+    is_set = getattr(config, name) is not None or name.upper() in os.environ
+    return is_set or not config.jax_enable_compilation_cache
 
 
 def _options() -> dict[str, float]:
