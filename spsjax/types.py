@@ -30,8 +30,10 @@ from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
+AnyArray = jax.Array | np.ndarray  # on devices, or on the host
 PyTree = Any
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from spsjax.drafters import base
 from spsjax.errors import check_integer, check_number
-from spsjax.types import Array, PyTree, pytree_dataclass
+from spsjax.types import AnyArray, Array, PyTree, pytree_dataclass
 from spsjax.utils import traced
 
 
@@ -23,12 +23,11 @@ from spsjax.utils import traced
 class Costs:
     """Times of a round, in any unit. A *depth* is a token of a chain, or a tree's level."""
 
-    propose: Array | np.ndarray  # [K+1] to draft k depths; 0 for none
-    score: Array | np.ndarray  # [K+1] the rest of a round in which k depths are scored
-    rates: Array | np.ndarray | np.float32 = np.float32(
-        -1
-    )  # [K] share of tokens accepted at each depth, among those that
-    #   were reached while costs were measured; below 0: unknown
+    propose: AnyArray  # [K+1] to draft k depths; 0 for none
+    score: AnyArray  # [K+1] the rest of a round in which k depths are scored
+    # [K] share of tokens accepted at each depth, among those that were reached while costs were
+    # measured; below 0: unknown.
+    rates: AnyArray | np.float32 = np.float32(-1)
 
 
 class Schedule(abc.ABC):

@@ -10,7 +10,7 @@ from jax import lax
 
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.tokenization.base import Tokenizer
-from spsjax.types import Array, pytree_dataclass
+from spsjax.types import AnyArray, Array, pytree_dataclass
 from spsjax.utils import jsonl
 
 
@@ -25,8 +25,8 @@ class Sorted:
         max_match: longest match that can be looked up.
     """
 
-    tokens: Array | np.ndarray
-    order: Array | np.ndarray
+    tokens: AnyArray
+    order: AnyArray
     max_match: int = dataclasses.field(metadata={"static": True})
 
 

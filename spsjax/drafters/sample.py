@@ -151,9 +151,8 @@ def _draw_chain(
         logits, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
         probs, log = sampling.to_probs(logits[:, 0], rows), None
         token = sampling.draw(probs, uniforms_B2)
-        proposed = token
+        proposed = token if depths_B is None else jnp.where(running, token, -1)
         if depths_B is not None:
-            proposed = jnp.where(running, token, -1)
             running &= k + 1 < depths_B
         if stops is not None:
             # The rule sees the token that it may end the chain after. That token stays, so the

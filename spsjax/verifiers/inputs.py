@@ -6,9 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Array
-
-AnyArray = Array | np.ndarray
+from spsjax.types import AnyArray, Array
 
 # How far the sum of a distribution may be from 1: bfloat16 has 8 bits.
 _TOLERANCE = 0.02

@@ -110,8 +110,7 @@ def tree_verify(
             inputs.check_distinct(tokens, parents)
     columns = inputs.depth(parents) + 1
     parents, tokens = (jnp.asarray(array, jnp.int32) for array in (parents, tokens))
-    kind = Independent if replacement else Proposal
-    proposal = kind(tokens, draft_probs, parents)
+    proposal = (Independent if replacement else Proposal)(tokens, draft_probs, parents)
     (tokens, number, path), _ = compiled(_verify, rule)(key, proposal, target_probs)
     return tokens[:, :columns], number, path[:, :columns]
 
