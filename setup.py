@@ -78,6 +78,7 @@ setup(
         "all": ALL,
         "test": [
             *ALL,
+            "mypy>=2",
             "openai",
             "pytest<9.2",  # groups of pytest-xdist 3.8 have no effect with pytest 9.2
             "pytest-cov",

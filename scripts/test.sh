@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv if need be, and tests:
-#   bash scripts/test.sh                      the gate: style, and every test that a change must pass
+#   bash scripts/test.sh                      the gate: style, types, and what a change must pass
 #   bash scripts/test.sh --full               the gate, and everything that is long
 #   bash scripts/test.sh tests/decode -x      what pytest is told by the arguments
 # PYTHON=python3.13 bash scripts/test.sh takes another interpreter.
@@ -14,4 +14,5 @@ case "${1:-}" in
 esac
 "$VENV/bin/python" -m ruff check .
 "$VENV/bin/python" -m ruff format --check .
+"$VENV/bin/python" -m mypy
 exec "$VENV/bin/python" -m pytest --tier="$tier" "${together[@]}" "$@"

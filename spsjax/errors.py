@@ -78,7 +78,7 @@ def check_number(name: str, value, least: float, most: float, above: bool = Fals
         raise InputError(f"{name}: expected a finite number {wanted}, found {short_repr(value)}")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Returns an exception's message on one line, or its type if it has no message."""
     return printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
 

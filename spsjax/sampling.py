@@ -10,6 +10,7 @@ threshold instead, which takes only counts and sums.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ class SamplingParams:
 
     def rows(self, batch: int) -> RowParams:
         """Returns NumPy arrays with one value per row; raises InputError for another length."""
-        columns = {}
+        columns: dict[str, Any] = {}
         for field, dtype in (
             ("temperature", np.float32),
             ("top_k", np.int32),

@@ -26,16 +26,20 @@ two of its tokens:
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
+AnyArray = jax.Array | np.ndarray  # on devices, or on the host
 PyTree = Any
+T = TypeVar("T")
 
 
-def pytree_dataclass(cls):
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree_dataclass(cls: type[T]) -> type[T]:
     """Returns a class as a frozen dataclass and pytree; its fields are pytrees or static."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 

@@ -35,7 +35,8 @@ def plan(options, progress: TitledProgress = lambda title: iter) -> Outcome:
             )
     bandwidth = hardware.bandwidth(jax.devices()[0])
     rows = [
-        _timed(options, shape, *point, bandwidth) for point in progress("measuring")(options.points)
+        _timed(options, shape, batch, context, bandwidth)
+        for batch, context in progress("measuring")(options.points)
     ]
     lines = [
         [

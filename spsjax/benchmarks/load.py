@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +166,8 @@ def simulate(
     )
     histories = schedule.init(None, most, K)
     costs = {size: hardware.costs(size) for size in hardware.sizes}
-    waiting, running, served, now = collections.deque(jobs), {}, [], 0.0
+    waiting, served, now = collections.deque(jobs), [], 0.0
+    running: dict[int, list[Any]] = {}
     ends = iter(progress(jobs))
     while waiting or running:
         if not running:

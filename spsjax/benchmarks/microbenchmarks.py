@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,12 @@ def median(costs: Sequence[RoundCost]) -> RoundCost:
     return RoundCost(*(float(np.median(times)) for times in zip(*map(dataclasses.astuple, costs))))
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
 def median_times(
-    timers: Mapping[Hashable, Callable[[], float]], repetitions: int, progress: Progress = iter
-) -> dict[Hashable, float]:
+    timers: Mapping[Key, Callable[[], float]], repetitions: int, progress: Progress = iter
+) -> dict[Key, float]:
     """Returns the median time per timer. The timers alternate, because machines' speeds drift."""
     times = {key: [] for key in timers}
     for key in progress([key for _ in range(repetitions) for key in timers]):

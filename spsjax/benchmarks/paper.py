@@ -250,14 +250,14 @@ def _divergences(
     """Returns the divergences of one setting's texts from the baseline's."""
     base, *others = by_system.values()
     reports = []
-    for key, by_example in zip(list(by_system)[1:], others):
+    for (system, K), by_example in zip(list(by_system)[1:], others):
         differences = [
             acceptance_analysis.divergence(
                 target, prompts[name], base[name]["tokens"], record["tokens"]
             )
             for name, record in by_example.items()
         ]
-        reports.append(Divergences(*key, len(differences), list(filter(None, differences))))
+        reports.append(Divergences(system, K, len(differences), list(filter(None, differences))))
     return reports
 
 

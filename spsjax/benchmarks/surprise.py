@@ -53,8 +53,8 @@ def surprise(
     """Returns the surprise of `tokens` after a prompt, by one pass of the target over the text."""
     columns = functools.partial(_surprise, target.config, target.params)
     excess, variance, possible = text_pass.of_tokens(columns, target, prompt, tokens, params)
-    sums = (float(column[possible].sum()) for column in (excess, variance))
-    return Surprise(*sums, int((~possible).sum()), len(tokens))
+    excess, variance = (float(column[possible].sum()) for column in (excess, variance))
+    return Surprise(excess, variance, int((~possible).sum()), len(tokens))
 
 
 def by_system(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spsjax.cli.plots import distinct, panels
 from spsjax.utils import extras
@@ -39,7 +40,8 @@ def verifiers(rows: Sequence[Mapping], path) -> None:
 def drafters(rows: Sequence[Mapping], path) -> None:
     """Draws acceptance by depth and tokens per call, one column per sampling setting."""
     settings = distinct(rows, "setting")
-    palette = matplotlib.colormaps["tab20"].colors
+    palette: Any = matplotlib.colormaps["tab20"]
+    palette = palette.colors
     palette = [*palette[::2], *palette[1::2]]  # ten strong colours, then ten light ones
     colours = dict(zip(dict.fromkeys(row["drafter"] for row in rows), itertools.cycle(palette)))
     shapes = distinct(rows, "shape")

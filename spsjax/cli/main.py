@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -144,7 +144,8 @@ def _find_devices() -> None:
     a TPU, too. JAX then looks for one, falls back, and libtpu writes errors from C++. JAX names
     its platforms where it sees a TPU; all messages are shown there.
     """
-    if jax.config.jax_platforms or not extras.installed("libtpu"):
+    config: Any = jax.config  # some versions leave the options out of its type
+    if config.jax_platforms or not extras.installed("libtpu"):
         return
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -184,8 +185,8 @@ def fail(error: Exception) -> NoReturn:
 
 def _message(error: Exception) -> str:
     """Returns an error's message on one line, with the name of its file."""
-    name = f"{error.filename}: " if getattr(error, "filename", None) else ""
-    return name + one_line(error)
+    name = getattr(error, "filename", None)
+    return (f"{name}: " if name else "") + one_line(error)
 
 
 def _is_config_flag(argument: str) -> bool:

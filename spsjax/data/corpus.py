@@ -119,7 +119,8 @@ def _open_split(
             raise InputError(f"{path}: expected {count} tokens of {dtype}, found {size} bytes")
         if atomic_files.sha256(path) != digest:
             raise InputError(f"{path}: expected the tokens of {manifest_path}, found others")
-        return np.memmap(path, dtype, "r") if size else []  # an empty file cannot be mapped
+        # An empty file cannot be mapped.
+        return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
     tokens = read("bin", entry["sha256"], np.dtype(manifest["dtype"]))
     counts = None

@@ -1,5 +1,7 @@
 """Reading of prompts, in chunks that bound the memory of attention scores."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -54,7 +56,7 @@ def _read_all(
     """
     longest = jnp.max(lengths_B)
 
-    def chunk(carry):
+    def chunk(carry: PyTree) -> PyTree:
         start, caches = carry
         return start + width, read(program, width, params, tokens_BT, lengths_B, start, caches)
 
@@ -101,7 +103,7 @@ def read(
     params: PyTree,
     tokens_BT: Array,
     lengths_B: Array,
-    start: Array,
+    start: int | Array,
     carry: tuple[kv.KVCache, PyTree],
     first: bool = False,
 ) -> tuple[kv.KVCache, PyTree]:
@@ -168,7 +170,7 @@ def begin(
 
 
 def empty(
-    program: Program, slots: int, params: PyTree, rows: RowParams, tokens_BT: Array, *others
+    program: Program, slots: int, params: PyTree, rows: RowParams, tokens_BT: Array, *others: Any
 ) -> DecodeState:
     """Returns the state of `prefill` with nothing read, for rows that `rows.insert` replaces.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from spsjax.drafters import base
 from spsjax.errors import check_integer, check_number
-from spsjax.types import Array, PyTree, pytree_dataclass
+from spsjax.types import AnyArray, Array, PyTree, pytree_dataclass
 from spsjax.utils import traced
 
 
@@ -23,10 +23,11 @@ from spsjax.utils import traced
 class Costs:
     """Times of a round, in any unit. A *depth* is a token of a chain, or a tree's level."""
 
-    propose: Array  # [K+1] to draft k depths; 0 for none
-    score: Array  # [K+1] the rest of a round in which k depths are scored
-    rates: Array = np.float32(-1)  # [K] share of tokens accepted at each depth, among those that
-    #   were reached while costs were measured; below 0: unknown
+    propose: AnyArray  # [K+1] to draft k depths; 0 for none
+    score: AnyArray  # [K+1] the rest of a round in which k depths are scored
+    # [K] share of tokens accepted at each depth, among those that were reached while costs were
+    # measured; below 0: unknown.
+    rates: AnyArray | np.float32 = np.float32(-1)
 
 
 class Schedule(abc.ABC):
@@ -129,14 +130,14 @@ class Fastest(Schedule):
     prior: float = traced.number(8.0)
     trust: float = traced.number(4.0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("memory", self.memory, 0, 1)
         check_number("rest", self.rest, 0, 1)
         check_number("hope", self.hope, 0, 1)
         check_number("prior", self.prior, 1e-3, 1e6)
         check_number("trust", self.trust, 0, 1e6)
 
-    def init(self, costs, batch, num_speculative_tokens):
+    def init(self, costs: Costs | None, batch: int, num_speculative_tokens: int) -> PyTree:
         zeros = jnp.zeros((batch, num_speculative_tokens))
         if costs is None:
             return History(zeros, zeros, zeros, zeros)
@@ -145,7 +146,8 @@ class Fastest(Schedule):
         reached = zeros + jnp.where(rates >= 0, self.trust * above, 0)
         return History(zeros, zeros, reached, reached * rates)
 
-    def depths(self, costs, state, done_B):
+    def depths(self, costs: Costs | None, state: PyTree, done_B: Array) -> Array:
+        assert costs is not None  # see `needs_costs`
         live = ~done_B[:, None]
         # Tokens expected of a round that is drafted k deep, beyond the one that is always drawn.
         drafted = jnp.cumsum(jnp.cumprod(self.rates(state), axis=1) * live, axis=1)
@@ -167,7 +169,7 @@ class Fastest(Schedule):
             weight = self.prior
         return jnp.stack(rates[1:], axis=1)
 
-    def update(self, state, asked_B, offered_B, accepted_B):
+    def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
         depth = jnp.arange(1, state.asked.shape[1] + 1)
         asked, offered, accepted = (
             count[:, None] for count in (asked_B, offered_B, jnp.minimum(accepted_B, asked_B))
@@ -200,23 +202,23 @@ class Fixed(Schedule):
     longest: int = 8
     needs_costs = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_integer("longest", self.longest, 1)
         check_integer("depth", self.depth, 0, self.longest)
 
-    def scored_depths(self, num_speculative_tokens):
+    def scored_depths(self, num_speculative_tokens: int) -> tuple[int, ...]:
         return num_speculative_tokens // 2, num_speculative_tokens
 
-    def check(self, num_speculative_tokens):
+    def check(self, num_speculative_tokens: int) -> None:
         check_integer("depth", self.depth, 0, num_speculative_tokens)
 
-    def init(self, costs, batch, num_speculative_tokens):
+    def init(self, costs: Costs | None, batch: int, num_speculative_tokens: int) -> PyTree:
         return ()
 
-    def depths(self, costs, state, done_B):
+    def depths(self, costs: Costs | None, state: PyTree, done_B: Array) -> Array:
         return jnp.where(done_B, 0, jnp.asarray(self.depth, jnp.int32))
 
-    def update(self, state, asked_B, offered_B, accepted_B):
+    def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
         return state
 
 

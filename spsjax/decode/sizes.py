@@ -43,7 +43,7 @@ def at_smallest_size(
         counts |= {*depths} if proposal.parents is None else {0}
     counts = sorted({count for count in counts if count < N} | {N})
 
-    def branch(count: int):
+    def branch(count: int) -> tuple[ModelOutput, Verdict]:
         output, verdict = score_and_verify(_first_nodes(proposal, count))
         return pad_output(output, 1 + N), _fit_verdict(verdict, K + 1)
 
@@ -65,7 +65,7 @@ def node_depths(proposal: Proposal) -> Array:
 def _first_nodes(proposal: Proposal, count: int) -> Proposal:
     """Cuts off all but the first draft tokens; in a tree, parents come before their children."""
 
-    def cut(array, nodes):
+    def cut(array: Array | None, nodes: int) -> Array | None:
         if array is None:
             return None
         # Nodes without children may have no distribution.
@@ -89,7 +89,7 @@ def pad_output(output: ModelOutput, rows: int) -> ModelOutput:
     if not missing:
         return output
 
-    def pad(array, axis=1, value=0):
+    def pad(array: Array, axis: int = 1, value: object = 0) -> Array:
         widths = [(0, 0)] * array.ndim
         widths[axis] = (0, missing)
         return jnp.pad(array, widths, constant_values=value)
@@ -104,7 +104,7 @@ def pad_output(output: ModelOutput, rows: int) -> ModelOutput:
 def _fit_verdict(verdict: Verdict, columns: int) -> Verdict:
     """Pads or cuts tokens and path to K + 1 columns; no path is longer than that."""
 
-    def fit(array):
+    def fit(array: Array) -> Array:
         array = array[:, :columns]
         missing = columns - array.shape[1]
         return jnp.pad(array, ((0, 0), (0, missing)), constant_values=-1)

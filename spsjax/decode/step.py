@@ -67,22 +67,22 @@ def run(
         costs: costs by which the program's schedule decides; None without a schedule.
     """
 
-    def unfinished(carry):
+    def unfinished(carry: PyTree) -> Array:
         return _is_unfinished(carry[1]) & (True if max_rounds is None else carry[0] < max_rounds)
 
-    def depths_of(state):
-        if program.schedule is not None:
-            return program.schedule.depths(costs, state.history, state.done)
+    def depths_of(state: PyTree) -> Array | None:
+        schedule = program.schedule
+        return None if schedule is None else schedule.depths(costs, state.history, state.done)
 
-    def advance(carry, program=program):
+    def advance(carry: PyTree, program: Program = program) -> PyTree:
         count, state, depths_B = carry
         state = step(program, params, state, depths_B)
         return count + 1, state, depths_of(state)
 
-    def skips(carry):
+    def skips(carry: PyTree) -> Array:
         return unfinished(carry) & jnp.all(carry[2] == 0)
 
-    def skip_then_draft(carry):
+    def skip_then_draft(carry: PyTree) -> PyTree:
         # Rounds in which nothing is drafted are rounds of another program, in a loop of their own:
         # as a branch of `lax.cond`, each of them would copy the caches.
         plain = functools.partial(advance, program=without_drafts(program))
@@ -98,7 +98,7 @@ def rest(program: Program, params: PyTree, state: DecodeState, max_rounds: Array
     """Does what `run` does with a schedule that never drafts; the program has any schedule."""
     plain, nothing = without_drafts(program), jnp.zeros_like(state.lengths)
 
-    def advance(carry):
+    def advance(carry: PyTree) -> PyTree:
         return carry[0] + 1, step(plain, params, carry[1], nothing)
 
     start = jnp.zeros((), jnp.int32), state
@@ -157,7 +157,7 @@ def propose(program: Program, params: PyTree, state: DecodeState, now: Round) ->
     """
     drafter = program.drafter
 
-    def draft():
+    def draft() -> Proposal:
         proposal = drafter.propose(params, state.drafter, now)
         return base.check_proposal(drafter, proposal, len(now.tokens), program.target.vocab_size)
 
@@ -262,7 +262,7 @@ def _next_history(
     program: Program, state: DecodeState, now: Round, proposal: Proposal, accepted_B: Array
 ) -> PyTree:
     """Returns the schedule's state after a round, unchanged in rows that are done."""
-    if program.schedule is None:
+    if program.schedule is None or now.depths is None:
         return state.history
     scored = proposal.tokens >= 0  # tokens that may not be accepted cost as much
     deepest = jnp.max(jnp.where(scored, sizes.node_depths(proposal), 0), axis=1, initial=0)

@@ -6,11 +6,13 @@ Methods in `contrib` follow the same contract, and are tested in the full suite 
 import functools
 import importlib
 import pkgutil
+from types import ModuleType
+from typing import Any
 
 _PACKAGES = __name__, f"{__name__}.contrib"
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> ModuleType:
     if name.startswith("_"):
         raise AttributeError(name)
     for package in _PACKAGES:
@@ -23,7 +25,7 @@ def __getattr__(name: str):
 
 
 @functools.cache
-def methods_with(attribute: str) -> dict[str, object]:
+def methods_with(attribute: str) -> dict[str, Any]:
     """Returns the drafters' modules that have an attribute, such as `LAYOUT`, by name."""
     packages = map(importlib.import_module, _PACKAGES)
     names = sorted(

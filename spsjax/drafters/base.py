@@ -3,15 +3,17 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
+from spsjax.tokenization.base import Tokenizer
 from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 from spsjax.utils import fields
 
@@ -19,6 +21,18 @@ from spsjax.utils import fields
 # greater. With the root these are eight rows of a matrix product, and a ninth row costs as much as
 # eight more.
 SCHEDULED_TOKENS = 7
+
+
+class Target(Protocol):
+    """Loaded target, as far as a drafter's name or config depends on it."""
+
+    @property
+    def config(self) -> Config:
+        """Shape of the model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer; None: there is none."""
 
 
 class Drafter(fields.Checked, abc.ABC):
@@ -45,7 +59,10 @@ class Drafter(fields.Checked, abc.ABC):
     """
 
     num_speculative_tokens: int
-    tap_layers: tuple[int, ...] = ()
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def score_sizes(self) -> tuple[int, ...]:
@@ -115,18 +132,21 @@ class TrainableDrafter(Drafter):
 
     Attributes:
         constants: names of parameters that are not trained.
-        max_steps: greatest K that the weights allow; None: any.
     """
 
     constants: ClassVar[tuple[str, ...]] = ()
-    max_steps: int | None = None
+
+    @property
+    def max_steps(self) -> int | None:
+        """Greatest K that the weights allow; None: any."""
+        return None
 
     @abc.abstractmethod
-    def param_shapes(self, dtype) -> PyTree:
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
         """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
 
     @abc.abstractmethod
-    def init_params(self, key: Array, dtype=jnp.float32) -> PyTree:
+    def init_params(self, key: Array, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Returns random parameters for the start of training."""
 
     def constants_from(self, counts_V: np.ndarray) -> PyTree:
@@ -149,7 +169,7 @@ class Stepwise(Protocol):
     num_speculative_tokens: int
     config: Config
 
-    def param_shapes(self, dtype) -> PyTree:
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
         """Returns the shapes of the drafter's own weights; {}: it has none."""
 
     def shardings(self, mesh: Mesh | None, replicate: bool) -> Callable[[tuple], Sharding]:
@@ -186,19 +206,27 @@ class Wrapper(Drafter):
         return inner
 
     @property
-    def tap_layers(self):
+    def tap_layers(self) -> tuple[int, ...]:
         return self.drafter.tap_layers
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         return self.drafter.init(params, batch, slots)
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         return self.drafter.prefill(params, state, chunk, output)
 
-    def sync(self, params, state, now):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
         return self.drafter.sync(params, state, now)
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         return self.drafter.commit(params, state, now, proposal, output, verdict)
 
 
@@ -212,14 +240,14 @@ class Resting(Wrapper):
     drafter: Drafter
     num_speculative_tokens: int = 0
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         return Proposal(jnp.zeros((len(now.lengths), 0), jnp.int32), None)
 
 
-def by_name_alone(drafter: type[Drafter]):
+def by_name_alone(drafter: type[Drafter]) -> Callable[[str, Target], tuple[Drafter, PyTree]]:
     """Returns the `from_name` of a drafter without weights whose name takes no argument."""
 
-    def from_name(text: str, target):
+    def from_name(text: str, target: Target) -> tuple[Drafter, PyTree]:
         check_alone(drafter.__module__.rpartition(".")[2], text)
         return drafter(), {}
 
@@ -259,7 +287,7 @@ def no_tokens(shapes: Proposal) -> Proposal:
     return dataclasses.replace(proposal, tokens=proposal.tokens - 1)
 
 
-def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Proposal:
+def check_proposal(drafter: Drafter, proposal: Proposal, batch: int, vocab: int) -> Proposal:
     """Returns the result of `propose` after a check, which runs when the loop is traced.
 
     Raises InputError unless it is a proposal whose types and shapes fit the drafter, the batch and
@@ -273,6 +301,7 @@ def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Propos
     chain = proposal.parents is None
     # In a tree, nodes without children need no distribution, so the number of distributions varies.
     nodes = {N} if chain else set(range(N + 2))
+    kind: Any  # whose types differ between versions of JAX
     for name, kind, allowed in (
         ("tokens", jnp.integer, {(B, N)}),
         ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),
@@ -292,7 +321,7 @@ def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Propos
     return proposal
 
 
-def _describe(value) -> str:
+def _describe(value: Any) -> str:
     """Returns a description of a value for messages: type, and shape of an array."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"{value.dtype} {list(shape)}"

@@ -9,9 +9,12 @@ matrices. Folders are written in the layout of the authors.
 import dataclasses
 import pathlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from typing import Any, TypeVar
 
 from spsjax.drafters import folders
+from spsjax.drafters.blocks import BlockDrafter
+from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf import config_json, families
@@ -46,7 +49,10 @@ def method_of(raw: dict) -> str | None:
     return "dflash" if "DFlash" in names or SECTION in raw else None
 
 
-class BlockLayout(folders.Layout):
+D = TypeVar("D", bound=BlockDrafter)
+
+
+class BlockLayout(folders.Layout[D]):
     """Layout of a method.
 
     Attributes:
@@ -62,14 +68,14 @@ class BlockLayout(folders.Layout):
         architecture: str,
         options: Mapping[str, tuple] = types.MappingProxyType({}),
         has_section: bool = True,
-    ):
+    ) -> None:
         self.method, self.architecture = method, architecture
         self.options, self.has_section = options, has_section
 
-    def recognizes(self, raw, tensors):
+    def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
         return method_of(raw) == self.method
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         keys = Keys(folder.path / "config.json", folder.raw)
         config = _layers(keys, target)
         fields = {"config": config, "tap_layers": _taps(keys, target, config.num_layers)}
@@ -94,7 +100,7 @@ class BlockLayout(folders.Layout):
         flag = keys.get("is_causal", FLAG, keys.get("causal", FLAG, None))
         return "windows" if flag is None else "all" if flag else "none"
 
-    def name(self, drafter, path, stored):
+    def name(self, drafter: D, path: tuple, stored: Set[str]) -> str:
         if path[0] == "layers" and not path[2].endswith("_conv"):
             location = families.locate("qwen3", drafter.config, path)
             return location.names[0].removeprefix("model.")
@@ -102,10 +108,10 @@ class BlockLayout(folders.Layout):
         is_module = path[-1] in ("kernel", "embedding", "scale", "bias")
         return f"{module}.{folders.kind_of(path) if is_module else path[-1]}"
 
-    def is_copy(self, name, drafter):
+    def is_copy(self, name: str, drafter: D) -> bool:
         return name in _COPIES
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: D, target_name: str, dtype: str) -> dict:
         target = drafter.target
         config = dataclasses.replace(drafter.config, vocab_size=target.vocab_rows)
         section = {
@@ -130,14 +136,14 @@ class BlockLayout(folders.Layout):
 class Keys:
     """Keys of a config.json, which are in a section of their own or at the top level."""
 
-    def __init__(self, path: pathlib.Path, raw: dict):
+    def __init__(self, path: pathlib.Path, raw: dict) -> None:
         self.path, self.top = path, Fields(path, raw)
         self.section = Fields(path, self.top.get(SECTION, OBJECT, {}), SECTION)
         self.is_nested = raw.get("speculators_model_type") is not None
         layer = self.top.get(_LAYER, OBJECT) if self.is_nested else raw
         self.layer = Fields(path, layer, _LAYER if self.is_nested else "")
 
-    def get(self, name: str, kind, *default):
+    def get(self, name: str, kind: tuple, *default: object) -> Any:
         """Returns the value of a key; raises InputError if both places have different values."""
         inner = self.section.get(name, kind, None)
         if inner is None:
@@ -147,7 +153,7 @@ class Keys:
             raise self.error(name, f"{short_repr(inner)}, as {SECTION}.{name}", outer)
         return inner
 
-    def error(self, name: str, expected: str, value) -> InputError:
+    def error(self, name: str, expected: str, value: object) -> InputError:
         """Returns an error about the value of a key."""
         return self.top.error(name, expected, value)
 
@@ -168,8 +174,9 @@ def _layers(keys: Keys, target: Config) -> Config:
                 f"{keys.path}: expected a drafter for a target with {field}={wanted}, "
                 f"found {stated}"
             )
-    own = {"vocab_size": target.vocab_size, "eos_ids": (), "bos_id": None, "logit_softcap": 0.0}
-    return dataclasses.replace(config, **own)
+    return dataclasses.replace(
+        config, vocab_size=target.vocab_size, eos_ids=(), bos_id=None, logit_softcap=0.0
+    )
 
 
 def _taps(keys: Keys, target: Config, num_layers: int) -> tuple[int, ...]:

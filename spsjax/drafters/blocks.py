@@ -7,22 +7,27 @@ cached per layer, and to the whole block. DFlash (Chen et al. 2026, 2602.06036) 
 
 import abc
 import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax.drafters import features, pairs, pending, sample
+from spsjax.drafters.sample import Level
 from spsjax.errors import InputError, short_repr
 from spsjax.models import caches as kv
 from spsjax.models import transformer
 from spsjax.models.attention import capped
+from spsjax.models.config import Config
 from spsjax.models.context import context_of
 from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.linear import make_linear
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, Proposal, PyTree, Round, pytree_dataclass
+from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Round, pytree_dataclass
 from spsjax.utils.fields import flag, integer, number
 from spsjax.utils.from_config import build
 
@@ -32,7 +37,7 @@ CAUSAL = "none", "windows", "all"
 class Backbone(nnx.Module):
     """Decoder layers over the target's features and a block of tokens."""
 
-    def __init__(self, drafter: "BlockDrafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "BlockDrafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.drafter, config, width = drafter, drafter.config, drafter.target.d_model
         inputs = len(drafter.tap_layers) * width
         self.fc = make_linear(inputs, config.d_model, False, dtype=dtype, rngs=rngs)
@@ -41,7 +46,7 @@ class Backbone(nnx.Module):
         self.layers = nnx.List([self.make_layer(drafter, dtype, rngs) for _ in layers])
         self.norm = Norm(config, config.d_model, dtype=dtype)
 
-    def make_layer(self, drafter: "BlockDrafter", dtype, rngs: nnx.Rngs) -> DecoderBlock:
+    def make_layer(self, drafter: "BlockDrafter", dtype: DTypeLike, rngs: nnx.Rngs) -> DecoderBlock:
         """Returns a new layer."""
         return DecoderBlock(drafter.config, dtype=dtype, rngs=rngs)
 
@@ -112,10 +117,10 @@ class BlockDrafter(pairs.LayerDrafter):
     output_scale: float = number(1.0, above=True)
     softcap: float = number(0.0)
 
-    module = Backbone
+    module: ClassVar[type[nnx.Module]] = Backbone
     steps_name = "drafting slots"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         features.check_taps(self.tap_layers, self.target)
         if self.causal not in CAUSAL:
@@ -129,7 +134,7 @@ class BlockDrafter(pairs.LayerDrafter):
             )
 
     @classmethod
-    def from_config(cls, options, target):
+    def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
         """Returns the drafter of a config. Sizes that are 0 or missing are the target's.
 
         Without `tap_layers` the drafter reads `num_layers` layers, evenly spaced. A `mask_token_id`
@@ -145,31 +150,39 @@ class BlockDrafter(pairs.LayerDrafter):
         return build("drafter", cls, others, config=layer, target=target)
 
     @property
-    def max_steps(self):
+    def max_steps(self) -> int:
         return self.block_size - (not self.anchor_drafts)
 
     @property
-    def least_steps(self):
+    def least_steps(self) -> int:
         return 1
 
     @property
-    def module_config(self):
+    def module_config(self) -> Hashable:
         return self
 
     def is_causal(self, layer: int) -> bool:
         """Returns whether the slots of a layer attend to earlier slots only."""
         return self.causal == "all" or (self.causal == "windows" and self.config.window(layer) > 0)
 
-    def raw_features(self, output):
+    def raw_features(self, output: ModelOutput) -> Array:
         return jnp.concatenate(output.taps, axis=-1)
 
-    def fuse(self, params, raw_BTW):
+    def fuse(self, params: PyTree, raw_BTW: Array) -> Array:
         return self.bind(params).fuse(raw_BTW.astype(self.dtype(params)))
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         return BlockState(*self.empty(params, batch, slots, self.config.num_layers))
 
-    def extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B):
+    def extend(
+        self,
+        params: PyTree,
+        state: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        starts_B: Array,
+        pairs_B: Array,
+    ) -> PyTree:
         cache = state.cache.at(starts_B)
         block = self.bind(params).read(features_BTD, cache)
         return BlockState(cache.write(block, None, pairs_B, features_BTD), state.pending)
@@ -196,7 +209,7 @@ class BlockDrafter(pairs.LayerDrafter):
         outputs = self.drafting(self.run(params, anchors_B, state.cache))
         return outputs[:, : self.num_speculative_tokens]
 
-    def draft_logits(self, params, outputs_BTD, depth=0):
+    def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
         weights = params["target"]
         uncapped = dataclasses.replace(self.target, logit_softcap=0.0)
         outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
@@ -204,8 +217,15 @@ class BlockDrafter(pairs.LayerDrafter):
         return capped(logits * self.output_scale, self.softcap)
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
-    ):
+        self,
+        params: PyTree,
+        next_BT: Array,
+        features_BTD: Array,
+        steps: int,
+        detached: bool = False,
+        remat: bool = False,
+        later: Array | None = None,
+    ) -> Iterator[Array]:
         B, T = next_BT.shape
         text = self.bind(params).read(features_BTD, None)
         # Every index is a row of its own, with the anchor behind its prefix of the text. The rows
@@ -249,17 +269,17 @@ class ConditionalDrafter(BlockDrafter):
             before_BTR: embeddings of the tokens before (`before`).
         """
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         return self.drafted(params, self.slots(params, state, now.root), now)
 
     def drafted(self, params: PyTree, outputs_BKD: Array, now: Round) -> Proposal:
         """Returns tokens that are drawn one by one from the corrected logits of their slots."""
         own = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs_BKD)))
 
-        def feed(state, level):
+        def feed(state: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Corrects the logits of the slot of a level (`sample.Feed`)."""
 
-            def at_level(array):
+            def at_level(array: Array) -> Array:
                 row = lax.dynamic_slice_in_dim(array, level.depth, 1, axis=1)
                 return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1]))
 
@@ -269,14 +289,21 @@ class ConditionalDrafter(BlockDrafter):
 
         return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
 
-    def draft_logits(self, params, outputs_BTD, depth=0):
+    def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
         outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
         choices = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs, depth)))
         return self.corrected(params, choices, outputs, before)
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
-    ):
+        self,
+        params: PyTree,
+        next_BT: Array,
+        features_BTD: Array,
+        steps: int,
+        detached: bool = False,
+        remat: bool = False,
+        later: Array | None = None,
+    ) -> Iterator[Array]:
         """Yields the outputs of each step, and behind them the embedding of the token before."""
         arguments = params, next_BT, features_BTD, steps, detached, remat, later
         for step, outputs in enumerate(super().unrolled(*arguments)):

@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from spsjax.errors import InputError, check_integer, short_repr
-from spsjax.types import Array, pytree_dataclass
+from spsjax.tokenization.base import Tokenizer
+from spsjax.types import AnyArray, Array, pytree_dataclass
 from spsjax.utils import jsonl
 
 
@@ -24,8 +25,8 @@ class Sorted:
         max_match: longest match that can be looked up.
     """
 
-    tokens: Array
-    order: Array
+    tokens: AnyArray
+    order: AnyArray
     max_match: int = dataclasses.field(metadata={"static": True})
 
 
@@ -40,7 +41,7 @@ class Store:
         max_match: longest match that can be looked up.
     """
 
-    def __init__(self, capacity: int = 2**17, max_match: int = 16):
+    def __init__(self, capacity: int = 2**17, max_match: int = 16) -> None:
         check_integer("capacity", capacity, 2, 2**30)
         check_integer("max_match", max_match, 1)
         self.capacity, self.max_match = capacity, max_match
@@ -102,7 +103,7 @@ def _sorted_positions(tokens: np.ndarray, depth: int) -> np.ndarray:
     return np.argsort(rank, kind="stable").astype(np.int32)
 
 
-def read(path: str, tokenizer) -> Store:
+def read(path: str, tokenizer: Tokenizer) -> Store:
     """Reads a store from JSON lines with a field `text`; raises InputError for other files."""
     texts = []
     for number, record in jsonl.read(path):
@@ -156,7 +157,7 @@ def _first(store: Sorted, recent_P: Array, length: Array | int, after: bool) -> 
     With `after`, returns the first entry that is greater. Only `length` tokens are compared.
     """
 
-    def halve(bounds):
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high) // 2
         common = jnp.minimum(_common(store, recent_P, middle), length)

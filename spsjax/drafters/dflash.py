@@ -10,14 +10,14 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax.drafters import block_folders, blocks, sample
-from spsjax.types import Proposal
+from spsjax.types import Proposal, PyTree, Round
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(blocks.BlockDrafter):
     """Drafts the most probable token of each slot, or trees of such tokens. Lossless."""
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         logits_BKV = self.logits(params, self.slots(params, state, now.root))
         if self.tree is None:
             return Proposal(jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32), None)
@@ -25,4 +25,4 @@ class Drafter(blocks.BlockDrafter):
         return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
 
 
-LAYOUT = block_folders.BlockLayout("dflash", "DFlashDraftModel")
+LAYOUT = block_folders.BlockLayout[Drafter]("dflash", "DFlashDraftModel")

@@ -6,17 +6,23 @@ token before it. So its distributions are conditional. **Lossless**, as is every
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax.drafters import block_folders, blocks
 from spsjax.errors import InputError
+from spsjax.models.caches import Segment
+from spsjax.models.config import Config
+from spsjax.models.context import Context, KeysValues
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import DecoderBlock
 from spsjax.models.linear import Linear, make_linear
-from spsjax.types import Array
+from spsjax.types import Array, PyTree
 from spsjax.utils.fields import integer
 
 
@@ -27,7 +33,7 @@ class GroupedConv(nnx.Module):
     projection of the sub-layer's normalised input. Without training it is the identity.
     """
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         width, taps = drafter.config.d_model, drafter.conv_kernel_size
         self.shape = 2, taps, width // drafter.conv_group_size
         self.base_kernel = nnx.Param(jnp.zeros((2, taps, width), dtype).at[:, 0].set(1))
@@ -41,7 +47,7 @@ class GroupedConv(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, read_BPD: Array, sublayer) -> Array:
+    def __call__(self, read_BPD: Array, sublayer: Callable[[Array], Array]) -> Array:
         """Returns the output [B, P, D] of a sub-layer with both convolutions around it."""
         deltas = self.kernel_projection(read_BPD)
         deltas = deltas.reshape(*read_BPD.shape[:2], *self.shape)
@@ -62,15 +68,22 @@ class GroupedConv(nnx.Module):
 class ConvBlock(DecoderBlock):
     """Decoder block with convolutions around both sub-layers."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         super().__init__(drafter.config, dtype=dtype, rngs=rngs)
         self.attention_conv = GroupedConv(drafter, dtype=dtype, rngs=rngs)
         self.ffn_conv = GroupedConv(drafter, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BPD, context, cached, earlier, layer):
+    def __call__(  # type: ignore[override]  # a draft skips no sub-layers
+        self,
+        x_BPD: Array,
+        context: Context,
+        cached: Sequence[Segment],
+        earlier: KeysValues | None,
+        layer: int,
+    ) -> tuple[Array, KeysValues]:
         rows = []
 
-        def attention(read_BPD):
+        def attention(read_BPD: Array) -> Array:
             attended, row = self.attention(read_BPD, context, cached, earlier, layer)
             rows.append(row)
             return attended
@@ -82,7 +95,7 @@ class ConvBlock(DecoderBlock):
 class CandidateSelector(nnx.Module):
     """Scores of how well a candidate follows a token, given the output of the candidate's slot."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         rank, rows = drafter.selector_rank, drafter.target.vocab_rows
         normal = nnx.initializers.normal(0.02)
         self.predecessor_codebook = nnx.Param(normal(rngs.params(), (rows, rank), dtype))
@@ -94,11 +107,11 @@ class CandidateSelector(nnx.Module):
 class DFlash2(blocks.Backbone):
     """Layers of DFlash with convolutions, and a selector."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         super().__init__(drafter, dtype=dtype, rngs=rngs)
         self.candidate_selector = CandidateSelector(drafter, dtype=dtype, rngs=rngs)
 
-    def make_layer(self, drafter, dtype, rngs):
+    def make_layer(self, drafter: Any, dtype: DTypeLike, rngs: nnx.Rngs) -> ConvBlock:
         return ConvBlock(drafter, dtype=dtype, rngs=rngs)
 
 
@@ -123,7 +136,7 @@ class Drafter(blocks.ConditionalDrafter):
 
     module = DFlash2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.config.d_model % self.conv_group_size:
             raise InputError(
@@ -132,20 +145,22 @@ class Drafter(blocks.ConditionalDrafter):
             )
 
     @classmethod
-    def from_config(cls, options, target):
+    def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
         raise InputError(
             "method: dflash2 cannot be trained yet, as its selector needs a loss of its own. "
             "Train dflash or dspark, or load a published folder"
         )
 
-    def before(self, params, tokens_BT):
+    def before(self, params: PyTree, tokens_BT: Array) -> Array:
         codebook = self.bind(params).candidate_selector.predecessor_codebook[...]
         return jnp.take(codebook, tokens_BT, axis=0, mode="clip")
 
-    def choices(self, logits_BTV):
+    def choices(self, logits_BTV: Array) -> PyTree:
         return lax.top_k(logits_BTV, min(self.selector_top_k, logits_BTV.shape[-1]))
 
-    def corrected(self, params, choices, outputs_BTD, before_BTR):
+    def corrected(
+        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTR: Array
+    ) -> Array:
         own, ids = choices
         selector = self.bind(params).candidate_selector
         mixed = before_BTR * selector.hidden_projection(outputs_BTD.astype(before_BTR.dtype))
@@ -156,7 +171,7 @@ class Drafter(blocks.ConditionalDrafter):
         return jnp.put_along_axis(lowest, ids, own + products, axis=-1, inplace=False)
 
 
-LAYOUT = block_folders.BlockLayout(
+LAYOUT = block_folders.BlockLayout[Drafter](
     "dflash2",
     "DFlash2DraftModel",
     {

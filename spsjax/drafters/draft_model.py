@@ -1,16 +1,32 @@
 """Drafting with a small language model (Chen et al. 2023; Leviathan et al. 2022)."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.drafters import base, sample, shapes
+from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import transformer
+from spsjax.models.caches import KVCache
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, pytree_dataclass
+from spsjax.types import (
+    Array,
+    Block,
+    Chunk,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Round,
+    Verdict,
+    pytree_dataclass,
+)
+from spsjax.utils.fields import derived
 
 _SYNC_TOKENS = 16  # tokens per pass when `sync` processes the tokens of rounds without a draft
 
@@ -44,56 +60,56 @@ class Drafter(base.TrainableDrafter):
     """
 
     config: transformer.Config
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
     vocab_size: int | None = None
     tree: shapes.Shape = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
         K = shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)
 
-    def param_shapes(self, dtype):
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
         return transformer.param_shapes(self.config, dtype)
 
-    def init_params(self, key, dtype=jnp.float32):
+    def init_params(self, key: Array, dtype: DTypeLike = jnp.float32) -> PyTree:
         return transformer.init(self.config, key, dtype)
 
-    def shardings(self, mesh, replicate=False):
+    def shardings(self, mesh: Mesh | None, replicate: bool = False) -> Callable[[tuple], Sharding]:
         return sharding.param_shardings(mesh, self.config, replicate)
 
     def cache_slots(self, slots: int) -> int:
         return transformer.num_slots(self.config, slots)
 
-    def step_weights(self, params):
+    def step_weights(self, params: PyTree) -> PyTree:
         return params["drafter"]
 
-    def step(self, params, tokens_B1, state):
+    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
         output = transformer.apply(self.config, params["drafter"], tokens_B1, state)
         return sharding.gather_vocab(output.logits), output.block
 
     @property
-    def score_sizes(self):
+    def score_sizes(self) -> tuple[int, ...]:
         return shapes.score_sizes(self.tree, self.num_speculative_tokens)
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         return transformer.empty_cache(self.config, params["drafter"], batch, slots)
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         cache = state.at(chunk.starts)
         output = transformer.apply(self.config, params["drafter"], chunk.tokens, cache)
         # The padding after a shorter prompt must not take slots of a window.
         ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths)
         return cache.write(output.block, None, ends, output.hidden)
 
-    def sync(self, params, state, now):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
         if now.depths is None:  # every round drafts, so `commit` has cached all tokens
             return state
         # `propose` feeds the last two tokens, so the cache needs all tokens before them.
         needed, width = jnp.maximum(now.lengths - 2, 0), min(_SYNC_TOKENS, now.tokens.shape[1])
         drafts_now = jnp.any(now.depths > 0)
 
-        def read(cache):
+        def read(cache: KVCache) -> KVCache:
             # Near its end, the pass moves back and reads cached tokens again: `width` tokens must
             # fit into the buffer.
             starts = jnp.minimum(cache.lengths, jnp.maximum(needed - width, 0))
@@ -109,7 +125,7 @@ class Drafter(base.TrainableDrafter):
             state.at(jnp.minimum(state.lengths, needed)),
         )
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K, weights, lengths_B = self.num_speculative_tokens, params["drafter"], now.lengths
         num_fed = shapes.num_fed(self.tree, K)
         # The first pass takes the last two tokens. The cache may lack the second-to-last token: if
@@ -121,7 +137,7 @@ class Drafter(base.TrainableDrafter):
         row = jnp.arange(1 + num_fed)
         before_last = jnp.take_along_axis(now.tokens, before, axis=1)
 
-        def feed(block, level):
+        def feed(block: Block, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs the draft over one level of nodes (`sample.Feed`)."""
             tokens_BT, T = level.tokens, level.tokens.shape[1]
             positions = jnp.broadcast_to(lengths_B[:, None] - 1 + level.depth, tokens_BT.shape)
@@ -156,7 +172,15 @@ class Drafter(base.TrainableDrafter):
         drafted = Drafted(block, 1 + fed_numbers, first, cache.lengths, valid)
         return dataclasses.replace(proposal, aux=drafted)
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         drafted = proposal.aux
         if drafted == ():  # nothing was drafted
             return state

@@ -6,16 +6,20 @@ is every drafter.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from spsjax.drafters import block_folders, blocks, stopping
+from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
+from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT, FLAG
 from spsjax.models.linear import head_logits, make_linear
-from spsjax.types import Array, PyTree
+from spsjax.types import Array, Proposal, PyTree, Round
 from spsjax.utils import traced
 from spsjax.utils.fields import flag, integer
 
@@ -26,7 +30,7 @@ KIND = '"vanilla" or "gated"', KINDS.__contains__
 class MarkovHead(nnx.Module):
     """Logits of low rank that depend on the token before."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         rank, rows = drafter.markov_rank, drafter.target.vocab_rows
         normal = nnx.initializers.normal(0.02)
         make = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
@@ -41,7 +45,7 @@ class MarkovHead(nnx.Module):
 class ConfidenceHead(nnx.Module):
     """Estimate of the probability that a slot's token is accepted."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         inputs = drafter.config.d_model + drafter.markov_rank * drafter.confidence_reads_before
         self.proj = make_linear(inputs, 1, True, dtype=dtype, rngs=rngs)
 
@@ -49,7 +53,7 @@ class ConfidenceHead(nnx.Module):
 class DSpark(blocks.Backbone):
     """Layers of DFlash, and two heads."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         super().__init__(drafter, dtype=dtype, rngs=rngs)
         self.markov_head = MarkovHead(drafter, dtype=dtype, rngs=rngs)
         if drafter.has_confidence:
@@ -79,7 +83,7 @@ class Drafter(blocks.ConditionalDrafter):
 
     module = DSpark
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.markov_kind not in KINDS:
             raise InputError(
@@ -98,16 +102,18 @@ class Drafter(blocks.ConditionalDrafter):
         return not (isinstance(value, (int, float)) and value == 0)
 
     @property
-    def score_sizes(self):
+    def score_sizes(self) -> tuple[int, ...]:
         if not self.ends_early:
             return super().score_sizes
         K = self.num_speculative_tokens
         return *(size for size in (0, *stopping.SCORE_SIZES) if size < K), K
 
-    def before(self, params, tokens_BT):
+    def before(self, params: PyTree, tokens_BT: Array) -> Array:
         return self.bind(params).markov_head.markov_w1(tokens_BT)
 
-    def corrected(self, params, choices, outputs_BTD, before_BTR):
+    def corrected(
+        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTR: Array
+    ) -> Array:
         head = self.bind(params).markov_head
         if self.markov_kind == "gated":
             both = jnp.concatenate([outputs_BTD, before_BTR], axis=-1)
@@ -115,7 +121,7 @@ class Drafter(blocks.ConditionalDrafter):
         bias = head_logits(before_BTR, head.markov_w2.kernel[...])
         return choices + bias[..., : self.target.vocab_size].astype(choices.dtype)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         outputs = self.slots(params, state, now.root)
         proposal = self.drafted(params, outputs, now)
         if not self.ends_early:
@@ -134,7 +140,7 @@ class Drafter(blocks.ConditionalDrafter):
         chances = jax.nn.sigmoid(self.confidence(params, outputs_BKD, before))
         return jnp.cumprod(chances, axis=1) >= self.least_confidence
 
-    def confidence(self, params, outputs_BTD, before_BTR):
+    def confidence(self, params: PyTree, outputs_BTD: Array, before_BTR: Array) -> Array:
         """Returns logits [B, T] of the probability that a slot's token is accepted."""
         read = outputs_BTD
         if self.confidence_reads_before:
@@ -145,14 +151,14 @@ class Drafter(blocks.ConditionalDrafter):
 _CONFIDENCE = "confidence_head.proj.weight"
 
 
-class _Layout(block_folders.BlockLayout):
+class _Layout(block_folders.BlockLayout[Drafter]):
     """Layout of DeepSpec, whose keys are all at the top level, and of `speculators`."""
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields = super().drafter_fields(folder, target)
         return fields | {"has_confidence": _CONFIDENCE in folder.stored}
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         raw = super().to_json(drafter, target_name, dtype)
         return raw | {"enable_confidence_head": drafter.has_confidence}
 

@@ -5,16 +5,21 @@ the same weights with another objective. **Lossless**, as is every drafter.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence, Set
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from spsjax.drafters import pair_folders, pairs
 from spsjax.drafters.shapes import DynamicTree, Tree
+from spsjax.models.caches import Segment
 from spsjax.models.config import Config
+from spsjax.models.context import Context, KeysValues
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.linear import make_linear
 from spsjax.parallel import sharding
+from spsjax.types import Array
 
 # The fixed tree of EAGLE-1: 25 tokens in five levels.
 TREE = Tree(
@@ -27,11 +32,18 @@ DYNAMIC_TREE = DynamicTree(num_nodes=60, depth=6, width=10)
 class Eagle(nnx.Module):
     """Decoder layer without an input norm, on a projection of a token and a feature."""
 
-    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.fc = make_linear(2 * config.d_model, config.d_model, True, dtype=dtype, rngs=rngs)
         self.layer = FeatureLayer(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, embedded_BTD, features_BTD, context, cached, earlier):
+    def __call__(
+        self,
+        embedded_BTD: Array,
+        features_BTD: Array,
+        context: Context,
+        cached: Sequence[Segment],
+        earlier: KeysValues | None,
+    ) -> tuple[Array, KeysValues]:
         pair_BTD = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
         x_BTD = self.fc(sharding.whole_rows(pair_BTD))
         return self.layer(x_BTD, x_BTD, context, cached, earlier)
@@ -44,13 +56,13 @@ class Drafter(pairs.PairDrafter):
     module = Eagle
 
 
-class _Layout(pair_folders.PairLayout):
+class _Layout(pair_folders.PairLayout[Drafter]):
     """The authors' layout."""
 
-    def recognizes(self, raw, tensors):
+    def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
         return pair_folders.holds_layer(raw, tensors) and not pair_folders.is_eagle3(raw, tensors)
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         layer = self.layer_json(drafter, dtype)
         return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
 

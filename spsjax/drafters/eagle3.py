@@ -5,22 +5,30 @@ It is trained to continue its own outputs, so that acceptance falls little in lo
 """
 
 import dataclasses
+import pathlib
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from spsjax.drafters import eagle3_config, features, pair_folders, pairs
+from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError
 from spsjax.models import transformer
+from spsjax.models.caches import Segment
+from spsjax.models.config import Config
+from spsjax.models.context import Context, KeysValues
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import weights
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import Norm
 from spsjax.models.linear import head_logits, make_linear
 from spsjax.parallel import sharding
-from spsjax.types import Array
+from spsjax.types import Array, ModelOutput, PyTree
 from spsjax.utils.fields import flag, integer
 
 IDS = pair_folders.IDS
@@ -29,7 +37,7 @@ IDS = pair_folders.IDS
 class Eagle3(nnx.Module):
     """Decoder layer whose attention reads a token's embedding and a feature, concatenated."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.drafter, config, width = drafter, drafter.config, drafter.target.d_model
         count = len(drafter.tap_layers)
         self.fc = make_linear(count * width, config.d_model, False, dtype=dtype, rngs=rngs)
@@ -44,7 +52,7 @@ class Eagle3(nnx.Module):
                 config.d_model, drafter.vocab_size, False, dtype=dtype, rngs=rngs
             )
 
-    def fuse(self, taps_BTW) -> Array:
+    def fuse(self, taps_BTW: Array) -> Array:
         """Returns features [B, T, D] from the concatenated inputs of the target's tapped layers."""
         if self.drafter.fc_norm:
             taps = jnp.split(taps_BTW, len(self.tap_norms), axis=-1)
@@ -52,7 +60,14 @@ class Eagle3(nnx.Module):
             taps_BTW = jnp.concatenate(taps, axis=-1)
         return self.fc(sharding.whole_rows(taps_BTW))
 
-    def __call__(self, embedded_BTD, features_BTD, context, cached, earlier):
+    def __call__(
+        self,
+        embedded_BTD: Array,
+        features_BTD: Array,
+        context: Context,
+        cached: Sequence[Segment],
+        earlier: KeysValues | None,
+    ) -> tuple[Array, KeysValues]:
         """Returns the outputs, and the block's keys and values including those of these pairs."""
         normed = self.feature_norm(features_BTD)
         read = jnp.concatenate([self.embed_norm(embedded_BTD), normed], axis=-1)
@@ -60,7 +75,7 @@ class Eagle3(nnx.Module):
         outputs, block = self.layer(residual, read, context, cached, earlier)
         return (self.norm(outputs) if self.drafter.norm_output else outputs), block
 
-    def normed(self, outputs_BTD) -> Array:
+    def normed(self, outputs_BTD: Array) -> Array:
         """Returns the normalised outputs [B, T, D], which a head multiplies."""
         return outputs_BTD if self.drafter.norm_output else self.norm(outputs_BTD)
 
@@ -92,7 +107,7 @@ class Drafter(pairs.PairDrafter):
     own_width = True
     constants = (IDS,)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         features.check_taps(self.tap_layers, self.target)
         if self.vocab_size > self.target.vocab_size:
@@ -108,7 +123,7 @@ class Drafter(pairs.PairDrafter):
             )
 
     @classmethod
-    def from_config(cls, options, target):
+    def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
         """Returns the drafter that the section `drafter` of a training config describes.
 
         Without `tap_layers` the drafter reads the default layers. A `vocab_size` of 0 means the
@@ -121,14 +136,14 @@ class Drafter(pairs.PairDrafter):
         return super().from_config(others, target)
 
     @property
-    def module_config(self):
+    def module_config(self) -> Hashable:
         return self
 
     @property
-    def sharding_config(self):
+    def sharding_config(self) -> Config:
         return dataclasses.replace(self.config, vocab_size=self.vocab_size)
 
-    def from_target(self, weights, params):
+    def from_target(self, weights: PyTree, params: PyTree) -> PyTree:
         if not self.own_head or self.config.d_model != self.target.d_model:
             return weights
         # The target's final norm has a learned scale, which the draft's norm begins without. The
@@ -138,7 +153,7 @@ class Drafter(pairs.PairDrafter):
         kernel = kernel[:, params["drafter"][IDS]].astype(jnp.float32)
         return weights | {"head": {"kernel": kernel}}
 
-    def step_weights(self, params):
+    def step_weights(self, params: PyTree) -> PyTree:
         # Features are fused once per round, so these weights are not read in every step.
         once = IDS, "fc", "tap_norms"
         per_step = {name: value for name, value in params["drafter"].items() if name not in once}
@@ -146,31 +161,31 @@ class Drafter(pairs.PairDrafter):
             return per_step
         return per_step, transformer.head_kernel(self.target, params["target"])
 
-    def raw_features(self, output):
+    def raw_features(self, output: ModelOutput) -> Array:
         return jnp.concatenate(output.taps, axis=-1)
 
-    def fuse(self, params, raw_BTW):
+    def fuse(self, params: PyTree, raw_BTW: Array) -> Array:
         return self.bind(params).fuse(raw_BTW.astype(self.dtype(params)))
 
-    def draft_logits(self, params, outputs_BTD, depth=0):
+    def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
         layer = self.bind(params)
         normed = layer.normed(outputs_BTD)
         if self.own_head:
             return head_logits(normed, layer.head.kernel[...])
         return super().draft_logits(params, normed, depth)
 
-    def draft_ids(self, params):
+    def draft_ids(self, params: PyTree) -> Array | None:
         return None if self.vocab_size == self.target.vocab_size else params["drafter"][IDS]
 
-    def param_shapes(self, dtype):
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
         ids = jax.ShapeDtypeStruct((self.vocab_size,), jnp.int32)
         return super().param_shapes(dtype) | {IDS: ids}
 
-    def init_params(self, key, dtype=jnp.float32):
+    def init_params(self, key: Array, dtype: DTypeLike = jnp.float32) -> PyTree:
         ids = jnp.arange(self.vocab_size, dtype=jnp.int32)
         return super().init_params(key, dtype) | {IDS: ids}
 
-    def constants_from(self, counts_V):
+    def constants_from(self, counts_V: np.ndarray) -> PyTree:
         """Returns the ids of the corpus's most frequent tokens as the draft vocabulary."""
         frequent = np.argsort(-counts_V, kind="stable")[: self.vocab_size]
         return {IDS: np.sort(frequent).astype(np.int32)}
@@ -187,13 +202,13 @@ def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class _Layout(pair_folders.PairLayout):
+class _Layout(pair_folders.PairLayout[Drafter]):
     """Layouts of the authors and of `speculators`; folders are written in the latter."""
 
-    def recognizes(self, raw, tensors):
+    def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
         return pair_folders.holds_layer(raw, tensors) and pair_folders.is_eagle3(raw, tensors)
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields = super().drafter_fields(folder, target)
         path, stored = folder.path / "config.json", folder.stored
         config, query = fields["config"], f"{pair_folders.prefix(stored.keys())}self_attn.q_proj"
@@ -220,11 +235,11 @@ class _Layout(pair_folders.PairLayout):
             )
         if size not in (None, rows) and not (size in whole and rows in whole):
             raise folder.fields.error("draft_vocab_size", f"{rows}, the rows of the head", size)
-        taps = fc[1] // width if len(fc or ()) == 2 and fc[1] % width == 0 else None
+        taps = fc[1] // width if fc and len(fc) == 2 and fc[1] % width == 0 else None
         fields |= eagle3_config.read(path, folder.raw, target.num_layers, taps)
         return fields | {"vocab_size": rows if ids else target.vocab_size, "own_head": bool(head)}
 
-    def tensors(self, drafter, params, dtype):
+    def tensors(self, drafter: Drafter, params: PyTree, dtype: DTypeLike) -> dict[str, np.ndarray]:
         tensors = super().tensors(drafter, params, dtype)
         if drafter.own_head:
             ids = np.asarray(params[IDS])
@@ -232,7 +247,7 @@ class _Layout(pair_folders.PairLayout):
             tensors["t2d"] = np.isin(np.arange(drafter.target.vocab_rows), ids)
         return tensors
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         layer = self.layer_json(drafter, dtype)
         proposal = {
             "proposal_type": "greedy",
@@ -257,7 +272,7 @@ class _Layout(pair_folders.PairLayout):
         }
 
 
-def _shapes(stored, *names: str) -> list[list[int] | None]:
+def _shapes(stored: Mapping[str, pathlib.Path], *names: str) -> list[list[int] | None]:
     """Returns the shapes of tensors; None: there is no such tensor."""
     files = weights.open_all({stored[name] for name in names if name in stored})
     return [

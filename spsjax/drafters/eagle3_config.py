@@ -8,6 +8,7 @@ import json
 import pathlib
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from spsjax.errors import InputError, short_repr
 from spsjax.models.hf.fields import COUNT, FLAG, LIST, OBJECT, Fields
@@ -63,7 +64,7 @@ def read(path: pathlib.Path, raw: dict, num_layers: int, num_taps: int | None) -
     return result | {"tap_layers": taps}
 
 
-def _taps(path, where, ids, num_layers, speculators: bool) -> tuple:
+def _taps(path: pathlib.Path, where: str, ids: list, num_layers: int, speculators: bool) -> tuple:
     """Returns the layers whose inputs are read.
 
     Files of `speculators` list inputs. In other files, a list that begins with 1 lists outputs of
@@ -110,7 +111,7 @@ def _reader(path: pathlib.Path, raw: dict) -> Callable:
                 )
         sections.append(nested)
 
-    def value(names, kind):
+    def value(names: tuple[str, ...], kind: tuple) -> Any:
         entries = [
             (f"{section.prefix}{name}", section.get(name, kind, None))
             for section in sections

@@ -5,12 +5,14 @@ A feature is an activation of the target at a token, such as the final hidden st
 
 import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 
 from spsjax.drafters import base, shapes
 from spsjax.errors import InputError, check_integer, short_repr
@@ -36,18 +38,16 @@ class FeatureDrafter(base.TrainableDrafter):
         num_speculative_tokens: K. None: the depth of the tree; for a chain `max_steps`, or 4 if the
             weights allow any number.
         tree: shape of the tree; None: a chain.
-        tokens_per_step: number of tokens per step, which do not depend on each other.
         separate_steps: whether every step of a draft has weights of its own.
     """
 
     module: ClassVar[type[nnx.Module]]
     target: Config
     tree: shapes.Shape = None
-    tokens_per_step: ClassVar[int] = 1
     separate_steps: ClassVar[bool] = False
     steps_name: ClassVar[str] = "steps"  # for messages
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         most = self.max_steps
         if self.num_speculative_tokens is not None:
@@ -64,13 +64,18 @@ class FeatureDrafter(base.TrainableDrafter):
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @classmethod
-    def from_config(cls, options: Mapping[str, object], target: Config) -> "FeatureDrafter":
+    def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
         """Returns the drafter that the section `drafter` of a training config describes."""
         return build("drafter", cls, options, target=target)
 
     @property
-    def score_sizes(self):
+    def score_sizes(self) -> tuple[int, ...]:
         return shapes.score_sizes(self.tree, self.num_speculative_tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Number of tokens per step, which do not depend on each other."""
+        return 1
 
     @property
     def least_steps(self) -> int:
@@ -87,13 +92,13 @@ class FeatureDrafter(base.TrainableDrafter):
         """Argument of `module`, which determines the shapes of the weights."""
         return self
 
-    def param_shapes(self, dtype):
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
         return pure.param_shapes(self.module, self.module_config, dtype)
 
-    def init_params(self, key, dtype=jnp.float32):
+    def init_params(self, key: Array, dtype: DTypeLike = jnp.float32) -> PyTree:
         return pure.init(self.module, self.module_config, key, dtype)
 
-    def dtype(self, params: PyTree):
+    def dtype(self, params: PyTree) -> np.dtype:
         """Returns the type of the drafter's weights, in which its module computes."""
         return jax.tree.leaves(self._trained(params))[0].dtype
 
@@ -120,7 +125,7 @@ class FeatureDrafter(base.TrainableDrafter):
             InputError: the mesh does not divide the layer.
         """
         split = mesh is not None and replicate is False
-        if split and self.target.d_model % mesh.shape["model"]:
+        if mesh is not None and split and self.target.d_model % mesh.shape["model"]:
             raise InputError(
                 f"d_model: expected a multiple of the mesh's model axis, {mesh.shape['model']}, "
                 f"found {self.target.d_model}"

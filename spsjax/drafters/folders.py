@@ -8,18 +8,20 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Set
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from jax.typing import DTypeLike
 
 from spsjax.drafters.features import FeatureDrafter
 from spsjax.errors import InputError
 from spsjax.models.config import Config
 from spsjax.models.hf import weights
 from spsjax.models.hf.fields import COUNT, Fields, read_json
-from spsjax.types import PyTree
+from spsjax.types import Array, PyTree
 from spsjax.utils import atomic_files
 
 
@@ -42,7 +44,10 @@ class Folder:
         return Fields(self.path / "config.json", self.raw)
 
 
-class Layout(abc.ABC):
+D = TypeVar("D", bound=FeatureDrafter)
+
+
+class Layout(abc.ABC, Generic[D]):
     """Layout of a method's tensors and config.json; a published layout where there is one.
 
     Attributes:
@@ -58,33 +63,33 @@ class Layout(abc.ABC):
         """Returns whether a folder has this layout, by its config.json and names of tensors."""
 
     @abc.abstractmethod
-    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, object]:
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         """Returns the fields of the drafter except `target`.
 
         Raises InputError if the folder is of a drafter for another target.
         """
 
     @abc.abstractmethod
-    def name(self, drafter: FeatureDrafter, path: tuple, stored: Set[str]) -> str:
+    def name(self, drafter: D, path: tuple, stored: Set[str]) -> str:
         """Returns the name of the tensor of the parameter at a path.
 
         `stored` are the names in the folder, for layouts with several names per tensor.
         """
 
     @abc.abstractmethod
-    def to_json(self, drafter: FeatureDrafter, target_name: str, dtype: str) -> dict:
+    def to_json(self, drafter: D, target_name: str, dtype: str) -> dict:
         """Returns the config.json of a drafter."""
 
-    def is_copy(self, name: str, drafter: FeatureDrafter) -> bool:
+    def is_copy(self, name: str, drafter: D) -> bool:
         """Returns whether a tensor follows from others, so that it need not be read."""
         return False
 
-    def constants(self, folder: Folder, drafter: FeatureDrafter) -> dict[str, np.ndarray]:
+    def constants(self, folder: Folder, drafter: D) -> dict[str, np.ndarray]:
         """Returns the parameters that are not trained."""
         return {}
 
     def tensor(
-        self, folder: Folder, drafter: FeatureDrafter, file, name: str, shape: tuple[int, ...]
+        self, folder: Folder, drafter: D, file: Any, name: str, shape: tuple[int, ...]
     ) -> np.ndarray:
         """Returns a tensor of an open file; raises InputError unless it has the expected shape."""
         return weights.checked(file, folder.stored[name], name, shape)[...]
@@ -109,8 +114,8 @@ class Layout(abc.ABC):
     def read(
         self,
         folder: Folder,
-        drafter: FeatureDrafter,
-        dtype,
+        drafter: D,
+        dtype: DTypeLike,
         sharding_of: Callable[[tuple], jax.sharding.Sharding],
     ) -> PyTree:
         """Reads a drafter's parameters.
@@ -131,7 +136,7 @@ class Layout(abc.ABC):
         files = weights.open_all(set(stored.values()))
         constants = self.constants(folder, drafter)
 
-        def leaf(path, shape):
+        def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> Array:
             path = _keys(path)
             if path[0] in constants:
                 array = constants[path[0]]
@@ -145,7 +150,7 @@ class Layout(abc.ABC):
 
         return jax.tree_util.tree_map_with_path(leaf, shapes)
 
-    def tensors(self, drafter: FeatureDrafter, params: PyTree, dtype) -> dict[str, np.ndarray]:
+    def tensors(self, drafter: D, params: PyTree, dtype: DTypeLike) -> dict[str, np.ndarray]:
         """Returns the tensors of a folder by their names."""
         tensors = {}
         arrays, names = _by_path(params), self._names(drafter, params)
@@ -155,7 +160,7 @@ class Layout(abc.ABC):
         return tensors
 
     def _names(
-        self, drafter: FeatureDrafter, params: PyTree, stored: Set[str] = frozenset()
+        self, drafter: D, params: PyTree, stored: Set[str] = frozenset()
     ) -> dict[tuple, str]:
         """Returns the name of each tensor by the path of its parameter, constants excluded."""
         paths = (path for path in _by_path(params) if path[0] not in drafter.constants)
@@ -164,10 +169,10 @@ class Layout(abc.ABC):
     def write(
         self,
         path: pathlib.Path,
-        drafter: FeatureDrafter,
+        drafter: D,
         params: PyTree,
         target_name: str,
-        dtype="bfloat16",
+        dtype: DTypeLike = "bfloat16",
     ) -> None:
         """Writes config.json and the tensors to a folder, each file atomically.
 
@@ -210,7 +215,7 @@ def check_sizes(folder: Folder, target: Config) -> None:
             )
 
 
-class OwnLayout(Layout):
+class OwnLayout(Layout[D]):
     """Layout of methods whose authors have published none.
 
     Tensors have the names of the parameters. config.json has the drafter's fields in `kinds`.
@@ -220,20 +225,20 @@ class OwnLayout(Layout):
         kinds: kind of each field (`models.hf.fields`), by the field's name.
     """
 
-    def __init__(self, method: str, kinds: dict[str, tuple]):
+    def __init__(self, method: str, kinds: dict[str, tuple]) -> None:
         self.method, self.kinds = method, kinds
 
-    def recognizes(self, raw, tensors):
+    def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
         return raw.get("model_type") == self.method
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         check_sizes(folder, target)
         return {name: folder.fields.get(name, kind) for name, kind in self.kinds.items()}
 
-    def name(self, drafter, path, stored):
+    def name(self, drafter: D, path: tuple, stored: Set[str]) -> str:
         return f"{'.'.join(map(str, path[:-1]))}.{kind_of(path)}"
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: D, target_name: str, dtype: str) -> dict:
         target = drafter.target
         sizes = {"hidden_size": target.d_model, "vocab_size": target.vocab_rows}
         fields = {name: getattr(drafter, name) for name in self.kinds}
@@ -250,7 +255,7 @@ def is_transposed(path: tuple) -> bool:
     return path[-1] == "kernel"
 
 
-def _keys(path) -> tuple:
+def _keys(path: tuple) -> tuple:
     return tuple(entry.key for entry in path)
 
 

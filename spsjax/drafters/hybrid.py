@@ -11,8 +11,18 @@ from jax import lax
 
 from spsjax.drafters import base
 from spsjax.errors import InputError, check_integer
-from spsjax.types import Array, PyTree, Round, pytree_dataclass
+from spsjax.types import (
+    Array,
+    Chunk,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Round,
+    Verdict,
+    pytree_dataclass,
+)
 from spsjax.utils import traced
+from spsjax.utils.fields import derived
 
 _LOOKUP = (
     "expected a drafter without a state, such as suffix, whose proposals say how many of their "
@@ -59,11 +69,11 @@ class Drafter(base.Wrapper):
 
     drafter: base.Drafter
     lookup: base.Drafter
-    num_speculative_tokens: int | None = None
-    model_tokens: int | None = None
+    num_speculative_tokens: int = derived()
+    model_tokens: int = derived()
     memory: float = traced.share(0.8)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("drafter", "lookup"):
             drafter = getattr(self, name)
@@ -90,12 +100,12 @@ class Drafter(base.Wrapper):
         object.__setattr__(self, "num_speculative_tokens", K)
 
     @property
-    def score_sizes(self):
+    def score_sizes(self) -> tuple[int, ...]:
         K = self.num_speculative_tokens
         sizes = {*self.lookup.score_sizes, *self.drafter.score_sizes, min(self.model_tokens, K)}
         return *sorted(size for size in sizes if size < K), K
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         K = self.num_speculative_tokens
         return State(
             self.drafter.init(params, batch, slots),
@@ -104,11 +114,11 @@ class Drafter(base.Wrapper):
             jnp.full(batch, min(self.model_tokens, K) / 2),
         )
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         model = self.drafter.prefill(params, state.model, chunk, output)
         return dataclasses.replace(state, model=model)
 
-    def sync(self, params, state, now):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
         # The look-up runs here, not in `propose`: the model needs to know its rows before it syncs.
         lookup = self.lookup.propose({"drafter": {}}, (), now)
         if getattr(lookup.aux, "shape", None) != now.lengths.shape:
@@ -116,30 +126,42 @@ class Drafter(base.Wrapper):
         if lookup.parents is not None:
             raise InputError(f"lookup: {_CHAINS}")
         state = dataclasses.replace(state, lookup_tokens=lookup.tokens, score=lookup.aux)
-        model = self.drafter.sync(params, state.model, self._round_of_model(state, now))
+        model = self.drafter.sync(
+            params, state.model, dataclasses.replace(now, depths=self._model_depths(state, now))
+        )
         return dataclasses.replace(state, model=model)
 
-    def propose(self, params, state, now):
-        K, model_round = self.num_speculative_tokens, self._round_of_model(state, now)
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
+        K, depths = self.num_speculative_tokens, self._model_depths(state, now)
+        model_round = dataclasses.replace(now, depths=depths)
         use_lookup = looks_up(state, now.wanted(K))[:, None]
 
-        def draft():
+        def draft() -> Proposal:
             return self.drafter.propose(params, state.model, model_round)
 
         no_tokens = base.no_tokens(jax.eval_shape(draft))
         if no_tokens.parents is not None:
             raise InputError(f"drafter: {_CHAINS}")
-        proposal = lax.cond(jnp.any(model_round.depths > 0), draft, lambda: no_tokens)
-        tokens = jnp.where(jnp.arange(1, K + 1) <= model_round.depths[:, None], proposal.tokens, -1)
+        proposal = lax.cond(jnp.any(depths > 0), draft, lambda: no_tokens)
+        tokens = jnp.where(jnp.arange(1, K + 1) <= depths[:, None], proposal.tokens, -1)
         tokens, probs = jnp.where(use_lookup, state.lookup_tokens, tokens), proposal.probs
         if probs is not None:
             points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
             probs = jnp.where(use_lookup[..., None], points, probs)
         return dataclasses.replace(proposal, tokens=tokens, probs=probs)
 
-    def commit(self, params, state, now, proposal, output, verdict):
-        model_round = self._round_of_model(state, now)
-        tokens = jnp.where(model_round.depths[:, None] > 0, proposal.tokens, -1)
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
+        depths = self._model_depths(state, now)
+        model_round = dataclasses.replace(now, depths=depths)
+        tokens = jnp.where(depths[:, None] > 0, proposal.tokens, -1)
         by_model = jnp.any(tokens >= 0, axis=1)
         accepted = verdict.num_tokens - verdict.valid  # without the residual or bonus token
         average = self.memory * state.expected + (1 - self.memory) * accepted
@@ -148,11 +170,10 @@ class Drafter(base.Wrapper):
         expected = jnp.where(by_model, average, state.expected)
         return dataclasses.replace(state, model=model, expected=expected)
 
-    def _round_of_model(self, state: State, now: Round) -> Round:
-        """Returns the round with depth 0 in rows that use the look-up, for the model."""
+    def _model_depths(self, state: State, now: Round) -> Array:
+        """Returns the model's draft lengths [B], 0 in rows that use the look-up."""
         use_lookup = looks_up(state, now.wanted(self.num_speculative_tokens))
-        depths = jnp.where(use_lookup, 0, now.wanted(self.model_tokens))
-        return dataclasses.replace(now, depths=depths)
+        return jnp.where(use_lookup, 0, now.wanted(self.model_tokens))
 
 
 def looks_up(state: State, depths_B: Array) -> Array:

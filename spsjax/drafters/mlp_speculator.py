@@ -5,17 +5,23 @@ texts, and continues with tokens that the target generates. **Lossless**, as is 
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.drafters import folders, parallel, sample, shapes
+from spsjax.drafters.folders import Folder
+from spsjax.drafters.sample import Level
+from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT, FLAG, NUMBER
 from spsjax.models.linear import head_logits, two_rows
-from spsjax.types import Array
+from spsjax.types import Array, Proposal, PyTree, Round
 from spsjax.utils.fields import flag, integer
 
 _NORM_EPS = 1e-6
@@ -24,11 +30,11 @@ _NORM_EPS = 1e-6
 class _Norm(nnx.Module):
     """RMSNorm with a scale and a bias; the mean is not subtracted."""
 
-    def __init__(self, width: int, *, dtype):
+    def __init__(self, width: int, *, dtype: DTypeLike) -> None:
         self.scale = nnx.Param(jnp.ones(width, dtype))
         self.bias = nnx.Param(jnp.zeros(width, dtype))
 
-    def __call__(self, x):
+    def __call__(self, x: Array) -> Array:
         return _normed(x) * self.scale[...] + self.bias[...]
 
 
@@ -41,7 +47,7 @@ def _normed(x: Array) -> Array:
 class _Step(nnx.Module):
     """Weights of one step. Tied steps share all weights, except the first two projections."""
 
-    def __init__(self, drafter: "Drafter", index: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", index: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         width, has_weights = drafter.width, index == 0 or not drafter.tied
         vocab = drafter.target.vocab_rows
         normal = nnx.initializers.normal(width**-0.5)
@@ -58,7 +64,7 @@ class _Step(nnx.Module):
 class MLPSpeculator(nnx.Module):
     """Steps in the order of the tokens that they predict."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         indices = range(drafter.num_steps)
         self.steps = nnx.List([_Step(drafter, i, dtype=dtype, rngs=rngs) for i in indices])
 
@@ -82,13 +88,13 @@ class Drafter(parallel.StateDrafter):
     scale_input: bool = flag(True)
 
     @property
-    def max_steps(self):
+    def max_steps(self) -> int:
         return self.num_steps
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K = self.num_speculative_tokens
 
-        def feed(states_BFM, level):
+        def feed(states_BFM: Array, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs a step over one level of nodes (`sample.Feed`)."""
             if level.is_root:
                 before = self.begin(state[:, None])
@@ -103,8 +109,15 @@ class Drafter(parallel.StateDrafter):
         return sample.grow(self.tree, K, feed, start, now)[0]
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
-    ):
+        self,
+        params: PyTree,
+        next_BT: Array,
+        features_BTD: Array,
+        steps: int,
+        detached: bool = False,
+        remat: bool = False,
+        later: Array | None = None,
+    ) -> Iterator[Array]:
         index = jnp.arange(features_BTD.shape[1])
         run = jax.checkpoint(self.step, static_argnums=3) if remat else self.step
         state = self.begin(features_BTD)
@@ -116,15 +129,15 @@ class Drafter(parallel.StateDrafter):
             state = run(params, before, tokens, depth)
             yield state
 
-    def begin(self, features_BTD):
+    def begin(self, features_BTD: Array) -> Array:
         """Returns the initial states [B, T, D] of the network from the target's features."""
         return _normed(features_BTD) * 0.5**0.5 if self.scale_input else features_BTD
 
-    def step(self, params, state_BTM, tokens_BT, depth):
+    def step(self, params: PyTree, state_BTM: Array, tokens_BT: Array, depth: int | Array) -> Array:
         """Returns the states [B, T, M] after tokens at a depth."""
         ids = jnp.clip(tokens_BT, 0, self.target.vocab_size - 1)
 
-        def run(index, network):
+        def run(index: int, network: MLPSpeculator) -> Array:
             weights = network.steps[0 if self.tied else index]
             project = network.steps[min(index, 1) if self.tied else index].project
             mixed = two_rows(project, state_BTM) + self._token_scale * weights.embed(ids)
@@ -132,8 +145,8 @@ class Drafter(parallel.StateDrafter):
 
         return self._at(params, depth, run)
 
-    def draft_logits(self, params, outputs_BTD, depth=0):
-        def run(index, network):
+    def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
+        def run(index: int, network: MLPSpeculator) -> Array:
             kernel = network.steps[0 if self.tied else index].head.kernel[...]
             return head_logits(outputs_BTD, kernel)[..., : self.target.vocab_size]
 
@@ -149,7 +162,9 @@ class Drafter(parallel.StateDrafter):
         token_weight = ((1 - state_weight**2) * self.width / 2) ** 0.5
         return token_weight / state_weight
 
-    def _at(self, params, depth, run):
+    def _at(
+        self, params: PyTree, depth: int | Array, run: Callable[[int, MLPSpeculator], Array]
+    ) -> Array:
         """Returns `run(index, network)` for the step at a depth, which may be traced."""
         network = self.bind(params)
         if isinstance(depth, int):
@@ -163,13 +178,13 @@ class Drafter(parallel.StateDrafter):
 _NAMES = {"project": "proj", "embed": "emb", "norm": "ln", "head": "head"}
 
 
-class _Layout(folders.Layout):
+class _Layout(folders.Layout[Drafter]):
     """Layout of IBM's published accelerators."""
 
-    def recognizes(self, raw, tensors):
+    def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
         return raw.get("model_type") == "mlp_speculator"
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         folders.check_sizes(folder, target)
         fields = folder.fields
         return {
@@ -179,17 +194,17 @@ class _Layout(folders.Layout):
             "scale_input": fields.get("scale_input", FLAG, False),
         }
 
-    def name(self, drafter, path, stored):
+    def name(self, drafter: Drafter, path: tuple, stored: Set[str]) -> str:
         return f"speculator.{_NAMES[path[2]]}.{path[1]}.{folders.kind_of(path)}"
 
-    def is_copy(self, name, drafter):
+    def is_copy(self, name: str, drafter: Drafter) -> bool:
         # A tied speculator may be stored with the weights of all steps.
         kind, _, index = name.removeprefix("speculator.").partition(".")
         index = index.partition(".")[0]
         known = index.isdecimal() and int(index) < drafter.num_steps
         return drafter.tied and kind in _NAMES.values() and known
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         return {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",

@@ -7,7 +7,7 @@ import numpy as np
 
 from spsjax.drafters import base
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Proposal
+from spsjax.types import Proposal, PyTree, Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Drafter(base.Drafter):
     max_ngram: int = 3
     min_ngram: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = self.min_ngram, self.max_ngram
         if (
             not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in sizes)
@@ -42,7 +42,7 @@ class Drafter(base.Drafter):
     def score_sizes(self) -> tuple[int, ...]:
         return 0, self.num_speculative_tokens  # 0: no row has a match
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         tokens_BS, last = now.tokens, now.lengths[:, None] - 1
         slots = jnp.arange(tokens_BS.shape[1])
         # matched[b, i]: length of the common suffix of the row and its first i + 1 tokens.

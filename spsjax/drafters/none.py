@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax.drafters import base
-from spsjax.types import Proposal
+from spsjax.types import Proposal, PyTree, Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Drafter(base.Drafter):
 
     num_speculative_tokens: int = 0
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None)
 
 

@@ -6,13 +6,17 @@ the layout of `speculators`, which vLLM serves.
 
 import dataclasses
 from collections.abc import Callable, Set
+from typing import Any, TypeVar
 
 import numpy as np
 
 from spsjax.drafters.folders import Folder, Layout, kind_of
+from spsjax.drafters.pairs import LayerDrafter
 from spsjax.errors import InputError
+from spsjax.models.config import Config
 from spsjax.models.hf import config_json, families, weights
 from spsjax.models.hf.fields import COUNT, OBJECT, TEXT
+from spsjax.types import PyTree
 
 _OTHER = {
     "fc": "fc",
@@ -55,12 +59,15 @@ def prefix(stored: Set[str]) -> str:
     return "midlayer." if midlayer else "layers.0."
 
 
-class PairLayout(Layout):
+D = TypeVar("D", bound=LayerDrafter)
+
+
+class PairLayout(Layout[D]):
     """Layout of a drafter with a layer over features and tokens."""
 
     optional = frozenset({"fc.bias"})  # some EAGLE-1 drafters have none
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields, path = folder.fields, folder.path / "config.json"
         kind = fields.get("speculators_model_type", TEXT, None)
         if kind not in (None, "eagle3"):
@@ -79,7 +86,7 @@ class PairLayout(Layout):
         config = dataclasses.replace(config, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
         return {"config": config}
 
-    def name(self, drafter, path, stored):
+    def name(self, drafter: D, path: tuple, stored: Set[str]) -> str:
         layer = prefix(stored)
         if path[0] == "layer":
             config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
@@ -89,18 +96,20 @@ class PairLayout(Layout):
         index = f".{path[1]}" if path[0] == "tap_norms" else ""
         return f"{_OTHER[path[0]].format(layer=layer)}{index}.{kind_of(path)}"
 
-    def layer_json(self, drafter, dtype: str) -> dict:
+    def layer_json(self, drafter: D, dtype: str) -> dict:
         """Returns the part of a config.json that describes the layer."""
         config = dataclasses.replace(drafter.config, vocab_size=drafter.target.vocab_rows)
         return config_json.to_json(config, dtype)
 
-    def is_copy(self, name, drafter):
+    def is_copy(self, name: str, drafter: D) -> bool:
         return name in _IGNORED
 
-    def constants(self, folder, drafter):
+    def constants(self, folder: Folder, drafter: D) -> dict[str, np.ndarray]:
         return {name: np.sort(_ids(folder, drafter)) for name in drafter.constants}
 
-    def tensor(self, folder, drafter, file, name, shape):
+    def tensor(
+        self, folder: Folder, drafter: D, file: Any, name: str, shape: tuple[int, ...]
+    ) -> np.ndarray:
         if name != _HEAD:
             return super().tensor(folder, drafter, file, name, shape)
         # The head may also have rows for the padding of the target's vocabulary.
@@ -109,7 +118,7 @@ class PairLayout(Layout):
         rows = super().tensor(folder, drafter, file, name, padded if whole else shape)
         return rows[: shape[0]][np.argsort(_ids(folder, drafter))]
 
-    def difference(self, folder, target_params):
+    def difference(self, folder: Folder, target_params: PyTree) -> str | None:
         embedding = target_params["embed"]["embedding"]
         path = folder.stored.get(_EMBEDDING)
         if path is None or not getattr(embedding, "is_fully_addressable", False):
@@ -126,7 +135,7 @@ class PairLayout(Layout):
         return "embed_tokens" if differs else None
 
 
-def _ids(folder: Folder, drafter) -> np.ndarray:
+def _ids(folder: Folder, drafter: Any) -> np.ndarray:
     """Returns the target's ids of the head's rows; the tensor has their differences to 0, 1, ..."""
     count, vocab_size = np.arange(drafter.vocab_size), drafter.target.vocab_size
     if "d2t" not in folder.stored:

@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,25 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import features, pending, sample, shapes
+from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import caches as kv
 from spsjax.models import transformer
+from spsjax.models.caches import KVCache
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
-from spsjax.types import Array, Block, ModelOutput, PyTree, pytree_dataclass
+from spsjax.types import (
+    Array,
+    Block,
+    Chunk,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Round,
+    Verdict,
+    pytree_dataclass,
+)
+from spsjax.utils.fields import derived
 from spsjax.utils.from_config import build
 
 
@@ -36,10 +49,10 @@ class LayerDrafter(features.FeatureDrafter):
     own_width: ClassVar[bool] = False
     config: Config
     target: Config
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
     tree: shapes.Shape = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.config.d_model != self.target.d_model and not self.own_width:
             raise InputError(
@@ -47,18 +60,18 @@ class LayerDrafter(features.FeatureDrafter):
             )
 
     @classmethod
-    def from_config(cls, options, target):
+    def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
         """Returns the drafter of a config. Sizes that are 0 or missing are the target's."""
         others = dict(options)
         layer = layer_config(others, target, num_layers=1)
         return build("drafter", cls, others, config=layer, target=target)
 
     @property
-    def sharding_config(self):
+    def sharding_config(self) -> Config:
         return self.config
 
     @property
-    def module_config(self):
+    def module_config(self) -> Hashable:
         return self.config
 
     def raw_features(self, output: ModelOutput) -> Array:
@@ -69,7 +82,7 @@ class LayerDrafter(features.FeatureDrafter):
         """Returns the features [B, T, D] from `raw_features`."""
         return raw_BTW
 
-    def features(self, params, output):
+    def features(self, params: PyTree, output: ModelOutput) -> Array:
         return self.fuse(params, self.raw_features(output))
 
     def empty(
@@ -94,21 +107,29 @@ class LayerDrafter(features.FeatureDrafter):
     ) -> PyTree:
         """Returns the state after the layer has read pairs from `starts_B` on, `pairs_B` in all."""
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         pairs = chunk.lengths - 1  # the last token has no next token yet
         ends = jnp.minimum(pairs, chunk.starts + chunk.tokens.shape[1])
         state = dataclasses.replace(state, pending=dataclasses.replace(state.pending, pairs=pairs))
         features_BTD = self.features(params, output)
         return self.extend(params, state, chunk.following, features_BTD, chunk.starts, ends)
 
-    def sync(self, params, state, now):
-        def extend(state, tokens_BT, raw_BTW, pairs_B):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
+        def extend(state: PyTree, tokens_BT: Array, raw_BTW: Array, pairs_B: Array) -> PyTree:
             features_BTD, starts = self.fuse(params, raw_BTW), state.cache.lengths
             return self.extend(params, state, tokens_BT, features_BTD, starts, pairs_B)
 
         return pending.read(state, now, self.num_speculative_tokens + 1, extend)
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         # Features along the accepted path. `sync` pairs each with the next token of the buffer.
         raw = tree.along(verdict.path, self.raw_features(output))
         buffer = pending.add(state.pending, raw, now.lengths - 1, state.cache.lengths)
@@ -137,22 +158,30 @@ class PairDrafter(LayerDrafter):
     the outputs [B, T, D], and to the keys and values of the block.
     """
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         cache, buffer = self.empty(params, batch, slots)
         return PairState(cache, jnp.zeros((batch, self.config.d_model), self.dtype(params)), buffer)
 
-    def extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B):
+    def extend(
+        self,
+        params: PyTree,
+        state: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        starts_B: Array,
+        pairs_B: Array,
+    ) -> PyTree:
         cache = state.cache.at(starts_B)
         outputs, block = self.run(params, tokens_BT, features_BTD, cache)
         # A row whose last pair is not among these keeps its output.
         last = features.at_index(state.last, outputs, pairs_B - 1 - starts_B)
         return PairState(cache.write(block, None, pairs_B, outputs), last, state.pending)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
         B, num_fed = len(now.lengths), shapes.num_fed(self.tree, K)
 
-        def feed(carry, level):
+        def feed(carry: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs the layer over one level of nodes (`sample.Feed`)."""
             outputs, block = carry
             if level.is_root:  # the root's pair is the last one in the cache, and already read
@@ -173,7 +202,14 @@ class PairDrafter(LayerDrafter):
         return sample.grow(self.tree, K, feed, start, now)[0]
 
     def run(
-        self, params, tokens_BT, features_BTD, cache, block=None, positions_BT=None, ancestors=None
+        self,
+        params: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        cache: KVCache | None,
+        block: Block | None = None,
+        positions_BT: Array | None = None,
+        ancestors: Array | None = None,
     ) -> tuple[Array, Block]:
         """Returns the outputs at pairs and the extended block; see `transformer.apply`."""
         dtype, T = self.dtype(params), tokens_BT.shape[1]
@@ -184,13 +220,20 @@ class PairDrafter(LayerDrafter):
     def cache_slots(self, slots: int) -> int:
         return slots
 
-    def step(self, params, tokens_B1, state):
+    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
         outputs, block = self.run(params, tokens_B1, state.last[:, None], state.cache)
         return self.logits(params, outputs), block
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
-    ):
+        self,
+        params: PyTree,
+        next_BT: Array,
+        features_BTD: Array,
+        steps: int,
+        detached: bool = False,
+        remat: bool = False,
+        later: Array | None = None,
+    ) -> Iterator[Array]:
         config, (B, T) = self.config, next_BT.shape
         run = jax.checkpoint(self.run) if remat else self.run
         outputs, text = run(params, next_BT, features_BTD, None)
@@ -213,7 +256,7 @@ class PairDrafter(LayerDrafter):
             yield outputs
 
 
-def layer_config(options: dict, target: Config, **more) -> Config:
+def layer_config(options: dict, target: Config, **more: Any) -> Config:
     """Takes the sizes of layers out of options, and returns the shape of the layers.
 
     Sizes that are 0 or missing are the target's. `more` are further fields of the shape.

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
@@ -11,8 +12,8 @@ from jax import lax
 from spsjax import tree
 from spsjax.drafters import features, sample, shapes
 from spsjax.models.config import Config
-from spsjax.types import Array, PyTree
-from spsjax.utils.fields import integer
+from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.utils.fields import derived, integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +25,24 @@ class StateDrafter(features.FeatureDrafter):
     """
 
     target: Config
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
     tree: shapes.Shape = None
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         return jnp.zeros((batch, self.target.d_model), self.dtype(params))
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         return features.at_index(state, output.hidden, chunk.lengths - 2 - chunk.starts)
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         hidden = tree.along(verdict.path, output.hidden)
         return features.at_index(state, hidden, verdict.num_tokens - 1)
 
@@ -51,7 +60,7 @@ class HeadsDrafter(StateDrafter):
     num_heads: int = integer(4, 1)
 
     @property
-    def max_steps(self):
+    def max_steps(self) -> int:
         return self.num_heads
 
     @property
@@ -63,7 +72,7 @@ class HeadsDrafter(StateDrafter):
     def outputs(self, params: PyTree, features_BTD: Array, depth: int) -> Array:
         """Returns the outputs [B, T, D] of the head at a depth, from features."""
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K = self.num_speculative_tokens
         heads = range(K)
         if self.shares_head:  # one product for all depths reads the matrix once
@@ -75,10 +84,12 @@ class HeadsDrafter(StateDrafter):
 
         return sample.grow(self.tree, K, sample.feed_by_depth(logits_BKV), (), now)[0]
 
-    def _head_logits(self, params, state_BD, depth: int, depths_B: Array | None) -> Array:
+    def _head_logits(
+        self, params: PyTree, state_BD: Array, depth: int, depths_B: Array | None
+    ) -> Array:
         """Returns the logits [B, 1, V] of a head, or zeros if no row drafts at this depth."""
 
-        def run():
+        def run() -> Array:
             return self.logits(params, self.outputs(params, state_BD[:, None], depth), depth)
 
         if depths_B is None or depth == 0:
@@ -88,8 +99,15 @@ class HeadsDrafter(StateDrafter):
         return lax.cond(is_needed, run, lambda: jnp.zeros(shape.shape, shape.dtype))
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
-    ):
+        self,
+        params: PyTree,
+        next_BT: Array,
+        features_BTD: Array,
+        steps: int,
+        detached: bool = False,
+        remat: bool = False,
+        later: Array | None = None,
+    ) -> Iterator[Array]:
         run = jax.checkpoint(self.outputs, static_argnums=2) if remat else self.outputs
         for depth in range(steps):
             if depth == 1 and later is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.types import Array, PyTree, Round, pytree_dataclass
@@ -28,7 +29,7 @@ class Pending:
     pairs: Array  # [B] int32, number of pairs of committed tokens
 
 
-def empty(batch: int, num_speculative_tokens: int, width: int, dtype) -> Pending:
+def empty(batch: int, num_speculative_tokens: int, width: int, dtype: DTypeLike) -> Pending:
     """Returns an empty buffer for pending features."""
     slots = max(_SLOTS, 4 * (num_speculative_tokens + 1))
     return Pending(jnp.zeros((batch, slots, width), dtype), jnp.zeros(batch, jnp.int32))
@@ -67,7 +68,7 @@ def read(
     """
     slots, buffer = state.pending.features.shape[1], state.cache.num_slots
 
-    def advance(state, count):
+    def advance(state: PyTree, count: int) -> PyTree:
         index = state.cache.lengths[:, None] + jnp.arange(count)
         tokens = tree.along(jnp.minimum(index + 1, now.tokens.shape[1] - 1), now.tokens)
         features = tree.along(index % slots, state.pending.features)
@@ -79,7 +80,7 @@ def read(
     drafts_now = jnp.any(now.depths > 0)
     long_chunk = min(_LONG_CHUNK, buffer // 2)
 
-    def exceeds(state, most):
+    def exceeds(state: PyTree, most: int | Array) -> Array:
         """Returns whether a row has more than `most` pending pairs, or nearly a full buffer."""
         count = state.pending.pairs - state.cache.lengths
         return jnp.any(count > jnp.where(drafts_now, most, slots - 2 * chunk))

@@ -5,7 +5,6 @@ of the token after each node.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -54,7 +53,7 @@ Feed = Callable[[PyTree, Level], tuple[Array, Array | None, PyTree]]
 def feed_by_depth(logits_BKV: Array) -> Feed:
     """Returns a `Feed` of logits that depend on the depth of a level only, not on its tokens."""
 
-    def feed(state, level):
+    def feed(state: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
         row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
         return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
 
@@ -122,11 +121,11 @@ def grow(
         return _choose_tree(shape, feed, state, now.root)
     N = shape.num_nodes if shape else num_speculative_tokens
     uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 2 * N).reshape(-1, N, 2)
-    draw = functools.partial(draw_tree, shape)
-    if shape is None:
-        may_end = now.stops is not None or now.depths is not None
-        draw = functools.partial(_draw_chain, now.stops, now.wanted(N) if may_end else None)
-    return draw(feed, state, now.root, now.rows, uniforms)
+    if shape is not None:
+        return draw_tree(shape, feed, state, now.root, now.rows, uniforms)
+    may_end = now.stops is not None or now.depths is not None
+    depths = now.wanted(N) if may_end else None
+    return _draw_chain(now.stops, depths, feed, state, now.root, now.rows, uniforms)
 
 
 def _draw_chain(
@@ -144,16 +143,16 @@ def _draw_chain(
     `depths_B` are the most tokens per row; None: K, and no chain ends early.
     """
     B, K = uniforms_BK2.shape[:2]
-    node, may_end = jnp.arange(K)[None, None], depths_B is not None
+    node = jnp.arange(K)[None, None]
 
-    def draft(carry, inputs):
+    def draft(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         (last, state, running, rule_state), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
         logits, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
         probs, log = sampling.to_probs(logits[:, 0], rows), None
         token = sampling.draw(probs, uniforms_B2)
-        proposed = jnp.where(running, token, -1) if may_end else token
-        if may_end:
+        proposed = token if depths_B is None else jnp.where(running, token, -1)
+        if depths_B is not None:
             running &= k + 1 < depths_B
         if stops is not None:
             # The rule sees the token that it may end the chain after. That token stays, so the
@@ -163,18 +162,18 @@ def _draw_chain(
             running, log = running & ~ends, stops.log(drawn)
         return (token, state, running, rule_state), (proposed, probs, log)
 
-    def draft_if_any(carry, inputs):
-        if not may_end:
+    def draft_if_any(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        if depths_B is None:
             return draft(carry, inputs)
 
-        def skip(carry, inputs):
+        def skip(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
             token, *others = first
             return carry, (jnp.full_like(token, -1), *jax.tree.map(jnp.zeros_like, others))
 
         return lax.cond(jnp.any(carry[2]), draft, skip, carry, inputs)
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
-    running = depths_B > 0 if may_end else jnp.ones(B, bool)
+    running = jnp.ones(B, bool) if depths_B is None else depths_B > 0
     carry = root_B, state, running, () if stops is None else stops.start
     # The first step is not in the scan, because `feed` may treat the root in another way.
     carry, first = draft(carry, (0, uniforms[0]))
@@ -198,7 +197,7 @@ def draw_tree(
 
     `uniforms_BN2` are two random numbers per draft token.
     """
-    tokens, probs = {0: root_B}, {}
+    tokens, probs = {0: root_B}, dict[int, Array]()
     for depth, level in enumerate(tree.levels):
         inner = [node for node in level if tree.children[node]]
         if not inner:
@@ -245,11 +244,13 @@ def _spread_greedy(rows: RowParams) -> RowParams:
     )
 
 
-def _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2) -> dict[int, Array]:
+def _draw_children(
+    tree: Tree, inner: list[int], probs_BTV: Array, rows: RowParams, uniforms_BN2: Array
+) -> dict[int, Array]:
     """Draws the children of nodes, first children first: node -> [B] tokens."""
     greedy = rows.temperature[:, None] == 0
     vocab = jnp.arange(probs_BTV.shape[2])
-    tokens, weights = {}, probs_BTV
+    tokens, weights = dict[int, Array](), probs_BTV
     for rank in range(max(len(tree.children[node]) for node in inner)):
         index = [i for i, node in enumerate(inner) if len(tree.children[node]) > rank]
         children = [tree.children[inner[i]][rank] for i in index]
@@ -267,7 +268,7 @@ def _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2) -> dict[int, Arra
     return tokens
 
 
-def _choose_children(tree, inner, logits_BTV) -> dict[int, Array]:
+def _choose_children(tree: Tree, inner: list[int], logits_BTV: Array) -> dict[int, Array]:
     """Returns the most probable tokens after nodes: child -> [B] tokens."""
     most = max(len(tree.children[node]) for node in inner)
     best = lax.top_k(logits_BTV, most)[1]

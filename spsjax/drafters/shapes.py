@@ -27,7 +27,7 @@ class Tree(Checked):
     replacement: bool = flag(False)
     chosen: bool = flag(False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.replacement and self.chosen:
             raise InputError("replacement: cannot be True if chosen is True. Set one to False")
@@ -53,7 +53,8 @@ class Tree(Checked):
 
         `Tree.branching(2, 2)` has six nodes. Raises InputError for a count below 1.
         """
-        parents, level = [], [0]
+        parents: list[int] = []
+        level = [0]
         for count in counts:
             check_integer("counts", count, 1)
             start = len(parents) + 1
@@ -83,7 +84,7 @@ class Tree(Checked):
     @functools.cached_property
     def children(self) -> list[list[int]]:
         """Children of each node."""
-        children = [[] for _ in range(self.num_nodes + 1)]
+        children: list[list[int]] = [[] for _ in range(self.num_nodes + 1)]
         for node, parent in enumerate(self.parents, start=1):
             children[parent].append(node)
         return children
@@ -131,7 +132,7 @@ class DynamicTree(Checked):
     depth: int = integer(4, 1)
     width: int = integer(4, 1)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         most = self.width + (self.depth - 1) * self.width**2
         if self.num_nodes > most:
@@ -155,8 +156,8 @@ def checked_depth(shape: Shape, num_speculative_tokens: int | None, vocab_size: 
     Raises InputError if `num_speculative_tokens` is not the depth of the tree, or if the tree is
     wider than the vocabulary.
     """
-    chosen = isinstance(shape, DynamicTree) or (shape and shape.chosen)
-    if chosen and shape.width > vocab_size:
+    chosen = isinstance(shape, DynamicTree) or (shape is not None and shape.chosen)
+    if shape is not None and chosen and shape.width > vocab_size:
         raise InputError(
             f"tree: expected at most {vocab_size} children of a node, one for each token, "
             f"found {shape.width}"

@@ -5,16 +5,24 @@ target with a few hundred cache slots costs little more than reading the weights
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.drafters import base, sample, shapes
+from spsjax.drafters.base import Target
+from spsjax.drafters.sample import Level
 from spsjax.errors import InputError, short_repr
 from spsjax.models import caches, transformer
+from spsjax.models.caches.chosen import ChosenCache
 from spsjax.parallel import sharding
-from spsjax.utils.fields import integer
+from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.utils.fields import derived, integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Drafter(base.Drafter):
     """
 
     target: transformer.Config
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
     sinks: int = integer(4)
     recent: int = integer(252, 1)
     chosen: int = integer(0)
@@ -52,7 +60,7 @@ class Drafter(base.Drafter):
     pooled: int = integer(5, 1)
     tree: shapes.Shape = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         K = shapes.checked_depth(self.tree, self.num_speculative_tokens, self.target.vocab_size)
         object.__setattr__(self, "num_speculative_tokens", K)
@@ -69,7 +77,7 @@ class Drafter(base.Drafter):
             )
 
     @property
-    def score_sizes(self):
+    def score_sizes(self) -> tuple[int, ...]:
         return shapes.score_sizes(self.tree, self.num_speculative_tokens)
 
     @property
@@ -78,31 +86,31 @@ class Drafter(base.Drafter):
         sinks = 0 if self.chosen else self.sinks
         return dataclasses.replace(self.target, sinks=sinks, recent=self.recent)
 
-    def param_shapes(self, dtype):
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
         return {}  # it drafts with the target's weights
 
-    def shardings(self, mesh, replicate=False):
+    def shardings(self, mesh: Mesh | None, replicate: bool = False) -> Callable[[tuple], Sharding]:
         return sharding.param_shardings(mesh, self.target, replicate)
 
     def cache_slots(self, slots: int) -> int:
         return transformer.num_slots(self.config, slots) + self.chosen
 
-    def step_weights(self, params):
+    def step_weights(self, params: PyTree) -> PyTree:
         return params["target"]
 
-    def step(self, params, tokens_B1, state):
+    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
         output = transformer.apply(self.config, params["target"], tokens_B1, state)
         return sharding.gather_vocab(output.logits), output.block
 
-    def init(self, params, batch, slots):
-        cache = transformer.empty_cache(self.config, params["target"], batch, slots)
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
+        cache: Any = transformer.empty_cache(self.config, params["target"], batch, slots)
         return caches.with_chosen_slots(cache, self.chosen) if self.chosen else cache
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths - 1)
         return state.at(chunk.starts).write(output.block, None, ends, output.hidden)
 
-    def sync(self, params, state, now):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
         if not self.chosen:
             return state
         # Tokens are selected once per text, before the first draft. It is a loop, because `cond`
@@ -113,7 +121,7 @@ class Drafter(base.Drafter):
             state,
         )
 
-    def _select(self, params, state, now):
+    def _select(self, params: PyTree, state: PyTree, now: Round) -> ChosenCache:
         """Returns the cache with the prompt tokens that the observed tokens attend to most."""
         ends = now.lengths - 1
         starts = jnp.maximum(ends - self.observed, 0)
@@ -127,11 +135,11 @@ class Drafter(base.Drafter):
         pooled = [_averaged(scores, self.pooled) for scores in received]
         return state.choose(cache, pooled, starts)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K, weights, before = self.num_speculative_tokens, params["target"], now.lengths[:, None] - 1
         config = self.config
 
-        def feed(block, level):
+        def feed(block: Block, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs the target over one level of nodes, with the sparse cache (`sample.Feed`)."""
             output = transformer.apply(
                 config,
@@ -148,16 +156,25 @@ class Drafter(base.Drafter):
         start = transformer.empty_block(config, weights, len(now.lengths), num_fed)
         return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         path = None if proposal.parents is None else verdict.path
         return state.write(output.block, path, now.lengths - 1, output.hidden)
 
 
-def _averaged(scores_BGS, width: int):
+def _averaged(scores_BGS: Array, width: int) -> Array:
     """Returns scores averaged over `width` neighbouring slots; scores beyond the ends are 0."""
     padded = jnp.pad(scores_BGS, ((0, 0), (0, 0), (width // 2, width // 2)))
     S = scores_BGS.shape[-1]
-    return sum(padded[..., shift : shift + S] for shift in range(width)) / width
+    shifted = (padded[..., shift : shift + S] for shift in range(width))
+    return sum(shifted, jnp.zeros_like(scores_BGS)) / width
 
 
 def by_name(text: str, target: transformer.Config) -> Drafter:
@@ -180,7 +197,7 @@ def by_name(text: str, target: transformer.Config) -> Drafter:
     return Drafter(target, recent=recent, chosen=slots // 2, observed=observed)
 
 
-def from_name(text: str, target):
+def from_name(text: str, target: Target) -> tuple[Drafter, PyTree]:
     """Returns the drafter of `by_name`, and an empty dict: it has no weights."""
     return by_name(text, target.config), {}
 

@@ -14,9 +14,18 @@ import jax.numpy as jnp
 from spsjax.drafters import base
 from spsjax.drafters.sample import Drawn, Stops
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Array, PyTree, pytree_dataclass
+from spsjax.types import (
+    Array,
+    Chunk,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Round,
+    Verdict,
+    pytree_dataclass,
+)
 from spsjax.utils import fields, traced
-from spsjax.utils.fields import number
+from spsjax.utils.fields import derived, number
 
 # Sizes of scoring passes that are compiled for chains that may end early.
 SCORE_SIZES = 1, 2, 4, 7, 15
@@ -64,7 +73,7 @@ class Threshold(Rule):
     def certainty(self, drawn: Drawn) -> Array:
         """Returns the certainty about each row's token [B], at most 1."""
 
-    def ends(self, params, state, drawn):
+    def ends(self, params: PyTree, state: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
         return self.certainty(drawn) < self.bound, state
 
 
@@ -79,10 +88,10 @@ class Confidence(Threshold):
     threshold: float = traced.share(0.4)
 
     @property
-    def bound(self):
+    def bound(self) -> float:
         return self.threshold
 
-    def certainty(self, drawn):
+    def certainty(self, drawn: Drawn) -> Array:
         logs = jax.nn.log_softmax(drawn.logits.astype(jnp.float32))
         return jnp.exp(jnp.take_along_axis(logs, drawn.tokens[:, None], axis=1)[:, 0])
 
@@ -104,10 +113,10 @@ class Entropy(Threshold):
     threshold: float = traced.number(0.3, of=number, most=1e6)
 
     @property
-    def bound(self):
+    def bound(self) -> float:
         return 1 - self.threshold
 
-    def certainty(self, drawn):
+    def certainty(self, drawn: Drawn) -> Array:
         return 1 - jnp.sqrt(self.scale * entropy(drawn.logits))
 
 
@@ -133,22 +142,24 @@ class Adaptive(Rule):
     memory: float = traced.share(0.5)
     inertia: float = traced.share(0.9)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.rule, Threshold):
             raise InputError(f"rule: expected Confidence or Entropy, found {short_repr(self.rule)}")
 
-    def init(self, batch):
+    def init(self, batch: int) -> PyTree:
         start = (jnp.full(batch, value, jnp.float32) for value in (self.rule.bound, self.share))
         return Adapted(*start)
 
-    def start(self, between, batch):
+    def start(self, between: PyTree, batch: int) -> PyTree:
         return between.bound
 
-    def ends(self, params, state, drawn):
+    def ends(self, params: PyTree, state: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
         return self.rule.certainty(drawn) < state, state
 
-    def update(self, between, offered_B, accepted_B, most):
+    def update(
+        self, between: PyTree, offered_B: Array, accepted_B: Array, most: int | Array
+    ) -> PyTree:
         # Both the rate and the bound are exponential moving averages, as in the authors' code.
         rate = accepted_B / jnp.maximum(offered_B, 1)
         rate = self.memory * between.rate + (1 - self.memory) * rate
@@ -228,9 +239,9 @@ class Drafter(base.Wrapper):
 
     drafter: base.Drafter
     rule: Rule
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.rule, Rule):
             raise InputError(
                 "stop_rule: expected a rule of drafters.stopping (load_drafter takes a trained "
@@ -242,26 +253,26 @@ class Drafter(base.Wrapper):
             raise refusal(inner)
 
     @property
-    def score_sizes(self):
+    def score_sizes(self) -> tuple[int, ...]:
         K = self.num_speculative_tokens
         return *(size for size in SCORE_SIZES if size < K), K
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         return self.drafter.init(_without_rule(params), batch, slots), self.rule.init(batch)
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         drafter_state, between = state
         return self.drafter.prefill(_without_rule(params), drafter_state, chunk, output), between
 
-    def sync(self, params, state, now):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
         drafter_state, between = state
         return self.drafter.sync(_without_rule(params), drafter_state, now), between
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         drafter_state, between = state
         weights, calls = split(params["drafter"])[1], []
 
-        def ends(chain, drawn):
+        def ends(chain: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
             calls.append(True)
             return self.rule.ends(weights, chain, drawn)
 
@@ -272,7 +283,15 @@ class Drafter(base.Wrapper):
             raise refusal(self.drafter)
         return proposal
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         drafter_state, between = state
         offered = jnp.sum(proposal.tokens >= 0, axis=1)
         most = now.wanted(self.num_speculative_tokens)

@@ -5,14 +5,16 @@ positions in the row's text where its tokens occur, and the set is a mask over t
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base, datastore
+from spsjax.drafters.base import Target
 from spsjax.errors import InputError
-from spsjax.types import Array, Proposal, pytree_dataclass
+from spsjax.types import Array, Proposal, PyTree, Round, pytree_dataclass
 from spsjax.utils import traced
 from spsjax.utils.fields import integer, number
 
@@ -56,7 +58,7 @@ class Drafter(base.Drafter):
         N = self.num_tree_tokens or self.num_speculative_tokens
         return *(size for size in (0, 2, N // 2) if size < N), N  # matches are often short
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         if not base.num_nodes(self):
             return Proposal(jnp.zeros((len(now.tokens), 0), jnp.int32), None)
         best = jax.vmap(self._best, in_axes=(0, 0, None))
@@ -71,7 +73,7 @@ class Drafter(base.Drafter):
         text = _text(tokens_S, length)
         matched_S = _matched(text, self.max_match)
 
-        def grow(match):
+        def grow(match: Array) -> tuple[_Nodes, Array]:
             # Shorter matches at the same positions cannot win, so the next length is that of the
             # longest match at other positions.
             shorter = jnp.max(jnp.where(matched_S < match, matched_S, 0))
@@ -83,7 +85,7 @@ class Drafter(base.Drafter):
         back = jnp.arange(min(self.max_match, store.max_match))
         recent_P = jnp.where(back < length, tokens_S[jnp.maximum(length - 1 - back, 0)], -1)
 
-        def grow_stored(match):
+        def grow_stored(match: Array) -> tuple[_Nodes, Array]:
             begin, end, shorter = datastore.matches(store, recent_P, match)
             stored, starts = self._stored_text(store, begin, end)
             return self._grow(stored, starts, self._limit(match)), shorter
@@ -115,7 +117,9 @@ class Drafter(base.Drafter):
         starts = jnp.zeros((_STORED, width), bool).at[:, 0].set(entries < end).reshape(-1)
         return _Text(tokens, _token_ids(tokens)), starts
 
-    def _longest_score(self, longest: Array, grow) -> tuple[Array, tuple[Array, Array]]:
+    def _longest_score(
+        self, longest: Array, grow: Callable[[Array], tuple["_Nodes", Array]]
+    ) -> tuple[Array, tuple[Array, Array]]:
         """Returns the best proposal over all match lengths, in the form of `_best`.
 
         Args:
@@ -126,13 +130,13 @@ class Drafter(base.Drafter):
         N = base.num_nodes(self)
         nothing = jnp.full(N, -1), jnp.zeros(N, jnp.int32)
 
-        def may_win(carry):
+        def may_win(carry: PyTree) -> Array:
             match, best, _ = carry
             # The probabilities of one depth add up to at most 1, so a score is at most the depth.
             # Most short matches are skipped by this bound.
             return (match > 0) & (best < self._limit(match))
 
-        def look(carry):
+        def look(carry: PyTree) -> PyTree:
             match, best, proposal = carry
             nodes, shorter = grow(match)
             score = jnp.sum(nodes.probs[1:])
@@ -146,7 +150,7 @@ class Drafter(base.Drafter):
     def _grow(self, text: "_Text", starts_S: Array, limit: Array) -> "_Nodes":
         """Returns the proposal after the matches that end at `starts_S`, at most `limit` deep."""
 
-        def add(node, nodes):
+        def add(node: Array, nodes: "_Nodes") -> "_Nodes":
             # A chain continues after its last node, a tree after the node of the likeliest child.
             open_nodes = nodes.depths < limit
             if not self.num_tree_tokens:
@@ -204,7 +208,7 @@ def _empty(count: int, text: _Text) -> _Nodes:
     return _Nodes(zeros - 1, zeros, zeros, none, zeros, matches, none, zeros)
 
 
-def _following(text: _Text, depth: Array) -> tuple[Array, Array]:
+def _following(text: _Text, depth: int | Array) -> tuple[Array, Array]:
     """Returns the index [S] of the token `depth` + 1 after each slot, and whether it exists [S]."""
     slots = jnp.arange(len(text.tokens))
     index = slots + 1 + depth
@@ -212,7 +216,7 @@ def _following(text: _Text, depth: Array) -> tuple[Array, Array]:
     return inside, (index < len(slots)) & (text.tokens[inside] >= 0)
 
 
-def _with_next(text: _Text, nodes: _Nodes, node: Array) -> _Nodes:
+def _with_next(text: _Text, nodes: _Nodes, node: int | Array) -> _Nodes:
     """Returns the nodes with the next child of one of them: its most frequent next token."""
     index, _ = _following(text, nodes.depths[node])
     ids, matches = text.ids[index], nodes.matches[node]
@@ -261,7 +265,7 @@ def _matched(text: _Text, most: int) -> Array:
     slots = jnp.arange(len(text.tokens))
     last = jnp.sum(text.tokens >= 0) - 1
 
-    def longer(carry):
+    def longer(carry: PyTree) -> PyTree:
         back, run, matched = carry
         suffix = text.tokens[jnp.maximum(last - back, 0)]
         run &= (slots >= back) & (jnp.roll(text.tokens, back) == suffix)
@@ -279,7 +283,7 @@ def _token_ids(tokens_S: Array) -> Array:
     return jnp.zeros_like(tokens_S).at[order].set(jnp.cumsum(is_new, dtype=tokens_S.dtype))
 
 
-def from_name(text: str, target):
+def from_name(text: str, target: Target) -> tuple[Drafter, PyTree]:
     """Returns the drafter and its weights: "suffix", or "suffix:FILE" with a store of texts."""
     if not text:
         return Drafter(), {}
@@ -288,7 +292,7 @@ def from_name(text: str, target):
     return with_store(Drafter(), datastore.read(text, target.tokenizer), target.config.vocab_size)
 
 
-def with_store(drafter: Drafter, store: datastore.Store, vocab_size: int):
+def with_store(drafter: Drafter, store: datastore.Store, vocab_size: int) -> tuple[Drafter, PyTree]:
     """Returns the drafter and, as its weights, the texts of a store.
 
     Raises InputError for token ids that the target does not have.

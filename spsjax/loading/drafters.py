@@ -5,6 +5,7 @@ import difflib
 import pathlib
 import sys
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def load_drafter(
         return _with_store(name, target, store)
     together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
     loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)
-    loaded = _with_suffix(name, loaded) if with_suffix else loaded
+    loaded = _with_suffix(str(name), loaded) if with_suffix else loaded
     return loaded if stop_rule is None else with_stop_rule(loaded, target, stop_rule)
 
 
@@ -126,7 +127,7 @@ def save_drafter(
     authors, an MLP speculator in that of the published ones, the others in one of their own. Raises
     InputError for another drafter, or if the folder cannot be written.
     """
-    inner = getattr(drafter, "drafter", drafter)
+    inner: Any = getattr(drafter, "drafter", drafter)
     layout = getattr(sys.modules[type(inner).__module__], "LAYOUT", None)
     if not isinstance(drafter, LoadedDrafter) or layout is None:
         raise InputError(
@@ -254,7 +255,7 @@ def _with_store(name, target: Model, store: datastore.Store) -> LoadedDrafter:
             f"{short_repr(name)}"
         )
     loaded = _of_name(name, "", target, None)
-    drafter, texts = suffix.with_store(loaded.drafter, store, target.config.vocab_size)
+    drafter, texts = suffix.with_store(suffix.Drafter(), store, target.config.vocab_size)
     params = jax.device_put(texts, sharding.replicated(target.mesh))
     return dataclasses.replace(loaded, drafter=drafter, params=params)
 

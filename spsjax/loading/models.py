@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,8 @@ def compute_type(dtype, config: transformer.Config | None = None) -> jnp.dtype:
         raise InputError(f"{expected}, found {short_repr(dtype)}") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise InputError(f"{expected}, found {dtype}")
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+    options: Any = jax.config  # some versions leave the options out of its type
+    if dtype == jnp.float64 and not options.jax_enable_x64:
         raise InputError(f"{expected} and at most 32 (jax_enable_x64 is off), found {dtype}")
     return dtype
 

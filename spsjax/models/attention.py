@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def attend(
     A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
     if any(segment.split for segment in segments):
-        mixed = _attend_split(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
+        mixed: Any = _attend_split(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
     else:
         weights = weights_of(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
         repeats = _repeats(query_BTHC, segments)

@@ -33,14 +33,19 @@ class Context:
     size: Array | None
     contiguous: bool = dataclasses.field(metadata={"static": True})
 
-    def append(self, earlier: KeysValues | None, *new: Array) -> KeysValues:
+    def append(self, earlier: KeysValues | None, keys: Array, values: Array) -> KeysValues:
         """Returns the block's keys and values with those of these tokens appended."""
-        new = [sharding.whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in new]
-        if earlier is None:
-            return tuple(new)
+        keys, values = (
+            sharding.whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in (keys, values)
+        )
+        if earlier is None or self.size is None:  # both, if the block is new
+            return keys, values
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        grown = (update(old, rows, self.size) for old, rows in zip(earlier, new))
-        return tuple(map(sharding.whole_heads, grown))
+        keys, values = (
+            sharding.whole_heads(update(old, rows, self.size))
+            for old, rows in zip(earlier, (keys, values))
+        )
+        return keys, values
 
     def block(self, layers: Sequence[KeysValues], batch: int) -> Block:
         """Returns the block of the keys and values that `append` returned in each layer."""

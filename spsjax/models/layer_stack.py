@@ -47,14 +47,16 @@ def run(
         context: positions and masks.
         cache, block, tap_layers, remat, skipped: as for `transformer.apply`.
     """
-    count, by_layer = config.num_layers, isinstance(skipped, Skipped)
+    count = config.num_layers
     cached = cache.segments() if cache else [()] * count
     earlier = [None] * count if block is None else [*zip(block.keys, block.values)]
     rows, stream = [], [x_BTD]
     for layer in range(count):
-        skips = False, False
-        if by_layer:
+        skips, skips_B2 = (False, False), None
+        if isinstance(skipped, Skipped):
             skips = layer in skipped.attention, layer in skipped.ffn
+        else:
+            skips_B2 = skipped[:, layer]
         x_BTD, row = _equal_block(
             config,
             jnp.dtype(dtype),
@@ -66,7 +68,7 @@ def run(
             context,
             cached[layer],
             earlier[layer],
-            None if by_layer else skipped[:, layer],
+            skips_B2,
         )
         if x_BTD.shape[1] >= _BARRIER_TOKENS and layer % _BARRIER_LAYERS == _BARRIER_LAYERS - 1:
             x_BTD = lax.optimization_barrier(x_BTD)

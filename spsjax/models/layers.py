@@ -112,7 +112,8 @@ class Attention(nnx.Module):
 
     def keys_values(self, x_BTD, context: Context, layer: int) -> KeysValues:
         """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
-        return self._heads(*_unfused(self.key(x_BTD), self.value(x_BTD)), context, layer)
+        key, value = _unfused(self.key(x_BTD), self.value(x_BTD))
+        return self._heads(key, value, context, layer)
 
     def _attend(
         self, context: Context, layer, query, segments, biases, scale, softcap, sinks
@@ -158,7 +159,7 @@ class Attention(nnx.Module):
     ) -> tuple[tuple, KeysValues]:
         """Returns the arguments of `attend`, and the block's keys and values."""
         config, (B, T, _) = self.config, x_BTD.shape
-        query, *key_value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        query, key, value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         query = query.reshape(B, T, config.num_heads, config.head_dim)
         if config.qk_norm:
             query = self.query_norm(query)
@@ -168,7 +169,7 @@ class Attention(nnx.Module):
                 capped = self._rotated(query, context.capped_positions(config), layer)
                 sinks = Sinks(capped, config.sinks)
             query = self._rotated(query, context.positions, layer)
-        block = context.append(earlier, *self._heads(*key_value, context, layer))
+        block = context.append(earlier, *self._heads(key, value, context, layer))
         segments = context.segments(config, layer, cached, *block)
         biases = [None] * len(segments)
         if config.positions == "relative":
@@ -274,4 +275,4 @@ class DecoderBlock(nnx.Module):
 
 def _unless(skips: bool | Array, x_BTD: Array) -> Array:
     """Returns x, with zeros in rows that skip the sub-layer."""
-    return x_BTD if skips is False else jnp.where(skips[:, None, None], 0, x_BTD)
+    return x_BTD if isinstance(skips, bool) else jnp.where(skips[:, None, None], 0, x_BTD)

@@ -8,6 +8,7 @@ A quantised model is another model. Samples are exact with respect to it, not to
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,8 @@ def quantized_leaf(path: tuple, leaf, kind: str, tied: bool):
     if inputs is None:
         return leaf
     shardings = _shardings(leaf, inputs)
+    steps: Any
+    size: Any
     if isinstance(leaf, jax.ShapeDtypeStruct):
         steps, size = jax.eval_shape(lambda matrix: rounded(matrix, inputs), leaf)
         steps, size = (

@@ -34,7 +34,7 @@ def angles(
         turned = positions * _of_position(positions, head_dim, theta, *scaling[1:])
     else:
         turned = positions * frequencies(head_dim, theta, scaling)
-    attention = {"yarn": 5, "longrope": 1}.get(kind)
+    attention = {"yarn": 5, "longrope": 1}.get(kind or "")
     factor = 1.0 if attention is None else scaling[attention]
     if factor == 1.0:
         return jnp.cos(turned), jnp.sin(turned)

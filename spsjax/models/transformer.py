@@ -192,7 +192,7 @@ def attention_received(
         cache: keys and values of all earlier tokens.
     """
     tokens_BT = jnp.clip(tokens_BT, 0, config.vocab_size - 1)
-    taps = apply(config, params, tokens_BT, cache, tap_layers=range(config.num_layers)).taps
+    taps = apply(config, params, tokens_BT, cache, tap_layers=tuple(range(config.num_layers))).taps
     context, layers = context_of(tokens_BT.shape[1], cache), _layers(config, params)
     received = []
     inputs = zip(layers, taps, cache.segments(), strict=True)

@@ -88,7 +88,7 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
         return bounds[0] if len(bounds) == 1 and counts_up else 1
 
     def total(computation: str, outer: str) -> collections.Counter:
-        counts = collections.Counter()
+        counts: collections.Counter = collections.Counter()
         for line in lines[computation]:
             scope = _SCOPE.search(line)
             scope = scope[1] if scope and "/" in scope[1] else outer
@@ -99,7 +99,8 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
                     counts[inner] += times * value
             elif match := _CONDITIONAL.search(line):
                 branches = [total(name.strip(" %"), scope) for name in match[1].split(",")]
-                counts += max(branches, key=lambda branch: branch.total())
+                longest = max(branches, key=lambda branch: branch.total())
+                counts += longest
         return +counts  # unary plus drops scopes whose count is 0
 
     return dict(total(entry, ""))

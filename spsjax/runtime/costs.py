@@ -19,6 +19,7 @@ from spsjax.parallel import multihost, sharding
 from spsjax.runtime.batch import Batch
 from spsjax.runtime.loop import Loop
 from spsjax.types import Array, Proposal, PyTree
+from spsjax.utils import fields
 
 _OWN_KEYS = 2**31 - 1  # folded into the keys of a call
 # Rounds in a row that are timed: as many as last so many seconds, within these bounds. The first
@@ -40,7 +41,7 @@ class Filler(base.Wrapper):
     """
 
     drafter: base.Drafter
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = fields.derived()
 
     def __post_init__(self):
         if self.num_speculative_tokens is None:

@@ -162,8 +162,10 @@ def _check_weights(name: str, params, shapes: dict[str, list] | None) -> None:
                 f"{name}: expected weights as JAX arrays, found {type(leaf).__name__}. "
                 "Place them on their devices with jax.device_put."
             )
+    if shapes is None:
+        return
     own = _by_name(params)
-    for path in sorted(own | shapes) if shapes is not None else ():
+    for path in sorted(own | shapes):
         if own.get(path) != shapes.get(path):
             raise InputError(
                 f"{name}: expected weights of its config, with {path}: "

@@ -34,7 +34,7 @@ def pieces(tokenizer, prompt: Sequence[int], rounds: Iterable[Round]) -> Iterato
     The kinds are `DRAFT`, accepted draft tokens; `RESIDUAL`, the target's token after a rejection;
     `BONUS`, its token after none. A character that spans tokens is held back until it is whole.
     """
-    tokens, sent, kind = [], 0, None
+    tokens, sent, kind = list[int](), 0, DRAFT
     for decoded in rounds:
         # An end of sequence or the budget may have cut the block off before its last token.
         drafted = min(decoded.accepted, len(decoded.tokens))

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tokenizers
 
@@ -87,7 +88,9 @@ class HuggingFace(base.Tokenizer):
             )
         vocab = json.loads(self.files["vocab.json"])
         lines = self.files["merges.txt"].decode().replace("\r\n", "\n").split("\n")
-        merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
+        merges: list[Any] = [
+            tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"
+        ]
         # Without its merge a piece would never be produced, and text would be split differently.
         merged = {*map("".join, merges), _END}
         for piece in vocab:
@@ -132,5 +135,5 @@ class HuggingFace(base.Tokenizer):
             if is_byte:
                 tokens.append(bytes(self._bytes[id] for id in run).decode(errors="replace"))
             else:
-                tokens += [self._model.id_to_token(id) for id in run if id in self.pieces]
+                tokens += [self._model.id_to_token(id) or "" for id in run if id in self.pieces]
         return self._model.decoder.decode(tokens)

@@ -206,7 +206,7 @@ def defaults(cls: type) -> dict[str, Any]:
     return values
 
 
-def _section(field: dataclasses.Field) -> type | None:
+def _section(field: dataclasses.Field) -> Any:
     """Returns the class of a field that is a section of its own; None: it is a value."""
     types = typing.get_args(field.type) or (field.type,)
     return next((kind for kind in types if dataclasses.is_dataclass(kind)), None)

@@ -9,7 +9,7 @@ context (Zhang et al. 2408.15766, 3.2).
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,8 @@ def feature_metrics(
         later = index[: -(-len(index) // objective.every)] * objective.every
         later += _drawn(tokens, 1, objective.every)
         options = max(objective.steps, depth), objective.detached, precision.remat
-        unrolled, glanced = drafter.unrolled, None
+        unrolled: Callable[..., Iterator[Array]] = drafter.unrolled
+        glanced = None
         if objective.glance:
             glanced = _glanced(drafter, both, objective.glance, target, tokens, fed)
             unrolled = functools.partial(unrolled, glanced=glanced)

@@ -24,7 +24,11 @@ from spsjax.types import PyTree
 from spsjax.utils import hashing
 
 # Tasks by a section that only their configs have, the most special first.
-TASKS = {"drafter": FeaturesTask, "objective": DraftTask, "model": TargetTask}
+TASKS: dict[str, type[Task]] = {
+    "drafter": FeaturesTask,
+    "objective": DraftTask,
+    "model": TargetTask,
+}
 # Config keys that may change when a run is resumed: they do not affect results beyond rounding.
 _FREE_KEYS = "mesh", "cache", "keep", "keep_best", "log_every"
 

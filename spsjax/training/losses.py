@@ -105,7 +105,7 @@ def mixed(target_logits: Array, draft_logits: Array, beta: float = 0.5) -> Array
 
 
 # The divergences that `Objective.name` can select.
-DIVERGENCES = {
+DIVERGENCES: dict[str, Callable[..., Array]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jensen_shannon": jensen_shannon,

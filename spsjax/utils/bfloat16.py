@@ -18,4 +18,4 @@ def is_multiplied_directly() -> bool:
         return True
     rows, weights = (jax.ShapeDtypeStruct((size, 128), jnp.bfloat16) for size in (2, 128))
     program = jax.jit(jnp.dot).lower(rows, weights).compile().as_text()
-    return re.search(r" = bf16\[2,128\]\S* dot\(", program) is not None
+    return re.search(r" = bf16\[2,128\]\S* dot\(", program or "") is not None

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ Options = tuple[tuple[str, int | str], ...]  # options of XLA, by name
 _LEVEL = "xla_backend_optimization_level", 1
 _PRESET = "xla_cpu_opt_preset", "CPU_OPT_PRESET_FAST_COMPILE"
 
-_jitted = {}
+_jitted: dict[tuple, jax.stages.Wrapped] = {}
 
 
 class _Newest(threading.local):
@@ -35,7 +36,7 @@ class _Newest(threading.local):
 
     ended = float("-inf")
     calls = traces = False
-    shown = None
+    shown: Any = None
 
     def end_line(self) -> None:
         """Ends its line on the terminal, if it has one."""
@@ -47,7 +48,7 @@ class _Newest(threading.local):
 _newest = _Newest()
 
 
-def _note_compilation(event: str, seconds: float, **_) -> None:
+def _note_compilation(event: str, duration_secs: float, **_: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         _newest.ended = time.perf_counter()
         if not _newest.traces:

@@ -12,6 +12,7 @@ import platform
 import shutil
 import threading
 import warnings
+from typing import Any
 
 import filelock
 import jax
@@ -94,8 +95,9 @@ def _decide(setting: str) -> None:
 def _is_decided_in_jax() -> bool:
     """Returns whether the user has set a cache in JAX, or no cache."""
     name = "jax_compilation_cache_dir"
-    is_set = getattr(jax.config, name) is not None or name.upper() in os.environ
-    return is_set or not jax.config.jax_enable_compilation_cache
+    config: Any = jax.config  # some versions leave the options out of its type
+    is_set = getattr(config, name) is not None or name.upper() in os.environ
+    return is_set or not config.jax_enable_compilation_cache
 
 
 def _options() -> dict[str, float]:
@@ -145,14 +147,14 @@ def _tidy(folder: pathlib.Path) -> None:
     a second file after the program, so that torn programs have no such file.
     """
     with filelock.FileLock(folder / ".lockfile", timeout=_LOCK_SECONDS):  # JAX's own lock
-        used = {}  # by program, the time of its last use
+        used: dict[str, float] = {}  # by program, the time of its last use
         for entry in os.scandir(folder):
             name, _, kind = entry.name.rpartition("-")
             if kind == "atime":
                 used[name] = entry.stat().st_mtime
             elif kind == "cache":
                 used.setdefault(name, 0.0)
-        oldest = sorted(used, key=used.get)[: max(len(used) - _MOST_PROGRAMS, 0)]
+        oldest = sorted(used, key=lambda name: used[name])[: max(len(used) - _MOST_PROGRAMS, 0)]
         for name in {name for name, when in used.items() if not when}.union(oldest):
             for kind in ("cache", "atime"):
                 (folder / f"{name}-{kind}").unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import abc
 import jax.numpy as jnp
 
 from spsjax import tree
-from spsjax.types import Array, Proposal
+from spsjax.types import Array, Proposal, Verdict
 from spsjax.verifiers import base, verdicts
 
 
@@ -22,18 +22,18 @@ class Approximate(base.Verifier):
     def is_acceptable(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         """Returns [B, N] bool: whether a draft token is accepted if its parent is."""
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         last = self._last(proposal, target_probs_BMV)
         path = tree.path_to(verdicts.parents_of(proposal), last)
         next_probs_BV = jnp.take_along_axis(target_probs_BMV, last[:, None, None], axis=1)[:, 0]
         return verdicts.conclude(keys_B, proposal.tokens, path, next_probs_BV)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         above = tree.ancestors(verdicts.parents_of(proposal))
         last = self._last(proposal, target_probs_BMV)[:, None, None]
         return jnp.take_along_axis(above, last, axis=1)[:, 0, 1:].astype(target_probs_BMV.dtype)
 
-    def _last(self, proposal, target_probs_BMV):
+    def _last(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         """Returns the last node [B] of the accepted path."""
         parents = verdicts.parents_of(proposal)
         accepted = self.is_acceptable(proposal, target_probs_BMV)

@@ -19,12 +19,15 @@ class Verifier(Checked, abc.ABC):
     exactness tests can enumerate all outcomes of the code that runs.
 
     Attributes:
-        lossless: whether the emitted tokens follow the target's distribution exactly.
         trees: whether proposals may be trees.
     """
 
-    lossless: bool
     trees: bool = False
+
+    @property
+    @abc.abstractmethod
+    def lossless(self) -> bool:
+        """Whether the emitted tokens follow the target's distribution exactly."""
 
     def __call__(
         self, keys_B: Array, proposal: Proposal, logits_BMV: Array, rows: RowParams

@@ -20,10 +20,10 @@ class Verifier(base.Verifier):
 
     lossless = True
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         return block(keys_B, proposal, target_probs_BMV)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         numerator, denominator, _ = tests(proposal, target_probs_BMV)
         fails = 1 - numerator[:, 1:] / jnp.where(denominator == 0, 1, denominator)[:, 1:]
         # Token k is accepted unless the prefixes of k or more tokens all fail.

@@ -3,15 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Array
+from spsjax.types import AnyArray, Array
 
 # How far the sum of a distribution may be from 1: bfloat16 has 8 bits.
 _TOLERANCE = 0.02
 
 
-def check_key(key) -> None:
+def check_key(key: ArrayLike) -> None:
     """Raises InputError unless `key` is one JAX key, typed or raw."""
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
@@ -21,7 +22,7 @@ def check_key(key) -> None:
         raise InputError(f"key: expected one key (jax.random.key), found {description}")
 
 
-def as_array(name: str, value):
+def as_array(name: str, value: ArrayLike) -> AnyArray:
     """Returns the value as an array of its own type, because JAX would wrap large integers."""
     if isinstance(value, jax.Array):
         return value
@@ -31,7 +32,9 @@ def as_array(name: str, value):
         raise InputError(f"{name}: expected an array, found {short_repr(value)}") from None
 
 
-def draft_tokens(name: str, value, target_probs, letter: str) -> tuple[Array, int]:
+def draft_tokens(
+    name: str, value: ArrayLike, target_probs: ArrayLike, letter: str
+) -> tuple[AnyArray, int]:
     """Returns draft tokens [B, N] and V; raises InputError unless tokens are ids in [-1, V)."""
     tokens = as_array(name, value)
     if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -44,7 +47,7 @@ def draft_tokens(name: str, value, target_probs, letter: str) -> tuple[Array, in
     return tokens, V
 
 
-def parents(value, tokens: Array, num_nodes: int) -> Array:
+def parents(value: ArrayLike, tokens: AnyArray, num_nodes: int) -> AnyArray:
     """Returns the parents [B, N] of draft tokens.
 
     Raises InputError unless each parent has a smaller number than its child, and is one of the
@@ -68,17 +71,15 @@ def parents(value, tokens: Array, num_nodes: int) -> Array:
     return parents
 
 
-def num_nodes(draft_probs) -> int | None:
-    """Returns P of draft probabilities [B, P, V], or None; raises InputError for other axes."""
-    if draft_probs is None:
-        return None
+def num_nodes(draft_probs: ArrayLike) -> int:
+    """Returns P of draft probabilities [B, P, V]; raises InputError for other axes."""
     probs = as_array("draft_probs", draft_probs)
     if probs.ndim != 3:
         raise InputError(f"draft_probs: expected floats [B, P, V], found {describe(probs)}")
     return probs.shape[1]
 
 
-def check_distinct(tokens_BN: Array, parents_BN: Array) -> None:
+def check_distinct(tokens_BN: AnyArray, parents_BN: AnyArray) -> None:
     """Raises InputError if a node has two children with one token; traced values pass."""
     if isinstance(tokens_BN, jax.core.Tracer) or isinstance(parents_BN, jax.core.Tracer):
         return
@@ -94,7 +95,7 @@ def check_distinct(tokens_BN: Array, parents_BN: Array) -> None:
         )
 
 
-def depth(parents_BN: Array) -> int:
+def depth(parents_BN: AnyArray) -> int:
     """Returns the greatest depth of a node; N if the parents are traced."""
     B, N = parents_BN.shape
     if isinstance(parents_BN, jax.core.Tracer):
@@ -105,7 +106,12 @@ def depth(parents_BN: Array) -> int:
     return int(depths.max())
 
 
-def distributions(name: str, value, shape: tuple | None = None, relevant=True) -> Array:
+def distributions(
+    name: str,
+    value: ArrayLike,
+    shape: tuple[int, ...] | None = None,
+    relevant: AnyArray | bool = True,
+) -> Array:
     """Returns probabilities [..., V] in float32 or float64, because half precision sums badly.
 
     Raises InputError unless the shape fits and the rows where `relevant` is true are distributions.
@@ -131,7 +137,7 @@ def distributions(name: str, value, shape: tuple | None = None, relevant=True) -
     return probs
 
 
-def _outside(array, least, end):
+def _outside(array: AnyArray, least: int, end: int | np.ndarray) -> int | None:
     """Returns a number outside of [least, end); None: there is none, or the array is traced."""
     if isinstance(array, jax.core.Tracer):  # under jit the values are not known
         return None
@@ -140,6 +146,6 @@ def _outside(array, least, end):
     return wrong[0] if wrong.size else None
 
 
-def describe(array) -> str:
+def describe(array: AnyArray) -> str:
     """Returns a description of an array for messages: type and shape."""
     return f"{array.dtype} {list(array.shape)}"

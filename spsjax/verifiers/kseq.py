@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import sampling, tree
-from spsjax.types import Array, Proposal
+from spsjax.types import Array, Proposal, Verdict
 from spsjax.verifiers import base, match, verdicts
 
 _BISECTIONS = 40
@@ -28,10 +28,10 @@ class Verifier(base.Verifier):
     lossless = True
     trees = True
 
-    def check(self, proposal):
+    def check(self, proposal: Proposal) -> None:
         verdicts.check_independent(proposal, "k-sequential selection")
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         (B, M, _), N = target_probs_BMV.shape, proposal.tokens.shape[1]
         accept, residuals_BMV = selection(proposal, target_probs_BMV)
         accepted = sampling.uniforms(keys_B, sampling.ACCEPT, N) < accept
@@ -39,7 +39,7 @@ class Verifier(base.Verifier):
         drawn = sampling.draw(residuals_BMV, uniforms)
         return match.walk(proposal, drawn, jnp.sum(residuals_BMV, axis=-1), accepted)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         parents = verdicts.parents_of(proposal)
         accept, residuals_BMV = selection(proposal, target_probs_BMV)
         mass = jnp.sum(residuals_BMV, axis=-1, keepdims=True)
@@ -54,8 +54,7 @@ class Verifier(base.Verifier):
 def selection(proposal: Proposal, target_probs_BMV: Array) -> tuple[Array, Array]:
     """Returns the probability to accept each child [B, N], and the residuals [B, M, V]."""
     parents, M = verdicts.parents_of(proposal), target_probs_BMV.shape[1]
-    missing = M - proposal.probs.shape[1]
-    draft_probs = jnp.pad(proposal.probs, ((0, 0), (0, missing), (0, 0)))
+    draft_probs = verdicts.probs_of(proposal)
     target_at, draft_at = (
         verdicts.at_tokens(proposal, probs) for probs in (target_probs_BMV, draft_probs)
     )
@@ -85,7 +84,7 @@ def divisor(draft_probs: Array, target_probs: Array, children: Array) -> Array:
     min(draft, target / rho). The root is rounded up, because a smaller divisor would be biased.
     """
 
-    def narrow(_, interval):
+    def narrow(_: int, interval: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = interval
         middle = (low + high) / 2
         beta = jnp.sum(jnp.minimum(draft_probs, target_probs / middle[..., None]), axis=-1)

@@ -25,13 +25,13 @@ class Verifier(base.Verifier):
     lossless = True
     trees = True
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         B, M, _ = target_probs_BMV.shape
         uniforms = sampling.uniforms(keys_B, sampling.NEXT, 2 * M).reshape(B, M, 2)
         drawn_BM = sampling.draw(target_probs_BMV, uniforms)
         return walk(proposal, drawn_BM, jnp.sum(target_probs_BMV, axis=-1))
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         parents = verdicts.parents_of(proposal)
         return verdicts.with_ancestors(parents, drawn_probs(proposal, target_probs_BMV))
 

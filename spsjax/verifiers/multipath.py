@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
-from spsjax.types import Array, Proposal
+from spsjax.types import Array, Proposal, PyTree, Verdict
 from spsjax.verifiers import base, block, verdicts
 
 
@@ -27,16 +27,16 @@ class Verifier(base.Verifier):
     lossless = True
     trees = True
 
-    def check(self, proposal):
+    def check(self, proposal: Proposal) -> None:
         verdicts.check_independent(proposal, "multi-path verification")
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         nodes, chain, target = best_path(proposal, target_probs_BMV)
         verdict = block.block(keys_B, chain, target)
         path = jnp.where(verdict.path >= 0, nodes, -1)
         return dataclasses.replace(verdict, path=path)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         nodes, chain, target = best_path(proposal, target_probs_BMV)
         accept = block.Verifier().accept_probs(chain, target)
         at_node = nodes[:, 1:, None] == 1 + jnp.arange(accept.shape[1])
@@ -52,16 +52,17 @@ def best_path(proposal: Proposal, target_probs_BMV: Array) -> tuple[Array, Propo
     probability (1 - A)^m - (1 - A - Q)^m, where Q is the prefix's probability under the draft, and
     A that of all better prefixes of the same length.
     """
-    (B, M, V), N = target_probs_BMV.shape, target_probs_BMV.shape[1] - 1
+    B, M, V = target_probs_BMV.shape
+    N = M - 1
     if not N:  # nothing was proposed
         return jnp.zeros((B, 1), jnp.int32), proposal, target_probs_BMV
     row, paths = jnp.arange(B), _paths(proposal)
     started, sizes = paths[:, :, 0] > 0, jnp.sum(paths > 0, axis=2)
     count_B = jnp.sum(started, axis=1)
     length_B = jnp.min(jnp.where(started, sizes, N), axis=1, initial=N) * (count_B > 0)
-    draft_probs = jnp.pad(proposal.probs, ((0, 0), (0, M - proposal.probs.shape[1]), (0, 0)))
+    draft_probs = verdicts.probs_of(proposal)
 
-    def extend(carry, depth):
+    def extend(carry: PyTree, depth: Array) -> tuple[PyTree, tuple[Array, ...]]:
         # The best path so far: its last node, the paths that share its tokens, and A and Q.
         node, alive, better_B, prefix_B = carry
         draft, target = draft_probs[row, node], target_probs_BMV[row, node]
@@ -109,7 +110,7 @@ def _paths(proposal: Proposal) -> Array:
     child = jnp.where(jnp.pad(offered, ((0, 0), (1, 0)))[jnp.arange(B)[:, None], child], child, 0)
     first = jnp.where((parents == 0) & offered, node, 0)
 
-    def descend(nodes, _):
+    def descend(nodes: Array, _: None) -> tuple[Array, Array]:
         below = jnp.where(nodes > 0, jnp.take_along_axis(child, nodes, axis=1), 0)
         return below, nodes
 
@@ -124,7 +125,7 @@ def _share(most: int, count: Array, better: Array, prefix: Array) -> Array:
     above = jnp.maximum(1 - better, 0)
     below = jnp.maximum(above - prefix, 0)
 
-    def add(m, carry):
+    def add(m: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         total, power = carry
         return jnp.where(m < count, power + below * total, total), power * above
 

@@ -11,6 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax import sampling, tree
+from spsjax.types import Array, Proposal, Verdict
 from spsjax.verifiers import base, rejection, siblings, verdicts
 
 
@@ -26,7 +27,7 @@ class Verifier(base.Verifier):
     lossless = True
     trees = True
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         if proposal.parents is None:
             return rejection.rejection(keys_B, proposal, target_probs_BMV)
         parents = verdicts.parents_of(proposal)
@@ -36,7 +37,7 @@ class Verifier(base.Verifier):
         next_probs = jnp.take_along_axis(residuals_BMV, last[:, None, None], axis=1)[:, 0]
         return verdicts.conclude(keys_B, proposal.tokens, tree.path_to(parents, last), next_probs)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         parents = verdicts.parents_of(proposal)
         accept, _, _ = siblings.reject_children(proposal, target_probs_BMV, joint=False)
         return verdicts.with_ancestors(parents, verdicts.first_accepted(parents, accept))

@@ -14,6 +14,7 @@ import numpy as np
 
 from spsjax import sampling
 from spsjax.errors import InputError, short_repr
+from spsjax.sampling import RowParams
 from spsjax.types import Array, Proposal, Verdict
 from spsjax.utils import traced
 from spsjax.verifiers import base, verdicts
@@ -31,7 +32,7 @@ class Verifier(base.Verifier):
 
     lenience: float = traced.number(1.0, off=1.0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_lenience(self.lenience)
 
     @property
@@ -39,7 +40,9 @@ class Verifier(base.Verifier):
         # A lenience of 1 stays static (`traced.number(off=1.0)`), so a traced one is below 1.
         return not isinstance(self.lenience, jax.core.Tracer) and self.lenience == 1
 
-    def __call__(self, keys_B, proposal, logits_BMV, rows):
+    def __call__(
+        self, keys_B: Array, proposal: Proposal, logits_BMV: Array, rows: RowParams
+    ) -> Verdict:
         target_probs_BMV = sampling.to_probs(logits_BMV, rows)
         if not self.lossless:
             greedy = rows.temperature == 0
@@ -48,10 +51,10 @@ class Verifier(base.Verifier):
             )
         return self.verify(keys_B, proposal, target_probs_BMV)
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         return rejection(keys_B, proposal, target_probs_BMV, self.lenience)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         numerator, denominator = ratio(
             proposal.tokens, proposal.probs, target_probs_BMV[:, :-1], self.lenience
         )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spsjax.types import Array, Proposal
+from spsjax.types import Array, Proposal, PyTree
 from spsjax.verifiers import verdicts
 
 
@@ -36,13 +36,21 @@ def reject_children(
     return jax.vmap(reject)(proposal.tokens, parents, offered, proposal.probs, target_probs_BMV)
 
 
-def _reject_in_row(distinct, joint, tokens_N, parents_N, offered_N, probs_PV, target_MV):
+def _reject_in_row(
+    distinct: bool,
+    joint: bool,
+    tokens_N: Array,
+    parents_N: Array,
+    offered_N: Array,
+    probs_PV: Array | None,
+    target_MV: Array,
+) -> tuple[Array, Array, Array]:
     """Does what `reject_children` does for one row."""
     M, V = target_MV.shape
     if probs_PV is not None:
         probs_PV = jnp.pad(probs_PV, ((0, M - len(probs_PV)), (0, 0)))
 
-    def reject(carry, child):
+    def reject(carry: PyTree, child: tuple[Array, ...]) -> tuple[PyTree, Array]:
         targets, weights, drafts = carry
         node, token, parent, present = child
         target, weight = targets[parent], weights[parent]

@@ -96,8 +96,9 @@ def tree_verify(
     tokens, V = inputs.draft_tokens("tokens", tokens, target_probs, "N")
     if method == "match":
         draft_probs = None
-    (B, N), P = tokens.shape, inputs.num_nodes(draft_probs)
-    parents = inputs.parents(parents, tokens, N + 1 if P is None else P)
+    B, N = tokens.shape
+    P = N + 1 if draft_probs is None else inputs.num_nodes(draft_probs)
+    parents = inputs.parents(parents, tokens, P)
     scored = tree.reached(jnp.asarray(parents), jnp.asarray(tokens) >= 0)
     target_probs = inputs.distributions("target_probs", target_probs, (B, N + 1, V), scored)
     tokens = jnp.where(scored[:, 1:], tokens, -1)  # also omits tokens below an omitted one
@@ -109,13 +110,12 @@ def tree_verify(
             inputs.check_distinct(tokens, parents)
     columns = inputs.depth(parents) + 1
     parents, tokens = (jnp.asarray(array, jnp.int32) for array in (parents, tokens))
-    kind = Independent if replacement else Proposal
-    proposal = kind(tokens, draft_probs, parents)
+    proposal = (Independent if replacement else Proposal)(tokens, draft_probs, parents)
     (tokens, number, path), _ = compiled(_verify, rule)(key, proposal, target_probs)
     return tokens[:, :columns], number, path[:, :columns]
 
 
-def _rule_for_trees(method: str, draft_probs, replacement: bool) -> Verifier:
+def _rule_for_trees(method: str, draft_probs: Array | None, replacement: bool) -> Verifier:
     """Returns the verifier of a method; raises InputError if it does not fit the draft."""
     if method not in TREE_RULES:
         raise InputError(f"method: expected {', '.join(TREE_RULES)}, found {short_repr(method)}")
@@ -129,7 +129,9 @@ def _rule_for_trees(method: str, draft_probs, replacement: bool) -> Verifier:
     return by_name(method)
 
 
-def _chain(key, tokens, draft_probs, target_probs) -> tuple[Proposal, Array]:
+def _chain(
+    key: Array, tokens: Array, draft_probs: Array, target_probs: Array
+) -> tuple[Proposal, Array]:
     """Returns the proposal and the target's probabilities of a chain, after all checks."""
     inputs.check_key(key)
     tokens, V = inputs.draft_tokens("draft_tokens", tokens, target_probs, "K")

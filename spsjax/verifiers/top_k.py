@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from spsjax.types import Array, Proposal
 from spsjax.utils.fields import integer
 from spsjax.verifiers import approximate, verdicts
 
@@ -26,7 +27,7 @@ class Verifier(approximate.Approximate):
 
     k: int = integer(2, 1)
 
-    def is_acceptable(self, proposal, target_probs_BMV):
+    def is_acceptable(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         parents = verdicts.parents_of(proposal)
         probs = verdicts.at_tokens(proposal, target_probs_BMV)
         k = min(self.k, target_probs_BMV.shape[-1])

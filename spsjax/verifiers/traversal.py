@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spsjax import sampling, tree
 from spsjax.errors import InputError
+from spsjax.types import Array, Proposal, Verdict
 from spsjax.verifiers import base, siblings, verdicts
 
 
@@ -24,14 +25,14 @@ class Verifier(base.Verifier):
     lossless = True
     trees = True
 
-    def check(self, proposal):
+    def check(self, proposal: Proposal) -> None:
         if proposal.probs is None:
             raise InputError(
                 "verifier: expected a drafter with distributions for traversal verification, "
                 'found one of point masses. Use "match"'
             )
 
-    def verify(self, keys_B, proposal, target_probs_BMV):
+    def verify(self, keys_B: Array, proposal: Proposal, target_probs_BMV: Array) -> Verdict:
         parents = verdicts.parents_of(proposal)
         _, weights, residuals_BMV = siblings.reject_children(proposal, target_probs_BMV, joint=True)
         M = weights.shape[1]
@@ -47,7 +48,7 @@ class Verifier(base.Verifier):
         next_probs = jnp.where(untested[:, None], jnp.nan, next_probs)
         return verdicts.conclude(keys_B, proposal.tokens, tree.path_to(parents, last), next_probs)
 
-    def accept_probs(self, proposal, target_probs_BMV):
+    def accept_probs(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         parents = verdicts.parents_of(proposal)
         _, weights, _ = siblings.reject_children(proposal, target_probs_BMV, joint=True)
         order = tree.postorder(parents)

@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spsjax.errors import InputError, short_repr
-from spsjax.types import Array
+from spsjax.types import Array, Proposal
 from spsjax.utils import traced
 from spsjax.verifiers import approximate, verdicts
 
@@ -28,7 +28,7 @@ class Verifier(approximate.Approximate):
     epsilon: float = traced.number(0.09)
     delta: float = traced.number(0.3)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, most, interval in (
             ("epsilon", 1, "(0, 1]"),
             ("delta", float("inf"), "(0, infinity]"),
@@ -40,7 +40,7 @@ class Verifier(approximate.Approximate):
                     f"{name}: expected a number in {interval}, found {short_repr(value)}"
                 )
 
-    def is_acceptable(self, proposal, target_probs_BMV):
+    def is_acceptable(self, proposal: Proposal, target_probs_BMV: Array) -> Array:
         bound = threshold(target_probs_BMV, self.epsilon, self.delta)
         bound = jnp.take_along_axis(bound, verdicts.parents_of(proposal), axis=1)
         return verdicts.at_tokens(proposal, target_probs_BMV) > bound

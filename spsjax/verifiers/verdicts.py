@@ -54,6 +54,16 @@ def parents_of(proposal: Proposal) -> Array:
     return tree.chain(*proposal.tokens.shape) if proposal.parents is None else proposal.parents
 
 
+def probs_of(proposal: Proposal) -> Array:
+    """Returns the draft's distributions [B, M, V], which are 0 at nodes without one.
+
+    The proposal is not of point masses (`check_independent`).
+    """
+    probs, M = proposal.probs, proposal.tokens.shape[1] + 1
+    assert probs is not None
+    return jnp.pad(probs, ((0, 0), (0, M - probs.shape[1]), (0, 0)))
+
+
 def offered(proposal: Proposal) -> Array:
     """Returns [B, N] bool: whether a draft token exists and may be accepted."""
     exists = proposal.tokens >= 0

@@ -107,9 +107,11 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds + 1)
     max_writes = int(folder_megabytes // file_megabytes)
     if child:
-        _check(*_files(replies, requests), child, max_writes)
+        reader, writer = _files(replies, requests)
+        _check(reader, writer, child, max_writes)
     else:
-        _serve(*_files(theirs_in, theirs_out), max_writes)
+        reader, writer = _files(theirs_in, theirs_out)
+        _serve(reader, writer, max_writes)
 
 
 def _files(source: int, sink: int):

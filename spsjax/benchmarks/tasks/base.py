@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spsjax.errors import InputError
 from spsjax.sampling import SamplingParams
@@ -18,7 +18,7 @@ class Example:
     name: str  # name that is unique within the task
     turns: tuple[str, ...]  # messages to the model, which answers each before it sees the next
     # Data that the task scores an answer by.
-    reference: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    reference: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     group: str = ""  # name of the group whose figures are reported separately
 
 
@@ -32,6 +32,7 @@ class Task(abc.ABC):
         max_new_tokens: token budget per answer, by default that of the task's source.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]  # every concrete class is one
     settings: ClassVar[Mapping[str, SamplingParams]]
     chat: ClassVar[bool] = False
     code: ClassVar[bool] = False

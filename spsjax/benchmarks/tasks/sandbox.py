@@ -30,6 +30,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +157,12 @@ def _run(boundary: Boundary, program: str, tests: str, limits: Limits) -> Outcom
         environment |= {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1"}
         command = [*boundary(folder, limits), sys.executable, "-I", "-X", "utf8", str(_CHILD)]
         command += map(str, dataclasses.astuple(limits))
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": stderr}
-        options = {"cwd": folder, "env": environment, "start_new_session": True}
+        streams: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.DEVNULL,
+            "stderr": stderr,
+        }
+        options: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}
         child = subprocess.Popen(command, **streams, **options)
         try:
             child.communicate(pickle.dumps((program, tests)), limits.seconds)

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import textwrap
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spsjax.benchmarks.tasks import base
 from spsjax.data import documents
@@ -113,6 +113,7 @@ def answer_scores(example: base.Example, answer: str) -> dict[str, float]:
 def _is_function(text: str) -> bool:
     """Returns whether a text is one function with a body after its docstring."""
     try:
+        node: Any
         (node,) = ast.parse(textwrap.dedent(text)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False

@@ -141,7 +141,7 @@ def by_rule(name: str, variants, rule: str | None, target) -> list[Variant]:
     return fits
 
 
-def prompts_by_task(config, target: Model) -> dict[str, Prompts]:
+def prompts_by_task(config, target: Model) -> Mapping[str, Prompts]:
     """Returns the prompts per task by name; without tasks, the key is ""."""
     names = config.run_tasks
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):

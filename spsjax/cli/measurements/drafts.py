@@ -2,6 +2,7 @@
 
 import pathlib
 import runpy
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -41,7 +42,7 @@ def run(config: ConfigDict, workdir: pathlib.Path, folder: pathlib.Path) -> str:
         if start and name != "start" and pathlib.Path(start).exists():
             draft.init = start
         try:
-            task, _, _ = fit.prepare(draft, workdir / name, configs.mesh(draft.mesh))
+            task: Any = fit.prepare(draft, workdir / name, configs.mesh(draft.mesh))[0]
         except InputError as error:
             raise InputError(with_section(name, config, str(error))) from None
     target = task.target

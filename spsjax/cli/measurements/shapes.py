@@ -79,9 +79,14 @@ def pairs_of(config: ConfigDict, folder: pathlib.Path) -> dict[str, ShapePair]:
 
     if not config.pairs:
         raise InputError("pairs: expected at least one, found none")
-    settings = config.acceptance, config.new_tokens, sampling
     return {
-        name: ShapePair(*(model_shape(role, pair[role]) for role in ("target", "draft")), *settings)
+        name: ShapePair(
+            model_shape("target", pair["target"]),
+            model_shape("draft", pair["draft"]),
+            config.acceptance,
+            config.new_tokens,
+            sampling,
+        )
         for name, pair in config.pairs.items()
     }
 

@@ -4,29 +4,33 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 
 from spsjax.drafters import folders, parallel
 from spsjax.errors import InputError
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.linear import make_linear, two_rows
+from spsjax.types import Array, PyTree
 from spsjax.utils.fields import integer
 
 
 class Blockwise(nnx.Module):
     """Hidden layer that all heads share, and one output layer per head."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         width, heads = drafter.target.d_model, range(drafter.num_heads)
         hidden = drafter.num_heads * drafter.d_ff
         make = {"dtype": dtype, "rngs": rngs}
         self.up = make_linear(width, hidden, True, **make)
         self.outs = nnx.List([make_linear(hidden, width, True, **make) for _ in heads])
 
-    def __call__(self, x_BTD, head: int):
-        def run(x):
+    def __call__(self, x_BTD: Array, head: int) -> Array:
+        def run(x: Array) -> Array:
             return self.outs[head](jax.nn.relu(self.up(x)))
 
         return x_BTD + two_rows(run, x_BTD)
@@ -43,7 +47,9 @@ class Drafter(parallel.HeadsDrafter):
     module = Blockwise
     d_ff: int = integer(512, 1)
 
-    def shardings(self, mesh, replicate=None):
+    def shardings(
+        self, mesh: Mesh | None, replicate: bool | None = None
+    ) -> Callable[[tuple], Sharding]:
         if mesh is not None and replicate is False:
             units, devices = self.num_heads * self.d_ff, mesh.shape["model"]
             if units % devices:
@@ -53,8 +59,8 @@ class Drafter(parallel.HeadsDrafter):
                 )
         return super().shardings(mesh, replicate)
 
-    def outputs(self, params, features_BTD, depth):
+    def outputs(self, params: PyTree, features_BTD: Array, depth: int | Array) -> Array:
         return self.bind(params)(features_BTD, depth)
 
 
-LAYOUT = folders.OwnLayout("blockwise", {"num_heads": COUNT, "d_ff": COUNT})
+LAYOUT = folders.OwnLayout[Drafter]("blockwise", {"num_heads": COUNT, "d_ff": COUNT})

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters import base
-from spsjax.types import Array, Proposal, pytree_dataclass
+from spsjax.drafters.base import Target
+from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, pytree_dataclass
 from spsjax.utils.fields import flag, integer
 
 
@@ -59,25 +60,25 @@ class Drafter(base.Drafter):
         K = self.num_speculative_tokens
         return 0, K // 4, K
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         zeros = jnp.zeros(batch, jnp.int32)
         return State(zeros, zeros, zeros - 1)
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         begin = jnp.where(self.start < chunk.lengths, self.start, -1).astype(jnp.int32)
         return State(chunk.lengths, chunk.lengths, begin)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         index = state.next[:, None] + jnp.arange(self.num_speculative_tokens)
         known = (state.next[:, None] >= 0) & (index < state.prompts[:, None])
         copied = jnp.take_along_axis(now.tokens, jnp.where(known, index, 0), axis=1)
         return Proposal(jnp.where(known, copied, -1), None)
 
-    def sync(self, params, state, now):
+    def sync(self, params: PyTree, state: PyTree, now: Round) -> PyTree:
         rule = functools.partial(_follow, most=self.max_suffix, replaces=self.replaces)
         follow = jax.vmap(rule)
 
-        def compare(step, expected):
+        def compare(step: Array, expected: Array) -> Array:
             end = state.lengths + step
             inside = jnp.minimum(end, now.tokens.shape[1] - 1)
             later = follow(now.tokens, state.prompts, inside, expected)
@@ -115,7 +116,7 @@ def _follow(
     return jnp.where(later < prompt, later, -1).astype(jnp.int32)
 
 
-def from_name(text: str, target):
+def from_name(text: str, target: Target) -> tuple[Drafter, PyTree]:
     """Returns the drafter and its weights; it skips the tokens that precede every text."""
     base.check_alone("copy", text)
     return Drafter(start=0 if target.tokenizer is None else len(target.tokenizer.encode(""))), {}

@@ -10,10 +10,13 @@ import json
 import pathlib
 
 from spsjax.drafters import base, sample
+from spsjax.drafters.base import Target
+from spsjax.drafters.sample import Level
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.config import Skipped
 from spsjax.parallel import sharding
+from spsjax.types import Array, Block, Proposal, PyTree, Round
 from spsjax.utils.fields import integer
 
 
@@ -38,16 +41,16 @@ class Drafter(base.Drafter):
     skipped: Skipped
     num_speculative_tokens: int = integer(4)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.skipped, Skipped):
             raise InputError(f"skipped: expected Skipped, found {short_repr(self.skipped)}")
         self.skipped.check(self.target)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         config, weights, K = self.target, params["target"], self.num_speculative_tokens
 
-        def feed(block, level):
+        def feed(block: Block, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs the draft over one more token per row (`sample.Feed`)."""
             output = transformer.apply(
                 config, weights, level.tokens, now.cache, block=block, skipped=self.skipped
@@ -58,7 +61,7 @@ class Drafter(base.Drafter):
         return sample.grow(None, K, feed, start, now)[0]
 
 
-def from_name(text: str, target):
+def from_name(text: str, target: Target) -> tuple[Drafter, PyTree]:
     """Returns the drafter of a number of layers ("4") or of a file of `scripts/plan.py`.
 
     The second result is an empty dict, because the drafter has no weights.

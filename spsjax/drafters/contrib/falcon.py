@@ -6,22 +6,28 @@ not depend on each other. **Lossless**, as is every drafter.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.drafters import folders, pairs, pending, sample, shapes
 from spsjax.drafters.contrib import falcon_training, sequences
 from spsjax.drafters.contrib.lstm import LSTM
+from spsjax.drafters.folders import Folder
+from spsjax.drafters.sample import Level
 from spsjax.models import caches as kv
 from spsjax.models import transformer
+from spsjax.models.caches import KVCache
 from spsjax.models.config import Config
+from spsjax.models.context import KeysValues
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf import config_json
 from spsjax.models.hf.fields import COUNT, OBJECT
-from spsjax.types import Array, Block, PyTree, pytree_dataclass
+from spsjax.types import Array, Block, Proposal, PyTree, Round, pytree_dataclass
 from spsjax.utils.fields import integer
 
 LSTM_LAYERS = 2
@@ -30,7 +36,7 @@ LSTM_LAYERS = 2
 class Falcon(nnx.Module):
     """LSTM over pairs of a feature and a token, and a decoder layer."""
 
-    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         width = config.d_model
         self.lstm = LSTM(2 * width, width, LSTM_LAYERS, dtype=dtype, rngs=rngs)
         self.layer = FeatureLayer(config, dtype=dtype, rngs=rngs)
@@ -75,12 +81,20 @@ class Drafter(pairs.LayerDrafter):
     module = Falcon
     tokens_per_step: int = integer(2, 1)
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         dtype, (cache, buffer) = self.dtype(params), self.empty(params, batch, slots)
         read = jnp.zeros((batch, self.tokens_per_step, self.config.d_model), dtype)
         return State(cache, read, self.no_carry(batch, dtype), buffer)
 
-    def extend(self, params, state, tokens_BT, features_BTD, starts_B, pairs_B):
+    def extend(
+        self,
+        params: PyTree,
+        state: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        starts_B: Array,
+        pairs_B: Array,
+    ) -> PyTree:
         # The first pairs may have been read before, and the LSTM must not read them twice.
         k, T, cache = self.tokens_per_step, tokens_BT.shape[1], state.cache
         slots, known = starts_B[:, None] + jnp.arange(T), cache.lengths[:, None]
@@ -89,7 +103,7 @@ class Drafter(pairs.LayerDrafter):
         # The outputs are unused, so the compiler computes keys and values only.
         _, block = self.run(params, read, None, positions_BT=slots)
 
-        def merged(rows_BGTC, buffer_BGSC):
+        def merged(rows_BGTC: Array, buffer_BGSC: Array) -> Array:
             """Returns new rows, and the cached rows of pairs that were read before."""
             old = tree.along(jnp.minimum(slots, cache.num_slots - 1), buffer_BGSC, axis=2)
             return jnp.where(new[:, None, :, None], rows_BGTC, old)
@@ -109,11 +123,11 @@ class Drafter(pairs.LayerDrafter):
             state.pending,
         )
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         k, K = self.tokens_per_step, self.num_speculative_tokens
         cache = state.cache.at(jnp.maximum(now.lengths - 1 - k, 0))
 
-        def feed(draft, level):
+        def feed(draft: "_Draft", level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs the layer where units begin, at every k-th level (`sample.Feed`)."""
             units_BT = tree.along(level.parents, draft.units)
             draft = dataclasses.replace(
@@ -123,11 +137,11 @@ class Drafter(pairs.LayerDrafter):
                 units=sequences.put(draft.units, units_BT, level.start),
             )
 
-            def run_units(draft):
-                inputs = state.read[:, None], state.carry[:, None]
+            def run_units(draft: "_Draft") -> "_Draft":
+                read, carries = state.read[:, None], state.carry[:, None]
                 if not level.is_root:
-                    inputs = self._continued(params, level, units_BT, draft)
-                return self._with_units(params, cache, level, units_BT, *inputs, draft)
+                    read, carries = self._continued(params, level, units_BT, draft)
+                return self._with_units(params, cache, level, units_BT, read, carries, draft)
 
             begins = level.depth % k == 0
             if not isinstance(begins, bool):  # in a chain the depth is traced
@@ -158,7 +172,9 @@ class Drafter(pairs.LayerDrafter):
             block=kv.empty_block(1, (*shape, config.head_dim), dtype),
         )
 
-    def _continued(self, params, level, units_BT, draft) -> tuple[Array, Array]:
+    def _continued(
+        self, params: PyTree, level: Level, units_BT: Array, draft: "_Draft"
+    ) -> tuple[Array, Array]:
         """Returns the LSTM's outputs [B, T, k, D] at the last k nodes up to each node of a level.
 
         The second result are the LSTM's carries [B, T, L, 2, D] after these nodes.
@@ -174,7 +190,16 @@ class Drafter(pairs.LayerDrafter):
         read, carries = self.read(params, tokens.reshape(B * T, k), above, carry)
         return read.reshape(B, T, k, -1), carries[:, -1].reshape(B, T, *carries.shape[2:])
 
-    def _with_units(self, params, cache, level, units_BT, read_BTkD, carries, draft) -> _Draft:
+    def _with_units(
+        self,
+        params: PyTree,
+        cache: KVCache,
+        level: Level,
+        units_BT: Array,
+        read_BTkD: Array,
+        carries: Array,
+        draft: "_Draft",
+    ) -> _Draft:
         """Returns the draft with one more unit per node of a level, which ends at the node.
 
         `units_BT` are the units above them.
@@ -206,7 +231,12 @@ class Drafter(pairs.LayerDrafter):
     unrolled = falcon_training.unrolled
 
     def read(
-        self, params: PyTree, tokens_BT: Array, features_BTD: Array, carry: Array, new_BT=None
+        self,
+        params: PyTree,
+        tokens_BT: Array,
+        features_BTD: Array,
+        carry: Array,
+        new_BT: Array | None = None,
     ) -> tuple[Array, Array]:
         """Returns the LSTM's outputs at pairs [B, T, D], and its carries [B, T, L, 2, D].
 
@@ -218,30 +248,36 @@ class Drafter(pairs.LayerDrafter):
         return self.bind(params).lstm(pair_BTI, carry, new_BT)
 
     def run(
-        self, params, read_BTD, cache, block=None, positions_BT=None, ancestors=None
+        self,
+        params: PyTree,
+        read_BTD: Array,
+        cache: KVCache | None,
+        block: Block | None = None,
+        positions_BT: Array | None = None,
+        ancestors: Array | None = None,
     ) -> tuple[Array, Block]:
         """Returns the layer's outputs and the extended block (see `transformer.apply`)."""
         layer, T = self.bind(params).layer, read_BTD.shape[1]
 
-        def outputs(*context):
+        def outputs(*context: Any) -> tuple[Array, KeysValues]:
             return layer(read_BTD, read_BTD, *context)
 
         return pairs.run_layer(outputs, T, cache, block, positions_BT, ancestors)
 
-    def no_carry(self, batch: int, dtype) -> Array:
+    def no_carry(self, batch: int, dtype: DTypeLike) -> Array:
         return jnp.zeros((batch, LSTM_LAYERS, 2, self.config.d_model), dtype)
 
 
-class _Layout(folders.OwnLayout):
+class _Layout(folders.OwnLayout[Drafter]):
     """Layout whose config.json contains the config of the layer."""
 
-    def drafter_fields(self, folder, target):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields = super().drafter_fields(folder, target)
         layer = config_json.parse(folder.path / "config.json", folder.fields.get("layer", OBJECT))
         layer = dataclasses.replace(layer, num_layers=1, vocab_size=target.vocab_size, eos_ids=())
         return fields | {"config": layer}
 
-    def to_json(self, drafter, target_name, dtype):
+    def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         raw = super().to_json(drafter, target_name, dtype)
         return raw | {"layer": config_json.to_json(drafter.config, dtype)}
 

@@ -1,25 +1,28 @@
 """Training passes of Falcon's layer over all units of a text at once."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spsjax.drafters.contrib import sequences
 from spsjax.models import caches as kv
-from spsjax.types import Array
+from spsjax.types import Array, Block, PyTree
 
 
 def unrolled(
-    drafter,
-    params,
-    next_BT,
-    features_BTD,
-    steps,
-    detached=False,
-    remat=False,
-    later=None,
-    glanced=None,
-):
+    drafter: Any,  # `falcon.Drafter`, which imports this module
+    params: PyTree,
+    next_BT: Array,
+    features_BTD: Array,
+    steps: int,
+    detached: bool = False,
+    remat: bool = False,
+    later: Array | None = None,
+    glanced: Array | None = None,
+) -> Iterator[Array]:
     """Yields the outputs of each step, as `FeatureDrafter.unrolled` does.
 
     `glanced` [B, T] bool marks the drafts whose first pair is replaced by the pair k tokens later,
@@ -35,7 +38,7 @@ def unrolled(
     if glanced is not None:
         read_BTkD = _glancing(drafter, params, next_BT, features_BTD, carries, read_BTkD, glanced)
 
-    def unit(read_BLkD, index, block):
+    def unit(read_BLkD: Array, index: Array, block: Block) -> tuple[Array, Block]:
         """Returns the outputs [B, L, k, D] of the next unit of each draft, and the block."""
         lengths = jnp.tile(jnp.maximum(index + 1 - k, 0), B)
         cache = kv.KVCache(text.keys, text.values, lengths, (None,))
@@ -64,11 +67,19 @@ def unrolled(
         yield outputs[:, :, step % k]
 
 
-def _glancing(drafter, params, next_BT, features_BTD, carries, read_BTkD, glanced_BT) -> Array:
+def _glancing(
+    drafter: Any,  # `falcon.Drafter`, which imports this module
+    params: PyTree,
+    next_BT: Array,
+    features_BTD: Array,
+    carries: Array,
+    read_BTkD: Array,
+    glanced_BT: Array,
+) -> Array:
     """Returns the units' inputs, with the first pair replaced by the pair k later where glanced."""
     k = drafter.tokens_per_step
 
-    def replaced(array):
+    def replaced(array: Array) -> Array:
         pairs = sequences.last(array, k)
         flags = glanced_BT.reshape(*glanced_BT.shape, *[1] * (array.ndim - 2))
         first = jnp.where(flags, jnp.roll(array, -1, axis=1), pairs[:, :, 0])

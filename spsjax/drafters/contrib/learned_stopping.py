@@ -18,10 +18,11 @@ import safetensors.numpy
 from jax import lax
 
 from spsjax.drafters import base, sample, stopping
+from spsjax.drafters.sample import Drawn
 from spsjax.errors import InputError, one_line
-from spsjax.types import Array, PyTree
+from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 from spsjax.utils import atomic_files, traced
-from spsjax.utils.fields import integer
+from spsjax.utils.fields import derived, integer
 
 
 class LearnedRule(stopping.Rule):
@@ -56,7 +57,7 @@ class LearnedRule(stopping.Rule):
     ) -> tuple[Array, PyTree]:
         """Returns the result of `ends` from the inputs of a token at a depth."""
 
-    def ends(self, params, state, drawn):
+    def ends(self, params: PyTree, state: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
         if params is None:
             raise InputError(
                 "stop_rule: expected a trained rule with its weights, as learned_stopping.read "
@@ -94,10 +95,10 @@ class Disco(LearnedRule):
     top: int = integer(10, 1)
     width: int = integer(64, 1)
 
-    def param_shapes(self, width):
+    def param_shapes(self, width: int) -> PyTree:
         return {"first": _linear(self.top + 2, self.width), "last": _linear(self.width, 1)}
 
-    def log(self, drawn):
+    def log(self, drawn: Drawn) -> PyTree:
         probs = jax.nn.softmax(drawn.logits.astype(jnp.float32))
         if probs.shape[-1] < self.top:
             raise InputError(
@@ -108,11 +109,13 @@ class Disco(LearnedRule):
         spread = stopping.entropy(drawn.logits)[:, None]
         return jnp.concatenate([lax.top_k(probs, self.top)[0], spread, depth / 8], axis=1)
 
-    def acceptance(self, params, inputs):
+    def acceptance(self, params: PyTree, inputs: PyTree) -> Array:
         inner = jax.nn.silu(_applied(params["first"], inputs))
         return _applied(params["last"], inner)[..., 0]
 
-    def decide(self, params, state, inputs, depth):
+    def decide(
+        self, params: PyTree, state: PyTree, inputs: PyTree, depth: int | Array
+    ) -> tuple[Array, PyTree]:
         return jax.nn.sigmoid(self.acceptance(params, inputs)) < self.threshold, state
 
 
@@ -138,18 +141,18 @@ class SpecDec(LearnedRule):
     delay = 1
     rejection_weight = 6.0
 
-    def param_shapes(self, width):
+    def param_shapes(self, width: int) -> PyTree:
         return {"block": _linear(width, width), "last": _linear(width, 1)}
 
-    def start(self, between, batch):
+    def start(self, between: PyTree, batch: int) -> PyTree:
         return jnp.ones(batch)  # probability that all earlier tokens are accepted
 
-    def log(self, drawn):
+    def log(self, drawn: Drawn) -> PyTree:
         if drawn.hidden is None:
             raise InputError("stop_rule: expected a drafter with hidden states, found one without")
         return drawn.hidden.astype(jnp.float32)
 
-    def acceptance(self, params, inputs):
+    def acceptance(self, params: PyTree, inputs: PyTree) -> Array:
         expected = params["block"]["kernel"].shape[0]
         if inputs.shape[-1] != expected:
             raise InputError(
@@ -160,7 +163,9 @@ class SpecDec(LearnedRule):
             inputs = inputs + jax.nn.silu(_applied(params["block"], inputs))
         return _applied(params["last"], inputs)[..., 0]
 
-    def decide(self, params, state, inputs, depth):
+    def decide(
+        self, params: PyTree, state: PyTree, inputs: PyTree, depth: int | Array
+    ) -> tuple[Array, PyTree]:
         accepted = jax.nn.sigmoid(self.acceptance(params, inputs))
         state = jnp.where(depth > 0, state * accepted, state)  # the root is no draft token
         return (1 - state > self.threshold) & (depth + 1 >= self.least), state
@@ -175,15 +180,15 @@ class Logging(base.Wrapper):
 
     drafter: base.Drafter
     rule: LearnedRule
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.replace_length()
 
-    def propose(self, params, state, now):
-        logs = []
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
+        logs: list[PyTree] = []
 
-        def ends(chain, drawn):
+        def ends(chain: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
             return jnp.zeros(len(drawn.tokens), bool), chain
 
         now = dataclasses.replace(now, stops=sample.Stops((), ends, self.rule.log, logs.append))
@@ -192,7 +197,15 @@ class Logging(base.Wrapper):
             raise stopping.refusal(self.drafter)
         return dataclasses.replace(proposal, aux=(proposal.aux, *logs))
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         proposal = dataclasses.replace(proposal, aux=proposal.aux[0] if proposal.aux else ())
         return self.drafter.commit(params, state, now, proposal, output, verdict)
 

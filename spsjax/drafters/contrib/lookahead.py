@@ -16,7 +16,16 @@ from jax import lax
 from spsjax import tree
 from spsjax.drafters import base
 from spsjax.errors import check_integer
-from spsjax.types import Array, Proposal, pytree_dataclass
+from spsjax.types import (
+    Array,
+    Chunk,
+    ModelOutput,
+    Proposal,
+    PyTree,
+    Round,
+    Verdict,
+    pytree_dataclass,
+)
 from spsjax.utils.fields import flag, integer
 
 
@@ -64,7 +73,7 @@ class Drafter(base.Drafter):
     pool: int = 1024
     follow: bool = flag(False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("pool", self.pool, max(self.num_guesses, self.window))
 
@@ -77,7 +86,7 @@ class Drafter(base.Drafter):
         first, K, G = self.num_window_tokens, self.num_speculative_tokens, self.num_guesses
         return first, first + G // 4 * K, first + G * K
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         K, Q = self.num_speculative_tokens, self.pool
         zeros = jnp.zeros(batch, jnp.int32)
         return State(
@@ -88,13 +97,13 @@ class Drafter(base.Drafter):
             prompts=zeros,
         )
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         index = self._prompt_slots(chunk.lengths, 0) - chunk.starts[:, None, None]
         inside = (index >= 0) & (index < chunk.tokens.shape[1])
         window = jnp.where(inside, _take(chunk.tokens, index), state.window)
         return dataclasses.replace(state, window=window, prompts=chunk.lengths)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         B = len(now.tokens)
         tokens, parents = jax.vmap(self._guesses)(state, now.root)
         window_parents = jnp.broadcast_to(
@@ -111,7 +120,15 @@ class Drafter(base.Drafter):
             aux=(now.root, jnp.ones(B, bool)),
         )
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         if proposal.aux == ():  # the window was not scored
             return state
         K, W = self.num_speculative_tokens, self.window
@@ -133,7 +150,7 @@ class Drafter(base.Drafter):
             window = jnp.where(column < W, moved, fresh)
         updated = dataclasses.replace(updated, window=window)
 
-        def unless_skipped(old, new):
+        def unless_skipped(old: Array, new: Array) -> Array:
             return jnp.where(scored.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
         return jax.tree.map(unless_skipped, state, updated)
@@ -144,7 +161,7 @@ class Drafter(base.Drafter):
         nodes = np.arange(self.num_speculative_tokens * self.window)
         return np.where(nodes < self.window, nodes - 1, nodes - self.window)[1:].astype(np.int32)
 
-    def _prompt_slots(self, prompts_B: Array, salt) -> Array:
+    def _prompt_slots(self, prompts_B: Array, salt: int | Array) -> Array:
         """Returns slots [B, K, W] of one pseudo-random n-gram of the prompt per column."""
         K, columns = self.num_speculative_tokens, jnp.arange(self.window)
         # Knuth's multiplicative hash. The choice needs no key, because it cannot bias a sample.

@@ -3,15 +3,18 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax.models.linear import Linear
-from spsjax.types import Array
+from spsjax.types import Array, PyTree
 
 
 class LSTM(nnx.Module):
     """LSTM of L layers. Its carry is the output and the memory of each layer."""
 
-    def __init__(self, inputs: int, width: int, num_layers: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: int, width: int, num_layers: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
         make = {"dtype": dtype, "rngs": rngs}
         sizes = [inputs] + [width] * (num_layers - 1)
         self.layers = nnx.List([_Layer(size, width, **make) for size in sizes])
@@ -29,13 +32,13 @@ class LSTM(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    def __init__(self, inputs: int, width: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         make = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.read = Linear(inputs, 4 * width, **make)
         self.keep = Linear(width, 4 * width, use_bias=False, **make)
 
-    def __call__(self, x_BTI, carry_B2D, new_BT):
-        def step(carry_B2D, inputs):
+    def __call__(self, x_BTI: Array, carry_B2D: Array, new_BT: Array) -> Array:
+        def step(carry_B2D: Array, inputs: PyTree) -> tuple[Array, Array]:
             read_BG, new_B = inputs
             hidden, memory = carry_B2D[:, 0], carry_B2D[:, 1]
             gates = read_BG + self.keep(hidden[:, None])[:, 0]  # `Linear` counts rows on axis -2

@@ -11,7 +11,7 @@ def rows(array: Array) -> Array:
     return array.reshape(-1, *array.shape[2:])
 
 
-def put(buffer: Array, entries: Array, start: Array) -> Array:
+def put(buffer: Array, entries: Array, start: int | Array) -> Array:
     """Returns a buffer with new entries from column `start` on."""
     return lax.dynamic_update_slice_in_dim(buffer, entries.astype(buffer.dtype), start, axis=1)
 
@@ -26,7 +26,7 @@ def last(array_BT: Array, k: int) -> Array:
 def at_indices(block: Block, batch: int, index: Array) -> Block:
     """Returns the rows of given indices from a block with one row per text and index."""
 
-    def take(array):
+    def take(array: Array) -> Array:
         return rows(array.reshape(batch, -1, *array.shape[1:])[:, index])
 
     keys, values = (tuple(map(take, arrays)) for arrays in (block.keys, block.values))

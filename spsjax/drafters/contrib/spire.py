@@ -5,23 +5,29 @@ it reads the target's own activations at committed tokens.
 """
 
 import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from spsjax.drafters import features, folders, sample, shapes
 from spsjax.drafters.contrib import sequences
+from spsjax.drafters.folders import Folder
+from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import caches, transformer
+from spsjax.models.caches import KVCache, Segment
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.models.hf.fields import COUNT, NUMBER
 from spsjax.models.layers import DecoderBlock, Norm
 from spsjax.models.quantization import Quantized
-from spsjax.types import Array, Block, PyTree
-from spsjax.utils.fields import integer
+from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.utils.fields import derived, integer
 
 # Initial logit of a layer's own input in its memory: e^4 times the weight of each other stream.
 _OWN = 4.0
@@ -30,7 +36,7 @@ _OWN = 4.0
 class Memory(nnx.Module):
     """Learned mixtures of the residual streams, one per layer, as the layer's memory of a token."""
 
-    def __init__(self, num_layers: int, dtype):
+    def __init__(self, num_layers: int, dtype: DTypeLike) -> None:
         self.kernel = nnx.Param(_OWN * jnp.eye(num_layers, num_layers + 1, dtype=dtype))
 
     def __call__(self, streams: list[Array]) -> list[Array]:
@@ -43,7 +49,7 @@ class Memory(nnx.Module):
 class Spire(nnx.Module):
     """Decoder layers that attend to their memories of earlier tokens."""
 
-    def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
+    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         config = drafter.config
         self.layers = nnx.List(
             [DecoderBlock(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
@@ -52,7 +58,11 @@ class Spire(nnx.Module):
         self.norm = Norm(config, config.d_model, dtype=dtype)
 
     def __call__(
-        self, x_BTD, context: Context, cached, earlier: list[KeysValues]
+        self,
+        x_BTD: Array,
+        context: Context,
+        cached: Sequence[Segment],
+        earlier: Sequence[KeysValues],
     ) -> tuple[Array, list[KeysValues]]:
         """Returns the outputs, and the block's keys and values with the memories of these tokens.
 
@@ -67,7 +77,7 @@ class Spire(nnx.Module):
         return self.norm(x_BTD), self.remembered(self.memory(streams), context, earlier)
 
     def remembered(
-        self, memories: list[Array], context: Context, earlier: list[KeysValues | None]
+        self, memories: Sequence[Array], context: Context, earlier: Sequence[KeysValues | None]
     ) -> list[KeysValues]:
         """Returns the block's keys and values with those of memories, one per layer, appended."""
         rows, inputs = [], zip(self.layers, memories, earlier, strict=True)
@@ -93,13 +103,13 @@ class Drafter(features.FeatureDrafter):
 
     module = Spire
     target: Config
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int = derived()
     num_layers: int = integer(2, 1)
     sinks: int = integer(1)
     recent: int = integer(64, 1)
     tree: shapes.Shape = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.target.num_experts:
             raise InputError("target: expected one without experts for SPiRE, found a mixture")
@@ -122,20 +132,22 @@ class Drafter(features.FeatureDrafter):
         )
 
     @property
-    def tap_layers(self):
+    def tap_layers(self) -> tuple[int, ...]:
         count = self.target.num_layers
         return tuple(range(count - self.num_layers, count))
 
     @property
-    def sharding_config(self):
+    def sharding_config(self) -> Config:
         return self.config
 
     @property
-    def module_config(self):
+    def module_config(self) -> Hashable:
         """The drafter with only the fields on which its weights depend."""
-        return Drafter(self.target, None, self.num_layers, self.sinks, self.recent)
+        return Drafter(
+            self.target, num_layers=self.num_layers, sinks=self.sinks, recent=self.recent
+        )
 
-    def from_target(self, weights, params):
+    def from_target(self, weights: PyTree, params: PyTree) -> PyTree:
         target, copies = params["target"], {}
         for index, layer in enumerate(self.tap_layers):
             copies[index] = jax.tree.map(
@@ -147,22 +159,22 @@ class Drafter(features.FeatureDrafter):
         initial = {name: weights[name] for name in copies}
         return weights | jax.tree.map(lambda old, new: new.astype(old.dtype), initial, copies)
 
-    def features(self, params, output):
+    def features(self, params: PyTree, output: ModelOutput) -> Array:
         return jnp.concatenate(output.taps, axis=-1)
 
-    def init(self, params, batch, slots):
+    def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         layers = self.bind(params).layers
         return transformer.cache_of_layers(self.config, layers, self.dtype(params), batch, slots)
 
-    def prefill(self, params, state, chunk, output):
+    def prefill(self, params: PyTree, state: PyTree, chunk: Chunk, output: ModelOutput) -> PyTree:
         ends = jnp.minimum(chunk.starts + chunk.tokens.shape[1], chunk.lengths - 1)
         block = self._of_target(params, output.taps, output.block.positions)
         return state.at(chunk.starts).write(block, None, ends, output.hidden)
 
-    def propose(self, params, state, now):
+    def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K, before = self.num_speculative_tokens, now.lengths[:, None] - 1
 
-        def feed(block, level):
+        def feed(block: Block, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Runs the layers over one level of nodes (`sample.Feed`)."""
             positions = jnp.broadcast_to(before + level.depth, level.tokens.shape)
             outputs, block = self._run(params, level.tokens, state, block, positions, level.above)
@@ -172,14 +184,29 @@ class Drafter(features.FeatureDrafter):
         start = transformer.empty_block(self.config, params["drafter"], len(before), num_fed)
         return sample.grow(self.tree, K, feed, start, now)[0]
 
-    def commit(self, params, state, now, proposal, output, verdict):
+    def commit(
+        self,
+        params: PyTree,
+        state: PyTree,
+        now: Round,
+        proposal: Proposal,
+        output: ModelOutput,
+        verdict: Verdict,
+    ) -> PyTree:
         block = self._of_target(params, output.taps, output.block.positions)
         path = None if proposal.parents is None else verdict.path
         return state.write(block, path, now.lengths - 1, output.hidden)
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
-    ):
+        self,
+        params: PyTree,
+        next_BT: Array,
+        features_BTD: Array,
+        steps: int,
+        detached: bool = False,
+        remat: bool = False,
+        later: Array | None = None,
+    ) -> Iterator[Array]:
         (B, T), count = next_BT.shape, self.num_layers
         taps = jnp.split(features_BTD, count, axis=-1)
         memory = self._of_target(params, taps, jnp.arange(T)[None])
@@ -201,7 +228,13 @@ class Drafter(features.FeatureDrafter):
             yield outputs.reshape(B, len(index), -1)
 
     def _run(
-        self, params, tokens_BT, cache, block, positions_BT=None, ancestors=None
+        self,
+        params: PyTree,
+        tokens_BT: Array,
+        cache: KVCache,
+        block: Block,
+        positions_BT: Array | None = None,
+        ancestors: Array | None = None,
     ) -> tuple[Array, Block]:
         """Returns the outputs and the extended block (see `transformer.apply`)."""
         embedded = transformer.embed(self.target, params["target"], tokens_BT)
@@ -211,7 +244,7 @@ class Drafter(features.FeatureDrafter):
         outputs, rows = module(x_BTD, context, cache.segments(), earlier)
         return outputs, context.block(rows, len(tokens_BT))
 
-    def _of_target(self, params: PyTree, taps: list[Array], positions_BT: Array) -> Block:
+    def _of_target(self, params: PyTree, taps: Sequence[Array], positions_BT: Array) -> Block:
         """Returns the memories of tokens that the target has read, as a block."""
         context = context_of(taps[0].shape[1], None, positions_BT=positions_BT)
         memories = [tap.astype(self.dtype(params)) for tap in taps]
@@ -219,8 +252,8 @@ class Drafter(features.FeatureDrafter):
         return context.block(rows, len(memories[0]))
 
 
-class _Layout(folders.OwnLayout):
-    def drafter_fields(self, folder, target):
+class _Layout(folders.OwnLayout[Drafter]):
+    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields = super().drafter_fields(folder, target)
         if fields["num_layers"] > target.num_layers:
             raise InputError(

@@ -111,7 +111,7 @@ class _Reader:
     """
 
     def __init__(self, path: pathlib.Path, data: np.ndarray):
-        self.path, self.data, self.bytes = path, data, memoryview(data)
+        self.path, self.data, self.bytes = path, data, data.data
         self.position = 8  # after magic and version
 
     def error(self, expected: str) -> InputError:

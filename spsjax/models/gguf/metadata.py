@@ -4,6 +4,8 @@ The rules are those of llama.cpp, which reads each architecture with defaults of
 (`llama-model.cpp`, `convert_hf_to_gguf.py`).
 """
 
+from typing import Any
+
 import gguf
 import numpy as np
 
@@ -71,7 +73,7 @@ def read_config(header: Header) -> Config:
     if name is None:
         expected = "experts" if num_experts == 0 else "no experts"
         raise fields.error(f"{architecture}.expert_count", expected, num_experts)
-    raw: dict[str, object] = {"model_type": name}
+    raw: dict[str, Any] = {"model_type": name}
     if num_experts:
         raw["num_local_experts"] = raw["num_experts"] = num_experts
         raw["norm_topk_prob"] = True

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from typing import Any
 
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
@@ -91,11 +92,12 @@ def _family(fields: Fields) -> tuple[str, Fields]:
             "Quantized weights are not supported."
         )
     wrapped = {
-        family.nested_in.model_type: inner for inner, family in FAMILIES.items() if family.nested_in
+        family.nested_in.model_type: (inner, family.nested_in.key)
+        for inner, family in FAMILIES.items()
+        if family.nested_in
     }
     if name in wrapped:
-        name = wrapped[name]
-        key = FAMILIES[name].nested_in.key
+        name, key = wrapped[name]
         # The wrapper's special tokens take precedence: the inner config may list fewer of them.
         special = {id: fields.raw[id] for id in _BOS_AND_EOS if fields.raw.get(id) is not None}
         fields = Fields(fields.path, fields.raw | fields.get(key, OBJECT) | special, key)
@@ -126,7 +128,7 @@ def _check_plain(fields: Fields, family: Family) -> None:
     fields.only("mlp_only_layers", LIST, [])
 
 
-def _sizes(fields: Fields, family: Family) -> dict[str, object]:
+def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """Returns the fields of `Config` for the family's keys, including all sizes."""
     sizes = {}
     for field, key in family.keys.items():
@@ -177,7 +179,7 @@ def _windows(fields: Fields, num_layers: int, full_attention_every: int) -> tupl
     return tuple(windows[:period])
 
 
-def _tokens(fields: Fields, vocab_size: int) -> dict[str, object]:
+def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
     """Returns the beginning- and end-of-sequence ids, without ids beyond the vocabulary.
 
     Defaults of some families exceed the vocabulary of small models, and some published models list

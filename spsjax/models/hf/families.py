@@ -5,7 +5,7 @@ config.json.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spsjax.models.config import Config
 
@@ -88,7 +88,7 @@ class Family:
     """
 
     architecture: str
-    flags: dict[str, object]
+    flags: dict[str, Any]
     layer_names: dict[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
     other_names: dict[str, str] = dataclasses.field(default_factory=lambda: _OTHER)
     layer_prefix: str = "model.layers.{layer}."
@@ -100,7 +100,7 @@ class Family:
     packed: tuple[str, ...] = ()
     ignored: str = r".*\.rotary_emb\.inv_freq"
     aliases: dict[str, str] = dataclasses.field(default_factory=lambda: _BARE)
-    defaults: dict[str, object] = dataclasses.field(default_factory=lambda: _DEFAULTS)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=lambda: _DEFAULTS)
     full_attention_every: int = 0
     nested_in: Wrapper | None = None
     ffn_ratio: int = 0
@@ -113,7 +113,7 @@ class Family:
         return name
 
 
-_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _WINDOWS = {"sliding_window": 4096}
 _LAST_WINDOWS = _WINDOWS | {
     "use_sliding_window": False,
@@ -123,7 +123,7 @@ _LAST_WINDOWS = _WINDOWS | {
 _GEMMA = {"ffn": "geglu", "norm_offset": 1.0, "embed_scale": True}
 _GEMMA_DEFAULTS = _DEFAULTS | {"tie_word_embeddings": True, "head_dim": 256}
 _GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | _WINDOWS | {"query_pre_attn_scalar": 256, "layer_types": None}
-_TANH = {"activation_key": "hidden_activation", "activation": "gelu_pytorch_tanh"}
+_TANH: dict[str, Any] = {"activation_key": "hidden_activation", "activation": "gelu_pytorch_tanh"}
 
 # Keys that some families use and others ignore, whatever their value.
 FEATURES = (

@@ -6,6 +6,7 @@ Older versions of transformers write `rope_theta`, `rope_scaling` and, for layer
 """
 
 import math
+from typing import Any
 
 from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT, FLAG, OBJECT, POSITIVE, TEXT, Fields
@@ -75,10 +76,10 @@ def _linear(rope, original, context, head_dim):
 def _llama3(rope, original, context, head_dim):
     names = "factor", "low_freq_factor", "high_freq_factor"
     original = original or rope.get(_ORIGINAL, COUNT)
-    scales = ("llama3", *(float(rope.get(name, POSITIVE)) for name in names), float(original))
-    if scales[2] >= scales[3]:
-        raise rope.error("low_freq_factor", f"less than {names[2]}={scales[3]}", scales[2])
-    return scales, context
+    factor, low, high = (float(rope.get(name, POSITIVE)) for name in names)
+    if low >= high:
+        raise rope.error("low_freq_factor", f"less than {names[2]}={high}", low)
+    return ("llama3", factor, low, high, float(original)), context
 
 
 def _yarn(rope, original, context, head_dim):
@@ -143,11 +144,11 @@ _NAMES = {
 }
 
 
-def keys(config: Config) -> dict[str, object]:
+def keys(config: Config) -> dict[str, Any]:
     """Returns the keys of rotary positions, in the spelling of older versions of transformers."""
     if config.positions != "rotary":
         return {}
-    raw = {"rope_theta": config.rope_theta}
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
     if config.rope_scaling:
         kind, *values = config.rope_scaling
         values = [list(value) if isinstance(value, tuple) else value for value in values]

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +140,7 @@ def checked(file, path: pathlib.Path, name: str, shape: tuple[int, ...]):
     return stored
 
 
-def open_all(paths: Iterable[pathlib.Path]) -> dict[pathlib.Path, object]:
+def open_all(paths: Iterable[pathlib.Path]) -> dict[pathlib.Path, Any]:
     """Returns opened safetensors files by path; raises InputError for a damaged file."""
     return {path: _open(path) for path in paths}
 

@@ -32,7 +32,7 @@ SECTION = "rules"
 FILE = f"rule{learned_stopping.SUFFIX}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StopRuleConfig(Checked):
     """Options of the training of a rule; `configs/experiments/stop_rule.py` explains them."""
 

@@ -13,6 +13,7 @@ class DraftTask(DrafterTask):
     """A draft model with the target's vocabulary."""
 
     config_class = DraftConfig
+    config: DraftConfig
 
     def __init__(self, config: DraftConfig, mesh):
         super().__init__(config, mesh)

@@ -29,6 +29,7 @@ class FeaturesTask(DrafterTask):
     """
 
     config_class = FeaturesConfig
+    config: FeaturesConfig
 
     def __init__(self, config: FeaturesConfig, mesh):
         super().__init__(config, mesh)
