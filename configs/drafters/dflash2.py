@@ -1,4 +1,4 @@
-r"""DFlash2 for the shipped target: DFlash with convolutions over slots and a selector of candidates.
+r"""DFlash2 for the shipped target: DFlash with convolutions and a selector of candidates.
 
 python scripts/train.py --config=configs/drafters/dflash2.py --workdir=runs/dflash2
 

@@ -35,7 +35,7 @@ class FeatureObjective(Checked):
     # not depend on each other (Stern et al. 2018, 1811.03115, 6).
     one: bool = flag(False)
     # Random indices per text at which drafts begin, each of which counts for others, too; 0: all.
-    # For drafters of blocks, whose training costs as much as there are blocks.
+    # The authors of block drafters have 512, as each costs a whole block.
     anchors: int = integer(0)
     decay: float = number(1.0, most=1e6)  # factor of the loss from step to step
     # If above 0, each step of a draft also counts as much as tokens are expected to be accepted
@@ -264,12 +264,14 @@ def _step_metrics(
         draft_logits = learned.drawn.astype(jnp.float32)
         draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
         at_best = jnp.take_along_axis(draft_logits, best[..., None], axis=-1)[..., 0]
-        confidence = counts * jnp.exp(-losses.cross_entropy(learned_logits, best))
-        return ({"confidence": confidence} if objective.pace else {}) | {
+        found = {
             "loss": loss,
             "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_probs, draft_log_probs)), axis=-1),
             "greedy_agreement": counts * (at_best == jnp.max(draft_logits, axis=-1)),
         }
+        if objective.pace:
+            found["confidence"] = counts * jnp.exp(-losses.cross_entropy(learned_logits, best))
+        return found
 
     return metrics_of_step
 

@@ -121,6 +121,34 @@ def selected(drafter, selector, line_V, output, previous):
     return result
 
 
+def selector_loss(drafter, selector, line_V, output, previous, label):
+    """Returns the cross entropy of a label among the candidates of a slot in training."""
+    candidates = list(np.argsort(-line_V)[: drafter.selector_top_k])
+    if label not in candidates:
+        candidates[-1] = label
+    hidden = output @ selector["hidden_projection"]["kernel"]
+    mixed = selector["predecessor_codebook"][previous] * hidden
+    scores = [line_V[c] + mixed @ selector["successor_codebook"][c] for c in candidates]
+    return np.log(np.exp(scores).sum()) - scores[candidates.index(label)]
+
+
+def confidence_loss(weights, output, previous, overlap):
+    """Returns the binary cross entropy of DSpark's confidence with a rate of acceptance."""
+    embedded = weights["markov_head"]["markov_w1"]["embedding"][previous]
+    proj = weights["confidence_head"]["proj"]
+    both = np.concatenate([output, embedded])
+    guess = expit(both @ proj["kernel"][:, 0] + proj["bias"][0])
+    return -overlap * np.log(guess) - (1 - overlap) * np.log(1 - guess)
+
+
+def pace(confidences, share):
+    """Returns the weights of D-PACE for the tokens of a draft, all of which count."""
+    accepted = [
+        np.prod((1 - share) * confidences[: m + 1] + share) for m in range(len(confidences))
+    ]
+    return np.asarray([sum(accepted[j:]) for j in range(len(confidences))])
+
+
 def markov(head, line_V, output, previous):
     """Returns the logits [V] of a slot with those of DSpark's Markov head."""
     embedded = head["markov_w1"]["embedding"][previous]
