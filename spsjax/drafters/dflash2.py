@@ -162,12 +162,14 @@ class Drafter(blocks.ConditionalDrafter):
             "btr,btcr->btc", mixed, after, preferred_element_type=own_BTC.dtype
         )
 
-    def learned(self, params, outputs_BTD, target_logs_BTR, depth=0):
+    def learned(self, params, outputs_BTD, target_logs_BTR, depth=0, hard=False):
         """Returns the slots' own logits to train, as for DFlash, and the selector's loss.
 
-        That loss is the cross entropy of the target's most probable token among the candidates,
-        after the text's own token. If it is not a candidate, it takes the place of the last one
-        (the `speculators` library).
+        That loss is the cross entropy of the label, the target's most probable token, among the
+        candidates, after the text's own token. If the label is not a candidate, it takes the place
+        of the last one (the `speculators` library). Unless labels are hard, it is the cross entropy
+        of the target's distribution over these candidates. A single label would make the draft too
+        sure of itself for temperatures above 0.
         """
         outputs, before, own = self.unpacked(params, outputs_BTD, depth)
         choices = self.choices(own)
@@ -176,7 +178,8 @@ class Drafter(blocks.ConditionalDrafter):
         ids = ids.at[..., -1].set(jnp.where(is_missing, label[..., 0], ids[..., -1]))
         candidates = jnp.take_along_axis(own, ids, axis=-1)
         logs = jax.nn.log_softmax(self.scores(params, candidates, ids, outputs, before))
-        loss = -jnp.sum(jnp.where(ids == label, logs, 0), axis=-1)
+        wanted = jax.nn.softmax(jnp.take_along_axis(target_logs_BTR, ids, axis=-1))
+        loss = -jnp.sum(jnp.where(hard, ids == label, wanted) * logs, axis=-1)
         return features.Learned(self.corrected(params, choices, outputs, before), own, loss)
 
 

@@ -115,7 +115,7 @@ class Drafter(blocks.ConditionalDrafter):
         bias = head_logits(before_BTR, head.markov_w2.kernel[...])
         return choices + bias[..., : self.target.vocab_size].astype(choices.dtype)
 
-    def learned(self, params, outputs_BTD, target_logs_BTR, depth=0):
+    def learned(self, params, outputs_BTD, target_logs_BTR, depth=0, hard=False):
         """Returns the corrected logits to train, and the loss of the confidence head.
 
         That loss is the binary cross entropy with 1 - TV, the probability that the token is

@@ -190,7 +190,12 @@ class FeatureDrafter(base.TrainableDrafter):
         return first if self.separate_steps else first + (steps - 1) * later
 
     def learned(
-        self, params: PyTree, outputs_BTD: Array, target_logs_BTR: Array, depth: int = 0
+        self,
+        params: PyTree,
+        outputs_BTD: Array,
+        target_logs_BTR: Array,
+        depth: int = 0,
+        hard: bool = False,
     ) -> Learned:
         """Returns what is trained, from the outputs of a step.
 
@@ -201,6 +206,7 @@ class FeatureDrafter(base.TrainableDrafter):
             outputs_BTD: outputs of the step.
             target_logs_BTR: target's log probabilities of the tokens of the draft vocabulary.
             depth: number of the step.
+            hard: whether labels are the target's most probable tokens, not its distributions.
         """
         logits = self.draft_logits(params, outputs_BTD, depth)
         return Learned(logits, logits)

@@ -80,12 +80,13 @@ class FeatureObjective(Checked):
 
     def loss_function(self) -> Callable[[Array, Array], Array]:
         """Returns the function that `divergence` names; raises InputError if there is none."""
-        if self.divergence == "best_token":
+        if self.divergence == _BEST:
             return losses.best_token
-        return losses.divergence(self.divergence, other="best_token")
+        return losses.divergence(self.divergence, other=_BEST)
 
 
 _TOP = 10  # HASS's K
+_BEST = "best_token"  # divergence whose labels are hard
 
 
 def feature_metrics(
@@ -241,12 +242,12 @@ def _step_metrics(
         all_counts = (ids[index_of_id[all_best]] == all_best).astype(jnp.float32)
         all_best = index_of_id[all_best]
         all_logs, all_log_probs = all_logs[..., ids], all_log_probs[..., ids]
-    divergence = objective.loss_function()
+    divergence, hard = objective.loss_function(), objective.divergence == _BEST
     sides = all_logs, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features_BTD)
 
     def metrics_of_step(outputs, columns, step):
         logs, log_probs, best, counts, wanted = (entries(side, columns) for side in sides)
-        learned = drafter.learned(params, outputs, logs, step)
+        learned = drafter.learned(params, outputs, logs, step, hard)
         learned_logits = learned.logits.astype(jnp.float32)
         loss = objective.token * divergence(logs, learned_logits)
         if objective.top_k:

@@ -52,7 +52,7 @@ class ByHand:
         self.taps = np.concatenate(taps, axis=-1).astype(float)
         self.missing = set()  # whether labels were no candidates
 
-    def draft(self, row, index):
+    def draft(self, row, index, hard):
         """Returns the loss, the loss of the drafter's own, and the confidence of each step."""
         target, text, weights = self.params["target"], TOKENS[row], self.weights
         around = block_reference.convolved if self.name == "dflash2" else block_reference.plain
@@ -72,7 +72,7 @@ class ByHand:
             if self.name == "dflash2":
                 selector, label = weights["candidate_selector"], wanted.argmax()
                 own = block_reference.selector_loss(
-                    self.drafter, selector, line, output, previous, label
+                    self.drafter, selector, line, output, previous, softmax(wanted), hard
                 )
                 self.missing.add(label not in np.argsort(-line)[: self.drafter.selector_top_k])
             yield softmax(wanted), softmax(line), own
@@ -82,7 +82,7 @@ class ByHand:
         result = np.zeros((2, T))
         for row, drafts in enumerate(rows):
             for index, weight in drafts:
-                steps = list(self.draft(row, index))
+                steps = list(self.draft(row, index, objective.divergence == "best_token"))
                 confidences = np.asarray([draft[target.argmax()] for target, draft, _ in steps])
                 factors = objective.decay ** np.arange(len(steps))
                 if objective.pace:

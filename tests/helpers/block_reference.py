@@ -121,15 +121,20 @@ def selected(drafter, selector, line_V, output, previous):
     return result
 
 
-def selector_loss(drafter, selector, line_V, output, previous, label):
-    """Returns the cross entropy of a label among the candidates of a slot in training."""
-    candidates = list(np.argsort(-line_V)[: drafter.selector_top_k])
+def selector_loss(drafter, selector, line_V, output, previous, target_V, hard):
+    """Returns the cross entropy of the target's choice among the candidates of a slot.
+
+    It is its best token if labels are hard, else its distribution over the candidates.
+    """
+    candidates, label = list(np.argsort(-line_V)[: drafter.selector_top_k]), target_V.argmax()
     if label not in candidates:
         candidates[-1] = label
     hidden = output @ selector["hidden_projection"]["kernel"]
     mixed = selector["predecessor_codebook"][previous] * hidden
     scores = [line_V[c] + mixed @ selector["successor_codebook"][c] for c in candidates]
-    return np.log(np.exp(scores).sum()) - scores[candidates.index(label)]
+    logs = scores - np.log(np.exp(scores).sum())
+    wanted = target_V[candidates] / target_V[candidates].sum()
+    return -logs[candidates.index(label)] if hard else -wanted @ logs
 
 
 def confidence_loss(weights, output, previous, overlap):
