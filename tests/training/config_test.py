@@ -132,7 +132,7 @@ BAD_FEATURES = [
     ({"objective": {"pace": 0.5, "one": True}}, "objective.anchors, objective.pace: expected 0 wi"),
     ({"objective": {"pace": 1.5}}, "objective.pace: expected a finite number"),
     ({"objective": {"steps": 40}}, "length: expected above objective.steps and .*, 40, by 2"),
-    ({"objective": {"divergence": "l2"}}, "objective.divergence: expected one of forward_kl"),
+    ({"objective": {"divergence": "l2"}}, "objective.divergence: expected best_token or one"),
     ({"drafter": {"tap_layers": (0, 9)}}, r"drafter.tap_layers: expected layers in \[0, 2\]"),
     ({"drafter": {"vocab_size": 999}}, "drafter.vocab_size: expected at most the target's 320"),
     ({"drafter": {"method": "nosuch"}}, "drafter.method: expected .*eagle3, .*, found 'nosuch'"),
