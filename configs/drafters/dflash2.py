@@ -2,9 +2,10 @@ r"""DFlash2 for the shipped target: DFlash with convolutions and a selector of c
 
 python scripts/train.py --config=configs/drafters/dflash2.py --workdir=runs/dflash2
 
-The slots are trained as those of DFlash, and the selector by the cross entropy of the target's most
-probable token among 16 candidates, which counts as much (inco.ai, 2026). Of the 512 tokens of a
-text, 64 random ones begin a block.
+The slots are trained as those of DFlash, and the selector by the cross entropy of the target's
+distribution over 16 candidates, which counts as much (inco.ai, 2026). With
+--config.objective.divergence=best_token the target's most probable token is the only label, as in
+`speculators`. Of the 512 tokens of a text, 64 random ones begin a block.
 Hardware: an accelerator.
 """
 
