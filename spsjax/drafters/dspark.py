@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from spsjax.drafters import block_folders, blocks, stopping
+from spsjax.drafters import block_folders, blocks, features, stopping
 from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
@@ -120,6 +120,29 @@ class Drafter(blocks.ConditionalDrafter):
             before_BTR = before_BTR * jax.nn.sigmoid(head.gate_proj(both))
         bias = head_logits(before_BTR, head.markov_w2.kernel[...])
         return choices + bias[..., : self.target.vocab_size].astype(choices.dtype)
+
+    def learned(
+        self,
+        params: PyTree,
+        outputs_BTD: Array,
+        target_logs_BTR: Array,
+        depth: int | Array = 0,
+        hard: bool = False,
+    ) -> features.Learned:
+        """Returns the corrected logits to train, and the loss of the confidence head.
+
+        That loss is the binary cross entropy with 1 - TV, the probability that the token is
+        accepted. No gradient flows into the draft's distribution through that label.
+        """
+        learned = super().learned(params, outputs_BTD, target_logs_BTR, depth)
+        if not self.has_confidence:
+            return learned
+        outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
+        logs = jax.nn.log_softmax(learned.drawn.astype(jnp.float32))
+        overlap = jnp.sum(jnp.exp(jnp.minimum(target_logs_BTR, logs)), axis=-1)
+        guess = self.confidence(params, outputs, before)
+        loss = jax.nn.softplus(guess) - jax.lax.stop_gradient(overlap) * guess
+        return learned._replace(own=loss)
 
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         outputs = self.slots(params, state, now.root)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from spsjax import tree
-from spsjax.drafters import folders, parallel, sample, shapes
+from spsjax.drafters import features, folders, parallel, sample, shapes
 from spsjax.drafters.folders import Folder
 from spsjax.drafters.sample import Level
 from spsjax.models.config import Config
@@ -117,14 +117,17 @@ class Drafter(parallel.StateDrafter):
         detached: bool = False,
         remat: bool = False,
         later: Array | None = None,
+        anchors: Array | None = None,
     ) -> Iterator[Array]:
         index = jnp.arange(features_BTD.shape[1])
+        if anchors is not None:
+            index, features_BTD = anchors, features.entries(features_BTD, anchors)
         run = jax.checkpoint(self.step, static_argnums=3) if remat else self.step
         state = self.begin(features_BTD)
         for depth in range(steps):
             if depth == 1 and later is not None:
                 index, state = later, state[:, later]
-            tokens = jnp.take(next_BT, index + depth, axis=1, mode="clip")
+            tokens = features.entries(next_BT, index + depth)
             before = lax.stop_gradient(state) if detached and depth else state
             state = run(params, before, tokens, depth)
             yield state

@@ -107,8 +107,11 @@ class HeadsDrafter(StateDrafter):
         detached: bool = False,
         remat: bool = False,
         later: Array | None = None,
+        anchors: Array | None = None,
     ) -> Iterator[Array]:
         run = jax.checkpoint(self.outputs, static_argnums=2) if remat else self.outputs
+        if anchors is not None:
+            features_BTD = features.entries(features_BTD, anchors)
         for depth in range(steps):
             if depth == 1 and later is not None:
                 features_BTD = features_BTD[:, later]
