@@ -25,4 +25,4 @@ class Drafter(blocks.BlockDrafter):
         return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
 
 
-LAYOUT = block_folders.BlockLayout("dflash", "DFlashDraftModel")
+LAYOUT = block_folders.BlockLayout("dflash", ("DFlashDraftModel", "DFlashSpeculator"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax.drafters import block_folders, blocks
+from spsjax.drafters import block_folders, block_layers, blocks
 from spsjax.errors import InputError
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import DecoderBlock
@@ -91,7 +91,7 @@ class CandidateSelector(nnx.Module):
         self.hidden_projection = make_linear(width, rank, False, dtype=dtype, rngs=rngs)
 
 
-class DFlash2(blocks.Backbone):
+class DFlash2(block_layers.Backbone):
     """Layers of DFlash with convolutions, and a selector."""
 
     def __init__(self, drafter: "Drafter", *, dtype, rngs: nnx.Rngs):
@@ -130,6 +130,11 @@ class Drafter(blocks.ConditionalDrafter):
                 f"conv_group_size: expected a divisor of d_model={self.config.d_model}, "
                 f"found {self.conv_group_size}"
             )
+        if self.own_head:
+            raise InputError(
+                f"vocab_size: expected the target's {self.target.vocab_size}, as candidates are of "
+                f"its vocabulary, found {self.vocab_size}"
+            )
 
     @classmethod
     def from_config(cls, options, target):
@@ -158,7 +163,7 @@ class Drafter(blocks.ConditionalDrafter):
 
 LAYOUT = block_folders.BlockLayout(
     "dflash2",
-    "DFlash2DraftModel",
+    ("DFlash2DraftModel", "DFlash2DraftModel"),
     {
         "conv_kernel_size": ("conv_kernel_size", COUNT, 2),
         "conv_group_size": ("conv_group_size", COUNT, 16),

@@ -114,8 +114,8 @@ def check_conditionals(target, drafter, weights, logits_of, ends=None, **options
         before = np.asarray([text[-1], *proposal.tokens[row, :-1]])
         length = int(np.append(ends(outputs, before), True).argmax()) if ends else K
         np.testing.assert_array_equal(proposal.tokens[row] >= 0, np.arange(K) < length)
-        for slot in range(min(length + 1, K)):
-            line = logits_of(lines[slot], outputs[slot], before[slot])
+        count = min(length + 1, K)
+        for slot, line in enumerate(logits_of(*(x[:count] for x in (lines, outputs, before)))):
             expected = reference.to_probs(line)
             np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
         lengths.append(length)
@@ -135,8 +135,8 @@ def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
     assert (proposal.probs > 0).sum(axis=-1).max() == 8
 
 
-@pytest.mark.parametrize("kind", cases("vanilla", gate="gated"))
-def test_dspark_reads_the_token_before_a_slot(target, kind):
+@pytest.mark.parametrize("kind", cases("vanilla", "gated", gate="rnn"))
+def test_dspark_reads_the_tokens_before_a_slot(target, kind):
     """The Markov head does, and the confidence head, before whose doubts a chain ends."""
     options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1}
     drafter, weights = drafter_of(target, "dspark", **options, least_confidence=0.1)
@@ -169,7 +169,13 @@ def test_number_of_tokens_of_a_block_is_checked(target):
         ({"tap_layers": (0, 2)}, "tap_layers: expected layers in [0, 1], found (0, 2)"),
         ({"embed_scale": 0.0}, "embed_scale: expected"),
         ({"name": "dflash2", "conv_group_size": 5}, "conv_group_size: expected a divisor of"),
-        ({"name": "dspark", "markov_kind": "rnn"}, "markov_kind: expected vanilla or gated"),
+        ({"name": "dspark", "markov_kind": "lstm"}, "markov_kind: expected vanilla or gated or"),
+        (
+            {"name": "dspark", "markov_kind": "rnn", "anchor_drafts": False},
+            "markov_kind: expected vanilla or gated if the anchor does not draft, found rnn",
+        ),
+        ({"vocab_size": 49}, "vocab_size: expected at most the target's 48, found 49"),
+        ({"name": "dflash2", "vocab_size": 30}, "vocab_size: expected the target's 48, as cand"),
         (
             {"name": "dspark", "has_confidence": False, "least_confidence": 0.5},
             "least_confidence: expected 0 for trees, and without a confidence head, found 0.5",
@@ -236,13 +242,13 @@ def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
 
 
 def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
-    """Its tensors decide. Another kind of Markov head is refused."""
+    """Its tensors decide. An unknown kind of Markov head is refused."""
     drafter, weights = drafter_of(target, "dspark", markov_kind="gated", has_confidence=False)
     spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
     again = spsjax.load_drafter(tmp_path, target).drafter
     assert (again.has_confidence, again.markov_kind) == (False, "gated")
-    rewrite(tmp_path, {"markov_head_type": "rnn"}, {})
-    with one_line('markov_head_type: expected "vanilla" or "gated", found \'rnn\''):
+    rewrite(tmp_path, {"markov_head_type": "lstm"}, {})
+    with one_line("markov_head_type: expected one of vanilla, gated, rnn, found 'lstm'"):
         spsjax.load_drafter(tmp_path, target)
 
 
@@ -253,7 +259,7 @@ def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
         ({"hidden_size": 64}, "d_model=32, found 64"),
         ({"block_size": 7}, "block_size: expected 6, as dflash_config.block_size, found 7"),
         ({"model_type": "gemma2"}, 'model_type: expected "qwen3"'),
-        ({"draft_vocab_size": 30}, "draft_vocab_size: expected the target's 56, found 30"),
+        ({"draft_vocab_size": 30}, "expected a tensor d2t, the draft's vocabulary, found none"),
         ({"dflash_config": {"mask_token_id": 50}}, "target_layer_ids: expected a list, found none"),
         (
             {"dflash_config": {"mask_token_id": 50, "target_layer_ids": [1]}},
