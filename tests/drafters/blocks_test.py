@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -23,11 +24,12 @@ from spsjax.training.tasks.features import build_drafter
 from spsjax.verifiers import match
 
 K, VOCAB, SLOTS = 4, 48, 32
+IDS = np.sort(np.random.default_rng(4).permutation(VOCAB)[:30]).astype(np.int32)
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 9, 1, 2], [9], [1, 2, 1, 2, 1, 2], [30, 31, 5]]
 MARGINALS = Tree(tuple(range(K)))  # a chain, drawn from the marginals that a chain is chosen by
-# Options of published drafters. In "windows", one of two layers has a window and is causal.
+# Options of published drafters. One of two layers has a window, except in "causal".
 OPTIONS = {
-    "plain": {},
+    "two sides": {"causal": "none", "windows": (4, 0)},
     "windows": {"causal": "windows", "anchor_drafts": True, "embed_scale": 2.5, "softcap": 3.0},
     "causal": {"causal": "all", "output_scale": 0.4},
 }
@@ -40,17 +42,22 @@ def cases(*slow, gate):
 
 @pytest.fixture(scope="module")
 def target():
-    """A target with padding behind its vocabulary, where the mask token is."""
-    return spread_model(VOCAB, padded_vocab_size=56, logit_softcap=5.0)
+    """A target with padding behind its vocabulary, where the mask token is.
+
+    Its own factor of embeddings is not the drafter's.
+    """
+    return spread_model(VOCAB, padded_vocab_size=56, logit_softcap=5.0, embed_scale=True)
 
 
-def drafter_of(target, name="dflash", num_layers=2, **fields):
+def drafter_of(target, name="dflash", num_layers=2, windows=(), **fields):
+    """Returns a drafter, and random weights; the ids of a draft vocabulary have gaps."""
     fields = {"block_size": 6, "mask_token_id": 50, "num_speculative_tokens": K} | fields
     drafter = drafting.head(name, target.config, **fields)
-    windows = (4, 0) if drafter.causal == "windows" else ()
+    windows = windows or ((4, 0) if drafter.causal == "windows" else ())
     config = dataclasses.replace(drafter.config, num_layers=num_layers, windows=windows)
     drafter = dataclasses.replace(drafter, config=config)
-    return drafter, drafting.random_weights(drafter)
+    weights = drafting.random_weights(drafter)
+    return drafter, weights | ({"ids": jnp.asarray(IDS)} if drafter.own_head else {})
 
 
 def proposed(target, drafter, weights, tree=None):
@@ -76,11 +83,21 @@ def by_hand(target, drafter, weights, text, **options):
     embedding = np.asarray(target.params["embed"]["embedding"], float)
     arguments = jax.tree.map(np.asarray, weights), embedding, taps, text[-1]
     outputs = block_reference.outputs(drafter, *arguments, **options)
-    head = np.asarray(target.params["head"]["kernel"])[:, :VOCAB]
+    own = weights["head"] if drafter.own_head else target.params["head"]
+    head = np.asarray(own["kernel"])[:, :VOCAB]
     return outputs, block_reference.logits(drafter, head, outputs)
 
 
-@pytest.mark.parametrize("options", cases("plain", "causal", gate="windows"))
+def among(drafter, lines_KR):
+    """Returns logits [K, V] of the target's vocabulary; -inf: it is not the draft's."""
+    if not drafter.own_head:
+        return lines_KR
+    lines_KV = np.full((len(lines_KR), VOCAB), -np.inf)
+    lines_KV[:, IDS] = lines_KR
+    return lines_KV
+
+
+@pytest.mark.parametrize("options", cases("two sides", "causal", gate="windows"))
 def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
     drafter, weights = drafter_of(target, **OPTIONS[options])
     drawn = proposed(target, drafter, weights, MARGINALS)
@@ -115,7 +132,8 @@ def check_conditionals(target, drafter, weights, logits_of, ends=None, **options
         length = int(np.append(ends(outputs, before), True).argmax()) if ends else K
         np.testing.assert_array_equal(proposal.tokens[row] >= 0, np.arange(K) < length)
         count = min(length + 1, K)
-        for slot, line in enumerate(logits_of(*(x[:count] for x in (lines, outputs, before)))):
+        drafted = logits_of(*(x[:count] for x in (lines, outputs, before)))
+        for slot, line in enumerate(among(drafter, drafted)):
             expected = reference.to_probs(line)
             np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
         lengths.append(length)
@@ -137,8 +155,11 @@ def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
 
 @pytest.mark.parametrize("kind", cases("vanilla", "gated", gate="rnn"))
 def test_dspark_reads_the_tokens_before_a_slot(target, kind):
-    """The Markov head does, and the confidence head, before whose doubts a chain ends."""
-    options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1}
+    """The Markov head does, and the confidence head, before whose doubts a chain ends.
+
+    The draft vocabulary lacks tokens, which get probability 0.
+    """
+    options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1, "vocab_size": 30}
     drafter, weights = drafter_of(target, "dspark", **options, least_confidence=0.1)
     own = jax.tree.map(np.asarray, weights)
     logits_of = functools.partial(block_reference.markov, own["markov_head"])
@@ -231,14 +252,42 @@ def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(nested), "utf-8")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    copies = dict.fromkeys(
-        ("embed_tokens.weight", "lm_head.weight"), np.zeros((56, 32), np.float32)
-    )
+    table = np.asarray(target.params["embed"]["embedding"])
+    copies = {"embed_tokens.weight": table, "lm_head.weight": np.zeros((56, 32), np.float32)}
     safetensors.numpy.save_file(tensors | copies, tmp_path / "model.safetensors")
     again = spsjax.load_drafter(tmp_path, target)
     drafted = dataclasses.replace(drafter, num_speculative_tokens=None)
     assert again.drafter == dataclasses.replace(drafted, num_speculative_tokens=6)
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_draft_vocabulary_is_stored_like_that_of_speculators(target, tmp_path, name):
+    """With a head and tables. The rows may be in any order, and belong to their tokens."""
+    drafter, weights = drafter_of(target, name, vocab_size=30, num_layers=1, softcap=3.0)
+    spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(stored["d2t"] + np.arange(30), IDS)
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), IDS)
+    assert stored["t2d"].shape == (56,) and stored["lm_head.weight"].shape == (30, 32)
+    order = np.random.default_rng(0).permutation(30)
+    changed = {"d2t": IDS[order] - np.arange(30)}
+    for key in {"lm_head.weight", "markov_head.markov_w2.weight"} & stored.keys():
+        changed[key] = stored[key][order]
+    rewrite(tmp_path, {}, changed)
+    again = spsjax.load_drafter(tmp_path, target)
+    assert again.drafter == dataclasses.replace(drafter, num_speculative_tokens=drafter.max_steps)
+    jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+    rewrite(tmp_path, {}, {"lm_head.weight": None})
+    with one_line("expected a tensor lm_head.weight beside d2t, found none"):
+        spsjax.load_drafter(tmp_path, target)
+
+
+def test_training_begins_with_the_targets_head_of_the_draft_vocabulary(target):
+    drafter, weights = drafter_of(target, vocab_size=30)
+    params = {"target": target.params, "drafter": weights}
+    begun = drafter.from_target(weights, params)["head"]["kernel"]
+    np.testing.assert_array_equal(begun, np.asarray(target.params["head"]["kernel"])[:, IDS])
 
 
 def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):

@@ -47,7 +47,9 @@ GATE = {
 MORE = {
     "dflash": ("drawn",),
     "dflash2": ("drawn", "dynamic"),
-    "dspark": ("chain",),
+    "dspark": ("chain", "drawn"),
+    "recurrent": ("chain", "drawn", "dynamic"),
+    "few": ("chosen", "dynamic"),
     "eagle": ("drawn", "replacement"),
     "eagle3": ("chain", "dynamic"),
     "falcon": ("drawn",),
@@ -66,6 +68,8 @@ FILTERED = "medusa"  # drafts with filters, for all others: they take long to co
 # Drafters whose states differ.
 COMMITS = "dflash", "eagle3", "falcon", "medusa", "sparse_self", "spire", "triple"
 OPTIONS = {
+    "recurrent": ("dspark", {"markov_kind": "rnn", "vocab_size": 40}),
+    "few": ("dflash", {"vocab_size": 40}),
     "narrow": ("eagle3", {"norm_output": True, "norm_before_residual": True, "fc_norm": True}),
     "single": ("falcon", {"tokens_per_step": 1}),
     "triple": ("falcon", {"tokens_per_step": 3}),

@@ -102,7 +102,7 @@ def head(name: str, config, **fields):
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
     if name in BLOCKS:
-        others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0}
+        others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0, "embed_scale": False}
         own = dataclasses.replace(config, qk_norm=True, num_layers=2, **others)
         block = {"block_size": 5, "mask_token_id": 1, "tap_layers": (0, 1)}
         if name == "dflash2":
