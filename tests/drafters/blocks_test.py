@@ -107,14 +107,19 @@ def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
         np.testing.assert_allclose(drawn.probs[row, :K], expected, atol=2e-5)
 
 
-def test_dflash_chain_has_the_most_probable_tokens_of_a_whole_block(target):
-    """They are point masses. The block is whole for a shorter chain: slots attend to all others."""
+def test_dflash_chain_begins_with_a_draw_from_a_whole_block(target):
+    """Later tokens are the most probable ones of their slots, as point masses.
+
+    The block is whole for a shorter chain: slots attend to all others.
+    """
     drafter, weights = drafter_of(target, num_speculative_tokens=2)
     chain = proposed(target, drafter, weights)
-    assert chain.probs is None and chain.parents is None
+    assert chain.parents is None
     for row, text in enumerate(PROMPTS):
         _, logits = by_hand(target, drafter, weights, text)
-        np.testing.assert_array_equal(chain.tokens[row], np.argmax(logits, axis=-1))
+        expected = [reference.to_probs(logits[0]), np.eye(VOCAB)[np.argmax(logits[1])]]
+        np.testing.assert_allclose(chain.probs[row], expected, atol=2e-5)
+        assert chain.tokens[row, 1] == np.argmax(logits[1])
 
 
 def check_conditionals(target, drafter, weights, logits_of, ends=None, **options):

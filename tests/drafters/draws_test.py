@@ -152,7 +152,7 @@ def weights(proposal, n, paths):
 
 SAMPLED = (
     *("draft_model", "early_exit", "sparse_self", "windowed", "tapped", "hybrid"),
-    *(name for name in drafting.HEADS if name not in drafting.CHOOSING),
+    *drafting.HEADS,
 )
 CHOSEN = sorted({*drafting.NAMES} - {*SAMPLED})  # whose tokens are point masses
 

@@ -51,7 +51,6 @@ PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
 BLOCKS = "dflash", "dflash2", "dspark"  # with a block of mask tokens
-CHOOSING = ("dflash",)  # whose chains are the most probable tokens
 HEADS = (*PAIRS, *BLOCKS, "falcon", "spire", *STATES)
 
 
