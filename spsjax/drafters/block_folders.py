@@ -1,9 +1,10 @@
-"""Folders of block drafters: DFlash and its kin, in the layouts of z-lab and of `speculators`.
+"""Folders of block drafters: DFlash and its kin, in the layouts of authors and of `speculators`.
 
-Both layouts have the same tensors. That of the authors has the keys of the layers at the top level,
-and other keys in `dflash_config` or, in older files, at the top level, too. That of `speculators`
-has the keys of the layers in `transformer_layer_config`, and copies of the target's vocabulary
-matrices. Folders are written in the layout of the authors.
+The layouts have the same tensors. Those of the authors (z-lab; DeepSpec for DSpark) have the keys
+of the layers at the top level, and other keys there or in `dflash_config`. That of `speculators`
+has the keys of the layers in `transformer_layer_config`, copies of the target's vocabulary matrices
+and, for a draft vocabulary, a head and tables. Folders are written in the layout of the authors,
+unless the drafter has a vocabulary of its own, which only `speculators` has.
 """
 
 import dataclasses
@@ -15,6 +16,14 @@ from typing import Any, TypeVar
 from spsjax.drafters import folders
 from spsjax.drafters.blocks import BlockDrafter
 from spsjax.drafters.folders import Folder
+from spsjax.drafters.speculators_folders import (
+    HEAD,
+    KEY,
+    METHODS,
+    SpeculatorsLayout,
+    proposals,
+    vocabulary_of,
+)
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf import config_json, families
@@ -23,11 +32,6 @@ from spsjax.models.hf.fields import COUNT, FLAG, LIST, NUMBER, OBJECT, POSITIVE,
 SECTION = "dflash_config"
 _LAYER = "transformer_layer_config"
 _WINDOWED = "sliding_attention"
-# Copies of the target's tensors, and tables that follow from the vocabulary.
-_COPIES = (
-    *("embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight"),
-    *("d2t", "t2d"),
-)
 _SCALES = {
     "embed_scale": ("input_embedding_scale", 1.0),
     "output_scale": ("output_multiplier", 1.0),
@@ -37,9 +41,9 @@ _SCALES = {
 
 def method_of(raw: dict) -> str | None:
     """Returns "dflash", "dflash2" or "dspark" for a config.json of a block drafter, else None."""
-    stated = raw.get("speculators_model_type")
+    stated = raw.get(KEY)
     if stated is not None:
-        return stated if stated in ("dflash", "dflash2", "dspark") else None
+        return stated if stated in METHODS and stated != "eagle3" else None
     section, names = raw.get(SECTION), str(raw.get("architectures"))
     section = section if isinstance(section, dict) else {}
     if "DFlash2" in names or "selector_rank" in section:
@@ -52,12 +56,12 @@ def method_of(raw: dict) -> str | None:
 D = TypeVar("D", bound=BlockDrafter)
 
 
-class BlockLayout(folders.Layout[D]):
+class BlockLayout(SpeculatorsLayout[D]):
     """Layout of a method.
 
     Attributes:
         method: name of the method.
-        architecture: class of the model in written files.
+        architectures: class of the model in files of the authors, and in files of `speculators`.
         options: further keys by the field of the drafter, each with its kind and default.
         has_section: whether the keys that do not describe the layers are written to a section.
     """
@@ -65,11 +69,11 @@ class BlockLayout(folders.Layout[D]):
     def __init__(
         self,
         method: str,
-        architecture: str,
+        architectures: tuple[str, str],
         options: Mapping[str, tuple] = types.MappingProxyType({}),
         has_section: bool = True,
     ) -> None:
-        self.method, self.architecture = method, architecture
+        self.method, self.architectures = method, architectures
         self.options, self.has_section = options, has_section
 
     def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
@@ -85,22 +89,22 @@ class BlockLayout(folders.Layout[D]):
         fields["causal"] = self._causal(keys)
         for field, (key, default) in _SCALES.items():
             fields[field] = float(keys.get(key, POSITIVE, default))
-        size = keys.get("draft_vocab_size", COUNT, None)
-        if size not in (None, target.vocab_size, target.vocab_rows):
-            raise keys.error("draft_vocab_size", f"the target's {target.vocab_rows}", size)
+        fields["vocab_size"], _ = vocabulary_of(folder, target)
         for field, (key, kind, default) in self.options.items():
             fields[field] = keys.get(key, kind, default)
         return fields
 
     def _causal(self, keys: "Keys") -> str:
         """Returns which layers are causal: by a flag for all of them, or those with a window."""
-        if keys.is_nested:
-            other = keys.get("sliding_window_non_causal", FLAG, self.method == "dflash2")
-            return "none" if other else "windows"
         flag = keys.get("is_causal", FLAG, keys.get("causal", FLAG, None))
-        return "windows" if flag is None else "all" if flag else "none"
+        if flag is not None:
+            return "all" if flag else "none"
+        other = keys.is_nested and self.method == "dflash2"
+        return "none" if keys.get("sliding_window_non_causal", FLAG, other) else "windows"
 
     def name(self, drafter: D, path: tuple, stored: Set[str]) -> str:
+        if path[0] == "head":
+            return HEAD
         if path[0] == "layers" and not path[2].endswith("_conv"):
             location = families.locate("qwen3", drafter.config, path)
             return location.names[0].removeprefix("model.")
@@ -109,22 +113,39 @@ class BlockLayout(folders.Layout[D]):
         return f"{module}.{folders.kind_of(path) if is_module else path[-1]}"
 
     def is_copy(self, name: str, drafter: D) -> bool:
-        return name in _COPIES
+        return name == HEAD or super().is_copy(name, drafter)
 
     def to_json(self, drafter: D, target_name: str, dtype: str) -> dict:
         target = drafter.target
         config = dataclasses.replace(drafter.config, vocab_size=target.vocab_rows)
-        section = {
+        layers: dict[str, Any] = config_json.to_json(config, dtype)
+        block = {
             "block_size": drafter.block_size,
             "mask_token_id": drafter.mask_token_id,
-            "target_layer_ids": [tap - 1 for tap in drafter.tap_layers],
             "sample_from_anchor": drafter.anchor_drafts,
-            **{key: getattr(drafter, field) or None for field, (key, _) in _SCALES.items()},
-            **{key: getattr(drafter, field) for field, (key, _, _) in self.options.items()},
         }
+        options = {key: getattr(drafter, field) for field, (key, _, _) in self.options.items()}
+        scales = {key: getattr(drafter, field) or None for field, (key, _) in _SCALES.items()}
+        if drafter.own_head:
+            method = proposals(self.method, drafter, target_name, layers["architectures"])
+            return {
+                "architectures": [self.architectures[1]],
+                KEY: self.method,
+                "draft_vocab_size": drafter.vocab_size,
+                "aux_hidden_state_layer_ids": list(drafter.tap_layers),
+                "sliding_window_non_causal": drafter.causal == "none",
+                **({"is_causal": True} if drafter.causal == "all" else {}),
+                **block,
+                **options,
+                **scales,
+                "transformer_layer_config": layers,
+                "speculators_config": method,
+            }
+        section = block | {"target_layer_ids": [tap - 1 for tap in drafter.tap_layers]}
+        section |= scales | options
         causal = {} if drafter.causal == "windows" else {"is_causal": drafter.causal == "all"}
-        return config_json.to_json(config, dtype) | {
-            "architectures": [self.architecture],
+        return layers | {
+            "architectures": [self.architectures[0]],
             "num_target_layers": target.num_layers,
             "block_size": drafter.block_size,
             **causal,
@@ -139,7 +160,7 @@ class Keys:
     def __init__(self, path: pathlib.Path, raw: dict) -> None:
         self.path, self.top = path, Fields(path, raw)
         self.section = Fields(path, self.top.get(SECTION, OBJECT, {}), SECTION)
-        self.is_nested = raw.get("speculators_model_type") is not None
+        self.is_nested = raw.get(KEY) is not None
         layer = self.top.get(_LAYER, OBJECT) if self.is_nested else raw
         self.layer = Fields(path, layer, _LAYER if self.is_nested else "")
 

@@ -14,69 +14,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
-from spsjax.drafters import features, pairs, pending, sample
+from spsjax import tree
+from spsjax.drafters import features, pairs, pending, sample, shapes, vocabulary
+from spsjax.drafters.block_layers import Backbone, default_tap_layers
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError, short_repr
 from spsjax.models import caches as kv
 from spsjax.models import transformer
 from spsjax.models.attention import capped
 from spsjax.models.config import Config
-from spsjax.models.context import context_of
-from spsjax.models.layers import DecoderBlock, Norm
-from spsjax.models.linear import make_linear
+from spsjax.models.linear import head_logits
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, ModelOutput, Proposal, PyTree, Round, pytree_dataclass
+from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, pytree_dataclass
 from spsjax.utils.fields import flag, integer, number
 from spsjax.utils.from_config import build
 
 CAUSAL = "none", "windows", "all"
-
-
-class Backbone(nnx.Module):
-    """Decoder layers over the target's features and a block of tokens."""
-
-    def __init__(self, drafter: "BlockDrafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.drafter, config, width = drafter, drafter.config, drafter.target.d_model
-        inputs = len(drafter.tap_layers) * width
-        self.fc = make_linear(inputs, config.d_model, False, dtype=dtype, rngs=rngs)
-        self.hidden_norm = Norm(config, config.d_model, dtype=dtype)
-        layers = range(config.num_layers)
-        self.layers = nnx.List([self.make_layer(drafter, dtype, rngs) for _ in layers])
-        self.norm = Norm(config, config.d_model, dtype=dtype)
-
-    def make_layer(self, drafter: "BlockDrafter", dtype: DTypeLike, rngs: nnx.Rngs) -> DecoderBlock:
-        """Returns a new layer."""
-        return DecoderBlock(drafter.config, dtype=dtype, rngs=rngs)
-
-    def fuse(self, taps_BTW: Array) -> Array:
-        """Returns features [B, T, D] from the concatenated inputs of the target's tapped layers."""
-        return self.hidden_norm(self.fc(sharding.whole_rows(taps_BTW)))
-
-    def read(self, features_BTD: Array, cache: kv.KVCache | None) -> Block:
-        """Returns the keys and values of features as a block, for positions after the cache.
-
-        The features are the same for all layers, and are not normalised per layer.
-        """
-        context = context_of(features_BTD.shape[1], cache)
-        rows = [
-            context.append(None, *layer.attention.keys_values(features_BTD, context, index))
-            for index, layer in enumerate(self.layers)
-        ]
-        return context.block(rows, len(features_BTD))
-
-    def __call__(self, x_BPD: Array, cache: kv.KVCache) -> Array:
-        """Returns the normalised outputs [B, P, D] of a block that follows the cache."""
-        slots = jnp.arange(x_BPD.shape[1])
-        earlier = (slots <= slots[:, None])[None]
-        masks = earlier | True, earlier
-        contexts = [context_of(len(slots), cache, ancestors=mask) for mask in masks]
-        segments = cache.segments()
-        for index, layer in enumerate(self.layers):
-            context = contexts[self.drafter.is_causal(index)]
-            x_BPD, _ = layer(x_BPD, context, segments[index], None, index)
-        return self.norm(x_BPD)
 
 
 @pytree_dataclass
@@ -88,24 +42,26 @@ class BlockState:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockDrafter(pairs.LayerDrafter):
+class BlockDrafter(vocabulary.OwnVocabulary, pairs.LayerDrafter):
     """Drafts with layers over the target's features and a block of mask tokens.
+
+    With a vocabulary of its own a drafter has a head of its own, too; else it uses the target's.
 
     Attributes:
         config: shape of the layers.
         tap_layers: layers of the target whose inputs are read.
         block_size: number of slots, the anchor's included. The block is always whole, also for a
             smaller K: each slot attends to all of them, and the weights were trained so.
-        mask_token_id: id of the token in the slots behind the anchor, which may be in the padding
-            of the target's vocabulary.
+        mask_token_id: id of the token behind the anchor, which may be in the target's padding.
         anchor_drafts: whether the anchor's own slot drafts the first token. Else the slot behind it
             does, and slot i drafts the token of its own position.
         causal: layers whose slots attend to earlier slots only: "none", those with a window
-            ("windows"), or "all".
-        embed_scale: factor of the embeddings of the block.
+            ("windows"), or "all". A window counts from each slot, also to the slots behind it.
+        embed_scale: factor of the embeddings of the block, the anchor's included. They are rows of
+            the target's embedding, without a factor of the target itself (sqrt(D) in Gemma).
         output_scale: factor of the logits.
-        softcap: limit c in c tanh(x / c) for the logits; 0: none. The target's own limit does not
-            apply.
+        softcap: limit c in c tanh(x / c) for the logits, in place of the target's; 0: none.
+        vocab_size: R, size of the draft vocabulary; 0: the target's.
     """
 
     tap_layers: tuple[int, ...] = (2, 16, 29)
@@ -116,6 +72,7 @@ class BlockDrafter(pairs.LayerDrafter):
     embed_scale: float = number(1.0, above=True)
     output_scale: float = number(1.0, above=True)
     softcap: float = number(0.0)
+    vocab_size: int = integer(0)
 
     module: ClassVar[type[nnx.Module]] = Backbone
     steps_name = "drafting slots"
@@ -123,6 +80,7 @@ class BlockDrafter(pairs.LayerDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         features.check_taps(self.tap_layers, self.target)
+        object.__setattr__(self, "vocab_size", self.vocab_size or self.target.vocab_size)
         if self.causal not in CAUSAL:
             raise InputError(
                 f"causal: expected one of {', '.join(CAUSAL)}, found {short_repr(self.causal)}"
@@ -161,9 +119,35 @@ class BlockDrafter(pairs.LayerDrafter):
     def module_config(self) -> Hashable:
         return self
 
-    def is_causal(self, layer: int) -> bool:
-        """Returns whether the slots of a layer attend to earlier slots only."""
-        return self.causal == "all" or (self.causal == "windows" and self.config.window(layer) > 0)
+    @property
+    def sharding_config(self) -> Config:
+        return dataclasses.replace(self.config, vocab_size=self.vocab_size)
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the drafter has a head of its own, over some of the target's tokens."""
+        return self.vocab_size < self.target.vocab_size
+
+    @property
+    def constants(self) -> tuple[str, ...]:  # type: ignore[override]  # fields decide
+        return (vocabulary.IDS,) if self.own_head else ()
+
+    def from_target(self, weights: PyTree, params: PyTree) -> PyTree:
+        if not self.own_head:
+            return weights
+        kernel = transformer.head_kernel(self.target, params["target"])
+        kernel = kernel[:, params["drafter"][vocabulary.IDS]].astype(jnp.float32)
+        return weights | {"head": {"kernel": kernel}}
+
+    def step_weights(self, params: PyTree) -> PyTree:
+        return params["drafter"] if self.own_head else super().step_weights(params)
+
+    def reach(self, layer: int) -> int:
+        """Returns the number of later slots to which a slot attends in a layer; 0: it is causal."""
+        window = self.config.window(layer)
+        if self.causal == "all" or (self.causal == "windows" and window):
+            return 0
+        return min(window or self.block_size, self.block_size) - 1
 
     def raw_features(self, output: ModelOutput) -> Array:
         return jnp.concatenate(output.taps, axis=-1)
@@ -193,9 +177,9 @@ class BlockDrafter(pairs.LayerDrafter):
         masks = jnp.full(size, self.mask_token_id, anchors_B.dtype)
         tokens_BP = jnp.concatenate([anchors_B[:, None], masks], axis=1)
         # The mask token may be in the padding of the vocabulary, which `embed` would clip.
-        padded = dataclasses.replace(self.target, vocab_size=self.target.vocab_rows)
-        embedded = transformer.embed(padded, params["target"], tokens_BP)
-        embedded = embedded.astype(self.dtype(params))
+        rows = self.target.vocab_rows
+        plain = dataclasses.replace(self.target, vocab_size=rows, embed_scale=False)
+        embedded = transformer.embed(plain, params["target"], tokens_BP).astype(self.dtype(params))
         if self.embed_scale != 1:
             embedded = embedded * jnp.asarray(self.embed_scale, embedded.dtype)
         return self.bind(params)(embedded, cache)
@@ -210,10 +194,13 @@ class BlockDrafter(pairs.LayerDrafter):
         return outputs[:, : self.num_speculative_tokens]
 
     def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
-        weights = params["target"]
-        uncapped = dataclasses.replace(self.target, logit_softcap=0.0)
-        outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
-        logits = transformer.head(uncapped, weights, outputs)
+        if self.own_head:
+            logits = head_logits(outputs_BTD, self.bind(params).head.kernel[...])
+        else:
+            weights = params["target"]
+            uncapped = dataclasses.replace(self.target, logit_softcap=0.0)
+            outputs = outputs_BTD.astype(weights["norm"]["scale"].dtype)
+            logits = transformer.head(uncapped, weights, outputs)
         return capped(logits * self.output_scale, self.softcap)
 
     def training_passes(self, steps: int, first: float, later: float) -> float:
@@ -249,30 +236,45 @@ class ConditionalDrafter(BlockDrafter):
     """Drafts tokens of a block from left to right: each depends on the token before it.
 
     One product gives the logits of all slots. For each token a small head corrects the logits of
-    its slot by an embedding of the token before. So a token's distribution is conditional on the
-    draft tokens before it, and the ratio of acceptance is exact.
+    its slot by an embedding of the token before, and by what the slots before have remembered. So a
+    token's distribution is conditional on the draft tokens before it, and the ratio of acceptance
+    is exact.
     """
+
+    @property
+    def memory_size(self) -> int:
+        """M, the numbers that slots remember."""
+        return 0
 
     @abc.abstractmethod
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
         """Returns the embeddings [B, T, R] of tokens before a slot."""
 
-    def choices(self, logits_BTV: Array) -> PyTree:
+    def choices(self, logits_BTR: Array) -> PyTree:
         """Returns what `corrected` reads of slots' own logits, as arrays [B, T, ...]."""
-        return logits_BTV
+        return logits_BTR
 
     @abc.abstractmethod
     def corrected(
-        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTR: Array
+        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTW: Array
     ) -> Array:
-        """Returns the logits [B, T, V] of slots after the tokens before them.
+        """Returns the logits of slots, over the draft's vocabulary, after the tokens before them.
 
         Args:
             params: parameters of target and drafter.
             choices: result of `choices` for the slots.
             outputs_BTD: outputs of the slots.
-            before_BTR: embeddings of the tokens before (`before`).
+            before_BTW: embeddings of the tokens before (`before`), and behind each the memory of
+                the slots before, W = R + M.
         """
+
+    def remember(self, params: PyTree, outputs_BTD: Array, before_BTW: Array) -> Array:
+        """Returns the memory [B, T, M] after slots; the arguments are those of `corrected`.
+
+        It depends on the tokens before a slot, and not on the slot's own token. It is 0 before the
+        first slot that drafts.
+        """
+        return outputs_BTD[..., :0]
 
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         return self.drafted(params, self.slots(params, state, now.root), now)
@@ -280,8 +282,9 @@ class ConditionalDrafter(BlockDrafter):
     def drafted(self, params: PyTree, outputs_BKD: Array, now: Round) -> Proposal:
         """Returns tokens that are drawn one by one from the corrected logits of their slots."""
         own = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs_BKD)))
+        (B, _, _), dtype = outputs_BKD.shape, outputs_BKD.dtype
 
-        def feed(state: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
+        def feed(memories_BFM: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
             """Corrects the logits of the slot of a level (`sample.Feed`)."""
 
             def at_level(array: Array) -> Array:
@@ -289,17 +292,30 @@ class ConditionalDrafter(BlockDrafter):
                 return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1]))
 
             choices, outputs = jax.tree.map(at_level, (own, outputs_BKD))
-            before = self.before(params, jnp.maximum(level.tokens, 0))
-            return self.corrected(params, choices, outputs, before), outputs, state
+            memory = jnp.zeros((B, 1, self.memory_size), dtype)
+            if not level.is_root:
+                memory = tree.along(level.parents, memories_BFM)
+            before = self._read(params, level.tokens, memory)
+            new = self.remember(params, outputs, before).astype(dtype)
+            memories = lax.dynamic_update_slice_in_dim(memories_BFM, new, level.start, axis=1)
+            logits = self.over_target(params, self.corrected(params, choices, outputs, before))
+            return logits, outputs, memories
 
-        return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
+        fed = shapes.num_fed(self.tree, self.num_speculative_tokens)
+        memories = jnp.zeros((B, fed, self.memory_size), dtype)
+        return sample.grow(self.tree, self.num_speculative_tokens, feed, memories, now)[0]
+
+    def _read(self, params: PyTree, tokens_BT: Array, memory_BTM: Array) -> Array:
+        """Returns what `corrected` reads of tokens before slots, and of a memory: [B, T, W]."""
+        before = self.before(params, jnp.maximum(tokens_BT, 0))
+        return jnp.concatenate([before.astype(memory_BTM.dtype), memory_BTM], axis=-1)
 
     def unpacked(
         self, params: PyTree, outputs_BTD: Array, depth: int | Array
     ) -> tuple[Array, Array, Array]:
-        """Returns the parts of what `unrolled` yields, and the slots' own logits [B, T, V].
+        """Returns the parts of what `unrolled` yields, and the slots' own logits [B, T, R].
 
-        The parts are the outputs of the slots, and the embeddings of the tokens before them.
+        The parts are the outputs of the slots, and what `corrected` reads beside them [B, T, W].
         """
         outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
         own = sharding.gather_vocab(super().draft_logits(params, outputs, depth))
@@ -320,24 +336,15 @@ class ConditionalDrafter(BlockDrafter):
         later: Array | None = None,
         anchors: Array | None = None,
     ) -> Iterator[Array]:
-        """Yields the outputs of each step, and behind them the embedding of the token before."""
+        """Yields the outputs of each step, and behind them what the step reads: [B, T, D + W]."""
         arguments = params, next_BT, features_BTD, steps, detached, remat, later, anchors
         index = jnp.arange(next_BT.shape[1]) if anchors is None else anchors
         for step, outputs in enumerate(super().unrolled(*arguments)):
-            index = later if step == 1 and later is not None else index
-            tokens = features.entries(next_BT, index + step)
-            before = self.before(params, tokens).astype(outputs.dtype)
+            if step == 0:
+                memory = jnp.zeros((*outputs.shape[:2], self.memory_size), outputs.dtype)
+            elif step == 1 and later is not None:
+                index, memory = later, memory[:, later]
+            before = self._read(params, features.entries(next_BT, index + step), memory)
+            memory = self.remember(params, outputs, before).astype(outputs.dtype)
+            memory = lax.stop_gradient(memory) if detached else memory
             yield jnp.concatenate([outputs, before], axis=-1)
-
-
-def default_tap_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """Returns `count` layers of the target, evenly spaced, from a low to a high one.
-
-    They are the authors' choice. For targets of fewer than 12 layers the highest one is the final
-    state, because lower layers predict the next token less well.
-    """
-    last = num_layers - 2 if num_layers >= 12 else num_layers
-    first = min(2, last)
-    if count == 1:
-        return (num_layers // 2 + 1,)
-    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))

@@ -1,12 +1,14 @@
 """DFlash: a block of draft tokens from one pass of layers on features (Chen et al. 2602.06036).
 
 The slots of the block do not see each other's tokens: their distributions are marginals, given the
-committed text. Tokens drawn from them independently rarely fit together, so that a chain takes the
-most probable token of each slot, as a point mass. **Lossless**, as is every drafter.
+committed text. The first slot's is also the conditional one, so that a chain draws its first token.
+Tokens drawn from the others rarely fit together, so that a chain takes the most probable token of
+each, as a point mass. **Lossless**, as is every drafter.
 """
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from spsjax.drafters import block_folders, blocks, sample
@@ -15,14 +17,25 @@ from spsjax.types import Proposal, PyTree, Round
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(blocks.BlockDrafter):
-    """Drafts the most probable token of each slot, or trees of such tokens. Lossless."""
+    """Drafts a token of the first slot and the most probable ones of the others. Lossless.
+
+    Trees are drawn from the marginals of all slots, or have the most probable tokens.
+    """
 
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         logits_BKV = self.logits(params, self.slots(params, state, now.root))
-        if self.tree is None:
-            return Proposal(jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32), None)
-        feed = sample.feed_by_depth(logits_BKV)
-        return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
+        feed, K = sample.feed_by_depth(logits_BKV), self.num_speculative_tokens
+        if self.tree is not None:
+            return sample.grow(self.tree, K, feed, (), now)[0]
+        # Only chains that are drawn to their end may end early by a rule.
+        first = sample.grow(None, 1, feed, (), dataclasses.replace(now, stops=None))[0]
+        assert first.probs is not None  # of drawn tokens
+        best_BK = jnp.argmax(logits_BKV[:, 1:], axis=-1).astype(jnp.int32)
+        masses = jax.nn.one_hot(best_BK, logits_BKV.shape[-1], dtype=first.probs.dtype)
+        return Proposal(
+            jnp.concatenate([first.tokens, best_BK], axis=1),
+            jnp.concatenate([first.probs, masses], axis=1),
+        )
 
 
-LAYOUT = block_folders.BlockLayout[Drafter]("dflash", "DFlashDraftModel")
+LAYOUT = block_folders.BlockLayout[Drafter]("dflash", ("DFlashDraftModel", "DFlashSpeculator"))

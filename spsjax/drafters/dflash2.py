@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from spsjax.drafters import block_folders, blocks, features
+from spsjax.drafters import block_folders, block_layers, blocks, features
 from spsjax.errors import InputError
 from spsjax.models.caches import Segment
 from spsjax.models.context import Context, KeysValues
@@ -104,7 +104,7 @@ class CandidateSelector(nnx.Module):
         self.hidden_projection = make_linear(width, rank, False, dtype=dtype, rngs=rngs)
 
 
-class DFlash2(blocks.Backbone):
+class DFlash2(block_layers.Backbone):
     """Layers of DFlash with convolutions, and a selector."""
 
     def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -142,6 +142,11 @@ class Drafter(blocks.ConditionalDrafter):
             raise InputError(
                 f"conv_group_size: expected a divisor of d_model={self.config.d_model}, "
                 f"found {self.conv_group_size}"
+            )
+        if self.own_head:
+            raise InputError(
+                f"vocab_size: expected the target's {self.target.vocab_size}, as candidates are of "
+                f"its vocabulary, found {self.vocab_size}"
             )
 
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
@@ -206,7 +211,7 @@ class Drafter(blocks.ConditionalDrafter):
 
 LAYOUT = block_folders.BlockLayout[Drafter](
     "dflash2",
-    "DFlash2DraftModel",
+    ("DFlash2DraftModel", "DFlash2DraftModel"),
     {
         "conv_kernel_size": ("conv_kernel_size", COUNT, 2),
         "conv_group_size": ("conv_group_size", COUNT, 16),

@@ -1,11 +1,13 @@
 """DSpark: DFlash with a Markov head and a confidence head (2607.05147).
 
-The Markov head adds logits that depend on the token before, so that a block's tokens fit together.
-The confidence head estimates whether a token will be accepted, before it is drawn. **Lossless**, as
-is every drafter.
+The Markov head adds logits that depend on the token before, so that a block's tokens fit together;
+a recurrent one depends on all draft tokens before. The confidence head estimates whether a token
+will be accepted, before it is drawn. **Lossless**, as is every drafter.
 """
 
 import dataclasses
+import functools
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from spsjax.drafters import block_folders, blocks, features, stopping
+from spsjax.drafters import block_folders, block_layers, blocks, features, stopping
 from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
@@ -23,23 +25,53 @@ from spsjax.types import Array, Proposal, PyTree, Round
 from spsjax.utils import traced
 from spsjax.utils.fields import flag, integer
 
-KINDS = "vanilla", "gated"
-KIND = '"vanilla" or "gated"', KINDS.__contains__
+KINDS = "vanilla", "gated", "rnn"
+KIND = f"one of {', '.join(KINDS)}", KINDS.__contains__
 
 
 class MarkovHead(nnx.Module):
     """Logits of low rank that depend on the token before."""
 
     def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        rank, rows = drafter.markov_rank, drafter.target.vocab_rows
+        rank, width = drafter.markov_rank, drafter.config.d_model
+        rows = drafter.target.vocab_rows
         normal = nnx.initializers.normal(0.02)
         make = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.markov_w1 = nnx.Embed(rows, rank, embedding_init=normal, **make)
         zeros = nnx.initializers.zeros_init()
-        self.markov_w2 = nnx.Linear(rank, rows, use_bias=False, kernel_init=zeros, **make)
+        columns = drafter.vocab_size if drafter.own_head else rows
+        self.markov_w2 = nnx.Linear(rank, columns, use_bias=False, kernel_init=zeros, **make)
+        linear = functools.partial(make_linear, bias=True, dtype=dtype, rngs=rngs)
         if drafter.markov_kind == "gated":
-            inputs = drafter.config.d_model + rank
-            self.gate_proj = make_linear(inputs, rank, True, dtype=dtype, rngs=rngs)
+            self.gate_proj = linear(width + rank, rank)
+        if drafter.markov_kind == "rnn":
+            self.joint_proj = linear(2 * rank + width, 3 * rank)
+
+    def biases(self, outputs_BTD: Array, before_BTR: Array, state_BTM: Array) -> Array:
+        """Returns the logits that are added, with the padding of the vocabulary.
+
+        Args:
+            outputs_BTD: outputs of the slots.
+            before_BTR: embeddings of the tokens before.
+            state_BTM: state of the recurrence after the slots before; M is 0 without one.
+        """
+        read = before_BTR
+        if hasattr(self, "gate_proj"):
+            both = jnp.concatenate([outputs_BTD, before_BTR], axis=-1)
+            read = before_BTR * jax.nn.sigmoid(self.gate_proj(both))
+        if hasattr(self, "joint_proj"):
+            read = jnp.tanh(self._thirds(outputs_BTD, before_BTR, state_BTM)[2])
+        return head_logits(read, self.markov_w2.kernel[...])
+
+    def states(self, outputs_BTD: Array, before_BTR: Array, state_BTM: Array) -> Array:
+        """Returns the states [B, T, R] of the recurrence after slots; arguments as of `biases`."""
+        gate, new, _ = self._thirds(outputs_BTD, before_BTR, state_BTM)
+        gate = jax.nn.sigmoid(gate)
+        return gate * state_BTM + (1 - gate) * jnp.tanh(new)
+
+    def _thirds(self, outputs_BTD: Array, before_BTR: Array, state_BTR: Array) -> list[Array]:
+        both = jnp.concatenate([state_BTR, before_BTR, outputs_BTD], axis=-1)
+        return jnp.split(self.joint_proj(both), 3, axis=-1)
 
 
 class ConfidenceHead(nnx.Module):
@@ -50,7 +82,7 @@ class ConfidenceHead(nnx.Module):
         self.proj = make_linear(inputs, 1, True, dtype=dtype, rngs=rngs)
 
 
-class DSpark(blocks.Backbone):
+class DSpark(block_layers.Backbone):
     """Layers of DFlash, and two heads."""
 
     def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -66,7 +98,9 @@ class Drafter(blocks.ConditionalDrafter):
 
     Attributes:
         markov_rank: rank of the Markov head's logits.
-        markov_kind: "vanilla", or "gated" by the slot's output.
+        markov_kind: "vanilla"; "gated" by the slot's output; or "rnn", a recurrence over the slots
+            that draft, whose state is 0 before the first. Their authors define it for a block whose
+            anchor drafts.
         has_confidence: whether there is a confidence head.
         confidence_reads_before: whether the confidence head reads the token before, too.
         least_confidence: probability, by the confidence head, that a chain is accepted up to and
@@ -88,6 +122,10 @@ class Drafter(blocks.ConditionalDrafter):
         if self.markov_kind not in KINDS:
             raise InputError(
                 f"markov_kind: expected {' or '.join(KINDS)}, found {short_repr(self.markov_kind)}"
+            )
+        if self.markov_kind == "rnn" and not self.anchor_drafts:
+            raise InputError(
+                "markov_kind: expected vanilla or gated if the anchor does not draft, found rnn"
             )
         if self.ends_early and (self.tree is not None or not self.has_confidence):
             raise InputError(
@@ -111,15 +149,22 @@ class Drafter(blocks.ConditionalDrafter):
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
         return self.bind(params).markov_head.markov_w1(tokens_BT)
 
+    @property
+    def memory_size(self) -> int:
+        return self.markov_rank if self.markov_kind == "rnn" else 0
+
     def corrected(
-        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTR: Array
+        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTW: Array
     ) -> Array:
-        head = self.bind(params).markov_head
-        if self.markov_kind == "gated":
-            both = jnp.concatenate([outputs_BTD, before_BTR], axis=-1)
-            before_BTR = before_BTR * jax.nn.sigmoid(head.gate_proj(both))
-        bias = head_logits(before_BTR, head.markov_w2.kernel[...])
-        return choices + bias[..., : self.target.vocab_size].astype(choices.dtype)
+        read = jnp.split(before_BTW, (self.markov_rank,), axis=-1)
+        bias = self.bind(params).markov_head.biases(outputs_BTD, *read)
+        return choices + bias[..., : self.vocab_size].astype(choices.dtype)
+
+    def remember(self, params: PyTree, outputs_BTD: Array, before_BTW: Array) -> Array:
+        if not self.memory_size:
+            return super().remember(params, outputs_BTD, before_BTW)
+        read = jnp.split(before_BTW, (self.markov_rank,), axis=-1)
+        return self.bind(params).markov_head.states(outputs_BTD, *read)
 
     def learned(
         self,
@@ -137,7 +182,8 @@ class Drafter(blocks.ConditionalDrafter):
         learned = super().learned(params, outputs_BTD, target_logs_BTR, depth)
         if not self.has_confidence:
             return learned
-        outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
+        width = self.config.d_model
+        outputs, before, _ = jnp.split(outputs_BTD, (width, width + self.markov_rank), axis=-1)
         logs = jax.nn.log_softmax(learned.drawn.astype(jnp.float32))
         overlap = jnp.sum(jnp.exp(jnp.minimum(target_logs_BTR, logs)), axis=-1)
         guess = self.confidence(params, outputs, before)
@@ -177,6 +223,8 @@ _CONFIDENCE = "confidence_head.proj.weight"
 class _Layout(block_folders.BlockLayout[Drafter]):
     """Layout of DeepSpec, whose keys are all at the top level, and of `speculators`."""
 
+    rows: Set[str] = block_folders.BlockLayout.rows | {"markov_head.markov_w2.weight"}
+
     def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields = super().drafter_fields(folder, target)
         return fields | {"has_confidence": _CONFIDENCE in folder.stored}
@@ -188,7 +236,7 @@ class _Layout(block_folders.BlockLayout[Drafter]):
 
 LAYOUT = _Layout(
     "dspark",
-    "Qwen3DSparkModel",
+    ("Qwen3DSparkModel", "DSparkSpeculator"),
     {
         "markov_rank": ("markov_rank", COUNT, 256),
         "markov_kind": ("markov_head_type", KIND, "vanilla"),

@@ -5,17 +5,21 @@ It is trained to continue its own outputs, so that acceptance falls little in lo
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from spsjax.drafters import eagle3_config, features, pair_folders, pairs
+from spsjax.drafters import (
+    eagle3_config,
+    features,
+    pair_folders,
+    pairs,
+    speculators_folders,
+    vocabulary,
+)
 from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError
 from spsjax.models import transformer
@@ -23,7 +27,6 @@ from spsjax.models.caches import Segment
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
 from spsjax.models.feature_layer import FeatureLayer
-from spsjax.models.hf import weights
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import Norm
 from spsjax.models.linear import head_logits, make_linear
@@ -31,7 +34,7 @@ from spsjax.parallel import sharding
 from spsjax.types import Array, ModelOutput, PyTree
 from spsjax.utils.fields import flag, integer
 
-IDS = pair_folders.IDS
+IDS = vocabulary.IDS
 
 
 class Eagle3(nnx.Module):
@@ -81,7 +84,7 @@ class Eagle3(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(pairs.PairDrafter):
+class Drafter(vocabulary.OwnVocabulary, pairs.PairDrafter):
     """Drafts with a head of its own, often over the most frequent tokens only. Lossless.
 
     `params["drafter"]["ids"]` are the target's ids of the draft vocabulary, in ascending order.
@@ -110,11 +113,6 @@ class Drafter(pairs.PairDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         features.check_taps(self.tap_layers, self.target)
-        if self.vocab_size > self.target.vocab_size:
-            raise InputError(
-                f"vocab_size: expected at most the target's {self.target.vocab_size}, "
-                f"found {self.vocab_size}"
-            )
         sizes = self.config.d_model, self.vocab_size
         if not self.own_head and sizes != (self.target.d_model, self.target.vocab_size):
             raise InputError(
@@ -174,22 +172,6 @@ class Drafter(pairs.PairDrafter):
             return head_logits(normed, layer.head.kernel[...])
         return super().draft_logits(params, normed, depth)
 
-    def draft_ids(self, params: PyTree) -> Array | None:
-        return None if self.vocab_size == self.target.vocab_size else params["drafter"][IDS]
-
-    def param_shapes(self, dtype: DTypeLike) -> PyTree:
-        ids = jax.ShapeDtypeStruct((self.vocab_size,), jnp.int32)
-        return super().param_shapes(dtype) | {IDS: ids}
-
-    def init_params(self, key: Array, dtype: DTypeLike = jnp.float32) -> PyTree:
-        ids = jnp.arange(self.vocab_size, dtype=jnp.int32)
-        return super().init_params(key, dtype) | {IDS: ids}
-
-    def constants_from(self, counts_V: np.ndarray) -> PyTree:
-        """Returns the ids of the corpus's most frequent tokens as the draft vocabulary."""
-        frequent = np.argsort(-counts_V, kind="stable")[: self.vocab_size]
-        return {IDS: np.sort(frequent).astype(np.int32)}
-
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
     """Returns the layers that EAGLE-3 reads: a low, a middle and a high layer.
@@ -213,72 +195,31 @@ class _Layout(pair_folders.PairLayout[Drafter]):
         path, stored = folder.path / "config.json", folder.stored
         config, query = fields["config"], f"{pair_folders.prefix(stored.keys())}self_attn.q_proj"
         width = folder.fields.get("target_hidden_size", COUNT, None) or config.d_model
-        fc, head, ids, query = _shapes(
-            stored, "fc.weight", "lm_head.weight", "d2t", f"{query}.weight"
-        )
+        fc, query = speculators_folders.shapes(stored, "fc.weight", f"{query}.weight")
         if query and config.d_model != width and query[1:] != [config.d_model + width]:
             raise InputError(
                 f"{path}: heads of another width ({config.d_model}) than the target's ({width}) "
                 f"are supported if their layer reads {config.d_model + width} numbers, found "
                 f"{query[1:]}"
             )
-        size = folder.fields.get("draft_vocab_size", COUNT, None)
-        rows = (head or ids or [size or target.vocab_size])[0]
-        whole = target.vocab_size, target.vocab_rows
-        if not ids and rows not in whole:
-            raise InputError(
-                f"{folder.path}: expected a tensor d2t, the draft's vocabulary, found none"
-            )
-        if ids and not head:
-            raise InputError(
-                f"{folder.path}: expected a tensor lm_head.weight beside d2t, found none"
-            )
-        if size not in (None, rows) and not (size in whole and rows in whole):
-            raise folder.fields.error("draft_vocab_size", f"{rows}, the rows of the head", size)
+        size, has_head = speculators_folders.vocabulary_of(folder, target)
         taps = fc[1] // width if fc and len(fc) == 2 and fc[1] % width == 0 else None
         fields |= eagle3_config.read(path, folder.raw, target.num_layers, taps)
-        return fields | {"vocab_size": rows if ids else target.vocab_size, "own_head": bool(head)}
-
-    def tensors(self, drafter: Drafter, params: PyTree, dtype: DTypeLike) -> dict[str, np.ndarray]:
-        tensors = super().tensors(drafter, params, dtype)
-        if drafter.own_head:
-            ids = np.asarray(params[IDS])
-            tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
-            tensors["t2d"] = np.isin(np.arange(drafter.target.vocab_rows), ids)
-        return tensors
+        return fields | {"vocab_size": size, "own_head": has_head}
 
     def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         layer = self.layer_json(drafter, dtype)
-        proposal = {
-            "proposal_type": "greedy",
-            "speculative_tokens": drafter.num_speculative_tokens,
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
+        about = "eagle3", drafter, target_name, layer["architectures"]
         return {
             "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            speculators_folders.KEY: "eagle3",
             "draft_vocab_size": drafter.vocab_size,
             "target_hidden_size": drafter.target.d_model,
             "eagle_aux_hidden_state_layer_ids": list(drafter.tap_layers),
             **{flag: getattr(drafter, flag) for flag in eagle3_config.FLAGS},
             "transformer_layer_config": layer,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"name_or_path": target_name, "architectures": layer["architectures"]},
-            },
+            "speculators_config": speculators_folders.proposals(*about),
         }
-
-
-def _shapes(stored: Mapping[str, pathlib.Path], *names: str) -> list[list[int] | None]:
-    """Returns the shapes of tensors; None: there is no such tensor."""
-    files = weights.open_all({stored[name] for name in names if name in stored})
-    return [
-        files[stored[name]].get_slice(name).get_shape() if name in stored else None
-        for name in names
-    ]
 
 
 LAYOUT = _Layout()

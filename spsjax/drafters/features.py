@@ -175,7 +175,11 @@ class FeatureDrafter(base.TrainableDrafter):
         Depth 0 is the first step after the last committed token.
         """
         logits = sharding.gather_vocab(self.draft_logits(params, outputs_BTD, depth))
-        ids = self.draft_ids(params)
+        return self.over_target(params, logits)
+
+    def over_target(self, params: PyTree, logits_BTR: Array) -> Array:
+        """Returns logits [B, T, V] over the target's vocabulary, from those of the draft's."""
+        ids, logits = self.draft_ids(params), logits_BTR
         if ids is None:
             return logits
         # Tokens outside of the draft vocabulary get probability 0. Their logit is finite, because

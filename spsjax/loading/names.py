@@ -4,6 +4,7 @@ import functools
 import pathlib
 
 from spsjax import drafters, tokenization
+from spsjax.drafters import speculators_folders
 from spsjax.errors import InputError, check_path, did_you_mean, one_line, short_repr
 from spsjax.loading import public
 from spsjax.models.hf import hub
@@ -103,7 +104,10 @@ def default_drafter(
 
 
 def method_of(folder: pathlib.Path):
-    """Returns the module of the drafter in a folder; None: a model, a file, or nothing."""
+    """Returns the module of the drafter in a folder; None: a model, a file, or nothing.
+
+    Raises InputError if several layouts fit, or for a method of `speculators` that is not here.
+    """
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -116,8 +120,16 @@ def method_of(folder: pathlib.Path):
         except InputError:
             return frozenset()
 
-    modules = drafters.methods_with("LAYOUT").values()
-    return next((module for module in modules if module.LAYOUT.recognizes(raw, tensors)), None)
+    modules = drafters.methods_with("LAYOUT")
+    fitting = [name for name in modules if modules[name].LAYOUT.recognizes(raw, tensors)]
+    if len(fitting) > 1:
+        raise InputError(f"{path}: expected keys of one drafter, found those of {fitting}")
+    if not fitting and (kind := raw.get(speculators_folders.KEY)) is not None:
+        raise InputError(
+            f"{path}: {speculators_folders.KEY}: expected one of "
+            f"{', '.join(speculators_folders.METHODS)}, found {short_repr(kind)}"
+        )
+    return modules[fitting[0]] if fitting else None
 
 
 def is_feature_drafter(name: str | pathlib.Path) -> bool:

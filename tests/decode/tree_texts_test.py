@@ -5,12 +5,20 @@ place of the bare rule: the draft model draws the tree through its cache, the ta
 through its own, and the round is cut at an end of sequence and at the limit.
 """
 
+import itertools
 import types
 
 import jax
 import numpy as np
 import pytest
-from helpers import enumeration, reference, table_model, tree_enumeration
+from helpers import (
+    drafting,
+    enumeration,
+    reference,
+    table_drafters,
+    table_model,
+    tree_enumeration,
+)
 
 from spsjax import Tree, decode, tree, verifiers
 from spsjax.drafters import draft_model
@@ -84,22 +92,61 @@ class Rounds:
         return verdict
 
 
+class Reported(Rounds):
+    """The rounds of a drafter that is no table: its trees follow the `probs` that it reports.
+
+    That they do is shown in `draws_test`.
+    """
+
+    def __init__(self, loop, params):
+        shape = loop.drafter.tree
+        self.tree, self._loop = tree_enumeration.Tree(shape.parents), loop
+        self.vocab, N = loop.vocab, shape.num_nodes
+        self.prefixes, self._starts = loop.starts(params)
+        cases = itertools.product(range(len(self.prefixes)), *[range(self.vocab)] * N)
+        cases = np.asarray(list(cases))
+        rows, tokens = cases[:, 0], cases[:, 1:]
+        middles, masses, R = np.full(tokens.shape, 0.5), np.ones(len(rows)), np.arange(len(rows))
+        for node, parent in enumerate(shape.parents):
+            numbers = (
+                tree_enumeration.doubled(middles),
+                0 * middles,
+                np.zeros((len(rows), 2 * N + 2)),
+            )
+            probs = loop.step(self._starts, rows, *numbers)[2].probs[:, parent]
+            left = np.array(probs)
+            for sibling in range(node):
+                if shape.parents[sibling] == parent and not shape.replacement:
+                    left[R, tokens[:, sibling]] = 0
+            share = left / left.sum(axis=1, keepdims=True)
+            own = share[R, tokens[:, node]]
+            middles[:, node] = np.cumsum(share, axis=1)[R, tokens[:, node]] - own / 2
+            masses *= own
+        real = masses > 0
+        self.rows, self._tokens, self._middles = rows[real], tokens[real], middles[real]
+        self.masses = masses[real]
+
+
 def distribution(loop, rule, **params):
     """Returns new tokens -> probability."""
-    rounds = Rounds(loop, params)
+    is_table = isinstance(loop.drafter, draft_model.Drafter)
+    rounds = (Rounds if is_table else Reported)(loop, params)
+    nodes = range(1, len(rounds.tree.parents) + 1)
     if rule == "kseq":
         cases = tree_enumeration.decided_by_walk(rounds)
     else:
-        cases = tree_enumeration.decided(rounds, rounds.tree.leaves_first())
+        order = {"traversal": rounds.tree.leaves_first(), "multipath": reversed(nodes)}
+        cases = tree_enumeration.decided(rounds, order.get(rule, nodes))
     _, output, _ = rounds.outcome(cases.row, cases.accept, cases.draws)
     prefix_of = [rounds.prefixes[row] for row in rounds.rows[cases.row]]
     loop.check_caches(output)
     return loop.joint(prefix_of, cases.mass, output)
 
 
-def loop_of(rule, shape, new, eos_ids, seed=0):
-    config = table_model.config(VOCAB)
-    drafter = LoadedDrafter("", draft_model.Drafter(config, tree=shape), None)
+def loop_of(rule, shape, new, eos_ids, seed=0, drafter=None):
+    if drafter is None:
+        model = draft_model.Drafter(table_model.config(VOCAB), tree=shape)
+        drafter = LoadedDrafter("", model, None)
     tables = (table_model.table(VOCAB, number) for number in (seed, seed + 1))
     return enumeration.Loop(drafter, *tables, 1 + new, eos_ids, verifier=verifiers.by_name(rule))
 
@@ -122,6 +169,31 @@ def error(loop, rule, **params):
 def test_sampled_trees_are_lossless_in_the_loop(rule, shape):
     """With an end of sequence, and with a limit of two tokens: both fall inside of paths."""
     assert error(loop_of(rule, shape, 2, (END,)), rule) < TOLERANCE
+
+
+BRANCHES = Tree((0, 0, 1)), Tree((0, 0, 1), replacement=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rule", "shape"),
+    [
+        *(
+            (name, rule, BRANCHES[0])
+            for name in drafting.BLOCKS
+            for rule in ("recursive", "traversal")
+        ),
+        ("dspark", "kseq", BRANCHES[1]),
+        ("dspark", "multipath", BRANCHES[1]),
+        ("dflash2", "recursive", BRANCHES[1]),
+    ],
+)
+def test_sampled_trees_of_blocks_are_lossless_in_the_loop(name, rule, shape):
+    """Of marginals, of conditionals, and of conditionals with a recurrent state per node."""
+    options = {"markov_kind": "rnn"} if name == "dspark" else {}
+    drafter = table_drafters.head(name, 2, tree=shape, **options)
+    with drafting.small_programs():
+        assert error(loop_of(rule, shape, 2, (END,), drafter=drafter), rule) < TOLERANCE
 
 
 @pytest.mark.slow

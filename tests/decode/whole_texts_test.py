@@ -32,6 +32,7 @@ PARAMS = (
     {"temperature": 1.5, "top_k": 2, "top_p": 0.9003, "min_p": 0.2503},
 )
 WARM = {"temperature": 1.7}
+GROWN = DynamicTree(3, 2, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -200,15 +201,18 @@ def test_trees_of_suffix_decoding_are_lossless():
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        ("eagle3", DynamicTree(3, 2, 2)),
+        ("eagle3", GROWN),
         ("falcon", Tree((0, 0, 1))),
         ("medusa", Tree((0, 0, 1), chosen=True)),
+        *((name, GROWN) for name in drafting.BLOCKS),
+        *((name, Tree((0, 0, 1), chosen=True)) for name in drafting.BLOCKS),
     ],
-    ids=("eagle3", "falcon", "medusa"),
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_trees_of_features_are_lossless(name, tree):
     """A tree that grows, a tree that is drawn, and one of the best tokens."""
-    loaded = table_drafters.head(name, 2, tree=tree)
+    options = {"markov_kind": "rnn"} if name == "dspark" else {}
+    loaded = table_drafters.head(name, 2, tree=tree, **options)
     assert_lossless(loop(loaded, verifier=match.Verifier()), WARM)
 
 

@@ -19,6 +19,7 @@ FIELDS = {
     "dflash": {"block_size": 4},
     "dflash2": {"block_size": 4, "selector_top_k": 3},
     "dspark": {"block_size": 3, "markov_kind": "gated"},
+    "recurrent": {"block_size": 3, "markov_kind": "rnn", "vocab_size": 30},  # of DSpark
 }
 OBJECTIVES = {
     "all": FeatureObjective(steps=STEPS, decay=0.5, own=0.7),
@@ -42,32 +43,41 @@ class ByHand:
     """Losses of drafts of TOKENS, one draft at a time."""
 
     def __init__(self, name, config, params):
-        self.name = name
-        drafter = drafting.head(name, config, **FIELDS[name])
+        self.name = "dspark" if name == "recurrent" else name
+        drafter = drafting.head(self.name, config, **FIELDS[name])
         layer = dataclasses.replace(drafter.config, num_layers=1)
         self.drafter = dataclasses.replace(drafter, config=layer)
         self.weights = jax.tree.map(np.asarray, drafting.random_weights(self.drafter))
+        if self.drafter.own_head:
+            self.weights["ids"] = np.flatnonzero(np.arange(VOCAB) % 8 < 5).astype(np.int32)
         self.params = {"target": params, "drafter": self.weights}
         taps, self.targets = run_target(config, self.drafter.tap_layers, params, TOKENS)
         self.taps = np.concatenate(taps, axis=-1).astype(float)
-        self.missing = set()  # whether labels were no candidates
+        self.missing = set()  # whether labels were no candidates, or not of the draft vocabulary
 
     def draft(self, row, index, hard):
-        """Returns the loss, the loss of the drafter's own, and the confidence of each step."""
+        """Yields distributions of target and draft, the drafter's own loss, and whether it counts.
+
+        They are of each step, and of the draft vocabulary.
+        """
         target, text, weights = self.params["target"], TOKENS[row], self.weights
         around = block_reference.convolved if self.name == "dflash2" else block_reference.plain
         embedding, context = np.asarray(target["embed"]["embedding"]), self.taps[row, : index + 1]
         outputs = block_reference.outputs(
             self.drafter, weights, embedding, context, text[index + 1], around
         )
-        lines = block_reference.logits(self.drafter, np.asarray(target["head"]["kernel"]), outputs)
-        outputs = outputs[1 - self.drafter.anchor_drafts :]
-        for step in range(min(STEPS, T - 1 - index)):
-            previous, line, output = text[index + 1 + step], lines[step], outputs[step]
+        head = np.asarray((weights if self.drafter.own_head else target)["head"]["kernel"])
+        count, ids = min(STEPS, T - 1 - index), weights.get("ids", np.arange(VOCAB))
+        before = text[index + 1 :][:count]
+        lines = block_reference.logits(self.drafter, head, outputs)[:count]
+        outputs = outputs[1 - self.drafter.anchor_drafts :][:count]
+        if self.name == "dspark":
+            lines = block_reference.markov(weights["markov_head"], lines, outputs, before)
+        for step, (previous, line, output) in enumerate(zip(before, lines, outputs)):
             wanted, own = np.asarray(self.targets[row, index + 1 + step], float), 0.0
+            counts = wanted.argmax() in ids
             if self.name == "dspark":
-                line = block_reference.markov(weights["markov_head"], line, output, previous)
-                overlap = np.minimum(softmax(wanted), softmax(line)).sum()
+                overlap = np.minimum(softmax(wanted)[ids], softmax(line)).sum()
                 own = block_reference.confidence_loss(weights, output, previous, overlap)
             if self.name == "dflash2":
                 selector, label = weights["candidate_selector"], wanted.argmax()
@@ -75,7 +85,9 @@ class ByHand:
                     self.drafter, selector, line, output, previous, softmax(wanted), hard
                 )
                 self.missing.add(label not in np.argsort(-line)[: self.drafter.selector_top_k])
-            yield softmax(wanted), softmax(line), own
+            if self.drafter.own_head:
+                self.missing.add(not counts)
+            yield softmax(wanted[ids]), softmax(line), own, counts
 
     def losses(self, objective, rows):
         """Returns the loss [2, T] of an objective, from indices and weights of drafts per row."""
@@ -83,15 +95,15 @@ class ByHand:
         for row, drafts in enumerate(rows):
             for index, weight in drafts:
                 steps = list(self.draft(row, index, objective.divergence == "best_token"))
-                confidences = np.asarray([draft[target.argmax()] for target, draft, _ in steps])
+                confidences = np.asarray([draft[target.argmax()] for target, draft, *_ in steps])
                 factors = objective.decay ** np.arange(len(steps))
                 if objective.pace:
                     factors = block_reference.pace(confidences, objective.pace)
-                for step, (target, draft, own) in enumerate(steps):
+                for step, (target, draft, own, counts) in enumerate(steps):
                     loss = (target * np.log(target / draft)).sum()
                     if objective.divergence == "best_token":
                         loss = -np.log(confidences[step])
-                    term = loss + objective.own * own
+                    term = counts * loss + objective.own * own
                     result[row, index + 1 + step] += weight * factors[step] * term
         return result
 
@@ -102,11 +114,15 @@ class ByHand:
         ("dflash", "paced"),
         ("dflash2", "drawn"),
         ("dspark", "all"),
+        ("recurrent", "drawn"),
         *(pytest.param(name, "paced", marks=pytest.mark.slow) for name in ("dflash2", "dspark")),
     ],
 )
 def test_losses_of_blocks_are_those_of_the_papers(target, name, kind):
-    """Of blocks at all tokens, and at drawn ones, which count for others, too."""
+    """Of blocks at all tokens, and at drawn ones, which count for others, too.
+
+    A recurrent head has a memory of the slots before, which the confidence head does not read.
+    """
     hand, objective = ByHand(name, target.config, target.params), OBJECTIVES[kind]
     (found,) = drafting.metrics_of(hand.drafter, (objective,), hand.params, TOKENS)
     rows = [[(index, 1.0) for index in range(T)]] * 2
@@ -115,7 +131,7 @@ def test_losses_of_blocks_are_those_of_the_papers(target, name, kind):
         rows = [[*zip(*row)] for row in zip(index.tolist(), weight.tolist())]
     expected = hand.losses(objective, rows)
     np.testing.assert_allclose(found["loss"], expected, rtol=2e-4, atol=2e-4)
-    assert name != "dflash2" or hand.missing == {True, False}
+    assert name not in ("dflash2", "recurrent") or hand.missing == {True, False}
 
 
 def test_label_of_the_confidence_has_no_gradient(target):

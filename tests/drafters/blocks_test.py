@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -16,18 +17,19 @@ from helpers.models import spread_model
 
 import spsjax
 from spsjax import Tree, decode
-from spsjax.drafters import blocks
+from spsjax.drafters import block_layers
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
 from spsjax.training.tasks.features import build_drafter
 from spsjax.verifiers import match
 
 K, VOCAB, SLOTS = 4, 48, 32
+IDS = np.sort(np.random.default_rng(4).permutation(VOCAB)[:30]).astype(np.int32)
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 9, 1, 2], [9], [1, 2, 1, 2, 1, 2], [30, 31, 5]]
 MARGINALS = Tree(tuple(range(K)))  # a chain, drawn from the marginals that a chain is chosen by
-# Options of published drafters. In "windows", one of two layers has a window and is causal.
+# Options of published drafters. One of two layers has a window, except in "causal".
 OPTIONS = {
-    "plain": {},
+    "two sides": {"causal": "none", "windows": (4, 0)},
     "windows": {"causal": "windows", "anchor_drafts": True, "embed_scale": 2.5, "softcap": 3.0},
     "causal": {"causal": "all", "output_scale": 0.4},
 }
@@ -40,17 +42,22 @@ def cases(*slow, gate):
 
 @pytest.fixture(scope="module")
 def target():
-    """A target with padding behind its vocabulary, where the mask token is."""
-    return spread_model(VOCAB, padded_vocab_size=56, logit_softcap=5.0)
+    """A target with padding behind its vocabulary, where the mask token is.
+
+    Its own factor of embeddings is not the drafter's.
+    """
+    return spread_model(VOCAB, padded_vocab_size=56, logit_softcap=5.0, embed_scale=True)
 
 
-def drafter_of(target, name="dflash", num_layers=2, **fields):
+def drafter_of(target, name="dflash", num_layers=2, windows=(), **fields):
+    """Returns a drafter, and random weights; the ids of a draft vocabulary have gaps."""
     fields = {"block_size": 6, "mask_token_id": 50, "num_speculative_tokens": K} | fields
     drafter = drafting.head(name, target.config, **fields)
-    windows = (4, 0) if drafter.causal == "windows" else ()
+    windows = windows or ((4, 0) if drafter.causal == "windows" else ())
     config = dataclasses.replace(drafter.config, num_layers=num_layers, windows=windows)
     drafter = dataclasses.replace(drafter, config=config)
-    return drafter, drafting.random_weights(drafter)
+    weights = drafting.random_weights(drafter)
+    return drafter, weights | ({"ids": jnp.asarray(IDS)} if drafter.own_head else {})
 
 
 def proposed(target, drafter, weights, tree=None):
@@ -76,11 +83,21 @@ def by_hand(target, drafter, weights, text, **options):
     embedding = np.asarray(target.params["embed"]["embedding"], float)
     arguments = jax.tree.map(np.asarray, weights), embedding, taps, text[-1]
     outputs = block_reference.outputs(drafter, *arguments, **options)
-    head = np.asarray(target.params["head"]["kernel"])[:, :VOCAB]
+    own = weights["head"] if drafter.own_head else target.params["head"]
+    head = np.asarray(own["kernel"])[:, :VOCAB]
     return outputs, block_reference.logits(drafter, head, outputs)
 
 
-@pytest.mark.parametrize("options", cases("plain", "causal", gate="windows"))
+def among(drafter, lines_KR):
+    """Returns logits [K, V] of the target's vocabulary; -inf: it is not the draft's."""
+    if not drafter.own_head:
+        return lines_KR
+    lines_KV = np.full((len(lines_KR), VOCAB), -np.inf)
+    lines_KV[:, IDS] = lines_KR
+    return lines_KV
+
+
+@pytest.mark.parametrize("options", cases("two sides", "causal", gate="windows"))
 def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
     drafter, weights = drafter_of(target, **OPTIONS[options])
     drawn = proposed(target, drafter, weights, MARGINALS)
@@ -90,14 +107,19 @@ def test_dflash_slots_have_the_marginals_of_the_paper(target, options):
         np.testing.assert_allclose(drawn.probs[row, :K], expected, atol=2e-5)
 
 
-def test_dflash_chain_has_the_most_probable_tokens_of_a_whole_block(target):
-    """They are point masses. The block is whole for a shorter chain: slots attend to all others."""
+def test_dflash_chain_begins_with_a_draw_from_a_whole_block(target):
+    """Later tokens are the most probable ones of their slots, as point masses.
+
+    The block is whole for a shorter chain: slots attend to all others.
+    """
     drafter, weights = drafter_of(target, num_speculative_tokens=2)
     chain = proposed(target, drafter, weights)
-    assert chain.probs is None and chain.parents is None
+    assert chain.parents is None
     for row, text in enumerate(PROMPTS):
         _, logits = by_hand(target, drafter, weights, text)
-        np.testing.assert_array_equal(chain.tokens[row], np.argmax(logits, axis=-1))
+        expected = [reference.to_probs(logits[0]), np.eye(VOCAB)[np.argmax(logits[1])]]
+        np.testing.assert_allclose(chain.probs[row], expected, atol=2e-5)
+        assert chain.tokens[row, 1] == np.argmax(logits[1])
 
 
 def check_conditionals(target, drafter, weights, logits_of, ends=None, **options):
@@ -114,8 +136,9 @@ def check_conditionals(target, drafter, weights, logits_of, ends=None, **options
         before = np.asarray([text[-1], *proposal.tokens[row, :-1]])
         length = int(np.append(ends(outputs, before), True).argmax()) if ends else K
         np.testing.assert_array_equal(proposal.tokens[row] >= 0, np.arange(K) < length)
-        for slot in range(min(length + 1, K)):
-            line = logits_of(lines[slot], outputs[slot], before[slot])
+        count = min(length + 1, K)
+        drafted = logits_of(*(x[:count] for x in (lines, outputs, before)))
+        for slot, line in enumerate(among(drafter, drafted)):
             expected = reference.to_probs(line)
             np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
         lengths.append(length)
@@ -135,10 +158,13 @@ def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
     assert (proposal.probs > 0).sum(axis=-1).max() == 8
 
 
-@pytest.mark.parametrize("kind", cases("vanilla", gate="gated"))
-def test_dspark_reads_the_token_before_a_slot(target, kind):
-    """The Markov head does, and the confidence head, before whose doubts a chain ends."""
-    options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1}
+@pytest.mark.parametrize("kind", cases("vanilla", "gated", gate="rnn"))
+def test_dspark_reads_the_tokens_before_a_slot(target, kind):
+    """The Markov head does, and the confidence head, before whose doubts a chain ends.
+
+    The draft vocabulary lacks tokens, which get probability 0.
+    """
+    options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1, "vocab_size": 30}
     drafter, weights = drafter_of(target, "dspark", **options, least_confidence=0.1)
     own = jax.tree.map(np.asarray, weights)
     logits_of = functools.partial(block_reference.markov, own["markov_head"])
@@ -169,7 +195,13 @@ def test_number_of_tokens_of_a_block_is_checked(target):
         ({"tap_layers": (0, 2)}, "tap_layers: expected layers in [0, 1], found (0, 2)"),
         ({"embed_scale": 0.0}, "embed_scale: expected"),
         ({"name": "dflash2", "conv_group_size": 5}, "conv_group_size: expected a divisor of"),
-        ({"name": "dspark", "markov_kind": "rnn"}, "markov_kind: expected vanilla or gated"),
+        ({"name": "dspark", "markov_kind": "lstm"}, "markov_kind: expected vanilla or gated or"),
+        (
+            {"name": "dspark", "markov_kind": "rnn", "anchor_drafts": False},
+            "markov_kind: expected vanilla or gated if the anchor does not draft, found rnn",
+        ),
+        ({"vocab_size": 49}, "vocab_size: expected at most the target's 48, found 49"),
+        ({"name": "dflash2", "vocab_size": 30}, "vocab_size: expected the target's 48, as cand"),
         (
             {"name": "dspark", "has_confidence": False, "least_confidence": 0.5},
             "least_confidence: expected 0 for trees, and without a confidence head, found 0.5",
@@ -186,8 +218,8 @@ def test_config_of_a_block_drafter_has_defaults_of_the_target(target):
     drafter = build_drafter({"method": "dflash", "num_layers": 2, "block_size": 4}, target.config)
     assert (drafter.mask_token_id, drafter.tap_layers) == (55, (1, 1))
     assert drafter.config.qk_norm and drafter.num_speculative_tokens == 3
-    assert blocks.default_tap_layers(36, 5) == (2, 10, 18, 26, 34)
-    assert blocks.default_tap_layers(36, 1) == (19,)
+    assert block_layers.default_tap_layers(36, 5) == (2, 10, 18, 26, 34)
+    assert block_layers.default_tap_layers(36, 1) == (19,)
 
 
 def test_rule_that_ends_chains_is_refused_for_point_masses(target):
@@ -220,9 +252,8 @@ def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(nested), "utf-8")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    copies = dict.fromkeys(
-        ("embed_tokens.weight", "lm_head.weight"), np.zeros((56, 32), np.float32)
-    )
+    table = np.asarray(target.params["embed"]["embedding"])
+    copies = {"embed_tokens.weight": table, "lm_head.weight": np.zeros((56, 32), np.float32)}
     safetensors.numpy.save_file(tensors | copies, tmp_path / "model.safetensors")
     again = spsjax.load_drafter(tmp_path, target)
     drafted = dataclasses.replace(drafter, num_speculative_tokens=None)
@@ -230,14 +261,43 @@ def test_folder_of_speculators_is_read_like_the_authors(target, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_draft_vocabulary_is_stored_like_that_of_speculators(target, tmp_path, name):
+    """With a head and tables. The rows may be in any order, and belong to their tokens."""
+    drafter, weights = drafter_of(target, name, vocab_size=30, num_layers=1, softcap=3.0)
+    spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(stored["d2t"] + np.arange(30), IDS)
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), IDS)
+    assert stored["t2d"].shape == (56,) and stored["lm_head.weight"].shape == (30, 32)
+    order = np.random.default_rng(0).permutation(30)
+    changed = {"d2t": IDS[order] - np.arange(30)}
+    for key in {"lm_head.weight", "markov_head.markov_w2.weight"} & stored.keys():
+        changed[key] = stored[key][order]
+    rewrite(tmp_path, {}, changed)
+    again = spsjax.load_drafter(tmp_path, target)
+    assert again.drafter == dataclasses.replace(drafter, num_speculative_tokens=drafter.max_steps)
+    jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+    rewrite(tmp_path, {}, {"lm_head.weight": None})
+    with one_line("expected a tensor lm_head.weight beside d2t, found none"):
+        spsjax.load_drafter(tmp_path, target)
+
+
+def test_training_begins_with_the_targets_head_of_the_draft_vocabulary(target):
+    drafter, weights = drafter_of(target, vocab_size=30)
+    params = {"target": target.params, "drafter": weights}
+    begun = drafter.from_target(weights, params)["head"]["kernel"]
+    np.testing.assert_array_equal(begun, np.asarray(target.params["head"]["kernel"])[:, IDS])
+
+
 def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
-    """Its tensors decide. Another kind of Markov head is refused."""
+    """Its tensors decide. An unknown kind of Markov head is refused."""
     drafter, weights = drafter_of(target, "dspark", markov_kind="gated", has_confidence=False)
     spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
     again = spsjax.load_drafter(tmp_path, target).drafter
     assert (again.has_confidence, again.markov_kind) == (False, "gated")
-    rewrite(tmp_path, {"markov_head_type": "rnn"}, {})
-    with one_line('markov_head_type: expected "vanilla" or "gated", found \'rnn\''):
+    rewrite(tmp_path, {"markov_head_type": "lstm"}, {})
+    with one_line("markov_head_type: expected one of vanilla, gated, rnn, found 'lstm'"):
         spsjax.load_drafter(tmp_path, target)
 
 
@@ -248,7 +308,7 @@ def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
         ({"hidden_size": 64}, "d_model=32, found 64"),
         ({"block_size": 7}, "block_size: expected 6, as dflash_config.block_size, found 7"),
         ({"model_type": "gemma2"}, 'model_type: expected "qwen3"'),
-        ({"draft_vocab_size": 30}, "draft_vocab_size: expected the target's 56, found 30"),
+        ({"draft_vocab_size": 30}, "expected a tensor d2t, the draft's vocabulary, found none"),
         ({"dflash_config": {"mask_token_id": 50}}, "target_layer_ids: expected a list, found none"),
         (
             {"dflash_config": {"mask_token_id": 50, "target_layer_ids": [1]}},

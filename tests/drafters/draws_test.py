@@ -152,7 +152,7 @@ def weights(proposal, n, paths):
 
 SAMPLED = (
     *("draft_model", "early_exit", "sparse_self", "windowed", "tapped", "hybrid"),
-    *(name for name in drafting.HEADS if name not in drafting.CHOOSING),
+    *drafting.HEADS,
 )
 CHOSEN = sorted({*drafting.NAMES} - {*SAMPLED})  # whose tokens are point masses
 
@@ -164,6 +164,20 @@ def test_filtered_draft_draws_from_what_it_reports():
 @pytest.mark.parametrize("name", SAMPLED)
 def test_drafter_draws_from_what_it_reports(name):
     check_draws(drafted(name))
+
+
+def test_recurrent_draft_draws_from_what_it_reports():
+    """Its state depends on all draft tokens before, and on no later one."""
+    check_draws(drafted("dspark", markov_kind="rnn"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replacement", (False, True))
+@pytest.mark.parametrize("name", drafting.BLOCKS)
+def test_tree_of_a_block_draws_from_what_it_reports(name, replacement):
+    """In a tree of DSpark, each node has the recurrent state of its own path."""
+    recurrent = {"markov_kind": "rnn"} if name == "dspark" else {}
+    check_draws(drafted(name, tree=Tree((0, 0, 1), replacement=replacement), **recurrent))
 
 
 @pytest.mark.parametrize("replacement", (False, True))

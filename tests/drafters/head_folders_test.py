@@ -13,7 +13,8 @@ from helpers.golden_folders import rewrite
 from helpers.models import build_model, spread_model
 
 import spsjax
-from spsjax import SamplingParams, Tree, loading
+from spsjax import SamplingParams, Tree, drafters, loading
+from spsjax.loading import names
 from spsjax.training.tasks.features import build_drafter
 
 PROMPTS = [[3, 4, 5, 3], [9], [1, 2, 1, 2, 1], [30, 31]]
@@ -55,6 +56,66 @@ def test_saved_drafter_is_loaded_unchanged(target, name, fields, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
     with pytest.raises(spsjax.InputError, match="expected a language model, found a drafter"):
         spsjax.load(tmp_path / name)
+
+
+# Keys and tensors of published folders by which they are told apart. Weights may be missing.
+BLOCK = {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"}
+PAIR = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
+FEW = {"draft_vocab_size": 32000}
+PUBLISHED = [
+    ("dflash", {"architectures": ["DFlashDraftModel"], "dflash_config": {}}, BLOCK),
+    ("dflash", {"dflash_config": {"mask_token_id": 1}}, BLOCK),
+    ("dflash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, BLOCK),
+    ("dflash2", {"dflash_config": {"selector_rank": 256}} | FEW, ()),
+    ("dspark", {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, BLOCK),
+    ("dspark", {"architectures": ["DSparkDraftModel"], "dflash_config": {}}, ()),
+    *(
+        (method, {"speculators_model_type": method} | FEW, tensors | {"d2t"})
+        for method, tensors in (
+            *(("dflash", BLOCK), ("dflash2", BLOCK), ("dspark", BLOCK)),
+            ("eagle3", PAIR | {"layers.0.hidden_norm.weight"}),
+        )
+    ),
+    ("eagle3", {"architectures": ["LlamaForCausalLMEagle3"]} | FEW, PAIR | {"d2t"}),
+    ("eagle3", {}, PAIR | {"layers.0.hidden_norm.weight"}),
+    ("eagle", {"architectures": ["LlamaForCausalLM"]}, PAIR),
+    ("medusa", {"medusa_num_heads": 4}, {"0.0.linear.weight"}),
+    ("mlp_speculator", {"model_type": "mlp_speculator"}, {"speculator.emb.0.weight"}),
+    ("falcon", {"model_type": "falcon"}, {"layer.attention.query.weight"}),
+    ("spire", {"model_type": "spire"}, {"norm.weight"}),
+    ("blockwise", {"model_type": "blockwise"}, {"outs.0.kernel"}),
+    (None, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {"lm_head.weight"}),
+]
+
+
+@pytest.mark.parametrize(("method", "raw", "tensors"), PUBLISHED)
+def test_folder_has_the_layout_of_one_drafter(tmp_path, method, raw, tensors):
+    """An error names both if a folder has the layouts of two."""
+    (tmp_path / "config.json").write_text(json.dumps(raw), "utf-8")
+    if tensors:
+        arrays = dict.fromkeys(tensors, np.zeros(1, np.float32))
+        safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    module = names.method_of(tmp_path)
+    assert module is (getattr(drafters, method) if method else None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            {"medusa_num_heads": 4, "dflash_config": {}},
+            "expected keys of one drafter, found those of ['dflash', 'medusa']",
+        ),
+        (
+            {"speculators_model_type": "peagle"},
+            "speculators_model_type: expected one of dflash, dflash2, dspark, eagle3, found 'peag",
+        ),
+    ],
+)
+def test_folder_of_no_single_drafter_is_refused(tmp_path, raw, message):
+    (tmp_path / "config.json").write_text(json.dumps(raw), "utf-8")
+    with one_line(message):
+        names.method_of(tmp_path)
 
 
 def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):

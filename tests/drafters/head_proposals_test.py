@@ -47,7 +47,9 @@ GATE = {
 MORE = {
     "dflash": ("drawn",),
     "dflash2": ("drawn", "dynamic"),
-    "dspark": ("chain",),
+    "dspark": ("chain", "drawn"),
+    "recurrent": ("chain", "drawn", "dynamic"),
+    "few": ("chosen", "dynamic"),
     "eagle": ("drawn", "replacement"),
     "eagle3": ("chain", "dynamic"),
     "falcon": ("drawn",),
@@ -66,6 +68,8 @@ FILTERED = "medusa"  # drafts with filters, for all others: they take long to co
 # Drafters whose states differ.
 COMMITS = "dflash", "eagle3", "falcon", "medusa", "sparse_self", "spire", "triple"
 OPTIONS = {
+    "recurrent": ("dspark", {"markov_kind": "rnn", "vocab_size": 40}),
+    "few": ("dflash", {"vocab_size": 40}),
     "narrow": ("eagle3", {"norm_output": True, "norm_before_residual": True, "fc_norm": True}),
     "single": ("falcon", {"tokens_per_step": 1}),
     "triple": ("falcon", {"tokens_per_step": 3}),
@@ -266,9 +270,7 @@ def test_state_after_a_path_of_a_tree_equals_a_fresh_prefill(name):
         known = np.arange(SLOTS) < np.asarray(state.lengths)[:, None]
         text = np.where(known, state.tokens, noise).astype(np.int32)
         again = studied.state(text, np.asarray(state.lengths))
-        # A chain of point masses has no distributions that could be compared.
-        shape = SHAPES["drawn"] if name in drafting.CHOOSING else None
-        ours, fresh = (studied.propose(each, shape) for each in (state, again))
+        ours, fresh = (studied.propose(each, None) for each in (state, again))
         np.testing.assert_array_equal(ours.tokens, fresh.tokens)
         np.testing.assert_allclose(ours.probs, fresh.probs, atol=1e-4)
     assert np.asarray(state.lengths).tolist() == [13, 7, 13, 8]

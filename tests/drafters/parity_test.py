@@ -17,6 +17,7 @@ import safetensors.numpy
 from helpers import drafting
 from helpers.calls import padded
 from helpers.models import spread_model
+from helpers.packages import package
 
 from spsjax import SamplingParams, decode, loading, sampling
 from spsjax.benchmarks import forced_acceptance
@@ -42,14 +43,6 @@ EAGLE3 = {
     "norm before residual": ({}, {"norm_before_residual": True}),
     "norms of EAGLE-3.1": ({"num_heads": 4}, {"fc_norm": True, "norm_output": True}),
 }
-
-
-def package(name: str, module: str | None = None):
-    """Returns a package or one of its modules; skips the test where it is not installed."""
-    reason = f"needs the package {name}"
-    pytest.importorskip("torch", reason=reason)
-    pytest.importorskip(name, reason=reason)
-    return pytest.importorskip(module or name, reason=reason, exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def attended(drafter, weights, layer, read_PD, features_TD):
     causal = drafter.causal == "all" or (drafter.causal == "windows" and window)
     result = np.zeros_like(query)
     for slot in range(P):
-        seen = positions > T + slot - window if window else positions >= 0
+        seen = np.abs(positions - T - slot) < window if window else positions >= 0
         seen = seen & (positions <= T + slot) if causal else seen
         for head in range(config.num_heads):
             group = head * config.num_kv_heads // config.num_heads
@@ -111,13 +111,14 @@ def convolved(read, sublayer, conv):
     return mixed(sublayer(mixed(read, 0)), 1)
 
 
-def selected(drafter, selector, line_V, output, previous):
-    """Returns the logits [V] of DFlash2's selector for a slot; -inf: no candidate."""
-    result = np.full_like(line_V, -np.inf)
-    hidden = output @ selector["hidden_projection"]["kernel"]
-    mixed = selector["predecessor_codebook"][previous] * hidden
-    for candidate in np.argsort(-line_V)[: drafter.selector_top_k]:
-        result[candidate] = line_V[candidate] + mixed @ selector["successor_codebook"][candidate]
+def selected(drafter, selector, lines_KV, outputs_KD, before_K):
+    """Returns the logits [K, V] of DFlash2's selector for slots; -inf: no candidate."""
+    result = np.full_like(lines_KV, -np.inf)
+    for slot, (line, output, token) in enumerate(zip(lines_KV, outputs_KD, before_K)):
+        hidden = output @ selector["hidden_projection"]["kernel"]
+        mixed = selector["predecessor_codebook"][token] * hidden
+        best = np.argsort(-line)[: drafter.selector_top_k]
+        result[slot, best] = line[best] + selector["successor_codebook"][best] @ mixed
     return result
 
 
@@ -154,14 +155,28 @@ def pace(confidences, share):
     return np.asarray([sum(accepted[j:]) for j in range(len(confidences))])
 
 
-def markov(head, line_V, output, previous):
-    """Returns the logits [V] of a slot with those of DSpark's Markov head."""
-    embedded = head["markov_w1"]["embedding"][previous]
-    if "gate_proj" in head:
-        both = np.concatenate([output, embedded])
-        gate = both @ head["gate_proj"]["kernel"] + head["gate_proj"]["bias"]
-        embedded = embedded * expit(gate)
-    return line_V + (embedded @ head["markov_w2"]["kernel"])[: len(line_V)]
+def markov(head, lines_KV, outputs_KD, before_K):
+    """Returns the logits [K, V] of slots with those of DSpark's Markov head.
+
+    The state of a recurrent head is 0 before the first slot.
+    """
+    result, state = [], 0
+    for line, output, token in zip(lines_KV, outputs_KD, before_K):
+        read = head["markov_w1"]["embedding"][token]
+        if "gate_proj" in head:
+            read = read * expit(affine(head["gate_proj"], output, read))
+        if "joint_proj" in head:
+            state = state + np.zeros_like(read)
+            gate, new, read = np.split(affine(head["joint_proj"], state, read, output), 3)
+            state = expit(gate) * state + (1 - expit(gate)) * np.tanh(new)
+            read = np.tanh(read)
+        result.append(line + (read @ head["markov_w2"]["kernel"])[: len(line)])
+    return np.asarray(result)
+
+
+def affine(weights, *read):
+    """Returns the outputs of a linear layer that reads some vectors one behind the other."""
+    return np.concatenate(read) @ weights["kernel"] + weights["bias"]
 
 
 def confidence(weights, outputs_KD, previous_K):

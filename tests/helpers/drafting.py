@@ -51,7 +51,6 @@ PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
 BLOCKS = "dflash", "dflash2", "dspark"  # with a block of mask tokens
-CHOOSING = ("dflash",)  # whose chains are the most probable tokens
 HEADS = (*PAIRS, *BLOCKS, "falcon", "spire", *STATES)
 
 
@@ -102,7 +101,7 @@ def head(name: str, config, **fields):
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
     if name in BLOCKS:
-        others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0}
+        others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0, "embed_scale": False}
         own = dataclasses.replace(config, qk_norm=True, num_layers=2, **others)
         block = {"block_size": 5, "mask_token_id": 1, "tap_layers": (0, 1)}
         if name == "dflash2":

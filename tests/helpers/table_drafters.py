@@ -79,11 +79,17 @@ def head(name: str, K: int, **fields) -> LoadedDrafter:
     EAGLE-3 drafts two of the three tokens only.
     """
     config = dataclasses.replace(table_model.config(VOCAB), d_model=VOCAB, d_ff=4)
-    drafter = drafting.head(name, config, num_speculative_tokens=K)
+    drafter = drafting.head(name, config, num_speculative_tokens=K, **fields)
     params = jax.jit(drafter.init_params, static_argnums=1)(jax.random.key(6), jnp.float64)
+    rng = np.random.default_rng(7)
+
+    def filled(leaf):  # matrices that training begins with at 0
+        return 0.1 * rng.standard_normal(leaf.shape) if leaf.ndim > 1 and not leaf.any() else leaf
+
+    params = jax.tree.map(filled, params)
     grown = {
         key: jax.tree.map(lambda leaf: 8 * leaf, value)
         for key, value in params.items()
         if key not in ("ids", "norm", "embed_norm", "feature_norm", "hidden_norm")
     }
-    return LoadedDrafter("", dataclasses.replace(drafter, **fields), params | grown)
+    return LoadedDrafter("", drafter, params | grown)
