@@ -278,6 +278,7 @@ def check_proposal(drafter: Drafter, proposal, batch: int, vocab: int) -> Propos
         ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),
         ("parents", jnp.integer, {(B, N)}),
         ("eligible", jnp.bool_, {(B, N)}),
+        ("confidence", jnp.floating, {(B, N)}),
     ):
         value = getattr(proposal, name)
         fits = name != "tokens" if value is None else getattr(value, "shape", None) in allowed

@@ -20,7 +20,10 @@ class Drafter(blocks.BlockDrafter):
     def propose(self, params, state, now):
         logits_BKV = self.logits(params, self.slots(params, state, now.root))
         if self.tree is None:
-            return Proposal(jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32), None)
+            tokens = jnp.argmax(logits_BKV, axis=-1).astype(jnp.int32)
+            # A chain has one token per slot, whatever is drawn elsewhere, and so one estimate.
+            confidence = sample.certainty(logits_BKV) if now.estimates else None
+            return Proposal(tokens, None, confidence=confidence)
         feed = sample.feed_by_depth(logits_BKV)
         return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
 

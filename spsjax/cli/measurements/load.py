@@ -115,6 +115,12 @@ def simulated(config: ConfigDict, depths: list, workdir: pathlib.Path) -> LoadSy
     for rate in config.acceptance:
         check_number("acceptance", rate, 0, 1)
     for K in depths:
+        rule = drafting.schedule_of(K)
+        if rule is not None and rule.reads_confidence:
+            raise InputError(
+                'num_speculative_tokens: expected numbers or "auto" with simulated = True, as '
+                f"simulated drafters have no estimates, found {short_repr(K)}"
+            )
         if isinstance(K, int) and len(config.acceptance) < K:
             raise InputError(f"acceptance: expected rates of {K} depths, found fewer")
     floors = from_config.build_section("floors", load.Floors, config.floors)
