@@ -75,7 +75,8 @@ class Confident(Fastest):
         survivors = jnp.sum(jnp.cumprod(chances, axis=2), axis=1)
         drafted = jnp.pad(jnp.cumsum(survivors, axis=1), ((0, 0), (1, 0)))
         tokens = jnp.sum(asked_B > 0) + drafted[:, sizes]  # [stages, sizes]
-        speeds = tokens / (costs.propose[jnp.max(asked_B)] + costs.score[sizes])
+        times = jnp.take(costs.propose, jnp.max(asked_B)) + costs.score[sizes]
+        speeds = tokens / times
         stage = np.arange(len(sizes) - 1)
         larger = stage[:, None] < np.arange(len(sizes))
         promised = jnp.max(jnp.where(larger, speeds, 0), axis=1)

@@ -107,16 +107,17 @@ def measure(loop: Loop, batch: Batch) -> Costs:
         _Clock(Loop(one, loop.params, loop.slots, loop.mesh), batch) for one in (program, filled)
     )
     if len(drafter.score_sizes) > 1:
-        score = _by_depth(other.round, depths, K)
-        propose = _by_depth(own.draft, depths[1:], K)
+        (score,) = _by_depth([other.round], depths, K)
+        (propose,) = _by_depth([own.draft], depths[1:], K)
         own.round(K)  # to count what is accepted
+    elif program.schedule.reads_confidence:  # a part of a draft may be scored
+        together, score = _by_depth([own.round, other.round], depths, K)
+        propose = np.maximum.accumulate(together - score)
     else:
         # It proposes all tokens in every round: what a draft and its scoring take together is all
-        # that matters, unless a part of the draft may be scored.
-        score = together = _by_depth(own.round, depths, K)
-        if program.schedule.reads_confidence:
-            score = _by_depth(other.round, depths, K)
-        propose = np.maximum.accumulate(together - score)
+        # that matters.
+        (score,) = _by_depth([own.round], depths, K)
+        propose = np.zeros_like(score)
     propose[0] = 0
     costs = propose, np.maximum.accumulate(score), own.rates()  # a larger pass never takes less
     if jax.process_count() > 1:
@@ -133,21 +134,27 @@ def _timed(program: Program) -> schedule.Schedule:
     return program.schedule if program.schedule.reads_confidence else schedule.Fastest()
 
 
-def _by_depth(seconds: Callable[[int], float], depths: Sequence[int], K: int) -> np.ndarray:
-    """Returns [K+1] float32: seconds by depth, the median of several sweeps over some depths."""
-    for depth in depths:
-        seconds(depth)  # compiles; rounds right after it are slower
-    times, end, unfinished = [], time.perf_counter() + _SECONDS, True
+def _by_depth(
+    timers: Sequence[Callable[[int], float]], depths: Sequence[int], K: int
+) -> list[np.ndarray]:
+    """Returns [K+1] float32 per timer: seconds by depth, medians of sweeps over some depths."""
+    for seconds in timers:
+        for depth in depths:
+            seconds(depth)  # compiles; rounds right after it are slower
+    times, end, unfinished = [], time.perf_counter() + len(timers) * _SECONDS, True
     while unfinished:
-        times.append([seconds(depth) for depth in depths])
+        times.append([seconds(depth) for depth in depths for seconds in timers])
         unfinished = len(times) < _MOST_SWEEPS and time.perf_counter() < end
         unfinished |= len(times) < _LEAST_SWEEPS
         unfinished = bool(multihost.broadcast_int(int(unfinished)))  # clocks may differ
-    # A machine's speed drifts from one sweep to the next, but for all depths alike.
+    # A machine's speed drifts from one sweep to the next, but for all that is timed in one alike.
     times = np.asarray(times)
     speed = times.mean(axis=1, keepdims=True)
     typical = np.median(times / speed, axis=0) * np.median(speed)
-    return np.interp(np.arange(K + 1), depths, typical).astype(np.float32)
+    return [
+        np.interp(np.arange(K + 1), depths, own).astype(np.float32)
+        for own in typical.reshape(len(depths), len(timers)).T
+    ]
 
 
 def _last_length(loop: Loop) -> int:

@@ -130,7 +130,7 @@ def test_rounds_that_are_timed_fit_the_rule_of_the_call(target, draft, rule, kin
 def test_costs_of_many_depths_are_interpolated(monkeypatch):
     monkeypatch.setattr(costs, "_SECONDS", 0.0)
     depths = decode.schedule.scored_depths(12)
-    by_depth = costs._by_depth(lambda depth: 1.0 + depth, depths, 12)
+    (by_depth,) = costs._by_depth([lambda depth: 1.0 + depth], depths, 12)
     np.testing.assert_allclose(by_depth, np.arange(1, 14), rtol=1e-6)
 
 
