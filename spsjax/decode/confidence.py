@@ -96,7 +96,7 @@ class Confident(Fastest):
         accepted = jnp.sum(state.accepted, axis=1) + self.prior * self.hope
         return accepted / (jnp.sum(state.scored, axis=1) + self.prior)
 
-    def update(self, state, asked_B, offered_B, accepted_B, confidence_BK=None):
+    def update(self, state, asked_B, offered_B, accepted_B, confidence_BK):
         history = super().update(state.history, asked_B, offered_B, accepted_B)
         if confidence_BK is None:
             confidence_BK, offered_B = jnp.zeros((len(asked_B), 1)), jnp.zeros_like(asked_B)
@@ -143,5 +143,5 @@ class Surviving(Schedule):
         survival = jnp.cumprod(confidence_BK, axis=1)
         return jnp.sum(survival >= self.least, axis=1, dtype=jnp.int32)
 
-    def update(self, state, asked_B, offered_B, accepted_B, confidence_BK=None):
+    def update(self, state, asked_B, offered_B, accepted_B, confidence_BK):
         return state

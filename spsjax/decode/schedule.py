@@ -85,14 +85,7 @@ class Schedule(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def update(
-        self,
-        state: PyTree,
-        asked_B: Array,
-        offered_B: Array,
-        accepted_B: Array,
-        confidence_BK: Array | None = None,
-    ) -> PyTree:
+    def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
         """Returns the state after a round.
 
         Args:
@@ -100,7 +93,9 @@ class Schedule(abc.ABC):
             asked_B: result of `depths`.
             offered_B: the greatest depth at which a token was scored.
             accepted_B: accepted draft tokens.
-            confidence_BK: argument of `kept`; None: it was not called.
+
+        A schedule that reads confidence takes that argument of `kept`, too; None: nothing was
+        drafted.
         """
 
 
@@ -198,7 +193,7 @@ class Fastest(Schedule):
             weight = self.prior
         return jnp.stack(rates[1:], axis=1)
 
-    def update(self, state, asked_B, offered_B, accepted_B, confidence_BK=None):
+    def update(self, state, asked_B, offered_B, accepted_B):
         depth = jnp.arange(1, state.asked.shape[1] + 1)
         asked, offered, accepted = (
             count[:, None] for count in (asked_B, offered_B, jnp.minimum(accepted_B, asked_B))
@@ -251,5 +246,5 @@ class Fixed(Schedule):
     def depths(self, costs, state, done_B):
         return jnp.where(done_B, 0, jnp.asarray(self.depth, jnp.int32))
 
-    def update(self, state, asked_B, offered_B, accepted_B, confidence_BK=None):
+    def update(self, state, asked_B, offered_B, accepted_B):
         return state

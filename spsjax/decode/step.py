@@ -273,9 +273,10 @@ def _next_history(
         return state.history
     scored = proposal.tokens >= 0  # tokens that may not be accepted cost as much
     deepest = jnp.max(jnp.where(scored, sizes.node_depths(proposal), 0), axis=1, initial=0)
-    history = program.schedule.update(
-        state.history, now.depths, deepest, accepted_B, proposal.confidence
-    )
+    decided = now.depths, deepest, accepted_B
+    if now.estimates:
+        decided += (proposal.confidence,)
+    history = program.schedule.update(state.history, *decided)
     return jax.tree.map(functools.partial(_unless_done, state.done), history, state.history)
 
 

@@ -117,10 +117,8 @@ def test_estimates_are_corrected_by_what_was_accepted():
     counts = (np.asarray(count, np.int32) for count in ([4, 4], [2, 4], [1, 4]))
     state = update(state, *counts, confidence)
     weight = RULE.prior * np.asarray([0.95, 0.45])
-    factors = (
-        [(1 + weight[0]) / (1.87 + weight[0]), 1],
-        (2 + weight) / (np.asarray([1.87, 0.9]) + weight),
-    )
+    sums = np.asarray([1.87, 0.9])
+    factors = [(1 + weight[0]) / (sums[0] + weight[0]), 1], (2 + weight) / (sums + weight)
     factors = np.repeat(factors, 2, axis=1)
     result = corrected_of(state, confidence)
     np.testing.assert_allclose(result, np.minimum(confidence * factors, 1), rtol=1e-6)

@@ -158,7 +158,8 @@ def test_chain_that_ends_early_is_lossless(name):
 @pytest.mark.parametrize(("name", "rule", "biased"), confident.CASES)
 def test_chain_that_is_cut_by_estimates_is_lossless(name, rule, biased):
     """A token is judged before it is drawn. A rule that looks at what follows it has a bias."""
-    studied = loop(name, 2)
+    seed = 3 if name == "dspark" else 0  # so that some decisions depend on a token
+    studied = loop(name, 2, seed=seed)
     studied.program = dataclasses.replace(studied.program, schedule=rule)
     studied.costs = confident.COSTS
     assert_lossless(studied, WARM)

@@ -54,5 +54,5 @@ class Late(confidence.Surviving):
 # Drafter, schedule, biased variant.
 CASES = [
     pytest.param("draft_model", Alone(), Hindsight(), id="confident"),
-    pytest.param("dspark", confidence.Surviving(0.26), Late(0.26), id="surviving"),
+    pytest.param("dspark", confidence.Surviving(0.27), Late(0.27), id="surviving"),
 ]
