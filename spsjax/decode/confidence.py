@@ -106,8 +106,8 @@ class Confident(Fastest):
         tokens = jax.nn.one_hot(_bins(confidence_BK), _BINS) * decided[..., None]
         observed = tokens, tokens * confidence_BK[..., None], tokens * accepted
         new = tuple(jnp.sum(counts, axis=1) for counts in observed)
-        sums = self.added((state.scored, state.estimated, state.accepted), new, asked_B)
-        return Estimated(history, *sums)
+        old = state.scored, state.estimated, state.accepted
+        return Estimated(history, *self.added(old, new, asked_B[:, None]))
 
 
 def _bins(confidence_BK: Array) -> Array:

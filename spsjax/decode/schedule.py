@@ -204,11 +204,11 @@ class Fastest(Schedule):
             (depth <= asked) & (depth <= accepted + 1),
             depth <= accepted,
         )
-        return self.added(state, new, asked_B)
+        return self.added(state, new, asked)
 
-    def added(self, state: PyTree, new: PyTree, asked_B: Array) -> PyTree:
+    def added(self, state: PyTree, new: PyTree, asked_B1: Array) -> PyTree:
         """Returns the sums [B, ...] of old counts, which shrink, and those of a round."""
-        kept = jnp.where(asked_B > 0, self.memory, self.rest)[:, None]
+        kept = jnp.where(asked_B1 > 0, self.memory, self.rest)
         return jax.tree.map(lambda old, now: kept * old + now, state, new)
 
 

@@ -2,8 +2,9 @@
 
 Engines of one pair alternate on the same requests, in another order per repetition: plain decoding
 (K = 0), fixed K, and K chosen in every round for the highest expected tokens per second (goodput,
-SmartSpec, arXiv 2406.14066), or by confidence. With `simulated` nothing runs: a model of an engine, whose rounds take
-the times of the config's `floors`, serves the requests.
+SmartSpec, arXiv 2406.14066), without or with the drafter's estimates ("auto", "confidence"). With
+`simulated` nothing runs: a model of an engine, whose rounds take the times of the config's
+`floors`, serves the requests.
 """
 
 import dataclasses
