@@ -109,7 +109,9 @@ def generate(
             costs (`spsjax.decode.schedule.Fastest`), for which the first call of its shapes times
             rounds for a few seconds. Chains are then up to 7 tokens long, or as long as the
             drafter's own K if that is greater. `spsjax.decode.schedule.Fixed(K)`: K in every round,
-            by programs that all K share; or another `spsjax.decode.schedule.Schedule`.
+            by programs that all K share. "confidence": as "auto", but only as much of a chain is
+            scored as the drafter's estimates of acceptance are worth
+            (`spsjax.decode.confidence.Confident`). Or another `spsjax.decode.schedule.Schedule`.
             Without a drafter it is ignored.
         sampling: parameters for the target; a draft model uses the same.
         max_new_tokens: one budget, or one per row.

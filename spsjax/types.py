@@ -95,6 +95,8 @@ class Round:
     depths: Array | None = None  # [B] int32, draft length per row; None: K in every round. The loop
     #   drops deeper tokens, so a drafter uses `depths` only to save time
     done: Array | None = None  # [B] bool, rows that are finished; None: no row is
+    estimates: bool = dataclasses.field(default=False, metadata={"static": True})  # whether the
+    #   round needs `Proposal.confidence`
     stops: Any = None  # `sample.Stops`, a rule that ends chains early; None: no rule. It holds
     #   functions, so a round with a rule cannot be an argument of `jit`
 
@@ -125,6 +127,9 @@ class Proposal:
     #   for a chain P = N. None: every token is a point mass
     parents: Array | None = None  # [B, N] int32, a node in [0, N]; None: a chain
     eligible: Array | None = None  # [B, N] bool, whether a token may be accepted; None: all may
+    confidence: Array | None = None  # [B, N] float32, for a chain: estimate of the probability that
+    #   a token is accepted if those above it are. It may depend on these and on the distribution of
+    #   the token, and never on the token itself. None: unknown, or not needed (`Round.estimates`)
     aux: PyTree = ()  # arrays for the drafter's own `commit`; no other code reads them
 
 

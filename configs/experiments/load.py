@@ -3,6 +3,8 @@ r"""Latency under load: plain decoding, fixed numbers of draft tokens, K chosen 
 python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load
 python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load \
     --config.rates="()" --config.clients="(1,4,8)"
+python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load \
+    --config.num_speculative_tokens="('0','4','auto','confidence')"
 python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load70b \
     --config.simulated=True --config.rows=64 --config.rates="(1.0,10.0,30.0,60.0)" \
     --config.requests=400

@@ -1,8 +1,9 @@
-"""Schedules: rules that decide from past rounds how deep the next round is drafted.
+"""Schedules: rules that decide how deep each round is drafted, and how much of it is scored.
 
-**Lossless.** A schedule knows which tokens were accepted in the rounds before, and never a token of
-the round that it decides about. But the samples drawn with one seed change with its decisions,
-which a row may share with the other rows of its batch.
+**Lossless.** A schedule decides the depth by what was accepted in the rounds before. It decides
+what is scored by estimates of acceptance (`Proposal.confidence`), and a token is dropped before
+anything that depends on it is read: see `Schedule.kept`. But the samples drawn with one seed change
+with its decisions, which a row may share with the other rows of its batch.
 """
 
 import abc
@@ -35,10 +36,12 @@ class Schedule(abc.ABC):
 
     Attributes:
         needs_costs: whether it decides by costs, which are then measured.
+        reads_confidence: whether it decides what is scored, by the drafter's estimates.
         longest: the deepest draft that it asks of a drafter whose own K is smaller.
     """
 
     needs_costs: ClassVar[bool] = True
+    reads_confidence: ClassVar[bool] = False
 
     @property
     def longest(self) -> int:
@@ -62,6 +65,26 @@ class Schedule(abc.ABC):
     def depths(self, costs: Costs | None, state: PyTree, done_B: Array) -> Array:
         """Returns [B] int32, the depth to which each row is drafted, at most K; 0 if it is done."""
 
+    def kept(
+        self, costs: Costs | None, state: PyTree, asked_B: Array, confidence_BK: Array
+    ) -> Array:
+        """Returns [B] int32, how many tokens of each row's chain are scored.
+
+        Only a schedule that reads confidence has it. **It must be a stopping rule:** whether token
+        k of a row is scored may depend on the row's estimates 1 to k only, which know the tokens
+        above k. Estimate k + 1 was made after token k. If it could drop token k, tokens with
+        doubtful successors would be proposed less often than their distribution says, and
+        the target's distribution takes their place: samples would be biased. So a maximum over all
+        lengths of a chain is not allowed. Other rows' estimates are, as their draws are independent
+        of this row's.
+
+        Args:
+            costs, state: as for `depths`.
+            asked_B: result of `depths`.
+            confidence_BK: `Proposal.confidence`; 0 where there is no token.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
         """Returns the state after a round.
@@ -69,8 +92,11 @@ class Schedule(abc.ABC):
         Args:
             state: state before the round.
             asked_B: result of `depths`.
-            offered_B: the greatest depth at which the drafter proposed a token.
+            offered_B: the greatest depth at which a token was scored.
             accepted_B: accepted draft tokens.
+
+        A schedule that reads confidence takes that argument of `kept`, too; None: nothing was
+        drafted.
         """
 
 
@@ -180,7 +206,11 @@ class Fastest(Schedule):
             (depth <= asked) & (depth <= accepted + 1),
             depth <= accepted,
         )
-        kept = jnp.where(asked > 0, self.memory, self.rest)
+        return self.added(state, new, asked)
+
+    def added(self, state: PyTree, new: PyTree, asked_B1: Array) -> PyTree:
+        """Returns the sums [B, ...] of old counts, which shrink, and those of a round."""
+        kept = jnp.where(asked_B1 > 0, self.memory, self.rest)
         return jax.tree.map(lambda old, now: kept * old + now, state, new)
 
 
@@ -220,7 +250,3 @@ class Fixed(Schedule):
 
     def update(self, state: PyTree, asked_B: Array, offered_B: Array, accepted_B: Array) -> PyTree:
         return state
-
-
-# Schedules by the names that stand for a number of draft tokens.
-NAMES = {"auto": Fastest}

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
-from spsjax.decode.state import Program
-from spsjax.types import Array, Block, ModelOutput, Proposal, Verdict
+from spsjax.decode.schedule import Costs
+from spsjax.decode.state import DecodeState, Program
+from spsjax.errors import InputError
+from spsjax.types import Array, Block, ModelOutput, Proposal, Round, Verdict
 
 
 def num_slots(length: int) -> int:
@@ -21,6 +23,37 @@ def num_slots(length: int) -> int:
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
+
+
+def worth_scoring(
+    program: Program, state: DecodeState, now: Round, proposal: Proposal, costs: Costs | None
+) -> Proposal:
+    """Drops the ends of chains that the program's schedule does not want to be scored.
+
+    `costs` are those of the program's schedule. Raises InputError as `check_estimates` does.
+    """
+    if not now.estimates or not proposal.tokens.shape[1]:
+        return proposal
+    check_estimates(program, proposal)
+    rule, depths, estimates = program.schedule, now.depths, proposal.confidence
+    assert rule is not None and depths is not None and estimates is not None
+    known = (proposal.tokens >= 0) & (estimates > 0)  # nor is it NaN
+    confidence = jnp.where(known, estimates, 0)
+    count = rule.kept(costs, state.history, depths, confidence)
+    kept = node_depths(proposal) <= count[:, None]
+    tokens = jnp.where(kept, proposal.tokens, -1)
+    return dataclasses.replace(proposal, tokens=tokens, confidence=confidence)
+
+
+def check_estimates(program: Program, proposal: Proposal) -> None:
+    """Raises InputError unless a proposal is a chain with estimates of acceptance."""
+    if proposal.parents is not None or proposal.confidence is None:
+        name = type(program.drafter).__module__.rpartition(".")[2]
+        shape = "" if proposal.parents is None else ", which drafts a tree"
+        raise InputError(
+            "num_speculative_tokens: expected a drafter of chains that estimates its acceptance, "
+            f'for a schedule that reads estimates, found {name}{shape}. Take "auto" or a number.'
+        )
 
 
 def at_smallest_size(
@@ -77,6 +110,7 @@ def _first_nodes(proposal: Proposal, count: int) -> Proposal:
         probs=cut(proposal.probs, count if proposal.parents is None else count + 1),
         parents=cut(proposal.parents, count),
         eligible=cut(proposal.eligible, count),
+        confidence=None,  # verifiers do not read it
     )
 
 

@@ -23,7 +23,11 @@ from spsjax.types import Array, ModelOutput, Proposal, PyTree, Round, Verdict
 
 
 def step(
-    program: Program, params: PyTree, state: DecodeState, depths_B: Array | None = None
+    program: Program,
+    params: PyTree,
+    state: DecodeState,
+    depths_B: Array | None = None,
+    costs: Costs | None = None,
 ) -> DecodeState:
     """Runs one round: between 1 and K + 1 tokens for every row that is not done.
 
@@ -31,11 +35,13 @@ def step(
         program, params: static configuration of the loop; parameters of target and drafter.
         state: state between rounds.
         depths_B: how deep each row is drafted; None: K. It is given in all rounds or in none.
+        costs: costs by which the program's schedule decides what is scored; None: it needs none.
     """
     # The drafter reads what was committed since its last draft, then drafts.
     state, now = next_round(program, params, state, depths_B)
     with jax.named_scope("propose"):
         proposal = propose(program, params, state, now)
+        proposal = sizes.worth_scoring(program, state, now, proposal, costs)
 
     # The target reads the root and the draft tokens in one pass, and the verifier turns its
     # distributions into accepted tokens and one more token.
@@ -76,7 +82,7 @@ def run(
 
     def advance(carry: PyTree, program: Program = program) -> PyTree:
         count, state, depths_B = carry
-        state = step(program, params, state, depths_B)
+        state = step(program, params, state, depths_B, costs)
         return count + 1, state, depths_of(state)
 
     def skips(carry: PyTree) -> Array:
@@ -139,6 +145,7 @@ def next_round(
         cache=state.cache,
         depths=depths_B,
         done=state.done,
+        estimates=program.schedule is not None and program.schedule.reads_confidence,
     )
     with jax.named_scope("sync"):
         drafter = program.drafter.sync(params, state.drafter, now)
@@ -266,7 +273,10 @@ def _next_history(
         return state.history
     scored = proposal.tokens >= 0  # tokens that may not be accepted cost as much
     deepest = jnp.max(jnp.where(scored, sizes.node_depths(proposal), 0), axis=1, initial=0)
-    history = program.schedule.update(state.history, now.depths, deepest, accepted_B)
+    decided = now.depths, deepest, accepted_B
+    if now.estimates:
+        decided += (proposal.confidence,)
+    history = program.schedule.update(state.history, *decided)
     return jax.tree.map(functools.partial(_unless_done, state.done), history, state.history)
 
 

@@ -307,6 +307,7 @@ def check_proposal(drafter: Drafter, proposal: Proposal, batch: int, vocab: int)
         ("probs", jnp.floating, {(B, count, vocab) for count in nodes}),
         ("parents", jnp.integer, {(B, N)}),
         ("eligible", jnp.bool_, {(B, N)}),
+        ("confidence", jnp.floating, {(B, N)}),
     ):
         value = getattr(proposal, name)
         fits = name != "tokens" if value is None else getattr(value, "shape", None) in allowed

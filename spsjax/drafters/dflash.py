@@ -28,13 +28,16 @@ class Drafter(blocks.BlockDrafter):
         if self.tree is not None:
             return sample.grow(self.tree, K, feed, (), now)[0]
         # Only chains that are drawn to their end may end early by a rule.
-        first = sample.grow(None, 1, feed, (), dataclasses.replace(now, stops=None))[0]
+        alone = dataclasses.replace(now, stops=None, estimates=False)
+        first = sample.grow(None, 1, feed, (), alone)[0]
         assert first.probs is not None  # of drawn tokens
         best_BK = jnp.argmax(logits_BKV[:, 1:], axis=-1).astype(jnp.int32)
         masses = jax.nn.one_hot(best_BK, logits_BKV.shape[-1], dtype=first.probs.dtype)
         return Proposal(
             jnp.concatenate([first.tokens, best_BK], axis=1),
             jnp.concatenate([first.probs, masses], axis=1),
+            # No slot reads a drawn token, so that a chain has one estimate per slot.
+            confidence=sample.certainty(logits_BKV) if now.estimates else None,
         )
 
 

@@ -2,7 +2,8 @@
 
 The Markov head adds logits that depend on the token before, so that a block's tokens fit together;
 a recurrent one depends on all draft tokens before. The confidence head estimates whether a token
-will be accepted, before it is drawn. **Lossless**, as is every drafter.
+will be accepted, before it is drawn; schedules such as "confidence" read it. **Lossless**, as is
+every drafter.
 """
 
 import dataclasses
@@ -15,14 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from spsjax.drafters import block_folders, block_layers, blocks, features, stopping
+from spsjax.drafters import block_folders, block_layers, blocks, features
 from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf.fields import COUNT, FLAG
 from spsjax.models.linear import head_logits, make_linear
 from spsjax.types import Array, Proposal, PyTree, Round
-from spsjax.utils import traced
 from spsjax.utils.fields import flag, integer
 
 KINDS = "vanilla", "gated", "rnn"
@@ -103,9 +103,6 @@ class Drafter(blocks.ConditionalDrafter):
             anchor drafts.
         has_confidence: whether there is a confidence head.
         confidence_reads_before: whether the confidence head reads the token before, too.
-        least_confidence: probability, by the confidence head, that a chain is accepted up to and
-            including a slot, below which the chain ends before that slot; 0: chains do not end
-            early.
     """
 
     anchor_drafts: bool = flag(True)
@@ -113,7 +110,6 @@ class Drafter(blocks.ConditionalDrafter):
     markov_kind: str = "vanilla"
     has_confidence: bool = flag(True)
     confidence_reads_before: bool = flag(True)
-    least_confidence: float = traced.share(0.0, off=0.0)
 
     module = DSpark
 
@@ -127,24 +123,6 @@ class Drafter(blocks.ConditionalDrafter):
             raise InputError(
                 "markov_kind: expected vanilla or gated if the anchor does not draft, found rnn"
             )
-        if self.ends_early and (self.tree is not None or not self.has_confidence):
-            raise InputError(
-                "least_confidence: expected 0 for trees, and without a confidence head, "
-                f"found {self.least_confidence}"
-            )
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether chains may end before K tokens."""
-        value = self.least_confidence  # any number but 0 is traced while a program is traced
-        return not (isinstance(value, (int, float)) and value == 0)
-
-    @property
-    def score_sizes(self) -> tuple[int, ...]:
-        if not self.ends_early:
-            return super().score_sizes
-        K = self.num_speculative_tokens
-        return *(size for size in (0, *stopping.SCORE_SIZES) if size < K), K
 
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
         return self.bind(params).markov_head.markov_w1(tokens_BT)
@@ -193,21 +171,13 @@ class Drafter(blocks.ConditionalDrafter):
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         outputs = self.slots(params, state, now.root)
         proposal = self.drafted(params, outputs, now)
-        if not self.ends_early:
+        if proposal.confidence is None or not self.has_confidence:
             return proposal
-        kept = self.kept(params, outputs, now.root, proposal.tokens)
-        return dataclasses.replace(proposal, tokens=jnp.where(kept, proposal.tokens, -1))
-
-    def kept(self, params: PyTree, outputs_BKD: Array, root_B: Array, tokens_BK: Array) -> Array:
-        """Returns [B, K] bool, which slots have a token.
-
-        It depends on the tokens before a slot, and never on the slot's own token. Else a token
-        would be proposed less often than its distribution says, and samples would be biased.
-        """
-        before = jnp.concatenate([root_B[:, None], tokens_BK[:, :-1]], axis=1)
+        # The head reads the tokens before a slot, and never the slot's own.
+        before = jnp.concatenate([now.root[:, None], proposal.tokens[:, :-1]], axis=1)
         before = self.before(params, jnp.maximum(before, 0))
-        chances = jax.nn.sigmoid(self.confidence(params, outputs_BKD, before))
-        return jnp.cumprod(chances, axis=1) >= self.least_confidence
+        chances = jax.nn.sigmoid(self.confidence(params, outputs, before))
+        return dataclasses.replace(proposal, confidence=chances)
 
     def confidence(self, params: PyTree, outputs_BTD: Array, before_BTR: Array) -> Array:
         """Returns logits [B, T] of the probability that a slot's token is accepted."""

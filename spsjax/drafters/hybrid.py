@@ -148,7 +148,8 @@ class Drafter(base.Wrapper):
         if probs is not None:
             points = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
             probs = jnp.where(use_lookup[..., None], points, probs)
-        return dataclasses.replace(proposal, tokens=tokens, probs=probs)
+        # A look-up has no estimates per token.
+        return dataclasses.replace(proposal, tokens=tokens, probs=probs, confidence=None)
 
     def commit(
         self,

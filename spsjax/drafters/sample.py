@@ -125,11 +125,23 @@ def grow(
         return draw_tree(shape, feed, state, now.root, now.rows, uniforms)
     may_end = now.stops is not None or now.depths is not None
     depths = now.wanted(N) if may_end else None
-    return _draw_chain(now.stops, depths, feed, state, now.root, now.rows, uniforms)
+    how = now.stops, now.estimates, depths
+    return _draw_chain(*how, feed, state, now.root, now.rows, uniforms)
+
+
+def certainty(logits: Array) -> Array:
+    """Returns the greatest probability of each distribution [..., V], before temperature.
+
+    It is the estimate of acceptance for drafters that have no better one (`Proposal.confidence`):
+    it does not depend on the token that is drawn.
+    """
+    logits = logits.astype(jnp.float32)
+    return jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
 
 
 def _draw_chain(
     stops: Stops | None,
+    estimates: bool,
     depths_B: Array | None,
     feed: Feed,
     state: PyTree,
@@ -140,7 +152,8 @@ def _draw_chain(
     """Samples a chain of K tokens one by one; the results are those of `grow`.
 
     After the end of a row's chain its tokens are -1. When all chains have ended, no step runs.
-    `depths_B` are the most tokens per row; None: K, and no chain ends early.
+    `depths_B` are the most tokens per row; None: K, and no chain ends early. `estimates` says
+    whether the proposal has `confidence`.
     """
     B, K = uniforms_BK2.shape[:2]
     node = jnp.arange(K)[None, None]
@@ -160,7 +173,8 @@ def _draw_chain(
             drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
             ends, rule_state = stops.ends(rule_state, drawn)
             running, log = running & ~ends, stops.log(drawn)
-        return (token, state, running, rule_state), (proposed, probs, log)
+        confidence = certainty(logits[:, 0]) if estimates else None
+        return (token, state, running, rule_state), (proposed, probs, confidence, log)
 
     def draft_if_any(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         if depths_B is None:
@@ -182,12 +196,12 @@ def _draw_chain(
         later = jnp.arange(1, K, dtype=jnp.int32), uniforms[1:]
         carry, others = lax.scan(draft_if_any, carry, later)
         drafted = jax.tree.map(lambda *both: jnp.concatenate(both), drafted, others)
-    tokens, probs, logs = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
+    tokens, probs, confidence, logs = jax.tree.map(lambda steps: jnp.moveaxis(steps, 0, 1), drafted)
     if stops is not None:
         stops.logged(logs)
     # The last token of a chain is not fed to the drafter. Its number is K, a row that is not read.
     fed_numbers = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), (B, K + 1))
-    return Proposal(tokens, probs), fed_numbers, carry[1]
+    return Proposal(tokens, probs, confidence=confidence), fed_numbers, carry[1]
 
 
 def draw_tree(

@@ -62,7 +62,12 @@ class Filler(base.Wrapper):
             node = jnp.arange(tokens.shape[1])
             parents = jnp.broadcast_to(jnp.where(node % K == 0, 0, node), tokens.shape)
         return dataclasses.replace(
-            proposal, tokens=tokens, probs=probs, parents=parents, eligible=None
+            proposal,
+            tokens=tokens,
+            probs=probs,
+            parents=parents,
+            eligible=None,
+            confidence=None if proposal.confidence is None else proposal.confidence + 1,
         )
 
 
@@ -79,7 +84,7 @@ def of(loop: Loop, batch: Batch) -> Costs | None:
     types = tuple((leaf.shape, leaf.dtype) for leaf in weights)
     kinds = jax.tree.structure(loop.params), types  # quantization is one
     program = dataclasses.replace(loop.program, schedule=None)  # costs do not depend on it
-    key = program, loop.slots, len(batch.lengths), loop.mesh, kinds
+    key = program, _timed(loop.program), loop.slots, len(batch.lengths), loop.mesh, kinds
     key += tuple(map(id, weights))
     while len(_COSTS) > _MOST_KEPT:
         _COSTS.pop(next(iter(_COSTS)))  # the oldest
@@ -95,43 +100,63 @@ def of(loop: Loop, batch: Batch) -> Costs | None:
 
 def measure(loop: Loop, batch: Batch) -> Costs:
     """Returns the costs of rounds in seconds, by depth, and the acceptance that was met."""
-    program = dataclasses.replace(loop.program, schedule=schedule.Fastest())
+    program = dataclasses.replace(loop.program, schedule=_timed(loop.program))
     drafter, K = program.drafter, program.drafter.num_speculative_tokens
     depths = range(K + 1) if K <= _MOST_DEPTHS else schedule.scored_depths(K)
-    own = _Clock(Loop(program, loop.params, loop.slots, loop.mesh), batch)
-    if len(drafter.score_sizes) == 1:
+    filled = dataclasses.replace(program, drafter=Filler(drafter))
+    own, other = (
+        _Clock(Loop(one, loop.params, loop.slots, loop.mesh), batch) for one in (program, filled)
+    )
+    if len(drafter.score_sizes) > 1:
+        (score,) = _by_depth([other.round], depths, K)
+        (propose,) = _by_depth([own.draft], depths[1:], K)
+        own.round(K)  # to count what is accepted
+    elif program.schedule.reads_confidence:  # a part of a draft may be scored
+        together, score = _by_depth([own.round, other.round], depths, K)
+        propose = np.maximum.accumulate(together - score)
+    else:
         # It proposes all tokens in every round: what a draft and its scoring take together is all
         # that matters.
-        score, propose = _by_depth(own.round, depths, K), np.zeros(K + 1, np.float32)
-    else:
-        filled = dataclasses.replace(program, drafter=Filler(drafter))
-        score = _by_depth(
-            _Clock(Loop(filled, loop.params, loop.slots, loop.mesh), batch).round, depths, K
-        )
-        propose = _by_depth(own.draft, depths[1:], K)
-        propose[0] = 0
-        own.round(K)  # to count what is accepted
+        (score,) = _by_depth([own.round], depths, K)
+        propose = np.zeros_like(score)
+    propose[0] = 0
     costs = propose, np.maximum.accumulate(score), own.rates()  # a larger pass never takes less
     if jax.process_count() > 1:
         costs = multihost_utils.broadcast_one_to_all(costs)
     return jax.device_put(Costs(*costs), sharding.replicated(loop.mesh))
 
 
-def _by_depth(seconds: Callable[[int], float], depths: Sequence[int], K: int) -> np.ndarray:
-    """Returns [K+1] float32: seconds by depth, the median of several sweeps over some depths."""
-    for depth in depths:
-        seconds(depth)  # compiles; rounds right after it are slower
-    times, end, unfinished = [], time.perf_counter() + _SECONDS, True
+def _timed(program: Program) -> schedule.Schedule:
+    """Returns the schedule of rounds that are timed: one that obeys `schedule.only`.
+
+    Costs of a schedule that may score a part of a draft are measured with that schedule, whose
+    drafters make estimates.
+    """
+    own = program.schedule
+    return own if own is not None and own.reads_confidence else schedule.Fastest()
+
+
+def _by_depth(
+    timers: Sequence[Callable[[int], float]], depths: Sequence[int], K: int
+) -> list[np.ndarray]:
+    """Returns [K+1] float32 per timer: seconds by depth, medians of sweeps over some depths."""
+    for seconds in timers:
+        for depth in depths:
+            seconds(depth)  # compiles; rounds right after it are slower
+    times, end, unfinished = [], time.perf_counter() + len(timers) * _SECONDS, True
     while unfinished:
-        times.append([seconds(depth) for depth in depths])
+        times.append([seconds(depth) for depth in depths for seconds in timers])
         unfinished = len(times) < _MOST_SWEEPS and time.perf_counter() < end
         unfinished |= len(times) < _LEAST_SWEEPS
         unfinished = bool(multihost.broadcast_int(int(unfinished)))  # clocks may differ
-    # A machine's speed drifts from one sweep to the next, but for all depths alike.
+    # A machine's speed drifts from one sweep to the next, but for all that is timed in one alike.
     times = np.asarray(times)
     speed = times.mean(axis=1, keepdims=True)
     typical = np.median(times / speed, axis=0) * np.median(speed)
-    return np.interp(np.arange(K + 1), depths, typical).astype(np.float32)
+    return [
+        np.interp(np.arange(K + 1), depths, own).astype(np.float32)
+        for own in typical.reshape(len(depths), len(timers)).T
+    ]
 
 
 def _last_length(loop: Loop) -> int:

@@ -7,19 +7,24 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spsjax import loading, verifiers
-from spsjax.decode import schedule
+from spsjax.decode import Program, confidence, prompt, schedule, sizes, step
 from spsjax.drafters import base, none, stopping
 from spsjax.errors import InputError, short_repr
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.models import quantization, transformer
+from spsjax.runtime import batch
 from spsjax.runtime.batch import is_integer
 from spsjax.tokenization.base import difference
+from spsjax.types import PyTree
 from spsjax.verifiers import base as base_verifier
 
 AUTO = "auto"  # for num_speculative_tokens: chosen in every round, by `schedule.Fastest`
+# Schedules by the names that stand for a number of draft tokens.
+SCHEDULES = {AUTO: schedule.Fastest, "confidence": confidence.Confident}
 _NO_DRAFTER = LoadedDrafter("none", none.Drafter(), {})
 
 
@@ -35,8 +40,28 @@ def schedule_of(count) -> schedule.Schedule | None:
     if isinstance(count, schedule.Schedule):
         _check_frozen("num_speculative_tokens", count)
         return count
-    named = isinstance(count, str) and count in schedule.NAMES
-    return schedule.NAMES[count]() if named else None
+    named = isinstance(count, str) and count in SCHEDULES
+    return SCHEDULES[count]() if named else None
+
+
+def check_estimates(program: Program, params: PyTree) -> None:
+    """Raises InputError if a program's schedule reads estimates that its drafter does not make.
+
+    The first round is traced for one row, which takes about a second for a large model.
+    """
+    if program.schedule is None or not program.schedule.reads_confidence:
+        return
+    K = program.drafter.num_speculative_tokens
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+
+    def first_round(params, *inputs):
+        state = prompt.empty(program, sizes.num_slots(K + 2), params, *inputs)
+        state, now = step.next_round(program, params, state, jnp.full(1, K))
+        proposal = step.propose(program, params, state, now)
+        sizes.check_estimates(program, proposal)
+        return proposal.tokens
+
+    jax.eval_shape(first_round, shapes, *batch.blank(1, None).inputs(1))
 
 
 def drafter_for(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:

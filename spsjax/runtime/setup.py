@@ -54,6 +54,7 @@ class Setup:
             schedule=drafting.schedule_of(num_speculative_tokens) if drafts else None,
         )
         self.params = self.drafter.with_target(model.params)
+        drafting.check_estimates(self.program, self.params)
         self.contexts = {model.name: model.config.max_positions}
         if self.drafter.max_positions:
             self.contexts[self.drafter.name] = self.drafter.max_positions

@@ -14,10 +14,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from spsjax import generation
-from spsjax.decode import schedule
 from spsjax.drafters.base import Drafter
 from spsjax.errors import InputError, NonFiniteError, one_line, short_repr
 from spsjax.loading import LoadedDrafter, Model
+from spsjax.runtime import drafting
 from spsjax.runtime.rounds import Totals, pieces
 from spsjax.sampling import SamplingParams
 from spsjax.serving import protocol
@@ -31,11 +31,10 @@ _POLICY = (
 
 
 def _draft_length(value) -> int | str:
-    if value in schedule.NAMES or (type(value) is int and 1 <= value <= _MOST_DRAFTED):
+    if value == drafting.AUTO or (type(value) is int and 1 <= value <= _MOST_DRAFTED):
         return value
-    names = " or ".join(map(json.dumps, schedule.NAMES))
     raise ValueError(
-        f"expected an integer in [1, {_MOST_DRAFTED}] or {names}, found {short_repr(value)}"
+        f'expected an integer in [1, {_MOST_DRAFTED}] or "auto", found {short_repr(value)}'
     )
 
 
@@ -92,7 +91,7 @@ class Page:
             {
                 "model": self._model.name,
                 "drafters": list(self._drafters),
-                "num_speculative_tokens": [*schedule.NAMES, *range(1, _MOST_DRAFTED + 1)],
+                "num_speculative_tokens": [drafting.AUTO, *range(1, _MOST_DRAFTED + 1)],
                 "most_tokens": self._most_tokens,
             }
         )

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drafting, enumeration, reference, table_drafters, table_model
+from helpers import confident, drafting, enumeration, reference, table_drafters, table_model
 from helpers.table_drafters import END, VOCAB
 
 from spsjax import DynamicTree, Tree, decode
-from spsjax.drafters import dspark, stopping, suffix
+from spsjax.drafters import stopping, suffix
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.loading import LoadedDrafter
 from spsjax.verifiers import lenience as lenient
@@ -156,20 +156,17 @@ def test_chain_that_ends_early_is_lossless(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
-def test_chain_that_ends_by_a_confidence_head_is_lossless(monkeypatch):
-    """DSpark's head judges a token before it is drawn. If it looked at the token, it would bias."""
-    studied = loop(table_drafters.head("dspark", 2, least_confidence=0.26))
+@pytest.mark.parametrize(("name", "rule", "biased"), confident.CASES)
+def test_chain_that_is_cut_by_estimates_is_lossless(name, rule, biased):
+    """A token is judged before it is drawn. A rule that looks at what follows it has a bias."""
+    seed = 3 if name == "dspark" else 0  # so that some decisions depend on a token
+    studied = loop(name, 2, seed=seed)
+    studied.program = dataclasses.replace(studied.program, schedule=rule)
+    studied.costs = confident.COSTS
     assert_lossless(studied, WARM)
-    kept = dspark.Drafter.kept
-
-    def looks(self, params, outputs_BKD, root_B, tokens_BK):
-        return kept(self, params, outputs_BKD, tokens_BK[:, 0], jnp.roll(tokens_BK, -1, axis=1))
-
-    monkeypatch.setattr(dspark.Drafter, "kept", looks)
-    enumeration._step.cache_clear()
+    studied.program = dataclasses.replace(studied.program, schedule=biased)
     distribution = studied.distribution(**WARM)
-    assert enumeration.distance(distribution, target_distribution(studied, **WARM)) > 0.01
-    enumeration._step.cache_clear()
+    assert enumeration.distance(distribution, target_distribution(studied, **WARM)) > 0.001
 
 
 LOOK_UPS = "copy", "ngram", "successors", "suffix"

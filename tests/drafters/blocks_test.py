@@ -61,9 +61,10 @@ def drafter_of(target, name="dflash", num_layers=2, windows=(), **fields):
 
 
 def proposed(target, drafter, weights, tree=None):
-    """Returns what is proposed after the prompts, in NumPy."""
+    """Returns what is proposed after the prompts, in NumPy; chains have estimates."""
     drafter = dataclasses.replace(drafter, tree=tree)
-    program = decode.Program(target.config, drafter, match.Verifier())
+    rule = decode.confidence.Surviving(0.5)
+    program = decode.Program(target.config, drafter, match.Verifier(), schedule=rule)
     params = {"target": target.params, "drafter": weights}
     inputs = jax.device_put(padded(PROMPTS, SLOTS, seed=0))
     return jax.tree.map(np.asarray, drafting.proposed_after(program, params, *inputs, SLOTS))
@@ -120,29 +121,28 @@ def test_dflash_chain_begins_with_a_draw_from_a_whole_block(target):
         expected = [reference.to_probs(logits[0]), np.eye(VOCAB)[np.argmax(logits[1])]]
         np.testing.assert_allclose(chain.probs[row], expected, atol=2e-5)
         assert chain.tokens[row, 1] == np.argmax(logits[1])
+        expected = [reference.to_probs(line).max() for line in logits]
+        np.testing.assert_allclose(chain.confidence[row], expected[:2], atol=2e-5)
 
 
-def check_conditionals(target, drafter, weights, logits_of, ends=None, **options):
+def check_conditionals(target, drafter, weights, logits_of, estimated=None, **options):
     """Asserts that each token's distribution is the one by hand, after the tokens before it.
 
-    `ends` is a function of the outputs of the slots and of the tokens before them. It returns
-    whether a chain has ended at each slot.
+    `estimated` is a function of the outputs of the slots and of the tokens before them. It returns
+    the estimates of acceptance; None: they are the greatest probabilities.
     """
     proposal = proposed(target, drafter, weights)
-    lengths = []
     for row, text in enumerate(PROMPTS):
         outputs, lines = by_hand(target, drafter, weights, text, **options)
         outputs = outputs[1 - drafter.anchor_drafts :][:K]
         before = np.asarray([text[-1], *proposal.tokens[row, :-1]])
-        length = int(np.append(ends(outputs, before), True).argmax()) if ends else K
-        np.testing.assert_array_equal(proposal.tokens[row] >= 0, np.arange(K) < length)
-        count = min(length + 1, K)
-        drafted = logits_of(*(x[:count] for x in (lines, outputs, before)))
+        chances = [] if estimated is None else estimated(outputs, before)
+        drafted = logits_of(lines[:K], outputs, before)
         for slot, line in enumerate(among(drafter, drafted)):
             expected = reference.to_probs(line)
             np.testing.assert_allclose(proposal.probs[row, slot], expected, atol=3e-5)
-        lengths.append(length)
-    assert min(lengths) < K or not ends
+            chance = expected.max() if estimated is None else chances[slot]
+            np.testing.assert_allclose(proposal.confidence[row, slot], chance, atol=3e-5)
     return proposal
 
 
@@ -160,19 +160,19 @@ def test_dflash2_draws_among_the_candidates_of_each_slot(target, taps):
 
 @pytest.mark.parametrize("kind", cases("vanilla", "gated", gate="rnn"))
 def test_dspark_reads_the_tokens_before_a_slot(target, kind):
-    """The Markov head does, and the confidence head, before whose doubts a chain ends.
+    """The Markov head does, and the confidence head, before whose doubts a chain may end.
 
     The draft vocabulary lacks tokens, which get probability 0.
     """
     options = {"markov_kind": kind, "anchor_drafts": True, "num_layers": 1, "vocab_size": 30}
-    drafter, weights = drafter_of(target, "dspark", **options, least_confidence=0.1)
+    drafter, weights = drafter_of(target, "dspark", **options)
     own = jax.tree.map(np.asarray, weights)
     logits_of = functools.partial(block_reference.markov, own["markov_head"])
 
-    def ends(outputs, before):
-        return block_reference.confidence(own, outputs, before) < 0.1
+    def estimated(outputs, before):
+        return block_reference.confidence(own, outputs, before)
 
-    check_conditionals(target, drafter, weights, logits_of, ends)
+    check_conditionals(target, drafter, weights, logits_of, estimated)
 
 
 def test_number_of_tokens_of_a_block_is_checked(target):
@@ -202,10 +202,6 @@ def test_number_of_tokens_of_a_block_is_checked(target):
         ),
         ({"vocab_size": 49}, "vocab_size: expected at most the target's 48, found 49"),
         ({"name": "dflash2", "vocab_size": 30}, "vocab_size: expected the target's 48, as cand"),
-        (
-            {"name": "dspark", "has_confidence": False, "least_confidence": 0.5},
-            "least_confidence: expected 0 for trees, and without a confidence head, found 0.5",
-        ),
     ],
 )
 def test_odd_block_drafters_are_refused(target, options, message):

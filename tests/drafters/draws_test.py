@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drafting, enumeration, table_drafters, table_model
+from helpers import confident, drafting, enumeration, table_drafters, table_model
 from helpers.table_drafters import VOCAB
 from helpers.tree_enumeration import doubled, in_parts, joined
 
 from spsjax import DynamicTree, Tree, decode, sampling
-from spsjax.drafters import base, draft_model, dspark, stopping
+from spsjax.drafters import base, draft_model, stopping
 from spsjax.loading import LoadedDrafter
 from spsjax.models import transformer
 from spsjax.types import Independent, Proposal
@@ -49,10 +49,11 @@ def drafted(name: str, **fields) -> LoadedDrafter:
 class Drafts:
     """A drafter's proposals as a function of chosen numbers, after some prefixes."""
 
-    def __init__(self, loaded: LoadedDrafter, params):
+    def __init__(self, loaded: LoadedDrafter, params, schedule=None):
         tables = (table_model.table(VOCAB, seed) for seed in (3, 4))
         verifier = match.Verifier()  # takes chains and trees
         self.loop = enumeration.Loop(loaded, *tables, 5, (), (0, 1, 0), verifier=verifier)
+        self.loop.program = dataclasses.replace(self.loop.program, schedule=schedule)
         self.drafter, self.roles = self.loop.drafter, set()
         self.prefixes, self.starts = self.loop.starts(params)
         # Filters are the same code for all drafters, and take long to compile.
@@ -70,9 +71,12 @@ class Drafts:
             mock.patch.object(decode.step, "round_keys", lambda state: state.keys),
             mock.patch.multiple(transformer, **table_model.REPLACED),
         ):
-            state, now = decode.step.next_round(self.loop.program, params, state)
-            proposal = decode.step.propose(self.loop.program, params, state, now)
-            return dataclasses.replace(proposal, aux=())
+            program = self.loop.program
+            depths = None if program.schedule is None else jnp.full(len(rows), K)
+            state, now = decode.step.next_round(program, params, state, depths)
+            proposal = decode.step.propose(program, params, state, now)
+            arguments = program, state, now, proposal, confident.COSTS
+            return dataclasses.replace(decode.sizes.worth_scoring(*arguments), aux=())
 
     def check_numbers(self, count: int) -> Proposal:
         """Asserts that no numbers are asked for but `count` of the draft's, nor others computed.
@@ -101,9 +105,12 @@ def _spread(numbers):
     return np.pad(pairs, ((0, 0), (0, 8)), constant_values=0.5)
 
 
-def check_draws(loaded: LoadedDrafter, params=WARM):
-    """Asserts that tokens of all paths invert their distributions at both ends of intervals."""
-    drafts = Drafts(loaded, params)
+def check_draws(loaded: LoadedDrafter, params=WARM, schedule=None):
+    """Asserts that tokens of all paths invert their distributions at both ends of intervals.
+
+    With a schedule, chains end where it wants no more of them to be scored.
+    """
+    drafts = Drafts(loaded, params, schedule)
     N = base.num_nodes(drafts.drafter)
     drafts.check_numbers(N)
     nodes = range(N)
@@ -133,6 +140,8 @@ def check_draws(loaded: LoadedDrafter, params=WARM):
         np.testing.assert_allclose(now[possible & there], left[possible & there], atol=1e-13)
         drawn = possible & there
         np.testing.assert_array_equal(proposal.tokens[drawn, n], paths[drawn, n])
+    if schedule is not None:
+        assert 0 < np.mean(proposal.tokens < 0) < 1
     assert (mass > 1e-9).sum() > len(rows) / 20
     assert drafts.roles == {sampling.DRAFT}
 
@@ -192,17 +201,12 @@ def test_chain_that_ends_early_draws_from_what_it_reports():
     check_draws(dataclasses.replace(loaded, drafter=drafter))
 
 
-def test_chain_of_dspark_that_ends_before_a_token_draws_from_what_it_reports(monkeypatch):
-    """If the confidence of a token looks at that token, the test fails."""
-    check_draws(drafted("dspark", least_confidence=0.26))
-    kept = dspark.Drafter.kept
-
-    def broken(self, params, outputs_BKD, root_B, tokens_BK):
-        return kept(self, params, outputs_BKD, tokens_BK[:, 0], jnp.roll(tokens_BK, -1, axis=1))
-
-    monkeypatch.setattr(dspark.Drafter, "kept", broken)
+@pytest.mark.parametrize(("name", "rule", "biased"), confident.CASES)
+def test_chain_that_is_cut_by_estimates_draws_from_what_it_reports(name, rule, biased):
+    """No token is dropped by anything that depends on it. If one is, the test fails."""
+    check_draws(drafted(name), schedule=rule)
     with pytest.raises(AssertionError):
-        check_draws(drafted("dspark", least_confidence=0.26))
+        check_draws(drafted(name), schedule=biased)
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -180,8 +180,8 @@ def affine(weights, *read):
 
 
 def confidence(weights, outputs_KD, previous_K):
-    """Returns the probabilities [K] that DSpark's chain is accepted up to each slot."""
+    """Returns DSpark's estimates [K] that each slot's token is accepted."""
     embedded = weights["markov_head"]["markov_w1"]["embedding"][previous_K]
     proj = weights["confidence_head"]["proj"]
     both = np.concatenate([outputs_KD, embedded], axis=-1)
-    return np.cumprod(expit(both @ proj["kernel"][:, 0] + proj["bias"]))
+    return expit(both @ proj["kernel"][:, 0] + proj["bias"])

@@ -78,7 +78,7 @@ def _step(program):
             depths = None
             if program.schedule is not None:
                 depths = program.schedule.depths(costs, state.history, state.done)
-            output = decode.step.step(program, params, state, depths)
+            output = decode.step.step(program, params, state, depths, costs)
         accepted = jnp.argmax(output.accepted, axis=1)
         position = jnp.minimum(state.lengths + accepted, SLOTS - 1)
         drawn = jnp.take_along_axis(output.tokens, position[:, None], axis=1)[:, 0]

@@ -130,7 +130,7 @@ def test_rounds_that_are_timed_fit_the_rule_of_the_call(target, draft, rule, kin
 def test_costs_of_many_depths_are_interpolated(monkeypatch):
     monkeypatch.setattr(costs, "_SECONDS", 0.0)
     depths = decode.schedule.scored_depths(12)
-    by_depth = costs._by_depth(lambda depth: 1.0 + depth, depths, 12)
+    (by_depth,) = costs._by_depth([lambda depth: 1.0 + depth], depths, 12)
     np.testing.assert_allclose(by_depth, np.arange(1, 14), rtol=1e-6)
 
 
@@ -291,3 +291,32 @@ def test_auto_on_eight_devices(target, draft, chain, monkeypatch):
 def test_odd_k_is_refused(target, draft, count):
     with pytest.raises(InputError, match='expected an integer >= 0 or "auto", found'):
         spsjax.generate(target, PROMPTS, draft, count, max_new_tokens=4)
+
+
+def test_schedule_that_reads_estimates_needs_a_drafter_that_makes_them(target, draft):
+    """Trees and look-ups are refused before anything is compiled; chains of a model are not."""
+    both = hybrid.Drafter(drafting.build("draft_model", draft, 3).drafter, suffix.Drafter(3))
+    loaded = spsjax.loading.LoadedDrafter("both", both, draft.params)
+    tree = spsjax.loading.as_drafter(draft, target, PATHS[0])
+    for drafter, name in ((tree, "draft_model, which drafts a tree"), (loaded, "hybrid")):
+        with pytest.raises(InputError, match=f"estimates its acceptance.* found {name}"):
+            spsjax.generate(target, PROMPTS, drafter, "confidence")
+    rule = decode.confidence.Surviving(0.5)
+    with pytest.raises(InputError, match=r"^num_speculative_tokens: .* found suffix\. Take"):
+        spsjax.Engine(target, suffix.Drafter(3), rule)
+    assert Call(target, PROMPTS, draft, rule).program.schedule.reads_confidence
+
+
+def test_costs_of_a_draft_are_apart_where_a_part_of_it_may_be_scored(target, draft, monkeypatch):
+    """A round of meaningless tokens takes what scoring takes; the rest is that of the draft."""
+
+    def seconds(clock, depth):
+        filled = isinstance(clock.loop.program.drafter, costs.Filler)
+        return 1.0 + 0.1 * depth + (0 if filled else 0.3 * depth)
+
+    monkeypatch.setattr(costs._Clock, "round", seconds)
+    monkeypatch.setattr(costs, "_SECONDS", 0.0)
+    call = Call(target, PROMPTS, draft, "confidence")
+    measured = costs.measure(call.loop, call.batch)
+    np.testing.assert_allclose(measured.propose, 0.3 * np.arange(8), atol=1e-6)
+    np.testing.assert_allclose(measured.score, 1 + 0.1 * np.arange(8), rtol=1e-6)

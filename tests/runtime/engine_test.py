@@ -14,7 +14,7 @@ import spsjax
 from spsjax import InputError, NonFiniteError, SamplingParams, decode
 from spsjax.drafters import base
 from spsjax.parallel import sharding
-from spsjax.runtime import costs
+from spsjax.runtime import costs, low_acceptance
 from spsjax.runtime import pool as pool_module
 from spsjax.runtime.loop import Loop
 from spsjax.tokenization.base import incremental_text
@@ -104,6 +104,29 @@ def test_engine_with_auto_serves_the_target_s_greedy_tokens(target, draft, monke
             requests = [engine.submit(prompt, one, 6) for prompt in some]
             for request in requests:
                 assert request.result() == alone(target, None, request.prompt, GREEDY, 6)
+
+
+@pytest.mark.slow
+def test_engine_that_cuts_drafts_serves_the_targets_greedy_tokens(target, monkeypatch):
+    """All rows are scored as deep as their estimates together make worth while; rows differ."""
+    wanted = {(1, 2, 3): 24, (4,): 9}
+    expected = {ids: alone(target, None, list(ids), GREEDY, wanted[ids]) for ids in wanted}
+    monkeypatch.setattr(base, "SCHEDULED_TOKENS", K)
+    monkeypatch.setattr(pool_module, "row_sizes", lambda most, least: [most])
+    times = np.zeros(K + 1, np.float32), np.asarray([1, 1.2, 1.35], np.float32)
+    known = decode.schedule.Costs(*times, np.full(K, -1, np.float32))
+    monkeypatch.setattr(costs, "of", lambda loop, batch: known)
+    counts = []
+    monkeypatch.setattr(low_acceptance, "count", lambda setup, *counted: counts.append(counted))
+    drafter = drafting.build("draft_model", target, K)  # all that is scored is accepted
+    engine = spsjax.Engine(target, drafter, "confidence", rows=2, slots=SLOTS, chunk=16, rounds=1)
+    requests = {ids: engine.submit(list(ids), GREEDY, count) for ids, count in wanted.items()}
+    for ids, request in requests.items():
+        assert request.result() == expected[ids]
+    # Some drafts are scored as a whole, some in part.
+    rounds = sum(request.rounds for request in requests.values())
+    assert 0 < sum(proposed for proposed, _ in counts) < K * rounds
+    assert sum(histogram[K] for _, histogram in counts) > 0
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 Engines of one pair alternate on the same requests, in another order per repetition: plain decoding
 (K = 0), fixed K, and K chosen in every round for the highest expected tokens per second (goodput,
-SmartSpec, arXiv 2406.14066). With `simulated` nothing runs: a model of an engine, whose rounds take
-the times of the config's `floors`, serves the requests.
+SmartSpec, arXiv 2406.14066), without or with the drafter's estimates ("auto", "confidence"). With
+`simulated` nothing runs: a model of an engine, whose rounds take the times of the config's
+`floors`, serves the requests.
 """
 
 import dataclasses
@@ -115,6 +116,12 @@ def simulated(config: ConfigDict, depths: list, workdir: pathlib.Path) -> LoadSy
     for rate in config.acceptance:
         check_number("acceptance", rate, 0, 1)
     for K in depths:
+        rule = drafting.schedule_of(K)
+        if rule is not None and rule.reads_confidence:
+            raise InputError(
+                'num_speculative_tokens: expected numbers or "auto" with simulated = True, as '
+                f"simulated drafters have no estimates, found {short_repr(K)}"
+            )
         if isinstance(K, int) and len(config.acceptance) < K:
             raise InputError(f"acceptance: expected rates of {K} depths, found fewer")
     floors = from_config.build_section("floors", load.Floors, config.floors)
