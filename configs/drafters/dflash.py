@@ -2,8 +2,10 @@ r"""DFlash for the shipped target: a block of mask tokens, read by layers on the
 
 python scripts/train.py --config=configs/drafters/dflash.py --workdir=runs/dflash
 
-Slot k counts exp(-(k - 1) / 4) times as much as the first (Chen et al. 2026, arXiv 2602.06036). A
-block begins at every token of a text, where the authors draw 512 of them.
+Slot k counts exp(-(k - 1) / 4) times as much as the first (Chen et al. 2026, arXiv 2602.06036). Of
+the 512 tokens of a text, 64 random ones begin a block; the authors draw 512 of longer texts. With
+the weights of D-PACE (arXiv 2605.18810) in place of the decay:
+--config.objective.pace=0.5 --config.objective.decay=1 --config.objective.divergence=best_token
 Hardware: an accelerator.
 """
 
@@ -22,5 +24,5 @@ get_config = sections.training(
         "causal": "none",
     },
     target_cache={"store": "nothing"},
-    objective={"steps": 7, "decay": 0.78},
+    objective={"steps": 7, "decay": 0.78, "anchors": 64},
 )

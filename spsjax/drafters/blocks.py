@@ -203,19 +203,31 @@ class BlockDrafter(pairs.LayerDrafter):
         logits = transformer.head(uncapped, weights, outputs)
         return capped(logits * self.output_scale, self.softcap)
 
+    def training_passes(self, steps, first, later):
+        return self.block_size * first
+
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+        self,
+        params,
+        next_BT,
+        features_BTD,
+        steps,
+        detached=False,
+        remat=False,
+        later=None,
+        anchors=None,
     ):
         B, T = next_BT.shape
         text = self.bind(params).read(features_BTD, None)
         # Every index is a row of its own, with the anchor behind its prefix of the text. The rows
         # share one cache of the text's features, and differ in its length.
-        lengths = jnp.tile(jnp.arange(1, T + 1, dtype=jnp.int32), B)
+        index = jnp.arange(T) if anchors is None else anchors
+        first_BN, lengths = features.entries(next_BT, index), features.lengths_before(index, B)
         cache = kv.KVCache(text.keys, text.values, lengths, (None,) * len(text.keys))
         run = jax.checkpoint(self.run) if remat else self.run
-        outputs = self.drafting(run(params, next_BT.reshape(B * T), cache))
+        outputs = self.drafting(run(params, first_BN.reshape(-1), cache))
         for step in range(steps):
-            output = outputs[:, step].reshape(B, T, -1)
+            output = outputs[:, step].reshape(*first_BN.shape, -1)
             yield output if step == 0 or later is None else output[:, later]
 
 
@@ -269,19 +281,38 @@ class ConditionalDrafter(BlockDrafter):
 
         return sample.grow(self.tree, self.num_speculative_tokens, feed, (), now)[0]
 
-    def draft_logits(self, params, outputs_BTD, depth=0):
+    def unpacked(
+        self, params: PyTree, outputs_BTD: Array, depth: int
+    ) -> tuple[Array, Array, Array]:
+        """Returns the parts of what `unrolled` yields, and the slots' own logits [B, T, V].
+
+        The parts are the outputs of the slots, and the embeddings of the tokens before them.
+        """
         outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
-        choices = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs, depth)))
-        return self.corrected(params, choices, outputs, before)
+        own = sharding.gather_vocab(super().draft_logits(params, outputs, depth))
+        return outputs, before, own
+
+    def draft_logits(self, params, outputs_BTD, depth=0):
+        outputs, before, own = self.unpacked(params, outputs_BTD, depth)
+        return self.corrected(params, self.choices(own), outputs, before)
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+        self,
+        params,
+        next_BT,
+        features_BTD,
+        steps,
+        detached=False,
+        remat=False,
+        later=None,
+        anchors=None,
     ):
         """Yields the outputs of each step, and behind them the embedding of the token before."""
-        arguments = params, next_BT, features_BTD, steps, detached, remat, later
+        arguments = params, next_BT, features_BTD, steps, detached, remat, later, anchors
+        index = jnp.arange(next_BT.shape[1]) if anchors is None else anchors
         for step, outputs in enumerate(super().unrolled(*arguments)):
-            index = jnp.arange(next_BT.shape[1]) if step == 0 or later is None else later
-            tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+            index = later if step == 1 and later is not None else index
+            tokens = features.entries(next_BT, index + step)
             before = self.before(params, tokens).astype(outputs.dtype)
             yield jnp.concatenate([outputs, before], axis=-1)
 

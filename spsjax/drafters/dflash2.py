@@ -7,16 +7,17 @@ token before it. So its distributions are conditional. **Lossless**, as is every
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax.drafters import block_folders, blocks
+from spsjax.drafters import block_folders, blocks, features
 from spsjax.errors import InputError
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import DecoderBlock
 from spsjax.models.linear import Linear, make_linear
-from spsjax.types import Array
+from spsjax.types import Array, PyTree
 from spsjax.utils.fields import integer
 
 
@@ -131,13 +132,6 @@ class Drafter(blocks.ConditionalDrafter):
                 f"found {self.conv_group_size}"
             )
 
-    @classmethod
-    def from_config(cls, options, target):
-        raise InputError(
-            "method: dflash2 cannot be trained yet, as its selector needs a loss of its own. "
-            "Train dflash or dspark, or load a published folder"
-        )
-
     def before(self, params, tokens_BT):
         codebook = self.bind(params).candidate_selector.predecessor_codebook[...]
         return jnp.take(codebook, tokens_BT, axis=0, mode="clip")
@@ -147,13 +141,46 @@ class Drafter(blocks.ConditionalDrafter):
 
     def corrected(self, params, choices, outputs_BTD, before_BTR):
         own, ids = choices
-        selector = self.bind(params).candidate_selector
-        mixed = before_BTR * selector.hidden_projection(outputs_BTD.astype(before_BTR.dtype))
-        after = jnp.take(selector.successor_codebook[...], ids, axis=0, mode="clip")
-        products = jnp.einsum("btr,btcr->btc", mixed, after, preferred_element_type=own.dtype)
+        scores = self.scores(params, own, ids, outputs_BTD, before_BTR)
         shape, least = (*own.shape[:2], self.target.vocab_size), jnp.finfo(own.dtype).min
         lowest = jnp.full(shape, least / 2, own.dtype)  # finite, as `sampling.to_probs` needs it
-        return jnp.put_along_axis(lowest, ids, own + products, axis=-1, inplace=False)
+        return jnp.put_along_axis(lowest, ids, scores, axis=-1, inplace=False)
+
+    def scores(
+        self,
+        params: PyTree,
+        own_BTC: Array,
+        ids_BTC: Array,
+        outputs_BTD: Array,
+        before_BTR: Array,
+    ) -> Array:
+        """Returns the selector's logits [B, T, C] of candidates, from those of their slot."""
+        selector = self.bind(params).candidate_selector
+        mixed = before_BTR * selector.hidden_projection(outputs_BTD.astype(before_BTR.dtype))
+        after = jnp.take(selector.successor_codebook[...], ids_BTC, axis=0, mode="clip")
+        return own_BTC + jnp.einsum(
+            "btr,btcr->btc", mixed, after, preferred_element_type=own_BTC.dtype
+        )
+
+    def learned(self, params, outputs_BTD, target_logs_BTR, depth=0, hard=False):
+        """Returns the slots' own logits to train, as for DFlash, and the selector's loss.
+
+        That loss is the cross entropy of the label, the target's most probable token, among the
+        candidates, after the text's own token. If the label is not a candidate, it takes the place
+        of the last one (the `speculators` library). Unless labels are hard, it is the cross entropy
+        of the target's distribution over these candidates. A single label would make the draft too
+        sure of itself for temperatures above 0.
+        """
+        outputs, before, own = self.unpacked(params, outputs_BTD, depth)
+        choices = self.choices(own)
+        label, ids = jnp.argmax(target_logs_BTR, axis=-1)[..., None], choices[1]
+        is_missing = ~jnp.any(ids == label, axis=-1)
+        ids = ids.at[..., -1].set(jnp.where(is_missing, label[..., 0], ids[..., -1]))
+        candidates = jnp.take_along_axis(own, ids, axis=-1)
+        logs = jax.nn.log_softmax(self.scores(params, candidates, ids, outputs, before))
+        wanted = jax.nn.softmax(jnp.take_along_axis(target_logs_BTR, ids, axis=-1))
+        loss = -jnp.sum(jnp.where(hard, ids == label, wanted) * logs, axis=-1)
+        return features.Learned(self.corrected(params, choices, outputs, before), own, loss)
 
 
 LAYOUT = block_folders.BlockLayout(

@@ -115,6 +115,22 @@ class Drafter(blocks.ConditionalDrafter):
         bias = head_logits(before_BTR, head.markov_w2.kernel[...])
         return choices + bias[..., : self.target.vocab_size].astype(choices.dtype)
 
+    def learned(self, params, outputs_BTD, target_logs_BTR, depth=0, hard=False):
+        """Returns the corrected logits to train, and the loss of the confidence head.
+
+        That loss is the binary cross entropy with 1 - TV, the probability that the token is
+        accepted. No gradient flows into the draft's distribution through that label.
+        """
+        learned = super().learned(params, outputs_BTD, target_logs_BTR, depth)
+        if not self.has_confidence:
+            return learned
+        outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
+        logs = jax.nn.log_softmax(learned.drawn.astype(jnp.float32))
+        overlap = jnp.sum(jnp.exp(jnp.minimum(target_logs_BTR, logs)), axis=-1)
+        guess = self.confidence(params, outputs, before)
+        loss = jax.nn.softplus(guess) - jax.lax.stop_gradient(overlap) * guess
+        return learned._replace(own=loss)
+
     def propose(self, params, state, now):
         outputs = self.slots(params, state, now.root)
         proposal = self.drafted(params, outputs, now)

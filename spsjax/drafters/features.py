@@ -5,7 +5,7 @@ A feature is an activation of the target at a token, such as the final hidden st
 
 import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ from spsjax.models.config import Config
 from spsjax.parallel import sharding
 from spsjax.types import Array, ModelOutput, PyTree
 from spsjax.utils.from_config import build
+
+
+class Learned(NamedTuple):
+    """What a step of drafts is trained on."""
+
+    drawn: Array  # logits [B, T, R] of the distributions from which tokens are drawn
+    logits: Array  # logits [B, T, R] whose divergence from the target's is minimised
+    own: Array | None = None  # [B, T] a loss of the drafter's own; None: there is none
 
 
 class FeatureDrafter(base.TrainableDrafter):
@@ -171,6 +179,38 @@ class FeatureDrafter(base.TrainableDrafter):
         lowest = jnp.full(shape, least / 2, logits.dtype)
         return lowest.at[..., ids].set(logits)
 
+    def training_passes(self, steps: int, first: float, later: float) -> float:
+        """Returns the number of passes over the weights per token of a text in training.
+
+        Args:
+            steps: number of steps of a draft.
+            first: share of the tokens at which drafts begin.
+            later: share of the tokens whose drafts continue after their first step.
+        """
+        return first if self.separate_steps else first + (steps - 1) * later
+
+    def learned(
+        self,
+        params: PyTree,
+        outputs_BTD: Array,
+        target_logs_BTR: Array,
+        depth: int = 0,
+        hard: bool = False,
+    ) -> Learned:
+        """Returns what is trained, from the outputs of a step.
+
+        It is the divergence of `draft_logits`, unless a subclass says otherwise.
+
+        Args:
+            params: parameters of target and drafter.
+            outputs_BTD: outputs of the step.
+            target_logs_BTR: target's log probabilities of the tokens of the draft vocabulary.
+            depth: number of the step.
+            hard: whether labels are the target's most probable tokens, not its distributions.
+        """
+        logits = self.draft_logits(params, outputs_BTD, depth)
+        return Learned(logits, logits)
+
     @abc.abstractmethod
     def unrolled(
         self,
@@ -181,15 +221,17 @@ class FeatureDrafter(base.TrainableDrafter):
         detached: bool = False,
         remat: bool = False,
         later: Array | None = None,
+        anchors: Array | None = None,
     ) -> Iterator[Array]:
-        """Yields the outputs of each step of drafts that begin at every position of the texts.
+        """Yields the outputs of each step of drafts that begin at positions of the texts.
 
         In step i, index t is a draft that began after feature t. Its tokens are the text's tokens
         t + 2 to t + 1 + i, and it attends to the same keys as in `propose`. The last i indices
         exceed the text, and their outputs are meaningless.
 
         The first step yields the outputs [B, T, D] at all indices. Later steps yield [B, L, D] at
-        the indices `later` [L].
+        the indices `later` [L]. With `anchors` [B, N], all steps yield [B, N, D] at these indices
+        of each row, and what other drafts alone need is not computed.
 
         Args:
             params: parameters of target and drafter.
@@ -199,6 +241,7 @@ class FeatureDrafter(base.TrainableDrafter):
             detached: whether gradients stop between steps.
             remat: whether the backward pass computes each step again instead of storing it.
             later: indices of the drafts that continue after the first step; None: all.
+            anchors: indices at which drafts begin; None: all. With anchors, all of them continue.
         """
 
 
@@ -208,6 +251,25 @@ def at_index(old_BD: Array, new_BTD: Array, index_B: Array) -> Array:
     index = jnp.clip(index_B, 0, T - 1)[:, None, None]
     entry_BD = jnp.take_along_axis(new_BTD, index, axis=1)[:, 0].astype(old_BD.dtype)
     return jnp.where(((index_B >= 0) & (index_B < T))[:, None], entry_BD, old_BD)
+
+
+def entries(array_BT: Array, index: Array) -> Array:
+    """Returns the entries of each row at indices: [B, T, ...] -> [B, L, ...].
+
+    The indices are [L], the same in all rows, or [B, L]. An index beyond the row gives its last
+    entry.
+    """
+    if index.ndim == 1:
+        return jnp.take(array_BT, index, axis=1, mode="clip")
+    index = jnp.clip(index, 0, array_BT.shape[1] - 1)
+    index = index.reshape(*index.shape, *[1] * (array_BT.ndim - 2))
+    return jnp.take_along_axis(array_BT, index, axis=1)
+
+
+def lengths_before(index: Array, batch: int) -> Array:
+    """Returns how many entries drafts at indices [L] or [B, L] read, one per text and draft."""
+    lengths = index.astype(jnp.int32) + 1
+    return jnp.broadcast_to(lengths, (batch, index.shape[-1])).reshape(-1)
 
 
 def check_taps(tap_layers: tuple[int, ...], target: Config) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from spsjax import tree
-from spsjax.drafters import folders, parallel, sample, shapes
+from spsjax.drafters import features, folders, parallel, sample, shapes
 from spsjax.models.hf.fields import COUNT, FLAG, NUMBER
 from spsjax.models.linear import head_logits, two_rows
 from spsjax.types import Array
@@ -103,15 +103,25 @@ class Drafter(parallel.StateDrafter):
         return sample.grow(self.tree, K, feed, start, now)[0]
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+        self,
+        params,
+        next_BT,
+        features_BTD,
+        steps,
+        detached=False,
+        remat=False,
+        later=None,
+        anchors=None,
     ):
         index = jnp.arange(features_BTD.shape[1])
+        if anchors is not None:
+            index, features_BTD = anchors, features.entries(features_BTD, anchors)
         run = jax.checkpoint(self.step, static_argnums=3) if remat else self.step
         state = self.begin(features_BTD)
         for depth in range(steps):
             if depth == 1 and later is not None:
                 index, state = later, state[:, later]
-            tokens = jnp.take(next_BT, index + depth, axis=1, mode="clip")
+            tokens = features.entries(next_BT, index + depth)
             before = lax.stop_gradient(state) if detached and depth else state
             state = run(params, before, tokens, depth)
             yield state

@@ -188,25 +188,38 @@ class PairDrafter(LayerDrafter):
         outputs, block = self.run(params, tokens_B1, state.last[:, None], state.cache)
         return self.logits(params, outputs), block
 
+    def training_passes(self, steps, first, later):
+        return 1 + (steps - 1) * later  # the first step reads the whole text
+
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+        self,
+        params,
+        next_BT,
+        features_BTD,
+        steps,
+        detached=False,
+        remat=False,
+        later=None,
+        anchors=None,
     ):
         config, (B, T) = self.config, next_BT.shape
         run = jax.checkpoint(self.run) if remat else self.run
         outputs, text = run(params, next_BT, features_BTD, None)
+        index = jnp.arange(T)
+        if anchors is not None:
+            index, outputs = anchors, features.entries(outputs, anchors)
         yield outputs
         # In later steps every index is a row of its own, which drafts after its prefix of the text.
         # The rows share one cache of the text's pairs, and differ in its length.
         if later is not None:
-            outputs = outputs[:, later]
-        index = jnp.arange(T) if later is None else later
-        L, lengths = len(index), jnp.tile(index.astype(jnp.int32) + 1, B)
+            index, outputs = later, outputs[:, later]
+        L, lengths = index.shape[-1], features.lengths_before(index, B)
         cache = kv.KVCache(text.keys, text.values, lengths, (None,))
         shape = B * L, config.num_kv_heads, steps - 1, config.head_dim
         block = kv.empty_block(1, shape, outputs.dtype)
         for step in range(1, steps):
             drafted = lax.stop_gradient(outputs) if detached else outputs
-            tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+            tokens = features.entries(next_BT, index + step)
             rows = tokens.reshape(B * L, 1), drafted.reshape(B * L, 1, -1)
             outputs, block = run(params, *rows, cache, block)
             outputs = outputs.reshape(B, L, -1)

@@ -88,9 +88,19 @@ class HeadsDrafter(StateDrafter):
         return lax.cond(is_needed, run, lambda: jnp.zeros(shape.shape, shape.dtype))
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+        self,
+        params,
+        next_BT,
+        features_BTD,
+        steps,
+        detached=False,
+        remat=False,
+        later=None,
+        anchors=None,
     ):
         run = jax.checkpoint(self.outputs, static_argnums=2) if remat else self.outputs
+        if anchors is not None:
+            features_BTD = features.entries(features_BTD, anchors)
         for depth in range(steps):
             if depth == 1 and later is not None:
                 features_BTD = features_BTD[:, later]

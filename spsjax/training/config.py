@@ -155,10 +155,9 @@ class FeaturesConfig(DrafterConfig):
                 "target_cache.store: expected 'nothing', as the target is trained, too, "
                 f"found {store!r}"
             )
-        if self.objective.every > self.length:
-            raise InputError(
-                f"objective.every: expected at most the length, found {self.objective.every}"
-            )
+        for field in ("every", "anchors"):
+            if (value := getattr(self.objective, field)) > self.length:
+                raise InputError(f"objective.{field}: expected at most the length, found {value}")
         if self.length <= self.depth + 1:
             raise InputError(
                 "length: expected above objective.steps and draft_eval.num_speculative_tokens, "

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from spsjax.drafters.features import FeatureDrafter
+from spsjax.drafters.features import FeatureDrafter, entries
 from spsjax.errors import InputError
 from spsjax.models import transformer
-from spsjax.training import losses
+from spsjax.training import anchors, losses
 from spsjax.training import step as train_step
 from spsjax.types import Array, ModelOutput, PyTree
 from spsjax.utils.fields import Checked, flag, integer, number
@@ -34,10 +34,18 @@ class FeatureObjective(Checked):
     # Whether a batch trains one step only, drawn at random, which counts for all: for heads that do
     # not depend on each other (Stern et al. 2018, 1811.03115, 6).
     one: bool = flag(False)
+    # Random indices per text at which drafts begin, each of which counts for others, too; 0: all.
+    # The authors of block drafters have 512, as each costs a whole block.
+    anchors: int = integer(0)
     decay: float = number(1.0, most=1e6)  # factor of the loss from step to step
+    # If above 0, each step of a draft also counts as much as tokens are expected to be accepted
+    # from it on. It is the smoothing of D-PACE (`losses.pace`); the paper has 0.5, a decay of 1 and
+    # the divergence "best_token".
+    pace: float = number(0.0, most=1)
     detached: bool = flag(False)  # whether gradients stop between steps
     # Divergence of the draft's distribution from the target's, both restricted to the draft's
     # tokens: a name of `losses.DIVERGENCES`. ("forward_kl" has the gradient of the cross entropy.)
+    # "best_token" is the cross entropy of the target's most probable token.
     # Where the target's best token cannot be drafted, it does not count.
     divergence: str = "forward_kl"
     token: float = number(1.0, most=1e6)  # weight of that divergence
@@ -45,6 +53,9 @@ class FeatureObjective(Checked):
     feature: float = number(0.0, most=1e6)
     # Weight of the cross entropy over the target's 10 most probable tokens.
     top_k: float = number(0.0, most=1e6)
+    # Weight of a loss that the drafter itself defines: of DFlash2's selector, and of DSpark's
+    # confidence head.
+    own: float = number(1.0, most=1e6)
     # Width of the uniform noise on features, at 512 tokens per text; longer texts have less.
     noise: float = number(0.0, most=1e6)
     # For drafters of several tokens per step: a first pass without gradient counts the wrong
@@ -59,10 +70,23 @@ class FeatureObjective(Checked):
         super().__post_init__()
         if not (self.token or self.feature or self.top_k):
             raise InputError("token, feature, top_k: expected a weight above 0, found none")
-        losses.divergence(self.divergence)
+        self.loss_function()
+        # Both need drafts that take all their steps.
+        if (self.anchors or self.pace) and (self.every > 1 or self.one or self.glance):
+            raise InputError(
+                "anchors, pace: expected 0 with every above 1, one or glance, "
+                f"found {self.anchors}, {self.pace}"
+            )
+
+    def loss_function(self) -> Callable[[Array, Array], Array]:
+        """Returns the function that `divergence` names; raises InputError if there is none."""
+        if self.divergence == _BEST:
+            return losses.best_token
+        return losses.divergence(self.divergence, other=_BEST)
 
 
 _TOP = 10  # HASS's K
+_BEST = "best_token"  # divergence whose labels are hard
 
 
 def feature_metrics(
@@ -95,28 +119,32 @@ def feature_metrics(
             metrics_of_step = _only_step(
                 _drawn(tokens, 0, objective.steps), objective.steps, metrics_of_step
             )
-        index = jnp.arange(features.shape[1])
-        # Indices beyond the text count in no column.
-        later = index[: -(-len(index) // objective.every)] * objective.every
-        later += _drawn(tokens, 1, objective.every)
-        options = max(objective.steps, depth), objective.detached, precision.remat
-        unrolled, glanced = drafter.unrolled, None
+        index, later, weights = _starts(objective, batch)
+        options = max(objective.steps, depth), objective.detached, precision.remat, later
+        unrolled, glanced, steps = drafter.unrolled, None, []
+        if objective.anchors:
+            unrolled = functools.partial(unrolled, anchors=index)
         if objective.glance:
             glanced = _glanced(drafter, both, objective.glance, target, tokens, fed)
             unrolled = functools.partial(unrolled, glanced=glanced)
-        for step, outputs in enumerate(unrolled(both, tokens[:, 1:], fed, *options, later)):
+        for step, outputs in enumerate(unrolled(both, tokens[:, 1:], fed, *options)):
             # The output of pair t, after `step` tokens, predicts feature t + 1 + step.
-            columns = (later if step else index) + 1 + step
-            suffix, weight = (f"_{step + 1}", objective.every) if step else ("", 1)
-            for name, value in metrics_of_step(outputs, columns, step).items():
-                if glanced is not None and step == 0:
-                    value *= ~glanced
-                values[name + suffix] = _in_columns(weight * value, columns, features.shape[1])
-        names = [name for name in values if name.startswith("loss")]
-        terms = [objective.decay**step * values.pop(name) for step, name in enumerate(names)]
-        loss = sum(terms[: objective.steps])
+            columns = (index if step == 0 or later is None else later) + 1 + step
+            found = metrics_of_step(outputs, columns, step)
+            if glanced is not None and step == 0:
+                found = {name: value * ~glanced for name, value in found.items()}
+            steps.append((columns, found))
+        factors, loss = _factors(objective, steps, batch), 0
+        for step, (columns, found) in enumerate(steps):
+            weight, length = weights[step > 0], features.shape[1]
+            if step < objective.steps:
+                term = weight * factors[step] * found["loss"]
+                loss += anchors.in_columns(term, columns, length)
+            for name in ("acceptance", "greedy_agreement"):
+                value = anchors.in_columns(weight * found[name], columns, length)
+                values[f"{name}_{step + 1}" if step else name] = value
         if objective.target:
-            divergence = losses.divergence(objective.divergence)
+            divergence = objective.loss_function()
             values["target_divergence"] = divergence(before.logits, live.logits)
             loss += objective.target * values["target_divergence"]
         if objective.one or objective.glance:
@@ -126,10 +154,34 @@ def feature_metrics(
     return metrics
 
 
-def _in_columns(value_BL: jax.Array, columns_L: jax.Array, length: int) -> jax.Array:
-    """Returns values [B, T] with 0 in all other columns; columns beyond the text are dropped."""
-    whole = jnp.zeros((len(value_BL), length), value_BL.dtype)
-    return whole.at[:, columns_L].set(value_BL, mode="drop")
+def _starts(objective: FeatureObjective, batch: PyTree) -> tuple[Array, Array | None, tuple]:
+    """Returns where drafts begin and which ones continue, as for `unrolled`, and their weights.
+
+    The weights are those of the first step and of later steps.
+    """
+    tokens, every = batch["tokens"], objective.every
+    T = tokens.shape[1] - 1
+    if objective.anchors:
+        index, weight = anchors.drawn(batch, objective.anchors, objective.steps)
+        return index, None, (weight, weight)
+    index = jnp.arange(T)
+    # Indices beyond the text count in no column.
+    later = index[: -(-T // every)] * every + _drawn(tokens, 1, every)
+    return index, later, (1, every)
+
+
+def _factors(objective: FeatureObjective, steps: list, batch: PyTree) -> list[Array | float]:
+    """Returns the factor of the loss of each trained step, from columns and metrics of steps."""
+    decays = [objective.decay**step for step in range(objective.steps)]
+    if not objective.pace:
+        return decays
+    # Beyond the text no token counts.
+    mask = jnp.pad(train_step.loss_mask(batch), ((0, 0), (0, 1)))
+    trained = steps[: objective.steps]
+    confidences = jnp.stack([found["confidence"] for _, found in trained], axis=-1)
+    counts = jnp.stack([entries(mask, columns) for columns, _ in trained], axis=-1)
+    paces = losses.pace(confidences, counts, objective.pace)
+    return [decay * paces[..., step] for step, decay in enumerate(decays)]
 
 
 def _run_targets(
@@ -180,25 +232,29 @@ def _step_metrics(
     The target's values are the same in all steps, and are computed here, once.
     """
     ids = drafter.draft_ids(params)
-    all_logits, all_log_probs = target.logits, jax.nn.log_softmax(target.logits / temperature)
-    all_best = jnp.argmax(all_logits, axis=-1)
+    all_logs, all_best = jax.nn.log_softmax(target.logits), jnp.argmax(target.logits, axis=-1)
+    all_log_probs = all_logs
+    if temperature != 1:
+        all_log_probs = jax.nn.log_softmax(target.logits / temperature)
     all_counts = jnp.ones(all_best.shape, jnp.float32)
     if ids is not None:
-        index_of_id = jnp.zeros(all_logits.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
+        index_of_id = jnp.zeros(all_logs.shape[-1], jnp.int32).at[ids].set(jnp.arange(len(ids)))
         all_counts = (ids[index_of_id[all_best]] == all_best).astype(jnp.float32)
         all_best = index_of_id[all_best]
-        all_logits, all_log_probs = all_logits[..., ids], all_log_probs[..., ids]
-    divergence = losses.divergence(objective.divergence)
-    sides = all_logits, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features_BTD)
+        all_logs, all_log_probs = all_logs[..., ids], all_log_probs[..., ids]
+    divergence, hard = objective.loss_function(), objective.divergence == _BEST
+    sides = all_logs, all_log_probs, all_best, all_counts, jax.lax.stop_gradient(features_BTD)
 
     def metrics_of_step(outputs, columns, step):
-        take = functools.partial(jnp.take, indices=columns, axis=1, mode="clip")
-        logits, log_probs, best, counts, wanted = map(take, sides)
-        draft_logits = drafter.draft_logits(params, outputs, step).astype(jnp.float32)
-        loss = objective.token * divergence(logits, draft_logits)
+        logs, log_probs, best, counts, wanted = (entries(side, columns) for side in sides)
+        learned = drafter.learned(params, outputs, logs, step, hard)
+        learned_logits = learned.logits.astype(jnp.float32)
+        loss = objective.token * divergence(logs, learned_logits)
         if objective.top_k:
-            loss += objective.top_k * _top_cross_entropy(logits, draft_logits)
+            loss += objective.top_k * _top_cross_entropy(logs, learned_logits)
         loss *= counts
+        if learned.own is not None and objective.own:
+            loss += objective.own * learned.own
         if objective.feature:
             if outputs.shape[-1] != wanted.shape[-1]:
                 raise InputError(
@@ -206,13 +262,17 @@ def _step_metrics(
                     f"and the drafter's outputs {outputs.shape[-1]}, found {objective.feature}"
                 )
             loss += objective.feature * _smooth_l1(outputs, wanted)
+        draft_logits = learned.drawn.astype(jnp.float32)
         draft_log_probs = jax.nn.log_softmax(draft_logits / temperature)
         at_best = jnp.take_along_axis(draft_logits, best[..., None], axis=-1)[..., 0]
-        return {
+        found = {
             "loss": loss,
             "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_probs, draft_log_probs)), axis=-1),
             "greedy_agreement": counts * (at_best == jnp.max(draft_logits, axis=-1)),
         }
+        if objective.pace:
+            found["confidence"] = counts * jnp.exp(-losses.cross_entropy(learned_logits, best))
+        return found
 
     return metrics_of_step
 

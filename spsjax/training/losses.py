@@ -104,6 +104,33 @@ def mixed(target_logits: Array, draft_logits: Array, beta: float = 0.5) -> Array
     return beta * kl + (1 - beta) * total_variation(target_logits, draft_logits)
 
 
+def best_token(target_logits: Array, draft_logits: Array) -> Array:
+    """Returns the cross entropy of the target's most probable token: [..., V], [..., V] -> [...].
+
+    It is not a divergence: a draft that equals the target does not minimise it.
+    """
+    return cross_entropy(draft_logits, jnp.argmax(target_logits, axis=-1))
+
+
+def pace(confidences: Array, counts: Array, share: float) -> Array:
+    """Returns the weights of D-PACE for the tokens of drafts: [..., K], [..., K] -> [..., K].
+
+    Token j weighs as much as the expected number of accepted tokens that need it: the sum over
+    m >= j of the probability that tokens 1 to m are accepted, where a token is accepted with
+    probability `(1 - share) confidence + share` (Wu et al. 2026, arXiv 2605.18810, equations 7
+    and 8). No gradient flows through the weights.
+
+    Args:
+        confidences: draft's probabilities of the target's tokens.
+        counts: 1 for tokens that count, else 0. The others are passed over, and weigh 0.
+        share: smoothing, in (0, 1], which keeps later tokens alive. At 1 all tokens before count
+            as accepted.
+    """
+    accepted = jnp.where(counts > 0, (1 - share) * confidences + share, 1)
+    prefixes = jnp.cumprod(accepted, axis=-1) * counts
+    return lax.stop_gradient(counts * lax.cumsum(prefixes, prefixes.ndim - 1, reverse=True))
+
+
 # The divergences that `Objective.name` can select.
 DIVERGENCES = {
     "forward_kl": forward_kl,

@@ -190,11 +190,6 @@ def test_config_of_a_block_drafter_has_defaults_of_the_target(target):
     assert blocks.default_tap_layers(36, 1) == (19,)
 
 
-def test_training_of_dflash2_is_refused(target):
-    with one_line("method: dflash2 cannot be trained yet"):
-        build_drafter({"method": "dflash2", "num_layers": 2}, target.config)
-
-
 def test_rule_that_ends_chains_is_refused_for_point_masses(target):
     loaded = LoadedDrafter("dflash", *drafter_of(target))
     rule = spsjax.drafters.stopping.Entropy()

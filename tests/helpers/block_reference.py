@@ -121,6 +121,39 @@ def selected(drafter, selector, line_V, output, previous):
     return result
 
 
+def selector_loss(drafter, selector, line_V, output, previous, target_V, hard):
+    """Returns the cross entropy of the target's choice among the candidates of a slot.
+
+    It is its best token if labels are hard, else its distribution over the candidates.
+    """
+    candidates, label = list(np.argsort(-line_V)[: drafter.selector_top_k]), target_V.argmax()
+    if label not in candidates:
+        candidates[-1] = label
+    hidden = output @ selector["hidden_projection"]["kernel"]
+    mixed = selector["predecessor_codebook"][previous] * hidden
+    scores = [line_V[c] + mixed @ selector["successor_codebook"][c] for c in candidates]
+    logs = scores - np.log(np.exp(scores).sum())
+    wanted = target_V[candidates] / target_V[candidates].sum()
+    return -logs[candidates.index(label)] if hard else -wanted @ logs
+
+
+def confidence_loss(weights, output, previous, overlap):
+    """Returns the binary cross entropy of DSpark's confidence with a rate of acceptance."""
+    embedded = weights["markov_head"]["markov_w1"]["embedding"][previous]
+    proj = weights["confidence_head"]["proj"]
+    both = np.concatenate([output, embedded])
+    guess = expit(both @ proj["kernel"][:, 0] + proj["bias"][0])
+    return -overlap * np.log(guess) - (1 - overlap) * np.log(1 - guess)
+
+
+def pace(confidences, share):
+    """Returns the weights of D-PACE for the tokens of a draft, all of which count."""
+    accepted = [
+        np.prod((1 - share) * confidences[: m + 1] + share) for m in range(len(confidences))
+    ]
+    return np.asarray([sum(accepted[j:]) for j in range(len(confidences))])
+
+
 def markov(head, line_V, output, previous):
     """Returns the logits [V] of a slot with those of DSpark's Markov head."""
     embedded = head["markov_w1"]["embedding"][previous]

@@ -17,6 +17,8 @@ from spsjax.training import fit, plots
 
 # Drafters of the target's features, and the steps that they are trained for.
 STEPS = {"eagle": 1, "eagle3": 3, "medusa": 4, "blockwise": 4, "mlp_speculator": 4, "falcon": 2}
+STEPS |= {"dflash": 4, "dflash2": 4, "dspark": 4}
+BLOCKS = {"dflash": 5, "dflash2": 5, "dspark": 4}  # slots of a block, of which four draft
 GREEDY = spsjax.SamplingParams(0.0)
 
 
@@ -39,6 +41,11 @@ def small(name, texts, run_of, evaluated=True, **changes):
     options = config(name, texts, **changes)
     if name not in ("target", "draft"):
         options.objective.steps = STEPS.get(name, 4)
+    if name in BLOCKS:
+        options.drafter.update({"num_layers": 1, "block_size": BLOCKS[name]})
+        options.objective.anchors = 8
+    if name == "dflash2":  # what the target knows after 30 steps is spread over many tokens
+        options.drafter.selector_top_k = 128
     if not evaluated:
         options.draft_eval.update({"temperatures": (), "num_speculative_tokens": 1})
     return options
@@ -203,9 +210,9 @@ def test_drafter_logs_acceptance_by_depth_and_is_saved(run_of, method):
 
 
 @whole_training
-@pytest.mark.parametrize("method", ["falcon", "blockwise"])
+@pytest.mark.parametrize("method", ["falcon", "blockwise", "dspark"])
 def test_resumed_drafter_ends_with_the_same_weights(run_of, texts, tmp_path, method):
-    """Falcon draws noise and glances, and a batch of blockwise heads draws which head it trains."""
+    """Falcon draws noise and glances, blockwise heads which one a batch trains, DSpark anchors."""
     shutil.copytree(run_of(method), tmp_path / "run")
     for name in ("checkpoints/step_30", "drafter"):
         shutil.rmtree(tmp_path / "run" / name)
@@ -252,16 +259,18 @@ def test_cached_features_train_like_a_running_target(run_of, texts, tmp_path):
 
 
 @whole_training
-def test_drafter_on_a_mesh_equals_one_device(run_of, texts, tmp_path):
+@pytest.mark.parametrize("method", ["eagle3", "dflash2"])
+def test_drafter_on_a_mesh_equals_one_device(run_of, texts, tmp_path, method):
     """On texts of the corpus and of the target."""
     target = str(untrained_target(texts, tmp_path.parent))
-    options = small("eagle3", texts, run_of, evaluated=False, target=target)
+    options = small(method, texts, run_of, evaluated=False, target=target)
     options.objective.steps = 2
     options.mixture.update({"corpus": 0.5, "target": 0.5, "samples": 8, "prompt_length": 4})
     alone = fit.train(options, tmp_path / "alone")
     options.mesh.update({"data": 2, "model": 4, "replicate": False})
     head = fit.train(options, tmp_path / "mesh", sharding.mesh(2, 4))
-    assert not head.params["layer"]["ffn"]["up"]["kernel"].is_fully_replicated
+    layer = head.params["layer"] if method == "eagle3" else head.params["layers"][0]
+    assert not layer["ffn"]["up"]["kernel"].is_fully_replicated
     for one, other in zip(*map(jax.tree.leaves, (head.params, alone.params))):
         np.testing.assert_allclose(one, other, atol=1e-3)
     train = records(tmp_path / "mesh", "train")

@@ -198,3 +198,29 @@ def test_coarse_distribution_without_a_rest_has_finite_gradients():
     for name, (value, gradient) in results(draft).items():
         assert np.isfinite(value) and np.isfinite(gradient).all(), name
     assert np.isfinite(top_k_with_rest(target, ids)).all()
+
+
+def test_best_token_is_the_cross_entropy_of_the_targets_choice():
+    found = jax.jit(losses.best_token)(TARGET, DRAFT)
+    rows, columns = np.indices(LABELS.shape)
+    expected = -np.log(draft_probs[rows, columns, TARGET.argmax(axis=-1)])
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_pace_is_the_gradient_of_the_expected_accepted_length():
+    """With respect to the smoothed log probabilities, of tokens that count (2605.18810, 3)."""
+    confidences = np.random.default_rng(1).uniform(0, 1, (3, 4))
+    counts = np.asarray([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0]])
+
+    @jax.jit
+    def weights(confidences):
+        def length(logs):
+            return jnp.sum(counts * jnp.exp(jnp.cumsum(logs * counts, axis=-1)))
+
+        expected = jax.grad(length)(jnp.log(0.7 * confidences + 0.3))
+        own = jax.grad(lambda values: losses.pace(values, counts, 0.3).sum())(confidences)
+        return losses.pace(confidences, counts, 0.3), expected, own
+
+    found, expected, gradient = weights(confidences)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(gradient).max() == 0

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spsjax.drafters import features
 from spsjax.drafters.contrib import sequences
 from spsjax.models import caches as kv
 from spsjax.types import Array
@@ -18,6 +19,7 @@ def unrolled(
     detached=False,
     remat=False,
     later=None,
+    anchors=None,
     glanced=None,
 ):
     """Yields the outputs of each step, as `FeatureDrafter.unrolled` does.
@@ -37,7 +39,7 @@ def unrolled(
 
     def unit(read_BLkD, index, block):
         """Returns the outputs [B, L, k, D] of the next unit of each draft, and the block."""
-        lengths = jnp.tile(jnp.maximum(index + 1 - k, 0), B)
+        lengths = features.lengths_before(jnp.maximum(index - k, -1), B)
         cache = kv.KVCache(text.keys, text.values, lengths, (None,))
         positions = lengths[:, None] + block.size + jnp.arange(k)
         visible = jnp.ones((1, k, block.positions.shape[1]), bool)  # units attend both ways
@@ -45,8 +47,12 @@ def unrolled(
         outputs, block = run(params, rows, cache, block, positions, visible)
         return outputs.reshape(read_BLkD.shape), block
 
-    shape = B * T, drafter.config.num_kv_heads, -(-steps // k) * k, drafter.config.head_dim
     index = jnp.arange(T)
+    if anchors is not None:
+        index = anchors
+        read_BTkD, carries = (features.entries(array, anchors) for array in (read_BTkD, carries))
+    drafts, slots = B * index.shape[-1], -(-steps // k) * k
+    shape = drafts, drafter.config.num_kv_heads, slots, drafter.config.head_dim
     outputs, block = unit(read_BTkD, index, kv.empty_block(1, shape, read.dtype))
     yield outputs[:, :, 0]
     if later is not None:
@@ -56,8 +62,9 @@ def unrolled(
     for step in range(1, steps):
         if step % k == 0:
             drafted = lax.stop_gradient(outputs) if detached else outputs
-            columns = index[:, None] + step - k + 1 + jnp.arange(k)
-            tokens = sequences.rows(jnp.take(next_BT, columns, axis=1, mode="clip"))
+            columns = index[..., None] + step - k + 1 + jnp.arange(k)
+            tokens = features.entries(next_BT, columns.reshape(*index.shape[:-1], -1))
+            tokens = tokens.reshape(-1, k)
             read, carries = drafter.read(params, tokens, sequences.rows(drafted), carry)
             carry = carries[:, -1]
             outputs, block = unit(read.reshape(outputs.shape), index, block)

@@ -178,7 +178,15 @@ class Drafter(features.FeatureDrafter):
         return state.write(block, path, now.lengths - 1, output.hidden)
 
     def unrolled(
-        self, params, next_BT, features_BTD, steps, detached=False, remat=False, later=None
+        self,
+        params,
+        next_BT,
+        features_BTD,
+        steps,
+        detached=False,
+        remat=False,
+        later=None,
+        anchors=None,
     ):
         (B, T), count = next_BT.shape, self.num_layers
         taps = jnp.split(features_BTD, count, axis=-1)
@@ -188,17 +196,18 @@ class Drafter(features.FeatureDrafter):
             distances = transformer.distances_of(self.bind(params).layers, T)
         run = jax.checkpoint(self._run) if remat else self._run
         # Every index is a row of its own, which drafts after its prefix of the text.
-        index = jnp.arange(T)
-        block = transformer.empty_block(self.config, params["drafter"], B * T, steps)
+        index = jnp.arange(T) if anchors is None else anchors
+        rows = B * index.shape[-1]
+        block = transformer.empty_block(self.config, params["drafter"], rows, steps)
         for step in range(steps):
             if step == 1 and later is not None:
                 index, block = later, sequences.at_indices(block, B, later)
-            lengths = jnp.tile(index.astype(jnp.int32) + 1, B)
+            lengths = features.lengths_before(index, B)
             cache = caches.KVCache(memory.keys, memory.values, lengths, distances)
-            tokens = jnp.take(next_BT, index + step, axis=1, mode="clip")
+            tokens = features.entries(next_BT, index + step)
             block = lax.stop_gradient(block) if detached else block
             outputs, block = run(params, tokens.reshape(-1, 1), cache, block)
-            yield outputs.reshape(B, len(index), -1)
+            yield outputs.reshape(B, index.shape[-1], -1)
 
     def _run(
         self, params, tokens_BT, cache, block, positions_BT=None, ancestors=None

@@ -115,8 +115,8 @@ class FeaturesTask(DrafterTask):
         return {name: params[name] for name in self._own_shapes}
 
     def metrics_at(self, temperature):
-        """Returns the metrics function of evaluations, of every step and without noise."""
-        plain = {"noise": 0.0, "glance": 0.0, "every": 1, "one": False}
+        """Returns the metrics function of evaluations: of every step and draft, without noise."""
+        plain = {"noise": 0, "glance": 0, "every": 1, "one": False, "anchors": 0, "pace": 0}
         objective = dataclasses.replace(self.config.objective, **plain)
         options = self.config.compute, temperature, self.config.depth
         return feature_losses.feature_metrics(self.drafter, objective, *options)
@@ -135,8 +135,10 @@ class FeaturesTask(DrafterTask):
     def flops_per_token(self):
         """Returns the floating-point operations per training token, without the vocabulary's."""
         objective, target = self.config.objective, transformer.num_params(self.target.params)
-        alone = objective.one or self.drafter.separate_steps
-        runs = 1 if alone else 1 + (objective.steps - 1) / objective.every
+        first, later = 1, 1 / objective.every
+        if objective.anchors:
+            first = later = objective.anchors / self.config.length
+        runs = self.drafter.training_passes(1 if objective.one else objective.steps, first, later)
         passes = (self.config.target_cache.store == "nothing") + 3 * bool(objective.target)
         return 6 * runs * transformer.num_params(self._own_shapes) + 2 * target * passes
 
