@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spsjax.drafters import features, pairs, pending, sample
+from spsjax.drafters import base, features, pairs, pending, sample
 from spsjax.errors import InputError, short_repr
 from spsjax.models import caches as kv
 from spsjax.models import transformer
@@ -160,6 +160,16 @@ class BlockDrafter(pairs.LayerDrafter):
         """Returns whether the slots of a layer attend to earlier slots only."""
         return self.causal == "all" or (self.causal == "windows" and self.config.window(layer) > 0)
 
+    def passes(self, params):
+        own, K = params["drafter"], self.num_speculative_tokens
+        attentions = [layer["attention"] for layer in own["layers"].values()]
+        reading = own["fc"], [(weights["key"], weights["value"]) for weights in attentions]
+        return {
+            "draft": base.Pass(own["layers"], tokens=self.block_size, reads_cache=True),
+            "logits": base.Pass(self.head_weights(params), tokens=K),
+            "features": base.Pass(reading, tokens=K + 1, phase="sync"),
+        }
+
     def raw_features(self, output):
         return jnp.concatenate(output.taps, axis=-1)
 
@@ -260,6 +270,14 @@ class ConditionalDrafter(BlockDrafter):
             outputs_BTD: outputs of the slots.
             before_BTR: embeddings of the tokens before (`before`).
         """
+
+    @abc.abstractmethod
+    def correcting(self, weights: PyTree) -> PyTree:
+        """Returns the arrays among the drafter's weights that `corrected` multiplies with."""
+
+    def passes(self, params):
+        weights, K = self.correcting(params["drafter"]), self.num_speculative_tokens
+        return super().passes(params) | {"corrections": base.Pass(weights, times=K)}
 
     def propose(self, params, state, now):
         return self.drafted(params, self.slots(params, state, now.root), now)

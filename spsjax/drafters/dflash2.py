@@ -132,6 +132,9 @@ class Drafter(blocks.ConditionalDrafter):
                 f"found {self.conv_group_size}"
             )
 
+    def correcting(self, weights):
+        return weights["candidate_selector"]["hidden_projection"]
+
     def before(self, params, tokens_BT):
         codebook = self.bind(params).candidate_selector.predecessor_codebook[...]
         return jnp.take(codebook, tokens_BT, axis=0, mode="clip")

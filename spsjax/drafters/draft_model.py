@@ -65,12 +65,9 @@ class Drafter(base.TrainableDrafter):
     def cache_slots(self, slots: int) -> int:
         return transformer.num_slots(self.config, slots)
 
-    def step_weights(self, params):
-        return params["drafter"]
-
-    def step(self, params, tokens_B1, state):
-        output = transformer.apply(self.config, params["drafter"], tokens_B1, state)
-        return sharding.gather_vocab(output.logits), output.block
+    def passes(self, params):
+        K = self.num_speculative_tokens
+        return {"draft": base.Pass(params["drafter"], times=K, reads_cache=True)}
 
     @property
     def score_sizes(self):

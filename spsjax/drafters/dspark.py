@@ -104,6 +104,10 @@ class Drafter(blocks.ConditionalDrafter):
         K = self.num_speculative_tokens
         return *(size for size in (0, *stopping.SCORE_SIZES) if size < K), K
 
+    def correcting(self, weights):
+        head = weights["markov_head"]
+        return [head[name] for name in ("markov_w2", "gate_proj") if name in head]
+
     def before(self, params, tokens_BT):
         return self.bind(params).markov_head.markov_w1(tokens_BT)
 

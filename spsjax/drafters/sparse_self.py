@@ -87,12 +87,9 @@ class Drafter(base.Drafter):
     def cache_slots(self, slots: int) -> int:
         return transformer.num_slots(self.config, slots) + self.chosen
 
-    def step_weights(self, params):
-        return params["target"]
-
-    def step(self, params, tokens_B1, state):
-        output = transformer.apply(self.config, params["target"], tokens_B1, state)
-        return sharding.gather_vocab(output.logits), output.block
+    def passes(self, params):
+        K = self.num_speculative_tokens
+        return {"draft": base.Pass(params["target"], times=K, reads_cache=True)}
 
     def init(self, params, batch, slots):
         cache = transformer.empty_cache(self.config, params["target"], batch, slots)

@@ -33,24 +33,26 @@ def collectives(text: str) -> list[Collective]:
 
     A collective in a loop is returned once.
     """
-    parsed = []
-    for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if not match:
-            continue
-        results = _SHAPE.findall(match[1])
-        if match[3] and match[2] in ("all-gather", "collective-permute"):
-            # The result of an asynchronous start lists operands, then results. A collective-permute
-            # has two flags after them.
-            results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
-        shapes, num_bytes = [], 0
-        for bits, sizes in results:
-            shape = tuple(int(size) for size in sizes.split(",") if size)
-            shapes.append(shape)
-            num_bytes += math.prod(shape) * int(bits or 8) // 8  # a pred has no bits in its name
-        scope = _SCOPE.search(line)
-        parsed.append(Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else ""))
-    return parsed
+    return [collective for line in text.splitlines() if (collective := _parsed(line))]
+
+
+def _parsed(line: str) -> Collective | None:
+    """Returns the collective in a line of a program's text, if it has one."""
+    match = _COLLECTIVE.search(line)
+    if not match:
+        return None
+    results = _SHAPE.findall(match[1])
+    if match[3] and match[2] in ("all-gather", "collective-permute"):
+        # The result of an asynchronous start lists operands, then results. A collective-permute
+        # has two flags after them.
+        results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
+    shapes, num_bytes = [], 0
+    for bits, sizes in results:
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        shapes.append(shape)
+        num_bytes += math.prod(shape) * int(bits or 8) // 8  # a pred has no bits in its name
+    scope = _SCOPE.search(line)
+    return Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else "")
 
 
 def estimated_cycles(text: str) -> dict[str, int]:
@@ -64,6 +66,11 @@ def estimated_cycles(text: str) -> dict[str, int]:
 def collective_counts(text: str) -> dict[str, int]:
     """Returns the number of executed collectives per scope, added up by `tally`."""
     return tally(text, lambda line: 1 if _COLLECTIVE.search(line) else 0)
+
+
+def collective_bytes(text: str) -> dict[str, int]:
+    """Returns the bytes of the results of executed collectives per scope, added up by `tally`."""
+    return tally(text, lambda line: moved.num_bytes if (moved := _parsed(line)) else 0)
 
 
 def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
