@@ -21,7 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from spsjax import drafters
-from spsjax.benchmarks.report import provenance
+from spsjax.benchmarks.report import provenance, rounded
 from spsjax.cli import configs, main, terminal
 from spsjax.drafters import base, draft_model, sparse_self
 from spsjax.errors import InputError
@@ -108,8 +108,9 @@ def _settings(drafter: base.Planned, config: Mapping) -> dict:
 
 def _content(report: compile_report.CompileReport, settings: Mapping) -> dict:
     """Returns the content of the JSON file: the report, with equal collectives counted."""
-    content = {"made": provenance(), "settings": settings, **dataclasses.asdict(report)}
+    content = {"made": provenance(), "settings": settings, **rounded(dataclasses.asdict(report))}
     for name, program in report.programs.items():
+        del content["programs"][name]["seconds"]  # it says nothing of the slice
         content["programs"][name]["collectives"] = [
             {"kind": kind, "bytes": size, "in": where, "count": count}
             for (kind, size, where), count in _counted(program).items()

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -12,6 +13,8 @@ _COLLECTIVE = re.compile(
 _SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")  # bf16[1,5,512]
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_CALLS = re.compile(r" fusion\(.*? calls=%?([\w.\-]+)")
+_STARTS = re.compile(r"\s*%?async-collective-start")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _CONDITIONAL = re.compile(r" conditional\(.*branch_computations=\{([^}]*)\}")
@@ -33,7 +36,34 @@ def collectives(text: str) -> list[Collective]:
 
     A collective in a loop is returned once.
     """
-    return [collective for line in text.splitlines() if (collective := _parsed(line))]
+    lines = itertools.chain.from_iterable(_computations(text)[0].values())
+    return [collective for line in lines if (collective := _parsed(line))]
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Returns the lines of computations by name without those of fusions, and the entry's name.
+
+    A collective that runs beside other work is in several fusions: the first starts it, and the
+    others, which have a copy of it, continue it. It is returned behind the line of the first.
+    """
+    lines, entry, name = collections.defaultdict(list), "", ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            name = match["name"]
+            entry = name if match["entry"] else entry
+        else:
+            lines[name].append(line)
+    fused = set(_CALLS.findall(text))
+    started = {
+        name: [line for line in lines.pop(name, ()) if _COLLECTIVE.search(line)] for name in fused
+    }
+    whole = {}
+    for name, own in lines.items():
+        whole[name] = []
+        for line in own:
+            calls = _CALLS.search(line) if _STARTS.match(line) else None
+            whole[name] += [line, *(started[calls[1]] if calls else ())]
+    return whole, entry
 
 
 def _parsed(line: str) -> Collective | None:
@@ -80,14 +110,7 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
     loops count once. A conditional counts as its most expensive branch. An instruction without a
     scope gets the scope of the loop or conditional around it.
     """
-    lines, entry, name = collections.defaultdict(list), None, None
-    for line in text.splitlines():
-        match = _COMPUTATION.match(line)
-        if match:
-            name = match["name"]
-            entry = name if match["entry"] else entry
-        elif name:
-            lines[name].append(line)
+    lines, entry = _computations(text)
 
     def num_iterations(condition: str) -> int:
         bounds = [int(bound) for line in lines[condition] for bound in _BOUND.findall(line)]
