@@ -12,6 +12,7 @@ PEAKS = {
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12,
     "TPU v6 lite": 918e12, "NVIDIA H100 80GB HBM3": 989e12, "cpu": None,
 }  # fmt: skip
+TPUS = "v4, v5e, v5p, v6e, tpu7x"
 
 
 def test_peak_of_device_kind_is_published_figure():
@@ -30,7 +31,10 @@ def test_memory_bandwidth_has_one_rate_per_number_of_threads():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        *((name, "v4, v5e, v5p, v6e, tpu7x and a shape") for name in ("", "v5e:0x0", "v9x:2x2", "v5p:2x")),
+        *(
+            (name, "v4, v5e, v5p, v6e, tpu7x and a shape")
+            for name in ("", "v5e:0x0", "v9x:2x2", "v5p:2x")
+        ),
         ("v5p:2x2", "3 sizes for v5p"),
         ("v5e:2x2x2", "2 sizes for v5e"),
     ],
