@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import inspect
 import json
+from collections.abc import Mapping
 
 import _environment  # must be first: names a package that is missing
 import jax
@@ -20,6 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from spsjax import drafters
+from spsjax.benchmarks.report import provenance, rounded
 from spsjax.cli import configs, main, terminal
 from spsjax.drafters import base, draft_model, sparse_self
 from spsjax.errors import InputError
@@ -32,8 +34,8 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the 
 _DRAFTER = flags.DEFINE_string(
     "drafter",
     None,
-    "Draft without config.draft: eagle, eagle3 (from the target's features), or sparse_self:512 "
-    "(the target with a cache of 512 tokens).",
+    "Draft without config.draft: eagle, eagle3, dflash, dflash2 or dspark (from the target's "
+    "features), or sparse_self:512 (the target with a cache of 512 tokens).",
 )
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
@@ -59,10 +61,11 @@ def run():
     report = compile_report.report(plan, **options, progress=terminal.progress("compiling"))
     show(report, drafter.num_speculative_tokens)
     if _JSON.value:
-        atomic_files.write(_JSON.value, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+        content = _content(report, _settings(drafter, config))
+        atomic_files.write(_JSON.value, json.dumps(content, indent=2) + "\n")
 
 
-def _drafter(target: Config, draft: str, head: dict, K: int, tree: str) -> base.Stepwise:
+def _drafter(target: Config, draft: str, head: dict, K: int, tree: str) -> base.Planned:
     """Returns the drafter of --drafter, or a draft model of the shape `draft`."""
     shape = {"tree": configs.read_tree(tree) if tree else None, "num_speculative_tokens": K}
     method, _, slots = (_DRAFTER.value or "").partition(":")
@@ -74,7 +77,7 @@ def _drafter(target: Config, draft: str, head: dict, K: int, tree: str) -> base.
     methods = {
         name: module
         for name, module in drafters.methods_with("LAYOUT").items()
-        if hasattr(module.Drafter, "cache_slots")  # `base.Stepwise`
+        if hasattr(module.Drafter, "passes")  # `base.Planned`
     }
     if method not in methods or slots:
         known = ", ".join((*methods, "sparse_self:512"))
@@ -92,6 +95,37 @@ def _options(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def _settings(drafter: base.Planned, config: Mapping) -> dict:
+    """Returns what the report is about, for the JSON file."""
+    return {
+        "topology": _TOPOLOGY.value,
+        "target": _CONFIG.value.target,
+        "drafter": _DRAFTER.value or _CONFIG.value.draft,
+        "num_speculative_tokens": drafter.num_speculative_tokens,
+        **config,
+    }
+
+
+def _content(report: compile_report.CompileReport, settings: Mapping) -> dict:
+    """Returns the content of the JSON file: the report, with equal collectives counted."""
+    content = {"made": provenance(), "settings": settings, **rounded(dataclasses.asdict(report))}
+    for name, program in report.programs.items():
+        del content["programs"][name]["seconds"]  # it says nothing of the slice
+        content["programs"][name]["collectives"] = [
+            {"kind": kind, "bytes": size, "in": where, "count": count}
+            for (kind, size, where), count in _counted(program).items()
+        ]
+    return content
+
+
+def _counted(program: compiled_program.CompiledProgram) -> collections.Counter:
+    """Returns the number of collectives of a program by kind, bytes and phase of a round."""
+    return collections.Counter(
+        (collective.kind, collective.num_bytes, _where(collective.scope))
+        for collective in program.collectives
+    )
+
+
 def show(report: compile_report.CompileReport, K: int) -> None:
     """Prints tables of the programs and of their passes, and the predicted speed-up."""
     print(
@@ -104,7 +138,8 @@ def show(report: compile_report.CompileReport, K: int) -> None:
     print(
         f"at the lower bound, with {report.acceptance:.0%} of draft tokens accepted "
         f"({report.block_efficiency:.2f} tokens per round, K = {K}): ArS {report.ars_ms:.2f}, "
-        f"SpS {report.sps_ms:.2f} ms/token, {report.ars_ms / report.sps_ms:.2f} times as fast"
+        f"SpS {report.sps_ms:.2f} ms/token (a round {report.round_ms:.2f}), "
+        f"{report.ars_ms / report.sps_ms:.2f} times as fast"
     )
 
 
@@ -134,15 +169,10 @@ def show_programs(report: compile_report.CompileReport) -> None:
         for name, program in report.programs.items()
     )
     terminal.print_table(("million cycles per round", *scopes), cycles)
-    counts = {
-        name: collections.Counter(
-            (collective.kind, f"{collective.num_bytes / 1e3:.1f}", _where(collective.scope))
-            for collective in program.collectives
-        )
-        for name, program in report.programs.items()
-    }
     collectives = (
-        (name, *key, count) for name, counter in counts.items() for key, count in counter.items()
+        (name, kind, f"{size / 1e3:.1f}", where, count)
+        for name, program in report.programs.items()
+        for (kind, size, where), count in _counted(program).items()
     )
     header = ("program", "collective", "kB", "in", "count")
     terminal.print_table(header, collectives, left=(0, 1, 3))
@@ -153,9 +183,10 @@ def show_passes(report: compile_report.CompileReport) -> None:
     passes = []
     for name, cost in report.passes.items():
         bounds = cost.memory_seconds, cost.compute_seconds, cost.interconnect_seconds, cost.seconds
-        sizes = f"{cost.weights / 1e9:.2f}", f"{cost.cache / 1e9:.3f}"
+        sizes = cost.times, f"{cost.weights / 1e9:.3f}", f"{cost.cache / 1e9:.3f}"
         passes.append((name, *sizes, *(f"{1e3 * seconds:.3f}" for seconds in bounds)))
-    header = ("pass", "weights GB", "cache GB", "memory ms", "compute ms", "interconnect ms")
+    sizes = "per round", "weights GB", "cache GB"
+    header = ("pass", *sizes, "memory ms", "compute ms", "interconnect ms")
     terminal.print_table((*header, "lower bound ms"), passes)
 
 

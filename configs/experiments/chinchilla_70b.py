@@ -19,8 +19,10 @@ get_config = sections.config(
         "num_heads": 0,
         "num_kv_heads": 0,
         "head_dim": 0,
-        "vocab_size": 0,
+        "vocab_size": 0,  # of eagle3
         "tap_layers": (),
+        "num_layers": 0,  # of dflash, dflash2 and dspark
+        "block_size": 0,  # of the same
     },
     dtype="bfloat16",
     quantize="",  # the target's matrices: int8, int8_dynamic; empty: of this type

@@ -4,18 +4,20 @@ python docs/benchmarks/pages.py
 
 A folder beside this file is a machine. It has a copy of the `table.json` of each measurement of
 `measure.sh`, under the name of an entry of `MEASUREMENTS`. Its page is the Markdown file of the
-same name.
+same name. The folder `tpu` has reports of `scripts/compile_tpu.py --json`, one per slice and
+target, and its page has one table of all.
 """
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from spsjax.benchmarks import report
 from spsjax.cli.measurements import drafters, load, verifiers
 
 FOLDER = pathlib.Path(__file__).resolve().parent
+COMPILED = "tpu"  # folder of reports of the TPU compiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,23 +121,89 @@ MEASUREMENTS = {
 
 
 def page(folder: pathlib.Path) -> str:
-    """Returns the page of a machine's folder as Markdown."""
+    """Returns the page of a machine's folder, or of that of compiled programs, as Markdown."""
     contents = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")
     }
-    return "\n".join(_blocks(contents))
+    return "\n".join((_compiled if folder.name == COMPILED else _blocks)(contents))
+
+
+def _compiled(contents: Mapping[str, Mapping]) -> Iterator[str]:
+    """Yields the blocks of the page of compiled programs; shorter names come first."""
+    names = sorted(contents, key=lambda name: [(len(part), part) for part in name.split("_")])
+    reports = [contents[name] for name in names]
+    versions, dates = _made(reports)
+    acceptance = ", ".join(sorted({f"{content['acceptance']:.0%}" for content in reports}))
+    yield "# TPU slices, by the TPU compiler\n"
+    yield "<!-- Written by docs/benchmarks/pages.py. -->\n"
+    yield (
+        f"spsjax {versions}, {dates}. Nothing ran on a TPU: memory and collectives are the TPU "
+        "compiler's, and times are lower bounds from published figures, without the time of "
+        "sampling and of starting a collective. Speculative sampling (SpS) is faster than "
+        "autoregressive sampling (ArS) if a round yields more tokens than *break-even*; its time "
+        f"per token is for {acceptance} of draft tokens accepted. A tpu7x chip is two devices.\n"
+    )
+    yield compiled_table(reports)
+    yield "\n".join(["```bash", *(content["made"]["command"] for content in reports), "```"])
+
+
+def compiled_table(reports: Collection[Mapping]) -> str:
+    """Returns the table of reports of `scripts/compile_tpu.py`."""
+
+    def milliseconds(content, drafts):
+        passes = content["passes"]
+        names = set(passes) - {"target", "scoring"} if drafts else ["scoring"]
+        return sum(1e3 * passes[name]["times"] * _bound(passes[name]) for name in names)
+
+    def moved(content, drafts):
+        sps, phases = content["programs"]["SpS"], ("sync", "propose", "propose, sampling")
+        chosen = [phase for phase in sps["executed"] if (phase in phases) == drafts]
+        count, size = (sum(sps[of][phase] for phase in chosen) for of in ("executed", "moved"))
+        return f"{count}, {size / 1e6:.1f} MB"
+
+    columns = {
+        "target": lambda content: content["settings"]["target"],
+        "devices": "device",
+        "drafter": lambda content: content["settings"]["drafter"],
+        "K": lambda content: content["settings"]["num_speculative_tokens"],
+        "GB per device": lambda content: f"{_needed(content):.1f} of {content['memory'] / 1e9:.1f}",
+        "collectives of a draft": lambda content: moved(content, True),
+        "of scoring": lambda content: moved(content, False),
+        "draft, ms": lambda content: f"{milliseconds(content, True):.2f}",
+        "scoring, ms": lambda content: f"{milliseconds(content, False):.2f}",
+        "ArS, ms per token": report.figure("ars_ms"),
+        "break-even, tokens per round": lambda row: f"{row['round_ms'] / row['ars_ms']:.2f}",
+        "SpS, ms per token": report.figure("sps_ms"),
+    }
+    return report.table(reports, columns)
+
+
+def _bound(cost: Mapping) -> float:
+    """Returns the lower bound of a pass in seconds (`roofline.PassCost.seconds`)."""
+    return max(cost["memory_seconds"], cost["compute_seconds"]) + cost["interconnect_seconds"]
+
+
+def _needed(content: Mapping) -> float:
+    """Returns the GB per device of weights, caches and the most temporaries."""
+    most = max(program["temporary"] for program in content["programs"].values())
+    return (content["weights"] + content["caches"] + most) / 1e9
+
+
+def _made(contents: Collection[Mapping]) -> tuple[str, str]:
+    """Returns the versions and the days of files of figures, as texts."""
+    versions = sorted({content["made"]["version"] for content in contents})
+    dates = sorted({content["made"]["date"] for content in contents})
+    return ", ".join(versions), " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 def _blocks(contents: Mapping[str, Mapping]) -> Iterator[str]:
     machine = next(iter(contents.values()))["machine"]
-    versions = sorted({content["made"]["version"] for content in contents.values()})
-    dates = sorted({content["made"]["date"] for content in contents.values()})
+    versions, dates = _made(contents.values())
     yield f"# {machine['device']}, {machine['cores']} cores\n"
     yield "<!-- Written by docs/benchmarks/pages.py. -->\n"
     yield (
-        f"spsjax {', '.join(versions)}, Python {machine['python']}, JAX {machine['jax']}; "
-        f"measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Speed-ups are ratios "
-        "within one run, with 95% intervals over texts.\n"
+        f"spsjax {versions}, Python {machine['python']}, JAX {machine['jax']}; "
+        f"measured {dates}. Speed-ups are ratios within one run, with 95% intervals over texts.\n"
     )
     for name, measurement in MEASUREMENTS.items():
         if name not in contents:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.tokenization.base import Tokenizer
-from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
+from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 from spsjax.utils import fields
 
 # Greatest draft length of a loop that chooses the length per round, unless the drafter's own K is
@@ -158,12 +158,31 @@ class TrainableDrafter(Drafter):
         return {}
 
 
-class Stepwise(Protocol):
-    """Drafter that runs a model or a layer once per draft token, as `planning` needs to know.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """Equal passes of a drafter in one round, as `planning` counts them.
+
+    Attributes:
+        weights: arrays that each pass reads and multiplies with.
+        times: number of passes, one after another.
+        tokens: number of tokens per row and pass.
+        reads_cache: whether each pass reads the drafter's cache.
+        phase: phase of the round in which they run, "propose" or "sync".
+    """
+
+    weights: PyTree
+    times: int = 1
+    tokens: int = 1
+    reads_cache: bool = False
+    phase: str = "propose"
+
+
+class Planned(Protocol):
+    """Drafter whose rounds `planning` can cost before it has weights.
 
     Attributes:
         num_speculative_tokens: K.
-        config: shape of the model or layer, and of the cache that it reads.
+        config: shape of the model or layers, and of the cache that they read.
     """
 
     num_speculative_tokens: int
@@ -178,11 +197,8 @@ class Stepwise(Protocol):
     def cache_slots(self, slots: int) -> int:
         """Returns the number of slots of the drafter's cache for token buffers of `slots`."""
 
-    def step_weights(self, params: PyTree) -> PyTree:
-        """Returns the arrays in `params` that every draft step reads."""
-
-    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
-        """Returns the logits [B, 1, V] after a token, and a block with its keys and values."""
+    def passes(self, params: PyTree) -> dict[str, Pass]:
+        """Returns the kinds of passes of one round by name, with arrays of `params`."""
 
 
 class Wrapper(Drafter):

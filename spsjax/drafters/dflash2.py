@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from spsjax.drafters import block_folders, block_layers, blocks, features
+from spsjax.drafters import block_folders, block_layers, conditional_blocks, features
 from spsjax.errors import InputError
 from spsjax.models.caches import Segment
 from spsjax.models.context import Context, KeysValues
@@ -116,7 +116,7 @@ class DFlash2(block_layers.Backbone):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(blocks.ConditionalDrafter):
+class Drafter(conditional_blocks.ConditionalDrafter):
     """Drafts a block from left to right among the candidates of each slot. Lossless.
 
     Other tokens than candidates have probability 0. The filters of sampling apply to the draft's
@@ -148,6 +148,9 @@ class Drafter(blocks.ConditionalDrafter):
                 f"vocab_size: expected the target's {self.target.vocab_size}, as candidates are of "
                 f"its vocabulary, found {self.vocab_size}"
             )
+
+    def correcting(self, weights: PyTree) -> PyTree:
+        return weights["candidate_selector"]["hidden_projection"]
 
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
         codebook = self.bind(params).candidate_selector.predecessor_codebook[...]

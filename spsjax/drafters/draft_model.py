@@ -81,12 +81,9 @@ class Drafter(base.TrainableDrafter):
     def cache_slots(self, slots: int) -> int:
         return transformer.num_slots(self.config, slots)
 
-    def step_weights(self, params: PyTree) -> PyTree:
-        return params["drafter"]
-
-    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
-        output = transformer.apply(self.config, params["drafter"], tokens_B1, state)
-        return sharding.gather_vocab(output.logits), output.block
+    def passes(self, params: PyTree) -> dict[str, base.Pass]:
+        K = self.num_speculative_tokens
+        return {"draft": base.Pass(params["drafter"], times=K, reads_cache=True)}
 
     @property
     def score_sizes(self) -> tuple[int, ...]:

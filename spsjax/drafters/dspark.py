@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from spsjax.drafters import block_folders, block_layers, blocks, features
+from spsjax.drafters import block_folders, block_layers, conditional_blocks, features
 from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
@@ -93,7 +93,7 @@ class DSpark(block_layers.Backbone):
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter(blocks.ConditionalDrafter):
+class Drafter(conditional_blocks.ConditionalDrafter):
     """Drafts a block from left to right with a Markov head. Lossless.
 
     Attributes:
@@ -123,6 +123,11 @@ class Drafter(blocks.ConditionalDrafter):
             raise InputError(
                 "markov_kind: expected vanilla or gated if the anchor does not draft, found rnn"
             )
+
+    def correcting(self, weights: PyTree) -> PyTree:
+        head = weights["markov_head"]
+        names = "markov_w2", "gate_proj", "joint_proj"
+        return [head[name] for name in names if name in head]
 
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
         return self.bind(params).markov_head.markov_w1(tokens_BT)

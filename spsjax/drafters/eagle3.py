@@ -109,6 +109,7 @@ class Drafter(vocabulary.OwnVocabulary, pairs.PairDrafter):
     module = Eagle3
     own_width = True
     constants = (IDS,)
+    fusing = "fc", "tap_norms"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,13 +152,9 @@ class Drafter(vocabulary.OwnVocabulary, pairs.PairDrafter):
         kernel = kernel[:, params["drafter"][IDS]].astype(jnp.float32)
         return weights | {"head": {"kernel": kernel}}
 
-    def step_weights(self, params: PyTree) -> PyTree:
-        # Features are fused once per round, so these weights are not read in every step.
-        once = IDS, "fc", "tap_norms"
-        per_step = {name: value for name, value in params["drafter"].items() if name not in once}
-        if self.own_head:
-            return per_step
-        return per_step, transformer.head_kernel(self.target, params["target"])
+    def head_weights(self, params: PyTree) -> PyTree:
+        # A head of its own is among the layer's weights.
+        return () if self.own_head else super().head_weights(params)
 
     def raw_features(self, output: ModelOutput) -> Array:
         return jnp.concatenate(output.taps, axis=-1)

@@ -147,10 +147,9 @@ class FeatureDrafter(base.TrainableDrafter):
         """
         return weights
 
-    def step_weights(self, params: PyTree) -> PyTree:
-        """Returns the arrays in `params` that every draft step reads."""
-        head = "embed" if self.target.tie_embeddings else "head"
-        return params["drafter"], params["target"][head]
+    def head_weights(self, params: PyTree) -> PyTree:
+        """Returns the arrays in `params` that `draft_logits` multiplies with."""
+        return params["target"]["embed" if self.target.tie_embeddings else "head"]
 
     def features(self, params: PyTree, output: ModelOutput) -> Array:
         """Returns the features [B, T, D] of the tokens that the target has read.

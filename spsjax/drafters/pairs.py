@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
-from spsjax.drafters import features, pending, sample, shapes
+from spsjax.drafters import base, features, pending, sample, shapes
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import caches as kv
@@ -44,9 +44,11 @@ class LayerDrafter(features.FeatureDrafter):
     Attributes:
         config: shape of the layer.
         own_width: whether the layer may have another width than the target.
+        fusing: names of the weights that `fuse` reads.
     """
 
     own_width: ClassVar[bool] = False
+    fusing: ClassVar[tuple[str, ...]] = ()
     config: Config
     target: Config
     num_speculative_tokens: int = derived()
@@ -84,6 +86,10 @@ class LayerDrafter(features.FeatureDrafter):
 
     def features(self, params: PyTree, output: ModelOutput) -> Array:
         return self.fuse(params, self.raw_features(output))
+
+    def cache_slots(self, slots: int) -> int:
+        """Returns the number of slots of the drafter's cache for token buffers of `slots`."""
+        return slots
 
     def empty(
         self, params: PyTree, batch: int, slots: int, num_layers: int = 1
@@ -217,12 +223,18 @@ class PairDrafter(LayerDrafter):
         layer = functools.partial(self.bind(params), embedded, features_BTD.astype(dtype))
         return run_layer(layer, T, cache, block, positions_BT, ancestors)
 
-    def cache_slots(self, slots: int) -> int:
-        return slots
-
-    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
-        outputs, block = self.run(params, tokens_B1, state.last[:, None], state.cache)
-        return self.logits(params, outputs), block
+    def passes(self, params: PyTree) -> dict[str, base.Pass]:
+        # The first token is drafted from the output at the last pair, which `sync` has read. So
+        # these are K reads of the layer, of which one is a pass of `sync` over several pairs.
+        K, own = self.num_speculative_tokens, params["drafter"]
+        others = *self.fusing, *self.constants
+        layer = {name: own[name] for name in own if name not in others}
+        weights = layer, self.head_weights(params)
+        fusing = {name: own[name] for name in self.fusing if name in own}
+        return {
+            "draft": base.Pass(weights, times=K, reads_cache=True),
+            "features": base.Pass(fusing, tokens=K + 1, phase="sync"),
+        }
 
     def training_passes(self, steps: int, first: float, later: float) -> float:
         return 1 + (steps - 1) * later  # the first step reads the whole text

@@ -95,12 +95,9 @@ class Drafter(base.Drafter):
     def cache_slots(self, slots: int) -> int:
         return transformer.num_slots(self.config, slots) + self.chosen
 
-    def step_weights(self, params: PyTree) -> PyTree:
-        return params["target"]
-
-    def step(self, params: PyTree, tokens_B1: Array, state: PyTree) -> tuple[Array, Block]:
-        output = transformer.apply(self.config, params["target"], tokens_B1, state)
-        return sharding.gather_vocab(output.logits), output.block
+    def passes(self, params: PyTree) -> dict[str, base.Pass]:
+        K = self.num_speculative_tokens
+        return {"draft": base.Pass(params["target"], times=K, reads_cache=True)}
 
     def init(self, params: PyTree, batch: int, slots: int) -> PyTree:
         cache: Any = transformer.empty_cache(self.config, params["target"], batch, slots)

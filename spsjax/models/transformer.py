@@ -25,6 +25,9 @@ from spsjax.models.quantization import Quantized
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, PyTree
 
+# In passes of fewer tokens, all logits may be on every chip.
+_LONG_TOKENS = 64
+
 
 class Transformer(nnx.Module):
     """Decoder-only transformer.
@@ -81,6 +84,11 @@ class Transformer(nnx.Module):
         else:
             logits = head_logits(hidden_BTD, self.head.kernel.get_value())
         logits = sharding.split_rows(logits)
+        has_padding = self.config.vocab_rows > self.config.vocab_size
+        if has_padding and logits.shape[1] < _LONG_TOKENS:
+            # Split logits would be split anew without the padding: a shift over all chips, and on
+            # a TPU a slice across their layout, which took longer than a pass of 8B parameters.
+            logits = sharding.gather_vocab(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
 

@@ -22,8 +22,7 @@ from spsjax.planning.compiled_program import CompiledProgram, compile_program
 from spsjax.types import PyTree
 from spsjax.verifiers import recursive, rejection
 
-# The last is one step of the drafter.
-PROGRAMS = "prefill", "ArS", "SpS", "draft"
+PROGRAMS = "prefill", "ArS", "SpS"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class PairPlan:
 
     name: str  # name of the topology
     target: transformer.Config  # shape of the target
-    drafter: base.Stepwise  # drafting method
+    drafter: base.Planned  # drafting method
     chip: hardware.Chip  # figures of one chip
     mesh: jax.sharding.Mesh  # mesh over the chips
     batch: int  # number of rows
@@ -102,21 +101,14 @@ class PairPlan:
         column_B1 = jax.ShapeDtypeStruct(
             (self.batch, 1), jnp.int32, sharding=sharding.batch_sharding(self.mesh)
         )
-        if name == "draft":
-            return _draft_step, (self.drafter,), (self.params, column_B1, state.drafter), None
         state = dataclasses.replace(state, drafter=(), accepted=column_B1)
         plain = decode.Program(self.target, none.Drafter(), rejection.Verifier(), (0,))
         return decode.step.run, (plain,), (self.params | {"drafter": {}}, state), 1
 
 
-def _draft_step(drafter: base.Stepwise, params: PyTree, tokens_B1, state):
-    with jax.named_scope("propose"):
-        return drafter.step(params, tokens_B1, state)
-
-
 def plan_pair(
     target: transformer.Config,
-    drafter: base.Stepwise,
+    drafter: base.Planned,
     name: str,
     *,
     batch: int = 1,
@@ -173,7 +165,7 @@ def plan_pair(
     return plan
 
 
-def _check(target: transformer.Config, drafter: base.Stepwise, sizes: Mapping[str, int]) -> None:
+def _check(target: transformer.Config, drafter: base.Planned, sizes: Mapping[str, int]) -> None:
     """Raises InputError for arguments of `plan_pair` that cannot be used."""
     K, draft = drafter.num_speculative_tokens, drafter.config
     for field, value in {"num_speculative_tokens": K, **sizes}.items():

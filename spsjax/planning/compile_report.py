@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
-import jax
-
 from spsjax.drafters import base
 from spsjax.errors import InputError, short_repr
 from spsjax.planning import aot, roofline, theory
 from spsjax.planning.compiled_program import CompiledProgram
+
+PROPOSING = "propose", "propose, sampling"  # of `compiled_program.PHASES`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +21,13 @@ class CompileReport:
     weights: int
     caches: int
     programs: dict[str, CompiledProgram]  # compiled programs by name, of `aot.PROGRAMS`
-    # Costs by name: target (one token), scoring (K+1 tokens), draft (one token).
+    # Costs by name: target (one token), scoring (K+1 tokens), and the drafter's (`base.Pass`).
     passes: dict[str, roofline.PassCost]
     acceptance: float  # assumed acceptance rate of a draft token
     block_efficiency: float  # tokens per target call that follow from it
-    # Lower bounds of the time per token.
+    # Lower bounds of the time: per token of plain decoding, per round, and per token of a round.
     ars_ms: float
+    round_ms: float
     sps_ms: float
 
     @property
@@ -62,7 +63,9 @@ def report(
     passes = _passes(plan, programs, collective_us)
     K, devices = plan.drafter.num_speculative_tokens, plan.mesh.devices
     tokens = theory.block_efficiency(acceptance, K)  # along first children, in a tree
-    round_seconds = K * passes["draft"].seconds + passes["scoring"].seconds
+    round_seconds = sum(
+        cost.times * cost.seconds for name, cost in passes.items() if name != "target"
+    )
     return CompileReport(
         device=f"{devices.size} x {devices.flat[0].device_kind} ({plan.name})",
         memory=plan.chip.memory,
@@ -73,6 +76,7 @@ def report(
         acceptance=acceptance,
         block_efficiency=tokens,
         ars_ms=1e3 * passes["target"].seconds,
+        round_ms=1e3 * round_seconds,
         sps_ms=1e3 * round_seconds / tokens,
     )
 
@@ -81,28 +85,44 @@ def _passes(
     plan: aot.PairPlan, programs: Mapping[str, CompiledProgram], collective_us: float
 ) -> dict[str, roofline.PassCost]:
     """Returns lower bounds on the passes of a round, and on that of plain decoding."""
-    drafter, target = plan.drafter, roofline.multiplied(plan.target, plan.params["target"])
-    # Of a drafter's weights, some are read in every step, and the others once per round.
-    per_step = drafter.step_weights(plan.params)
-    read = {id(leaf) for leaf in jax.tree.leaves(per_step)}
-    once = [leaf for leaf in jax.tree.leaves(plan.params["drafter"]) if id(leaf) not in read]
-    drafting = roofline.multiplied(drafter.config, per_step)
-    scored = 1 + base.num_nodes(drafter)
-    return {
-        name: roofline.lower_bound(
+    drafter, ars, sps = plan.drafter, programs["ArS"], programs["SpS"]
+    drafting = {"propose": PROPOSING, "sync": ("sync",)}
+    others = set(sps.executed) - {*PROPOSING, "sync"}
+
+    def bound(weights, cache, tokens, program, phases, experts, times=1) -> roofline.PassCost:
+        collectives, moved = (
+            sum(counts.get(phase, 0) for phase in phases) / times
+            for counts in (program.executed, program.moved)
+        )
+        return roofline.lower_bound(
             plan.chip,
             plan.mesh,
             weights,
-            plan.caches["draft" if name == "draft" else "target"],
-            programs[program].collectives,
+            cache,
             tokens,
             plan.batch,
-            collective_us,
-            shape.experts_per_token,
+            collectives=collectives,
+            moved=moved,
+            collective_us=collective_us,
+            per_token=experts,
+            times=times,
         )
-        for name, weights, program, tokens, shape in (
-            ("target", target, "ArS", 1, plan.target),
-            ("scoring", (target, once), "ArS", scored, plan.target),
-            ("draft", drafting, "draft", 1, drafter.config),
-        )
+
+    target, cache = roofline.multiplied(plan.target, plan.params["target"]), plan.caches["target"]
+    experts, scored = plan.target.experts_per_token, 1 + base.num_nodes(drafter)
+    costs = {
+        "target": bound(target, cache, 1, ars, set(ars.executed), experts),
+        "scoring": bound(target, cache, scored, sps, others, experts),
     }
+    for name, made in drafter.passes(plan.params).items():
+        costs[name] = bound(
+            roofline.multiplied(drafter.config, made.weights),
+            plan.caches["draft"] if made.reads_cache else 0,
+            made.tokens,
+            sps,
+            # All collectives of a phase count as those of its first pass.
+            drafting.pop(made.phase, ()),
+            drafter.config.experts_per_token,
+            made.times,
+        )
+    return costs

@@ -14,7 +14,7 @@ from spsjax.types import PyTree
 from spsjax.utils import compilation
 
 # Phases of a round. Sampling in the draft's steps is counted apart from the forward passes.
-PHASES = ("propose", "propose, sampling", "score", "verify", "commit", "other")
+PHASES = ("sync", "propose", "propose, sampling", "score", "verify", "commit", "other")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +31,12 @@ class CompiledProgram:
     # Cycles per phase of one round (`phase`); `hlo.estimated_cycles` says what is missing.
     cycles: dict[str, int]
     executed: dict[str, int]  # number of collectives per phase of one round
+    moved: dict[str, int]  # bytes of their results
 
 
 def phase(scope: str) -> str:
     """Returns the phase, one of PHASES, of a scope."""
-    for verb in ("propose", "score", "verify", "commit"):
+    for verb in ("sync", "propose", "score", "verify", "commit"):
         if f"/{verb}/" in scope:
             samples = verb == "propose" and ("/to_probs/" in scope or "/draw/" in scope)
             return "propose, sampling" if samples else verb
@@ -84,6 +85,7 @@ def compile_program(
         collectives=hlo.collectives(text),
         cycles=_by_phase(hlo.estimated_cycles(text)),
         executed=_by_phase(hlo.collective_counts(text)),
+        moved=_by_phase(hlo.collective_bytes(text)),
     )
     results = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),

@@ -33,6 +33,7 @@ class Chip:
             None: unknown.
         dimensions: number of axes of a slice's shape; None: slices of this kind are not described.
         chip_config: name of the chip configuration that describes one device per chip.
+        devices: number of devices that JAX sees per chip. The figures are those of one.
     """
 
     device_kind: str
@@ -42,6 +43,7 @@ class Chip:
     interconnect: float | None = None
     dimensions: int | None = None
     chip_config: str | None = None
+    devices: int = 1
 
 
 # TPUs: cloud.google.com/tpu/docs, "system architecture". A v4 has two cores, which JAX sees as one
@@ -51,8 +53,8 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", 197e12, 16 * 2**30, 819e9, 400e9, 2),
     "v5p": Chip("TPU v5", 459e12, 95 * 2**30, 2765e9, 1200e9, 3),
     "v6e": Chip("TPU v6 lite", 918e12, 32 * 2**30, 1640e9, 800e9, 2),
-    # Each chip is two devices; these are the figures of one.
-    "tpu7x": Chip("TPU7x", 1153.5e12, 96 * 2**30, 3690e9, 600e9),
+    # A chip of this kind is two devices, with half of the published figures each.
+    "tpu7x": Chip("TPU7x", 1153.5e12, 96 * 2**30, 3690e9, 600e9, 3, devices=2),
     # GPUs: the vendor's data sheets of the boards with NVLink (SXM), A100 with 80 GB.
     "A100": Chip("NVIDIA A100", 312e12, 80 * 2**30, 2039e9, 600e9),
     "H100": Chip("NVIDIA H100", 989e12, 80 * 2**30, 3350e9, 900e9),
@@ -79,7 +81,7 @@ def bandwidth(device) -> float:
 
 
 def topology(name: str) -> tuple[Chip, list]:
-    """Returns the figures of one chip, and the devices of a TPU slice that is not attached.
+    """Returns the figures of one device, and the devices of a TPU slice that is not attached.
 
     `name` is kind and shape of the slice, as "v5p:2x2x4". Raises InputError if it is not a TPU
     topology, or if `libtpu` is missing, which describes it.
@@ -97,10 +99,9 @@ def topology(name: str) -> tuple[Chip, list]:
     extras.require("tpu-compiler", "libtpu")
     options = {"chip_config_name": chip.chip_config} if chip.chip_config else {}
     devices = _describe(name, options)
-    if len(devices) != math.prod(map(int, shape.split("x"))):
-        raise InputError(
-            f"topology: expected one device per chip, found {len(devices)} devices in {name}"
-        )
+    expected = chip.devices * math.prod(map(int, shape.split("x")))
+    if len(devices) != expected:
+        raise InputError(f"topology: expected {expected} devices in {name}, found {len(devices)}")
     return chip, devices
 
 

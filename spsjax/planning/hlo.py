@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -12,6 +13,8 @@ _COLLECTIVE = re.compile(
 _SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")  # bf16[1,5,512]
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_CALLS = re.compile(r" fusion\(.*? calls=%?([\w.\-]+)")
+_STARTS = re.compile(r"\s*%?async-collective-start")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _CONDITIONAL = re.compile(r" conditional\(.*branch_computations=\{([^}]*)\}")
@@ -33,24 +36,53 @@ def collectives(text: str) -> list[Collective]:
 
     A collective in a loop is returned once.
     """
-    parsed = []
+    lines = itertools.chain.from_iterable(_computations(text)[0].values())
+    return [collective for line in lines if (collective := _parsed(line))]
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Returns the lines of computations by name without those of fusions, and the entry's name.
+
+    A collective that runs beside other work is in several fusions: the first starts it, and the
+    others, which have a copy of it, continue it. It is returned behind the line of the first.
+    """
+    lines, entry, name = collections.defaultdict(list), "", ""
     for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if not match:
-            continue
-        results = _SHAPE.findall(match[1])
-        if match[3] and match[2] in ("all-gather", "collective-permute"):
-            # The result of an asynchronous start lists operands, then results. A collective-permute
-            # has two flags after them.
-            results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
-        shapes, num_bytes = [], 0
-        for bits, sizes in results:
-            shape = tuple(int(size) for size in sizes.split(",") if size)
-            shapes.append(shape)
-            num_bytes += math.prod(shape) * int(bits or 8) // 8  # a pred has no bits in its name
-        scope = _SCOPE.search(line)
-        parsed.append(Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else ""))
-    return parsed
+        if match := _COMPUTATION.match(line):
+            name = match["name"]
+            entry = name if match["entry"] else entry
+        else:
+            lines[name].append(line)
+    fused = set(_CALLS.findall(text))
+    started = {
+        name: [line for line in lines.pop(name, ()) if _COLLECTIVE.search(line)] for name in fused
+    }
+    whole = {}
+    for name, own in lines.items():
+        whole[name] = []
+        for line in own:
+            calls = _CALLS.search(line) if _STARTS.match(line) else None
+            whole[name] += [line, *(started[calls[1]] if calls else ())]
+    return whole, entry
+
+
+def _parsed(line: str) -> Collective | None:
+    """Returns the collective in a line of a program's text, if it has one."""
+    match = _COLLECTIVE.search(line)
+    if not match:
+        return None
+    results = _SHAPE.findall(match[1])
+    if match[3] and match[2] in ("all-gather", "collective-permute"):
+        # The result of an asynchronous start lists operands, then results. A collective-permute
+        # has two flags after them.
+        results = results[1:2] if match[2][0] == "c" else results[len(results) // 2 :]
+    shapes, num_bytes = [], 0
+    for bits, sizes in results:
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        shapes.append(shape)
+        num_bytes += math.prod(shape) * int(bits or 8) // 8  # a pred has no bits in its name
+    scope = _SCOPE.search(line)
+    return Collective(match[2], tuple(shapes), num_bytes, scope[1] if scope else "")
 
 
 def estimated_cycles(text: str) -> dict[str, int]:
@@ -66,6 +98,11 @@ def collective_counts(text: str) -> dict[str, int]:
     return tally(text, lambda line: 1 if _COLLECTIVE.search(line) else 0)
 
 
+def collective_bytes(text: str) -> dict[str, int]:
+    """Returns the bytes of the results of executed collectives per scope, added up by `tally`."""
+    return tally(text, lambda line: moved.num_bytes if (moved := _parsed(line)) else 0)
+
+
 def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
     """Returns the sum of `measure(line)` over the executed instructions, per scope.
 
@@ -73,14 +110,7 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
     loops count once. A conditional counts as its most expensive branch. An instruction without a
     scope gets the scope of the loop or conditional around it.
     """
-    lines, entry, name = collections.defaultdict(list), None, None
-    for line in text.splitlines():
-        match = _COMPUTATION.match(line)
-        if match:
-            name = match["name"]
-            entry = name if match["entry"] else entry
-        elif name:
-            lines[name].append(line)
+    lines, entry = _computations(text)
 
     def num_iterations(condition: str) -> int:
         bounds = [int(bound) for line in lines[condition] for bound in _BOUND.findall(line)]

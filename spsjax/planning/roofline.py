@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +9,28 @@ from jax.sharding import Mesh
 
 from spsjax.models import quantization, transformer
 from spsjax.parallel import sharding
-from spsjax.planning import hlo, mixtures
+from spsjax.planning import mixtures
 from spsjax.planning.hardware import Chip
 from spsjax.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class PassCost:
-    """Cost of one forward pass on one chip, and the lower bounds that follow from it."""
+    """Cost of one forward pass on one chip, and the lower bounds that follow from it.
+
+    Of several equal passes, the collectives are the mean.
+    """
 
     weights: int  # bytes of weights that the pass reads
     cache: int  # bytes of the cache that the pass reads if every slot is filled
     flops: float  # operations of the products with weights
-    collectives: int  # number of collectives
+    collectives: float  # number of collectives
     memory_seconds: float  # time to read weights and cache at the published bandwidth
     compute_seconds: float  # time of the operations at the published peak
     # Time to send the collectives' bytes at the published bandwidth, and the time that each
     # collective is assumed to take besides.
     interconnect_seconds: float
+    times: int = 1  # number of these passes per round, one after another
 
     @property
     def seconds(self) -> float:
@@ -108,18 +111,22 @@ def lower_bound(
     mesh: Mesh,
     params: PyTree,
     cache: int,
-    collectives: Sequence[hlo.Collective],
     tokens: int,
     batch: int,
+    *,
+    collectives: float,
+    moved: float,
     collective_us: float,
     per_token: int = 0,
+    times: int = 1,
 ) -> PassCost:
     """Returns the cost of one pass, from published figures of the chip.
 
     Of a mixture, the pass reads the experts that some token chooses, if all are equally popular and
-    tokens choose independently; `per_token` is the number of experts per token. `collectives` are
-    those of a pass over one token per row, and `cache` is in bytes per device. A collective is
-    assumed to take `collective_us` microseconds in addition to the time of its bytes.
+    tokens choose independently; `per_token` is the number of experts per token. `collectives` is
+    the number of collectives and `moved` the bytes of their results. `cache` is in bytes per
+    device. A collective is assumed to take `collective_us` microseconds in addition to the time of
+    its bytes. `times` is the number of these passes per round.
     """
     rows = tokens * batch // mesh.shape["data"]
     common, experts, number = _experts_apart(params)
@@ -128,7 +135,6 @@ def lower_bound(
     weights = num_bytes(common) + round(num_bytes(experts) * read)
     used = per_token / max(number, 1)
     flops = 2 * rows * (sum(map(_size, common)) + used * sum(map(_size, experts)))
-    moved = rows / (batch // mesh.shape["data"]) * sum(c.num_bytes for c in collectives)
     # A ring all-reduce sends every byte twice: once to reduce, once to distribute the sums.
     # All are counted like that, over the larger of the axes that split a row's work.
     ring = 2 * (1 - 1 / max(mesh.shape["model"], mesh.shape.get("slots", 1)))
@@ -136,10 +142,11 @@ def lower_bound(
         weights=weights,
         cache=cache,
         flops=flops,
-        collectives=len(collectives),
+        collectives=collectives,
         memory_seconds=(weights + cache) / chip.bandwidth,
         compute_seconds=flops / chip.flops,
         # The published figure adds up both directions, and a chip sends while it receives.
         interconnect_seconds=ring * moved / (chip.interconnect / 2)
-        + len(collectives) * collective_us * 1e-6,
+        + collectives * collective_us * 1e-6,
+        times=times,
     )

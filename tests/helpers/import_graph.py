@@ -37,6 +37,7 @@ PLUG_INS = {
         "pair_folders",
         "eagle3_config",
         "blocks",
+        "conditional_blocks",
         "block_folders",
         "block_layers",
         "speculators_folders",

@@ -184,6 +184,16 @@ def test_vocabulary_that_the_mesh_does_not_divide_is_whole(rows):
     assert embedding == (share, 32) and head == (32, share)
 
 
+def test_padding_of_a_split_vocabulary_is_dropped_after_the_gather():
+    """Logits of 48 tokens in 56 rows move once; without the gather, chips also shift them."""
+    model = on(sharding.mesh(1, 8), numpy_spread_model(48, padded_vocab_size=56))
+    with model.in_mesh():
+        hidden = jax.ShapeDtypeStruct((2, K + 1, model.config.d_model), np.float32)
+        head = jax.jit(functools.partial(transformer.head, model.config))
+        text = head.lower(model.params, hidden).compile().as_text()
+    assert {kind: len(shapes) for kind, shapes in collectives(text).items()} == {"all-gather": 1}
+
+
 @pytest.mark.parametrize("field", ["d_ff", "num_heads"])
 def test_width_that_the_mesh_does_not_divide_is_refused(field):
     """Feed-forward width and heads must be multiples of the mesh's model axis."""

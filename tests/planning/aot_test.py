@@ -16,7 +16,7 @@ from helpers.models import tiny_config
 
 from spsjax import InputError, Tree
 from spsjax.cli import configs
-from spsjax.drafters import draft_model, sparse_self
+from spsjax.drafters import dflash2, draft_model, sparse_self
 from spsjax.parallel import sharding
 from spsjax.planning import aot, compile_report, compiled_program, hardware
 from spsjax.training import step as train_step
@@ -101,7 +101,7 @@ def test_pass_has_the_fewest_collectives(chinchilla):
     assert counts(sps, "/propose/") - per_step == {"all-reduce": 2 + 1 + 1}
     assert counts(sps, "") == counts(sps, "/score/") + counts(sps, "/propose/")
     assert counts(chinchilla.programs["ArS"], "") == {"all-reduce": 2 * LAYERS + 1 + 1}
-    for name in ("ArS", "SpS", "draft"):  # none moves more than the logits
+    for name in ("ArS", "SpS"):  # none moves more than the logits
         for op in chinchilla.programs[name].collectives:
             assert op.num_bytes <= (K + 1) * VOCAB * 4, op
 
@@ -187,8 +187,35 @@ def test_head_on_features_needs_few_collectives_and_gathers_no_weights():
 
 @ahead_of_time
 def test_step_of_a_whole_head_sums_the_rows_of_the_embedding_alone():
-    step = plan_head(replicate=True).compile(["draft"])["draft"]
-    assert counts(step, "") == {"all-reduce": 1}
+    sps = plan_head(replicate=True).compile(["SpS"])["SpS"]
+    assert counts(sps, "/propose/while/") == {"all-reduce": 1}
+
+
+@ahead_of_time
+def test_block_drafter_sums_twice_per_layer_and_gathers_logits_once():
+    """DFlash2 for a narrow Qwen3 with a padded vocabulary, which no pass splits anew."""
+    target = small("qwen:3-8b", padded_vocab_size=VOCAB + 96, max_positions=2048)
+    sizes = {"num_layers": 3, "block_size": 8, "tap_layers": (1, 2)}
+    drafter = dflash2.Drafter.from_config(sizes, target)
+    plan = aot.plan_pair(target, drafter, "v5e:2x4", prompt_tokens=32, max_new_tokens=900)
+    report = compile_report.report(plan)
+    sps = report.programs["SpS"]
+    # Twice per layer, and once for the embedding and the features. The corrections move nothing.
+    drafting = counts(sps, "/propose/") + counts(sps, "/sync/")
+    assert drafting == {"all-reduce": 2 * 3 + 1, "all-gather": 1}
+    assert counts(sps, "/propose/while/") == {}
+    assert counts(sps, "/score/") == {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    assert max(op.num_bytes for op in sps.collectives) <= 8 * (VOCAB + 96) * 4
+    assert sps.aliased >= sum(plan.caches.values())
+    # A slice of the padding across the layout of gathered logits takes as long as layers.
+    assert sps.cycles["score"] < 1.5 * report.programs["ArS"].cycles["score"]
+    passes = report.passes
+    assert {name: cost.times for name, cost in passes.items()} == dict.fromkeys(passes, 1) | {
+        "corrections": 7
+    }
+    loop = [cost.times * cost.seconds for name, cost in passes.items() if name != "target"]
+    assert report.round_ms == pytest.approx(1e3 * sum(loop))
+    assert passes["draft"].collectives + passes["features"].collectives == 2 * 3 + 2
 
 
 @ahead_of_time

@@ -12,6 +12,7 @@ PEAKS = {
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12,
     "TPU v6 lite": 918e12, "NVIDIA H100 80GB HBM3": 989e12, "cpu": None,
 }  # fmt: skip
+TPUS = "v4, v5e, v5p, v6e, tpu7x"
 
 
 def test_peak_of_device_kind_is_published_figure():
@@ -30,7 +31,10 @@ def test_memory_bandwidth_has_one_rate_per_number_of_threads():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        *((name, "v4, v5e, v5p, v6e and a shape") for name in ("", "v5e:0x0", "v9x:2x2", "v5p:2x")),
+        *(
+            (name, "v4, v5e, v5p, v6e, tpu7x and a shape")
+            for name in ("", "v5e:0x0", "v9x:2x2", "v5p:2x")
+        ),
         ("v5p:2x2", "3 sizes for v5p"),
         ("v5e:2x2x2", "2 sizes for v5e"),
     ],
@@ -41,9 +45,10 @@ def test_topology_of_another_form_is_refused(name, expected):
 
 
 @pytest.mark.aot
-def test_topology_has_one_device_per_chip():
+def test_topology_has_the_devices_that_jax_sees():
     pytest.importorskip("libtpu")
-    for name, count in (("v4:2x2x4", 16), ("v5p:2x2x1", 4), ("v5e:2x4", 8), ("v6e:2x2", 4)):
+    counts = {"v4:2x2x4": 16, "v5p:2x2x1": 4, "v5e:2x4": 8, "v6e:2x2": 4, "tpu7x:2x2x1": 8}
+    for name, count in counts.items():
         chip, devices = hardware.topology(name)
         assert len(devices) == count
         assert chip == hardware.CHIPS[name.partition(":")[0]]

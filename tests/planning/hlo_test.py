@@ -67,12 +67,36 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """  # noqa: E501
 
 
+ASYNC = """
+%fused.1 (x: f32[8]) -> (f32[8], f32[32], u32[]) {
+  %a.1 = f32[32] all-gather(%x), metadata={op_name="jit(f)/propose/slice"}
+}
+
+%fused.2 (x: f32[8]) -> f32[32] {
+  %a.2 = f32[32] all-gather(%x), metadata={op_name="jit(f)/propose/slice"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[32] {
+  %async-collective-start.1 = (f32[8], f32[32], u32[]) fusion(%x), kind=kCustom, calls=%fused.1
+  ROOT %async-collective-done = f32[32] fusion(%y), kind=kCustom, calls=%fused.2
+}
+"""
+
+
+def test_collective_in_fusions_that_start_and_end_it_counts_once():
+    scope = "jit(f)/propose/slice"
+    assert hlo.collectives(ASYNC) == [hlo.Collective("all-gather", ((32,),), 128, scope)]
+    assert hlo.collective_counts(ASYNC) == {scope: 1}
+    assert hlo.collective_bytes(ASYNC) == {scope: 128}
+
+
 def test_tally_counts_iterations_and_most_expensive_branch():
     """The loop runs seven times, and its conditional has branches of 1 and of 10 cycles."""
     scope = "jit(f)/while/body/"
     expected = {"": 1000, scope + "on/mul": 7 * 100, scope + "if/cond": 7 * 10}
     assert hlo.estimated_cycles(PROGRAM) == expected
     assert hlo.collective_counts(PROGRAM) == {scope + "in/add": 7}
+    assert hlo.collective_bytes(PROGRAM) == {scope + "in/add": 7 * 32}
 
 
 @pytest.mark.parametrize(
