@@ -36,7 +36,9 @@ verifiers() {
 }
 
 load() {
-  python scripts/benchmark.py --workdir="$1" --config=$E/load.py --config.rates="(0.5,2.0,4.0)"
+  python scripts/benchmark.py --workdir="$1" --config=$E/load.py --config.rates="()" \
+    --config.num_speculative_tokens="('0','4','auto','confidence')" --config.clients="(1,4,8)" \
+    --config.requests=24
 }
 
 for measurement in "${@:-speed smollm2 drafters verifiers load}"; do

@@ -114,7 +114,7 @@ MEASUREMENTS = {
     ),
     "load": Measurement(
         "Latency under load",
-        "Requests that arrive at random at an engine of eight rows: lower latencies are better.",
+        "Clients that each wait for an answer before they ask again, at an engine of eight rows.",
         lambda content: load.table(content["rows"]),
     ),
 }
