@@ -13,7 +13,8 @@ from helpers import drafting
 import spsjax
 from spsjax import decode, loading, types, verifiers
 from spsjax.benchmarks import forced_acceptance
-from spsjax.drafters import draft_model, dspark, hybrid, sample, stopping, suffix
+from spsjax.decode import confidence
+from spsjax.drafters import draft_model, hybrid, sample, stopping, suffix
 from spsjax.drafters.base import Drafter
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.utils import compilation, traced
@@ -108,7 +109,8 @@ def test_every_float_of_a_drafter_or_rule_is_a_number():
     expected = {suffix.Drafter, hybrid.Drafter, rejection.Verifier, typical.Verifier}
     expected |= {stopping.Confidence, stopping.Entropy, stopping.Adaptive}
     expected |= {learned_stopping.Disco, learned_stopping.SpecDec, forced_acceptance.Verifier}
-    assert numbers == expected | {decode.schedule.Fastest, decode.schedule.Fixed, dspark.Drafter}
+    expected |= {decode.schedule.Fastest, decode.schedule.Fixed}
+    assert numbers == expected | {confidence.Confident, confidence.Surviving}
 
 
 @pytest.mark.parametrize(
