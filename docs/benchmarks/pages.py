@@ -144,7 +144,7 @@ def _compiled(contents: Mapping[str, Mapping]) -> Iterator[str]:
         f"per token is for {acceptance} of draft tokens accepted. A tpu7x chip is two devices.\n"
     )
     yield compiled_table(reports)
-    yield "\n".join(["```bash", *(content["made"]["command"] for content in reports), "```"])
+    yield "\n".join(["```bash", *(content["made"]["command"] for content in reports), "```\n"])
 
 
 def compiled_table(reports: Collection[Mapping]) -> str:
