@@ -153,7 +153,8 @@ class Surviving(Schedule):
         self, costs: Costs | None, state: PyTree, asked_B: Array, confidence_BK: Array
     ) -> Array:
         survival = jnp.cumprod(confidence_BK, axis=1)
-        return jnp.sum(survival >= self.least, axis=1, dtype=jnp.int32)
+        # The leading run, so that no later estimate matters even if it is above 1.
+        return jnp.sum(jnp.cumprod(survival >= self.least, axis=1), axis=1, dtype=jnp.int32)
 
     def update(
         self,

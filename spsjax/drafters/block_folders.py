@@ -187,7 +187,7 @@ def _layers(keys: Keys, target: Config) -> Config:
     kinds = keys.layer.get("layer_types", LIST, [])
     if _WINDOWED in kinds and keys.layer.get("use_sliding_window", FLAG, None) is None:
         raw["use_sliding_window"] = True  # as the layers say
-    config = config_json.parse(keys.path, raw)
+    config = config_json.parse(keys.path, raw, keys.layer.parent)
     for field, stated in (("d_model", config.d_model), ("vocab_size", config.vocab_size)):
         wanted = target.vocab_rows if field == "vocab_size" else target.d_model
         if stated not in (wanted, getattr(target, field)):

@@ -80,6 +80,11 @@ class BlockDrafter(vocabulary.OwnVocabulary, pairs.LayerDrafter):
             raise InputError(
                 f"causal: expected one of {', '.join(CAUSAL)}, found {short_repr(self.causal)}"
             )
+        if self.block_size > self.target.max_positions:
+            raise InputError(
+                f"block_size: expected at most the target's {self.target.max_positions} positions, "
+                f"found {self.block_size}"
+            )
         if self.mask_token_id >= self.target.vocab_rows:
             raise InputError(
                 f"mask_token_id: expected a row of the target's embedding, below "

@@ -202,7 +202,13 @@ class _Layout(block_folders.BlockLayout[Drafter]):
 
     def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
         fields = super().drafter_fields(folder, target)
-        return fields | {"has_confidence": _CONFIDENCE in folder.stored}
+        stored = _CONFIDENCE in folder.stored
+        if folder.fields.get("enable_confidence_head", FLAG, stored) and not stored:
+            raise InputError(
+                f"{folder.path}: expected a tensor {_CONFIDENCE}, as enable_confidence_head is "
+                "true in config.json, found none"
+            )
+        return fields | {"has_confidence": stored}
 
     def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
         raw = super().to_json(drafter, target_name, dtype)

@@ -129,7 +129,15 @@ class Layout(abc.ABC, Generic[D]):
         Raises:
             InputError: files or tensors are missing, damaged or of another drafter.
         """
-        shapes, stored = drafter.param_shapes(dtype), folder.stored
+        stored = folder.stored
+        # Before the shapes, which take minutes to compute for a wrong number of layers.
+        layers = getattr(getattr(drafter, "config", None), "num_layers", 0)
+        if layers > len(stored):
+            raise InputError(
+                f"{folder.path}: expected tensors of {layers} layers (config.json), "
+                f"found {len(stored)} tensors in all"
+            )
+        shapes = drafter.param_shapes(dtype)
         names = self._names(drafter, shapes, stored.keys())
         missing = self.optional - stored.keys()
         check_names(folder, set(names.values()) - missing, lambda name: self.is_copy(name, drafter))

@@ -74,12 +74,13 @@ class SpeculatorsLayout(Layout[D]):
         if path is None or not getattr(embedding, "is_fully_addressable", False):
             return None
         stored = weights.open_all([path])[path].get_slice(_EMBEDDING)
-        differs = stored.get_shape()[1:] != [embedding.shape[1]]
+        rows, *width = stored.get_shape()
+        differs = rows == 0 or width != [embedding.shape[1]]
         if not differs:  # compares 64 rows, because whole embeddings take too long to read
-            size = min(len(embedding), stored.get_shape()[0])
-            rows = np.arange(0, size, max(size // 64, 1))
-            stored_rows = np.concatenate([stored[row : row + 1] for row in rows.tolist()])
-            target_rows = np.asarray(embedding[rows]).astype(np.float32)
+            size = min(len(embedding), rows)
+            chosen = np.arange(0, size, max(size // 64, 1))
+            stored_rows = np.concatenate([stored[row : row + 1] for row in chosen.tolist()])
+            target_rows = np.asarray(embedding[chosen]).astype(np.float32)
             distance = np.abs(stored_rows.astype(np.float32) - target_rows).mean()
             differs = distance > 0.05 * np.abs(target_rows).mean()
         return "embed_tokens" if differs else None
@@ -94,6 +95,9 @@ def vocabulary_of(folder: Folder, target: Config) -> tuple[int, bool]:
     size = folder.fields.get("draft_vocab_size", COUNT, None)
     rows = (head or ids or [size or target.vocab_size])[0]
     whole = target.vocab_size, target.vocab_rows
+    if ids and not 0 < rows <= target.vocab_size:
+        expected = f"between 1 and the target's {target.vocab_size} tokens"
+        raise folder.fields.error("draft_vocab_size", expected, rows)
     if not ids and rows not in whole:
         raise InputError(
             f"{folder.path}: expected a tensor d2t, the draft's vocabulary, found none"
@@ -148,7 +152,21 @@ def _ids(folder: Folder, drafter: Any) -> np.ndarray:
     if len(np.unique(ids)) < len(ids):
         problem += ", some of them twice"
     elif ids.min() >= 0 and ids.max() < vocab_size:
+        _check_marks(folder, ids)
         return ids
     raise InputError(
         f"{path}: d2t: expected offsets of different ids in [0, {vocab_size}), found {problem}"
     )
+
+
+def _check_marks(folder: Folder, ids: np.ndarray) -> None:
+    """Raises InputError if t2d, which marks the target's tokens with a row, marks others."""
+    path = folder.stored.get("t2d")
+    if path is None:
+        return
+    marked = np.flatnonzero(weights.open_all([path])[path].get_slice("t2d")[...])
+    if not np.array_equal(marked, np.sort(ids)):
+        raise InputError(
+            f"{path}: t2d: expected the {len(ids)} tokens of d2t to be marked, "
+            f"found {len(marked)} marked tokens, and others"
+        )

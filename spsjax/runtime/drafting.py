@@ -79,8 +79,9 @@ def drafter_for(model: Model, drafter, num_speculative_tokens) -> LoadedDrafter:
     count = num_speculative_tokens
     rule = schedule_of(count)
     if count is not None and rule is None and (not is_integer(count) or count < 0):
+        names = " or ".join(map(repr, SCHEDULES))
         raise InputError(
-            f'num_speculative_tokens: expected an integer >= 0 or "auto", found {short_repr(count)}'
+            f"num_speculative_tokens: expected an integer >= 0, {names}, found {short_repr(count)}"
         )
     if drafter is None or (isinstance(drafter, LoadedDrafter) and count == 0):
         return _NO_DRAFTER

@@ -289,7 +289,7 @@ def test_auto_on_eight_devices(target, draft, chain, monkeypatch):
 
 @pytest.mark.parametrize("count", ["Auto", "4", -1, 2.0, True])
 def test_odd_k_is_refused(target, draft, count):
-    with pytest.raises(InputError, match='expected an integer >= 0 or "auto", found'):
+    with pytest.raises(InputError, match="expected an integer >= 0, 'auto' or 'confidence', found"):
         spsjax.generate(target, PROMPTS, draft, count, max_new_tokens=4)
 
 

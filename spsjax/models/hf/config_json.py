@@ -57,9 +57,12 @@ def read(folder: pathlib.Path) -> Config:
     return config
 
 
-def parse(path: pathlib.Path, raw: dict) -> Config:
-    """Returns the config that a JSON object describes; `path` is its file, for messages."""
-    name, fields = _family(Fields(path, raw))
+def parse(path: pathlib.Path, raw: dict, parent: str = "") -> Config:
+    """Returns the config that a JSON object describes.
+
+    `path` is its file, and `parent` the field with the object in that file, for messages.
+    """
+    name, fields = _family(Fields(path, raw, parent))
     family = FAMILIES[name]
     _check_plain(fields, family)
     values = _sizes(fields, family)

@@ -46,7 +46,8 @@ class Fields:
     """
 
     def __init__(self, path: pathlib.Path, raw: dict, parent: str = ""):
-        self.path, self.raw, self.prefix = path, raw, f"{parent}." * bool(parent)
+        self.path, self.raw, self.parent = path, raw, parent
+        self.prefix = f"{parent}." * bool(parent)
 
     def get(self, name: str, kind, *default):
         """Returns the value of a field, or `default` if it is missing.
