@@ -200,6 +200,7 @@ def test_number_of_tokens_of_a_block_is_checked(target):
             {"name": "dspark", "markov_kind": "rnn", "anchor_drafts": False},
             "markov_kind: expected vanilla or gated if the anchor does not draft, found rnn",
         ),
+        ({"block_size": 10**9}, "block_size: expected at most the target's"),
         ({"vocab_size": 49}, "vocab_size: expected at most the target's 48, found 49"),
         ({"name": "dflash2", "vocab_size": 30}, "vocab_size: expected the target's 48, as cand"),
     ],
@@ -277,6 +278,12 @@ def test_draft_vocabulary_is_stored_like_that_of_speculators(target, tmp_path, n
     rewrite(tmp_path, {}, {"lm_head.weight": None})
     with one_line("expected a tensor lm_head.weight beside d2t, found none"):
         spsjax.load_drafter(tmp_path, target)
+    rewrite(tmp_path, {}, {"lm_head.weight": stored["lm_head.weight"], "t2d": ~stored["t2d"]})
+    with one_line("t2d: expected the 30 tokens of d2t to be marked, found 26 marked tokens"):
+        spsjax.load_drafter(tmp_path, target)
+    rewrite(tmp_path, {}, {"t2d": stored["t2d"], "embed_tokens.weight": np.zeros((0, 32), "f4")})
+    with pytest.warns(UserWarning, match="embed_tokens differs"):
+        spsjax.load_drafter(tmp_path, target)
 
 
 def test_training_begins_with_the_targets_head_of_the_draft_vocabulary(target):
@@ -292,7 +299,10 @@ def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
     spsjax.save_drafter(tmp_path, LoadedDrafter("", drafter, weights), target, "float32")
     again = spsjax.load_drafter(tmp_path, target).drafter
     assert (again.has_confidence, again.markov_kind) == (False, "gated")
-    rewrite(tmp_path, {"markov_head_type": "lstm"}, {})
+    rewrite(tmp_path, {"enable_confidence_head": True}, {})
+    with one_line("expected a tensor confidence_head.proj.weight, as enable_confidence_head"):
+        spsjax.load_drafter(tmp_path, target)
+    rewrite(tmp_path, {"enable_confidence_head": False, "markov_head_type": "lstm"}, {})
     with one_line("markov_head_type: expected one of vanilla, gated, rnn, found 'lstm'"):
         spsjax.load_drafter(tmp_path, target)
 
@@ -312,6 +322,7 @@ def test_dspark_folder_may_have_no_confidence_head(target, tmp_path):
         ),
         ({"dflash_config": {"target_layer_ids": [0, 0]}}, "mask_token_id: expected an integer"),
         ({"num_hidden_layers": 3}, "expected a tensor layers.2."),
+        ({"num_hidden_layers": 10**6}, "expected tensors of 1000000 layers (config.json), found"),
     ],
 )
 def test_folders_of_other_targets_are_refused(target, tmp_path, changes, message):
