@@ -28,7 +28,7 @@ from spsjax.errors import InputError
 from spsjax.parallel import multihost
 from spsjax.planning import contexts, speedup
 from spsjax.planning.outcome import Outcome
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, extras
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to plan.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "Name, folder or GGUF file of the target model.")
@@ -97,7 +97,7 @@ def run():
             if outcome.plot and report.can_draw():
                 plot(f"plots.{outcome.plot}", outcome.figures)(picture)
             elif outcome.plot:
-                terminal.note(f"no plot in {picture}: matplotlib is not installed")
+                terminal.note(f"no plot in {picture}: {extras.NO_PLOT}")
             print(f"The figures are in {workdir / name}")
 
 

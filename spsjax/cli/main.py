@@ -333,4 +333,4 @@ def check_folder(workdir: pathlib.Path) -> None:
     """Raises InputError unless a folder can hold results; says if there will be no plot."""
     atomic_files.check_outputs(map(workdir.joinpath, report.OUTPUTS), [workdir])
     if not report.can_draw():
-        terminal.note(f"no {workdir / 'table.png'}: matplotlib is not installed")
+        terminal.note(f"no {workdir / 'table.png'}: {extras.NO_PLOT}")

@@ -18,7 +18,7 @@ def plot_curves(folder: pathlib.Path) -> str:
     Returns why there are no curves, or an empty text if there are.
     """
     if not extras.installed("matplotlib"):
-        return "matplotlib is not installed"
+        return extras.NO_PLOT
     if not multihost.is_main_process():
         return ""
     log = run_folder.read_log(folder)

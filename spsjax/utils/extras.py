@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from spsjax.errors import InputError
 
+NO_PLOT = "matplotlib is not installed. Run: pip install 'spsjax[plots]'"  # a reason, for notes
+
 
 class MissingPackage(InputError, ModuleNotFoundError):
     """An optional package that is not installed. The message names the extra that installs it."""
