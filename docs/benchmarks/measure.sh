@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Measures what the page of a machine shows, and writes the page; half an hour on two cores:
 #   source .venv/bin/activate
-#   SPEC_BENCH=question.jsonl bash docs/benchmarks/measure.sh epyc-zen4 [speed drafters ...]
+#   SPEC_BENCH=question.jsonl bash docs/benchmarks/measure.sh epyc_zen4 [speed drafters ...]
 # The first argument names the machine's page. Further ones are measurements; without them all are
 # made. Nothing else should run. SPEC_BENCH is the file of questions of github.com/hemingkx/Spec-Bench.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-MACHINE=${1:?expected the name of a page, such as epyc-zen4}
+MACHINE=${1:?expected the name of a page, such as epyc_zen4}
 shift
 E=configs/experiments RUNS=runs/benchmarks
 
