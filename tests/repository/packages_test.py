@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 
 import pytest
@@ -42,13 +43,14 @@ def package_of(module: str) -> str:
 @functools.cache
 def metadata() -> dict:
     """Returns the arguments of `setup` in setup.py."""
-    setuptools = pytest.importorskip("setuptools")
+    arguments: dict = {}
+    # A stand-in, because setuptools refuses to be imported where distutils was imported before.
+    module = types.ModuleType("setuptools")
+    module.setup, module.find_packages = arguments.update, lambda include: include
     with pytest.MonkeyPatch.context() as patch:
-        found = {}
-        patch.setattr(setuptools, "setup", found.update)
-        patch.setattr(setuptools, "find_packages", lambda include: include)
+        patch.setitem(sys.modules, "setuptools", module)
         runpy.run_path(str(ROOT / "setup.py"))
-    return found
+    return arguments
 
 
 def required(extra: str) -> set[str]:
