@@ -24,7 +24,7 @@ from spsjax.utils.from_config import build
 
 
 class Learned(NamedTuple):
-    """What a step of drafts is trained on."""
+    """Logits and loss on which a step of drafts is trained."""
 
     drawn: Array  # logits [B, T, R] of the distributions from which tokens are drawn
     logits: Array  # logits [B, T, R] whose divergence from the target's is minimised

@@ -125,8 +125,7 @@ def grow(
         return draw_tree(shape, feed, state, now.root, now.rows, uniforms)
     may_end = now.stops is not None or now.depths is not None
     depths = now.wanted(N) if may_end else None
-    how = now.stops, now.estimates, depths
-    return _draw_chain(*how, feed, state, now.root, now.rows, uniforms)
+    return _draw_chain(now, depths, feed, state, uniforms)
 
 
 def certainty(logits: Array) -> Array:
@@ -140,29 +139,21 @@ def certainty(logits: Array) -> Array:
 
 
 def _draw_chain(
-    stops: Stops | None,
-    estimates: bool,
-    depths_B: Array | None,
-    feed: Feed,
-    state: PyTree,
-    root_B: Array,
-    rows: RowParams,
-    uniforms_BK2: Array,
+    now: Round, depths_B: Array | None, feed: Feed, state: PyTree, uniforms_BK2: Array
 ) -> tuple[Proposal, Array, PyTree]:
     """Samples a chain of K tokens one by one; the results are those of `grow`.
 
     After the end of a row's chain its tokens are -1. When all chains have ended, no step runs.
-    `depths_B` are the most tokens per row; None: K, and no chain ends early. `estimates` says
-    whether the proposal has `confidence`.
+    `depths_B` are the most tokens per row; None: K, and no chain ends early.
     """
     B, K = uniforms_BK2.shape[:2]
-    node = jnp.arange(K)[None, None]
+    node, stops = jnp.arange(K)[None, None], now.stops
 
     def draft(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         (last, state, running, rule_state), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
         logits, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
-        probs, log = sampling.to_probs(logits[:, 0], rows), None
+        probs, log = sampling.to_probs(logits[:, 0], now.rows), None
         token = sampling.draw(probs, uniforms_B2)
         proposed = token if depths_B is None else jnp.where(running, token, -1)
         if depths_B is not None:
@@ -173,7 +164,7 @@ def _draw_chain(
             drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
             ends, rule_state = stops.ends(rule_state, drawn)
             running, log = running & ~ends, stops.log(drawn)
-        confidence = certainty(logits[:, 0]) if estimates else None
+        confidence = certainty(logits[:, 0]) if now.estimates else None
         return (token, state, running, rule_state), (proposed, probs, confidence, log)
 
     def draft_if_any(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
@@ -188,7 +179,7 @@ def _draw_chain(
 
     uniforms = jnp.moveaxis(uniforms_BK2, 1, 0)
     running = jnp.ones(B, bool) if depths_B is None else depths_B > 0
-    carry = root_B, state, running, () if stops is None else stops.start
+    carry = now.root, state, running, () if stops is None else stops.start
     # The first step is not in the scan, because `feed` may treat the root in another way.
     carry, first = draft(carry, (0, uniforms[0]))
     drafted = jax.tree.map(lambda leaf: leaf[None], first)

@@ -1,4 +1,4 @@
-"""What folders of `speculators` share: draft vocabularies, and copies of the target's tensors.
+"""Common layout of folders of `speculators`: draft vocabularies, copies of the target's tensors.
 
 A draft vocabulary is stored as two tables. `d2t` has, for each row of the draft's head, the
 difference between the token's id in the target and the row. `t2d` has, for each token of the

@@ -86,8 +86,8 @@ class Transformer(nnx.Module):
         logits = sharding.split_rows(logits)
         has_padding = self.config.vocab_rows > self.config.vocab_size
         if has_padding and logits.shape[1] < _LONG_TOKENS:
-            # Split logits would be split anew without the padding: a shift over all chips, and on
-            # a TPU a slice across their layout, which took longer than a pass of 8B parameters.
+            # Sharded logits would be resharded when the padding is dropped. That moves data
+            # between all chips, and on a TPU the slice took longer than a pass of 8B parameters.
             logits = sharding.gather_vocab(logits)
         return capped(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 

@@ -113,7 +113,7 @@ def feature_metrics(
         tokens = batch["tokens"]
         both, before, live = _run_targets(drafter, objective, params, frozen, batch, precision)
         target, features = jax.lax.stop_gradient(live), drafter.features(both, live)
-        fed, values = features + _noise(objective.noise, tokens, features), {}
+        fed = features + _noise(objective.noise, tokens, features)
         metrics_of_step = _step_metrics(drafter, both, objective, target, features, temperature)
         if objective.one:
             metrics_of_step = _only_step(
@@ -135,15 +135,7 @@ def feature_metrics(
             if glanced is not None and step == 0:
                 found = {name: value * ~glanced for name, value in found.items()}
             steps.append((columns, found))
-        factors, loss = _factors(objective, steps, batch), 0
-        for step, (columns, found) in enumerate(steps):
-            weight, length = weights[step > 0], features.shape[1]
-            if step < objective.steps:
-                term = weight * factors[step] * found["loss"]
-                loss += anchors.in_columns(term, columns, length)
-            for name in ("acceptance", "greedy_agreement"):
-                value = anchors.in_columns(weight * found[name], columns, length)
-                values[f"{name}_{step + 1}" if step else name] = value
+        loss, values = _by_column(objective, steps, weights, batch)
         if objective.target:
             divergence = objective.loss_function()
             values["target_divergence"] = divergence(before.logits, live.logits)
@@ -153,6 +145,26 @@ def feature_metrics(
         return {"loss": loss} | values
 
     return metrics
+
+
+def _by_column(
+    objective: FeatureObjective, steps: list, weights: tuple, batch: PyTree
+) -> tuple[Array, dict[str, Array]]:
+    """Returns the loss and the other metrics [B, T], from columns and metrics of steps.
+
+    `weights` are those of the first step and of later steps.
+    """
+    factors, length = _factors(objective, steps, batch), batch["tokens"].shape[1] - 1
+    loss, values = jnp.zeros(()), {}
+    for step, (columns, found) in enumerate(steps):
+        weight = weights[step > 0]
+        if step < objective.steps:
+            term = weight * factors[step] * found["loss"]
+            loss += anchors.in_columns(term, columns, length)
+        for name in ("acceptance", "greedy_agreement"):
+            value = anchors.in_columns(weight * found[name], columns, length)
+            values[f"{name}_{step + 1}" if step else name] = value
+    return loss, values
 
 
 def _starts(objective: FeatureObjective, batch: PyTree) -> tuple[Array, Array | None, tuple]:
