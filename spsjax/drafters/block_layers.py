@@ -7,9 +7,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from spsjax.models import caches as kv
+from spsjax.models.config import Config
 from spsjax.models.context import context_of
-from spsjax.models.layers import DecoderBlock, Norm
+from spsjax.models.layers import DecoderBlock
 from spsjax.models.linear import make_linear
+from spsjax.models.norm import Norm
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block
 
@@ -26,16 +28,18 @@ class Backbone(nnx.Module):
         inputs = len(drafter.tap_layers) * width
         self.fc = make_linear(inputs, config.d_model, False, dtype=dtype, rngs=rngs)
         self.hidden_norm = Norm(config, config.d_model, dtype=dtype)
-        layers = range(config.num_layers)
-        self.layers = nnx.List([self.make_layer(drafter, dtype, rngs) for _ in layers])
+        own = map(config.layer, range(config.num_layers))
+        self.layers = nnx.List([self.make_layer(drafter, layer, dtype, rngs) for layer in own])
         self.norm = Norm(config, config.d_model, dtype=dtype)
         if drafter.own_head:
             rows = drafter.vocab_size
             self.head = make_linear(config.d_model, rows, False, dtype=dtype, rngs=rngs)
 
-    def make_layer(self, drafter: Any, dtype: DTypeLike, rngs: nnx.Rngs) -> DecoderBlock:
-        """Returns a new layer."""
-        return DecoderBlock(drafter.config, dtype=dtype, rngs=rngs)
+    def make_layer(
+        self, drafter: Any, layer: Config, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> DecoderBlock:
+        """Returns a new layer of the config `layer`."""
+        return DecoderBlock(layer, dtype=dtype, rngs=rngs)
 
     def fuse(self, taps_BTW: Array) -> Array:
         """Returns features [B, T, D] from the concatenated inputs of the target's tapped layers."""
@@ -48,8 +52,8 @@ class Backbone(nnx.Module):
         """
         context = context_of(features_BTD.shape[1], cache)
         rows = [
-            context.append(None, *layer.attention.keys_values(features_BTD, context, index))
-            for index, layer in enumerate(self.layers)
+            context.append(None, *layer.attention.keys_values(features_BTD, context))
+            for layer in self.layers
         ]
         return context.block(rows, len(features_BTD))
 
@@ -63,7 +67,7 @@ class Backbone(nnx.Module):
         }
         segments = cache.segments()
         for index, layer in enumerate(self.layers):
-            x_BPD, _ = layer(x_BPD, contexts[reaches[index]], segments[index], None, index)
+            x_BPD, _ = layer(x_BPD, contexts[reaches[index]], segments[index], None)
         return self.norm(x_BPD)
 
 

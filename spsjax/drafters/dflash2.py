@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from spsjax.drafters import block_folders, block_layers, conditional_blocks, features
 from spsjax.errors import InputError
 from spsjax.models.caches import Segment
+from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
 from spsjax.models.hf.fields import COUNT
 from spsjax.models.layers import DecoderBlock
@@ -68,8 +69,10 @@ class GroupedConv(nnx.Module):
 class ConvBlock(DecoderBlock):
     """Decoder block with convolutions around both sub-layers."""
 
-    def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        super().__init__(drafter.config, dtype=dtype, rngs=rngs)
+    def __init__(
+        self, drafter: "Drafter", layer: Config, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        super().__init__(layer, dtype=dtype, rngs=rngs)
         self.attention_conv = GroupedConv(drafter, dtype=dtype, rngs=rngs)
         self.ffn_conv = GroupedConv(drafter, dtype=dtype, rngs=rngs)
 
@@ -79,12 +82,11 @@ class ConvBlock(DecoderBlock):
         context: Context,
         cached: Sequence[Segment],
         earlier: KeysValues | None,
-        layer: int,
     ) -> tuple[Array, KeysValues]:
         rows = []
 
         def attention(read_BPD: Array) -> Array:
-            attended, row = self.attention(read_BPD, context, cached, earlier, layer)
+            attended, row = self.attention(read_BPD, context, cached, earlier)
             rows.append(row)
             return attended
 
@@ -111,8 +113,10 @@ class DFlash2(block_layers.Backbone):
         super().__init__(drafter, dtype=dtype, rngs=rngs)
         self.candidate_selector = CandidateSelector(drafter, dtype=dtype, rngs=rngs)
 
-    def make_layer(self, drafter: Any, dtype: DTypeLike, rngs: nnx.Rngs) -> ConvBlock:
-        return ConvBlock(drafter, dtype=dtype, rngs=rngs)
+    def make_layer(
+        self, drafter: Any, layer: Config, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> ConvBlock:
+        return ConvBlock(drafter, layer, dtype=dtype, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True)

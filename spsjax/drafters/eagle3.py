@@ -28,8 +28,8 @@ from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
 from spsjax.models.feature_layer import FeatureLayer
 from spsjax.models.hf.fields import COUNT
-from spsjax.models.layers import Norm
 from spsjax.models.linear import head_logits, make_linear
+from spsjax.models.norm import Norm
 from spsjax.parallel import sharding
 from spsjax.types import Array, ModelOutput, PyTree
 from spsjax.utils.fields import flag, integer

@@ -96,9 +96,8 @@ class LayerDrafter(features.FeatureDrafter):
     ) -> tuple[kv.KVCache, pending.Pending]:
         """Returns the cache and the buffer of a state before any token."""
         dtype, K = self.dtype(params), self.num_speculative_tokens
-        shape = batch, self.config.num_kv_heads, slots, self.config.head_dim
         width = self.target.d_model * max(len(self.tap_layers), 1)
-        cache = kv.empty(num_layers, shape, dtype, (None,) * num_layers)
+        cache = kv.empty(kv.shapes(self.config, batch, slots)[:num_layers], dtype)
         return cache, pending.empty(batch, K, width, dtype)
 
     @abc.abstractmethod
@@ -203,8 +202,7 @@ class PairDrafter(LayerDrafter):
 
         outputs = jnp.zeros((B, num_fed, config.d_model), state.last.dtype)
         outputs = outputs.at[:, 0].set(state.last)
-        shape = B, config.num_kv_heads, num_fed - 1, config.head_dim
-        start = outputs, kv.empty_block(1, shape, state.last.dtype)
+        start = outputs, kv.empty_block(kv.shapes(config, B, num_fed - 1), state.last.dtype)
         return sample.grow(self.tree, K, feed, start, now)[0]
 
     def run(
@@ -263,8 +261,7 @@ class PairDrafter(LayerDrafter):
             index, outputs = later, outputs[:, later]
         L, lengths = index.shape[-1], features.lengths_before(index, B)
         cache = kv.KVCache(text.keys, text.values, lengths, (None,))
-        shape = B * L, config.num_kv_heads, steps - 1, config.head_dim
-        block = kv.empty_block(1, shape, outputs.dtype)
+        block = kv.empty_block(kv.shapes(config, B * L, steps - 1), outputs.dtype)
         for step in range(1, steps):
             drafted = lax.stop_gradient(outputs) if detached else outputs
             tokens = features.entries(next_BT, index + step)

@@ -1,7 +1,9 @@
 """Configs of decoders, with every flag in which model families differ."""
 
 import dataclasses
+import functools
 import sys
+from typing import Any
 
 from spsjax.errors import InputError, short_repr
 
@@ -10,7 +12,26 @@ _CHOICES = {
     "ffn": ("swiglu", "geglu", "gelu"),
     "norm": ("rms", "layer"),
     "biases": ("none", "qkv", "all"),
+    "mixer": ("attention",),
 }
+# Fields that all layers share, and the window, which `windows` gives.
+_OF_MODEL = (
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "max_positions",
+    "padded_vocab_size",
+    "positions",
+    "windows",
+    "changes",
+    "recent",
+    "sinks",
+    "logit_softcap",
+    "embed_scale",
+    "tie_embeddings",
+    "bos_id",
+    "eos_ids",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +95,9 @@ class Config:
             layers with a window if the model has `rope_theta_local`.
         windows: attention window per layer, repeated over the layers; it includes the token itself;
             0: no window.
+        changes: fields in which a layer differs from the model's config, as (name, value) pairs per
+            layer, repeated over the layers; (): all layers are alike, but for `windows`.
+        mixer: how the tokens of a layer read earlier ones: "attention".
         recent: attention window of every layer, the token itself included; 0: no window.
         sinks: number of first tokens that stay visible outside of `recent`. A token attends to them
             from position sinks + recent - 1 at most (Xiao et al. 2023, arXiv 2309.17453).
@@ -108,6 +132,8 @@ class Config:
     rope_theta_local: float = 0.0
     rope_scaling: tuple = ()
     windows: tuple[int, ...] = ()
+    changes: tuple[tuple[tuple[str, Any], ...], ...] = ()
+    mixer: str = "attention"
     recent: int = 0
     sinks: int = 0
     query_scale: float = 0.0
@@ -132,12 +158,11 @@ class Config:
                 f"padded_vocab_size: expected at least vocab_size={self.vocab_size}, "
                 f"found {self.padded_vocab_size}"
             )
-        for field in ("rope_scaling", "windows", "eos_ids"):  # a config file has lists
+        for field in ("rope_scaling", "windows", "changes", "eos_ids"):
             value = getattr(self, field)
             if not isinstance(value, (tuple, list)):
                 raise InputError(f"{field}: expected a tuple, found {short_repr(value)}")
-            value = tuple(tuple(x) if isinstance(x, list) else x for x in value)
-            object.__setattr__(self, field, value)
+            object.__setattr__(self, field, _as_tuple(value))
         for id in self.eos_ids:  # an id outside of the vocabulary would never end a sequence
             if type(id) is not int or not 0 <= id < self.vocab_size:
                 raise InputError(
@@ -172,6 +197,24 @@ class Config:
                 f"found {self.experts_per_token}"
             )
 
+        self._check_changes()
+
+    def _check_changes(self) -> None:
+        """Raises InputError unless `changes` gives valid configs of layers."""
+        known = {field.name for field in dataclasses.fields(self)}.difference(_OF_MODEL)
+        for index, change in enumerate(self.changes):
+            if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in change):
+                raise InputError(
+                    f"changes: expected (name, value) pairs, found {short_repr(change)}"
+                )
+            for name, _ in change:
+                if name not in known:
+                    raise InputError(
+                        f"changes: layer {index}: expected fields of a layer, "
+                        f"found {short_repr(name)}"
+                    )
+            self.layer(index)
+
     @property
     def vocab_rows(self) -> int:
         """Number of rows of embedding and head."""
@@ -180,18 +223,35 @@ class Config:
     @property
     def num_weights(self) -> int:
         """Number of parameters in matrices, without norms, biases and position tables."""
+        layers = sum(self.layer(index)._layer_weights for index in range(self.num_layers))
+        tables = 1 if self.tie_embeddings else 2
+        return layers + self.d_model * tables * self.vocab_rows
+
+    @property
+    def _layer_weights(self) -> int:
         attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
         ffn = (2 if self.ffn == "gelu" else 3) * self.d_ff * max(self.num_experts, 1)
-        tables = 1 if self.tie_embeddings else 2
-        return self.d_model * (self.num_layers * (attention + ffn) + tables * self.vocab_rows)
+        return self.d_model * (attention + ffn)
 
     def window(self, layer: int) -> int:
         """Returns the attention window of a layer; 0: none."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
-    def first_like(self, layer: int) -> int:
-        """Returns the first layer that differs from this one only in its weights."""
-        return self.windows.index(self.window(layer)) if self.windows else 0
+    def layer(self, layer: int) -> "Config":
+        """Returns the config of one layer alone: its window in `windows`, and no `changes`."""
+        change = self.changes[layer % len(self.changes)] if self.changes else ()
+        return _own_config(self, self.window(layer), change)
+
+
+@functools.lru_cache(4096)
+def _own_config(config: Config, window: int, change: tuple[tuple[str, Any], ...]) -> Config:
+    windows = (window,) if window else ()
+    return dataclasses.replace(config, windows=windows, changes=(), **dict(change))
+
+
+def _as_tuple(value: Any) -> Any:
+    """Returns lists, which config files have, as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, (tuple, list)) else value
 
 
 def sizes(

@@ -58,16 +58,18 @@ class Context:
     def segments(
         self,
         config: Config,
-        layer: int,
         cached: Sequence[kv.Segment],
         keys_BGPC: Array,
         values_BGPC: Array,
     ) -> list[kv.Segment]:
-        """Returns the segments to which the tokens attend: a layer's cache and block."""
-        block = kv.Segment(keys_BGPC, values_BGPC, self.block_visible, self.block_positions, None)
-        return [self._windowed(config, layer, segment) for segment in (*cached, block)]
+        """Returns the segments to which the tokens attend: a layer's cache and block.
 
-    def _windowed(self, config: Config, layer: int, segment: kv.Segment) -> kv.Segment:
+        `config` is the layer's own.
+        """
+        block = kv.Segment(keys_BGPC, values_BGPC, self.block_visible, self.block_positions, None)
+        return [self._windowed(config, segment) for segment in (*cached, block)]
+
+    def _windowed(self, config: Config, segment: kv.Segment) -> kv.Segment:
         """Returns a segment whose mask also excludes tokens outside of the attention windows."""
         if segment.positions is None:
             return segment
@@ -75,7 +77,7 @@ class Context:
         if config.recent:
             is_recent = key_positions > self.positions[:, :, None] - config.recent
             visible = visible & (is_recent | (key_positions < config.sinks))
-        if window := config.window(layer):
+        if window := config.window(0):
             visible = visible & (key_positions > self.positions[:, :, None] - window)
         return dataclasses.replace(segment, visible=visible)
 

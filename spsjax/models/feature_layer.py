@@ -7,8 +7,10 @@ from flax import nnx
 from spsjax.models import caches as kv
 from spsjax.models.config import Config
 from spsjax.models.context import Context
-from spsjax.models.layers import Attention, FeedForward, Norm
+from spsjax.models.layers import FeedForward
 from spsjax.models.linear import two_rows
+from spsjax.models.norm import Norm
+from spsjax.models.self_attention import Attention
 
 
 class FeatureLayer(nnx.Module):

@@ -58,11 +58,10 @@ def run(
         else:
             skips_B2 = skipped[:, layer]
         x_BTD, row = _equal_block(
-            config,
+            config.layer(layer),
             jnp.dtype(dtype),
             remat,
             skips,
-            config.first_like(layer),
             weights[layer],
             stream[-1],
             context,
@@ -82,7 +81,6 @@ def _block(
     dtype,
     remat: bool,
     skips: tuple[bool, bool],
-    layer: int,
     weights: PyTree,
     x_BTD: Array,
     context: Context,
@@ -96,11 +94,11 @@ def _block(
 
     def apply(weights, x_BTD, cached, earlier):
         module = pure.bind(DecoderBlock, config, weights, dtype)
-        return module(x_BTD, context, cached, earlier, layer, skips)
+        return module(x_BTD, context, cached, earlier, skips)
 
     apply = jax.checkpoint(apply) if remat else apply
     return apply(weights, x_BTD, cached, earlier)
 
 
 # Equal layers are traced once. The compiler sees one after another.
-_equal_block = jax.jit(_block, static_argnums=range(5))
+_equal_block = jax.jit(_block, static_argnums=range(4))

@@ -1,6 +1,5 @@
-"""Flax modules of a decoder block: norms, attention and feed-forward networks."""
+"""Decoder blocks and feed-forward networks."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,209 +8,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spsjax.models import caches as kv
-from spsjax.models import rope
-from spsjax.models.attention import (
-    QUERY_CHUNK,
-    Sinks,
-    attend,
-    distance_scores,
-    in_chunks,
-    relative_positions,
-    scores_of_distances,
-    scores_of_slots,
-    weights_of,
-)
 from spsjax.models.config import Config
-from spsjax.models.context import Context, KeysValues, finite_values
+from spsjax.models.context import Context, KeysValues
 from spsjax.models.experts import Experts
 from spsjax.models.linear import ACTIVATIONS, make_linear, two_rows
+from spsjax.models.norm import Norm
+from spsjax.models.self_attention import Attention
 from spsjax.types import Array
 
-
-class Norm(nnx.Module):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) or LayerNorm, over the last axis."""
-
-    def __init__(self, config: Config, size: int, *, dtype):
-        self.config, self.dtype = config, dtype
-        self.scale = nnx.Param(jnp.full(size, 1 - config.norm_offset, dtype))
-        if config.norm == "layer":
-            self.bias = nnx.Param(jnp.zeros(size, dtype))
-
-    def __call__(self, x):
-        config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
-        x = x.astype(wide)
-        if config.norm == "layer":
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
-        x = x * (config.norm_offset + self.scale[...].astype(wide))
-        if config.norm == "layer":
-            x = x + self.bias[...].astype(wide)
-        return x.astype(self.dtype)
-
-
-def _unfused(*products: Array) -> tuple[Array, ...]:
-    """Returns products with weights behind an optimization barrier, except on GPUs.
-
-    Without the barrier, the TPU's compiler derives the layout of the kernels from the layout of
-    heads, and keeps a second, transposed copy of each kernel (2 GB per chip for 70B on 16 chips).
-    On a GPU the barrier would only prevent fusion.
-    """
-
-    def barrier(*products):
-        return jax.lax.optimization_barrier(products)
-
-    def identity(*products):
-        return products
-
-    return jax.lax.platform_dependent(*products, default=barrier, cuda=identity, rocm=identity)
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention: H query heads read G key-value heads."""
-
-    def __init__(self, config: Config, *, inputs: int | None = None, dtype, rngs: nnx.Rngs):
-        """Creates the layer with an input of width `inputs`; None: the model's width."""
-        self.config, self.dtype = config, dtype
-        inputs = inputs or config.d_model
-        bias = config.biases != "none"
-        linear = functools.partial(make_linear, dtype=dtype, rngs=rngs)
-        size = config.head_dim
-        self.query = linear(inputs, config.num_heads * size, bias)
-        self.key = linear(inputs, config.num_kv_heads * size, bias)
-        self.value = linear(inputs, config.num_kv_heads * size, bias)
-        self.out = linear(config.num_heads * size, config.d_model, config.biases == "all")
-        if config.qk_norm:
-            self.query_norm, self.key_norm = (Norm(config, size, dtype=dtype) for _ in range(2))
-        if config.positions == "relative":
-            self.position = linear(config.d_model, config.num_heads * size, False)
-            zeros = jnp.zeros((config.num_heads, size), dtype)
-            self.content_bias, self.position_bias = nnx.Param(zeros), nnx.Param(zeros)
-
-    def __call__(
-        self,
-        x_BTD,
-        context: Context,
-        cached: Sequence[kv.Segment] = (),
-        earlier: KeysValues | None = None,
-        layer: int = 0,
-    ):
-        """Returns the output, and the block's keys and values including those of these tokens.
-
-        `cached` is this layer's part of the cache, and `earlier` its part of the block so far. The
-        index of the layer decides its window and its rotary frequencies.
-        """
-        arguments, block = self._attend_arguments(x_BTD, context, cached, earlier, layer)
-        mixed = self._attend(context, layer, *arguments)
-        return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
-
-    def weights(
-        self, x_BTD, context: Context, cached: Sequence[kv.Segment], layer: int
-    ) -> list[Array]:
-        """Returns the attention weights of these tokens per segment (`attention.weights_of`)."""
-        return weights_of(*self._attend_arguments(x_BTD, context, cached, None, layer)[0])
-
-    def keys_values(self, x_BTD, context: Context, layer: int) -> KeysValues:
-        """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
-        key, value = _unfused(self.key(x_BTD), self.value(x_BTD))
-        return self._heads(key, value, context, layer)
-
-    def _attend(
-        self, context: Context, layer, query, segments, biases, scale, softcap, sinks
-    ) -> Array:
-        """Returns the attention output [B, T, H, C]; long texts without a cache run in chunks."""
-        no_cache = context.contiguous and len(segments) == 1 and biases == [None]
-        if not no_cache or query.shape[1] <= QUERY_CHUNK:
-            return attend(query, segments, biases, scale, softcap, sinks)
-        (block,) = segments
-
-        def attend_chunk(query, positions_BT, sinks):
-            visible = block.positions[:, None] <= positions_BT[:, :, None]
-            chunk = dataclasses.replace(context, positions=positions_BT, block_visible=visible)
-            windowed = chunk.segments(self.config, layer, (), block.keys, block.values)
-            return attend(query, windowed, biases, scale, softcap, sinks)
-
-        return in_chunks(attend_chunk, query, context.positions, sinks)
-
-    def _heads(self, key, value, context: Context, layer) -> KeysValues:
-        """Returns keys and values per head [B, T, G, C], normalised and rotated."""
-        config, (B, T, _) = self.config, key.shape
-        key = key.reshape(B, T, config.num_kv_heads, config.head_dim)
-        value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
-        if config.qk_norm:
-            key = self.key_norm(key)
-        if config.positions == "rotary":
-            key = self._rotated(key, context.positions, layer)
-        return finite_values(key, value)
-
-    def _rotated(self, x_BTHC, positions_BT, layer: int) -> Array:
-        config = self.config
-        local = config.window(layer) and config.rope_theta_local
-        theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
-        return rope.rotate(x_BTHC, *rope.angles(positions_BT, config.head_dim, theta, scaling))
-
-    def _attend_arguments(
-        self,
-        x_BTD,
-        context: Context,
-        cached: Sequence[kv.Segment],
-        earlier: KeysValues | None,
-        layer: int,
-    ) -> tuple[tuple, KeysValues]:
-        """Returns the arguments of `attend`, and the block's keys and values."""
-        config, (B, T, _) = self.config, x_BTD.shape
-        query, key, value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
-        query = query.reshape(B, T, config.num_heads, config.head_dim)
-        if config.qk_norm:
-            query = self.query_norm(query)
-        sinks = None
-        if config.positions == "rotary":
-            if config.sinks:
-                capped = self._rotated(query, context.capped_positions(config), layer)
-                sinks = Sinks(capped, config.sinks)
-            query = self._rotated(query, context.positions, layer)
-        block = context.append(earlier, *self._heads(key, value, context, layer))
-        segments = context.segments(config, layer, cached, *block)
-        biases = [None] * len(segments)
-        if config.positions == "relative":
-            # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
-            biases = self._relative_biases(query + self.position_bias[...], context, segments)
-            query = query + self.content_bias[...]
-        scale = config.query_scale or config.head_dim**-0.5
-        return (query, segments, biases, scale, config.attention_softcap, sinks), block
-
-    def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
-        """Returns the scores of relative positions [B, T, H, S] per segment."""
-        *cached, block = segments
-        P = block.keys.shape[2]
-        positions = jnp.broadcast_to(context.positions, query_BTHC.shape[:2])
-        # One product for all segments. Its last columns are the nearest distances, those within the
-        # block. A second product with a part of the table makes the TPU's compiler copy all tables.
-        table = cached[0].distances if cached else self.distances(P)
-        scores = distance_scores(query_BTHC, table)
-        biases = []
-        for segment in segments:
-            is_block = segment is block
-            if self.config.recent or not (context.contiguous if is_block else segment.ordered):
-                distances = self._distances(context, positions, segment.positions)
-                biases.append(scores_of_distances(scores, distances))
-            elif is_block:
-                biases.append(scores_of_slots(scores[..., -P:], positions - positions[:, :1]))
-            else:
-                biases.append(scores_of_slots(scores, positions))
-        return biases
-
-    def _distances(self, context: Context, positions_BT: Array, key_positions_BS: Array) -> Array:
-        """Returns the distance [B, T, S] from each query back to each key."""
-        capped = context.capped_positions(self.config)[:, :, None]
-        key_positions = key_positions_BS[:, None]
-        is_sink = key_positions < self.config.sinks
-        return jnp.where(is_sink, capped, positions_BT[:, :, None]) - key_positions
-
-    def distances(self, slots: int) -> Array:
-        """Returns the projections [H, S, C] of the distances S-1, ..., 0 per head."""
-        positions = relative_positions(slots, self.config.d_model).astype(self.dtype)
-        heads = self.position(positions).reshape(slots, -1, self.config.head_dim)
-        return jnp.swapaxes(heads, 0, 1)
+# How the tokens of a layer read earlier ones, by `Config.mixer`. A mixer is called as `Attention`.
+MIXERS = {"attention": Attention}
 
 
 class FeedForward(nnx.Module):
@@ -232,13 +38,16 @@ class FeedForward(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Decoder block: pre-norm attention and pre-norm feed-forward, with residual connections."""
+    """Decoder block: pre-norm attention and pre-norm feed-forward, with residual connections.
+
+    `config` is the layer's own (`Config.layer`).
+    """
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
         norm = functools.partial(Norm, config, config.d_model, dtype=dtype)
         self.attention_norm, self.ffn_norm = norm(), norm()
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = MIXERS[config.mixer](config, dtype=dtype, rngs=rngs)
         self.ffn = (Experts if config.num_experts else FeedForward)(config, dtype=dtype, rngs=rngs)
         if config.post_norms:
             self.attention_post_norm, self.ffn_post_norm = norm(), norm()
@@ -249,18 +58,17 @@ class DecoderBlock(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
-        layer: int,
         skips: tuple[bool | Array, bool | Array] = (False, False),
     ):
         """Returns the output, and the block's keys and values including those of these tokens.
 
-        `layer` is the index of the layer. `skips` says whether attention and feed-forward are
+        `skips` says whether attention and feed-forward are
         skipped. True: the sub-layer does not run, and without attention the keys and values are
         `earlier`. [B] bool: the sub-layer runs, but does not change the stream of these rows.
         """
         block, (skips_attention, skips_ffn) = earlier or (None, None), skips
         if skips_attention is not True:
-            read = self.attention_norm(x_BTD), context, cached, earlier, layer
+            read = self.attention_norm(x_BTD), context, cached, earlier
             attended, block = self.attention(*read)
             if self.config.post_norms:
                 attended = self.attention_post_norm(attended)

@@ -18,8 +18,9 @@ from spsjax.models import layer_stack, pure
 from spsjax.models.attention import capped
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, context_of
-from spsjax.models.layers import DecoderBlock, Norm
+from spsjax.models.layers import DecoderBlock
 from spsjax.models.linear import INIT, head_logits
+from spsjax.models.norm import Norm
 from spsjax.models.products import row_product
 from spsjax.models.quantization import Quantized
 from spsjax.parallel import sharding
@@ -45,8 +46,8 @@ class Transformer(nnx.Module):
         if config.positions == "learned":
             self.position_embed = embed(config.max_positions, config.d_model)
         if has_layers:
-            layers = range(config.num_layers)
-            self.layers = nnx.List([DecoderBlock(config, dtype=dtype, rngs=rngs) for _ in layers])
+            own = map(config.layer, range(config.num_layers))
+            self.layers = nnx.List([DecoderBlock(layer, dtype=dtype, rngs=rngs) for layer in own])
         self.norm = Norm(config, config.d_model, dtype=dtype)
         if not config.tie_embeddings:
             self.head = nnx.Linear(
@@ -97,9 +98,11 @@ _WithoutLayers = functools.partial(Transformer, has_layers=False)
 
 def param_shapes(config: Config, dtype=jnp.float32) -> PyTree:
     """Returns the parameters' shapes as a nested dict of `jax.ShapeDtypeStruct`."""
-    # All layers have the shapes of one, whose initialisers are traced.
-    layer = pure.param_shapes(DecoderBlock, config, dtype)
-    layers = dict.fromkeys(range(config.num_layers), layer)
+    # Equal layers are traced once.
+    layers = {
+        layer: pure.param_shapes(DecoderBlock, config.layer(layer), dtype)
+        for layer in range(config.num_layers)
+    }
     return pure.param_shapes(_WithoutLayers, config, dtype) | {"layers": layers}
 
 
@@ -204,8 +207,8 @@ def attention_received(
     context, layers = context_of(tokens_BT.shape[1], cache), _layers(config, params)
     received = []
     inputs = zip(layers, taps, cache.segments(), strict=True)
-    for index, (layer, stream, cached) in enumerate(inputs):
-        weights = layer.attention.weights(layer.attention_norm(stream), context, cached, index)[0]
+    for layer, stream, cached in inputs:
+        weights = layer.attention.weights(layer.attention_norm(stream), context, cached)[0]
         weights = jnp.where(counted_BT[:, None, :, None, None], weights, 0)
         total = jnp.sum(weights, axis=(2, 3))
         # Key-value heads that a mesh cannot split were repeated for each group of query heads.
@@ -222,9 +225,10 @@ def _bind(config: Config, params: PyTree, dtype=None) -> Transformer:
 
 def _layers(config: Config, params: PyTree) -> list[DecoderBlock]:
     """Returns the decoder blocks."""
-    layers = params["layers"]
-    own = (layers[layer] for layer in range(config.num_layers))
-    return [pure.bind(DecoderBlock, config, weights, _dtype(params)) for weights in own]
+    return [
+        pure.bind(DecoderBlock, config.layer(layer), params["layers"][layer], _dtype(params))
+        for layer in range(config.num_layers)
+    ]
 
 
 def empty_cache(config: Config, params: PyTree, batch: int, slots: int) -> kv.KVCache:
@@ -247,8 +251,7 @@ def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv
     distances = (None,) * config.num_layers
     if config.positions == "relative":
         distances = distances_of(layers, slots)
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
-    sizes = config.num_layers, shape, dtype, distances
+    sizes = kv.shapes(config, batch, slots), dtype, distances
     return kv.empty_window(*sizes, config.sinks) if config.recent else kv.empty(*sizes)
 
 
@@ -259,8 +262,7 @@ def distances_of(layers, slots: int) -> tuple[Array, ...]:
 
 def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:
     """Returns an empty block with room for `nodes` tokens per row, which `apply` fills."""
-    shape = (batch, config.num_kv_heads, nodes, config.head_dim)
-    return kv.empty_block(config.num_layers, shape, _dtype(params))
+    return kv.empty_block(kv.shapes(config, batch, nodes), _dtype(params))
 
 
 def _dtype(params: PyTree):

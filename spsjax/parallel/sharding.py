@@ -85,14 +85,15 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 def check_divides(mesh: Mesh, config) -> None:
     """Raises InputError if the model axis of the mesh does not divide the model's sizes."""
     size = mesh.shape["model"]
-    # Whole experts are distributed over the mesh, so their width need not be divisible.
-    whole_experts = config.num_experts and config.num_experts % size == 0
-    for field in ("num_heads",) if whole_experts else ("num_heads", "d_ff"):
-        if getattr(config, field) % size:
-            raise InputError(
-                f"{field}: expected a multiple of the mesh's model axis, {size}, "
-                f"found {getattr(config, field)}"
-            )
+    for layer in map(config.layer, range(max(len(config.changes), 1))):
+        # Whole experts are distributed over the mesh, so their width need not be divisible.
+        whole_experts = layer.num_experts and layer.num_experts % size == 0
+        for field in ("num_heads",) if whole_experts else ("num_heads", "d_ff"):
+            if getattr(layer, field) % size:
+                raise InputError(
+                    f"{field}: expected a multiple of the mesh's model axis, {size}, "
+                    f"found {getattr(layer, field)}"
+                )
 
 
 def param_spec(path: tuple, mesh: Mesh, config) -> P:
@@ -102,6 +103,8 @@ def param_spec(path: tuple, mesh: Mesh, config) -> P:
     divides the number of experts, each device holds whole experts. Otherwise every expert's weights
     are split.
     """
+    if path[0] == "layers":
+        config = config.layer(path[1])
     (owner, leaf), size = ("", *path)[-2:], mesh.shape["model"]
     if owner in ("key", "value") and config.num_kv_heads % size:
         return P()

@@ -107,11 +107,12 @@ def _shown(choice: "Choice | None") -> str:
 def reads_of(config: Config, slots: int = 0) -> Reads:
     """Returns the reads of a pass of a model, with `slots` cached tokens per row; 0: all tokens.
 
-    Raises InputError for a mixture, and for layers with windows of their own.
+    Raises InputError for a mixture, and for layers that differ.
     """
-    if config.num_experts or any(config.windows):
+    if config.num_experts or any(config.windows) or config.changes:
         raise InputError(
-            "target, draft: expected models without experts and windows, found one with them"
+            "target, draft: expected models of equal layers without experts and windows, "
+            "found another one"
         )
     heads = config.num_layers * config.head_dim
     looked_up = 0 if config.tie_embeddings else config.d_model * config.vocab_rows

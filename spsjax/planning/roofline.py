@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from spsjax.models import caches as kv
 from spsjax.models import quantization, transformer
 from spsjax.parallel import sharding
 from spsjax.planning import mixtures
@@ -62,15 +63,18 @@ def cache_bytes(
     config: transformer.Config, mesh: Mesh, batch: int, slots: int, dtype, replicate: bool = False
 ) -> int:
     """Returns the bytes of a cache on one device, by the rules of `sharding`."""
-    model = 1 if replicate else mesh.shape["model"]
-    # Key-value heads that the mesh does not divide are replicated, and so are windows.
-    heads = config.num_kv_heads // (1 if config.num_kv_heads % model else model)
-    per_head = slots * config.head_dim * jnp.dtype(dtype).itemsize * config.num_layers
-    shards = mesh.shape.get("slots", 1)
+    model, bytes_each = 1 if replicate else mesh.shape["model"], jnp.dtype(dtype).itemsize
+    rows, shards = batch // mesh.shape["data"], mesh.shape.get("slots", 1)
     shards = 1 if config.recent or slots % shards else shards
-    total = 2 * (batch // mesh.shape["data"]) * heads * per_head // shards
+    total = 0
+    for shapes in kv.shapes(config, rows, slots):
+        for rows, heads, *sizes in shapes:
+            # Key-value heads that the mesh does not divide are replicated, and so are windows.
+            heads = heads // (1 if heads % model else model)
+            total += math.prod((rows, heads, *sizes)) * bytes_each // shards
     if config.positions == "relative":
         # The cache also holds the projected relative positions, which rows share.
+        per_head = slots * config.head_dim * bytes_each * config.num_layers
         total += config.num_heads // model * per_head
     return total
 

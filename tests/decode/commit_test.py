@@ -101,7 +101,7 @@ def committed(proposal, verdict, done, room):
         tokens=jnp.zeros((batch, slots), jnp.int32),
         lengths=lengths,
         done=done,
-        cache=kv.empty(1, (batch, 1, slots, 2), jnp.float32, (None,)).at(lengths - 1),
+        cache=kv.empty([((batch, 1, slots, 2),) * 2], jnp.float32).at(lengths - 1),
         drafter=(),
         history=(),
         rows=None,

@@ -18,8 +18,8 @@ from spsjax.types import Round
 
 SINKS, RECENT, LENGTH = 2, 5, 85
 apply = jax.jit(transformer.apply, static_argnums=0)
-empty_window = jax.jit(caches.empty_window, static_argnums=range(5))
-empty_block = jax.jit(caches.empty_block, static_argnums=range(3))
+empty_window = jax.jit(caches.empty_window, static_argnums=range(4))
+empty_block = jax.jit(caches.empty_block, static_argnums=range(2))
 filled = jax.jit(caches.WindowCache.filled)
 
 
@@ -126,10 +126,10 @@ def written(cache, block, path, lengths, hidden):
 
 
 def test_path_of_a_tree_is_written_and_the_rest_is_not():
-    cache = empty_window(1, (2, 1, 8, 2), jnp.float32, (None,), 2)
+    cache = empty_window((((2, 1, 8, 2),) * 2,), jnp.float32, (None,), 2)
     numbers = np.repeat(np.arange(10, dtype=np.float32).reshape(2, 1, 5, 1), 2, axis=-1)
     positions = np.asarray([[0, 1, 1, 2, 2], [9, 10, 10, 11, 11]])
-    block = empty_block(1, (2, 1, 5, 2), jnp.float32)
+    block = empty_block((((2, 1, 5, 2),) * 2,), jnp.float32)
     block = dataclasses.replace(block, keys=(numbers,), values=(-numbers,), positions=positions)
     path = np.asarray([[0, 2, 4], [0, 1, -1]])
     after = np.zeros((2, 5, 3), np.float32)
@@ -154,8 +154,8 @@ def test_chunks_of_prompts_set_a_window_back_by_few_tokens():
 
 def test_filled_window_holds_what_a_written_one_does():
     for length in (1, 3, 8, 9, 21):
-        cache = empty_window(1, (1, 1, 8, 2), jnp.float32, (None,), 2)
-        block = empty_block(1, (1, 1, length, 2), jnp.float32)
+        cache = empty_window((((1, 1, 8, 2),) * 2,), jnp.float32, (None,), 2)
+        block = empty_block((((1, 1, length, 2),) * 2,), jnp.float32)
         block = dataclasses.replace(block, positions=np.arange(length)[None])
         lengths, hidden = np.asarray([length]), np.zeros((1, length, 1), np.float32)
         positions = written(cache, block, None, lengths, hidden).slot_positions
@@ -198,11 +198,13 @@ def direct_choice(target, tokens, length, sinks, chosen, observed, pooled):
 def choice(drafter, params, tokens, length):
     """Returns the whole cache, and the window with the tokens that are chosen of it."""
     config, shape = drafter.target, (1, 2, 64, drafter.target.head_dim)
-    whole = caches.empty(1, shape, jnp.float32, (None,))
+    whole = caches.empty([(shape, shape)], jnp.float32)
     _, whole = fed(config, params, whole, tokens)
     whole = whole.at(length)
     shape = (1, 2, 32, config.head_dim)
-    window = caches.empty_window(1, shape, jnp.float32, (None,), drafter.sinks).filled(length)
+    window = caches.empty_window([(shape, shape)], jnp.float32, (None,), drafter.sinks).filled(
+        length
+    )
     window = caches.with_chosen_slots(window, drafter.chosen)
     now = Round(tokens, length + 1, None, None, whole)
     return whole, drafter.sync({"target": params}, window, now)

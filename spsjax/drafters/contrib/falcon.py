@@ -160,7 +160,7 @@ class Drafter(pairs.LayerDrafter):
         config, B, dtype = self.config, len(state.read), state.read.dtype
         k, F = self.tokens_per_step, sum(fed_levels)
         U = sum(fed_levels[::k])
-        nodes, shape = jnp.zeros((B, F), jnp.int32), (B, config.num_kv_heads, U * k)
+        nodes = jnp.zeros((B, F), jnp.int32)
         return _Draft(
             tokens=nodes,
             parents=nodes,
@@ -169,7 +169,7 @@ class Drafter(pairs.LayerDrafter):
             carries=jnp.zeros((B, U, *state.carry.shape[1:]), dtype),
             sees=jnp.zeros((B, U, U), bool),
             count=jnp.zeros((), jnp.int32),
-            block=kv.empty_block(1, (*shape, config.head_dim), dtype),
+            block=kv.empty_block(kv.shapes(config, B, U * k), dtype),
         )
 
     def _continued(

@@ -55,8 +55,8 @@ def unrolled(
         index = anchors
         read_BTkD, carries = (features.entries(array, anchors) for array in (read_BTkD, carries))
     drafts, slots = B * index.shape[-1], -(-steps // k) * k
-    shape = drafts, drafter.config.num_kv_heads, slots, drafter.config.head_dim
-    outputs, block = unit(read_BTkD, index, kv.empty_block(1, shape, read.dtype))
+    empty = kv.empty_block(kv.shapes(drafter.config, drafts, slots), read.dtype)
+    outputs, block = unit(read_BTkD, index, empty)
     yield outputs[:, :, 0]
     if later is not None:
         index, outputs, carries = later, outputs[:, later], carries[:, later]

@@ -24,7 +24,8 @@ from spsjax.models.caches import KVCache, Segment
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
 from spsjax.models.hf.fields import COUNT, NUMBER
-from spsjax.models.layers import DecoderBlock, Norm
+from spsjax.models.layers import DecoderBlock
+from spsjax.models.norm import Norm
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 from spsjax.utils.fields import derived, integer
@@ -52,7 +53,10 @@ class Spire(nnx.Module):
     def __init__(self, drafter: "Drafter", *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         config = drafter.config
         self.layers = nnx.List(
-            [DecoderBlock(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [
+                DecoderBlock(config.layer(index), dtype=dtype, rngs=rngs)
+                for index in range(config.num_layers)
+            ]
         )
         self.memory = Memory(config.num_layers, dtype)
         self.norm = Norm(config, config.d_model, dtype=dtype)
@@ -71,8 +75,8 @@ class Spire(nnx.Module):
         """
         streams = [x_BTD]
         inputs = zip(self.layers, cached, earlier, strict=True)
-        for index, (layer, segments, block) in enumerate(inputs):
-            x_BTD, _ = layer(x_BTD, context, segments, block, index)
+        for layer, segments, block in inputs:
+            x_BTD, _ = layer(x_BTD, context, segments, block)
             streams.append(x_BTD)
         return self.norm(x_BTD), self.remembered(self.memory(streams), context, earlier)
 
@@ -81,9 +85,9 @@ class Spire(nnx.Module):
     ) -> list[KeysValues]:
         """Returns the block's keys and values with those of memories, one per layer, appended."""
         rows, inputs = [], zip(self.layers, memories, earlier, strict=True)
-        for index, (layer, memory, block) in enumerate(inputs):
+        for layer, memory, block in inputs:
             normed = layer.attention_norm(memory)
-            rows.append(context.append(block, *layer.attention.keys_values(normed, context, index)))
+            rows.append(context.append(block, *layer.attention.keys_values(normed, context)))
         return rows
 
 

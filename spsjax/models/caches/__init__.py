@@ -1,7 +1,7 @@
 """Key-value caches of all tokens, of a window, and of selected tokens."""
 
 from spsjax.models.caches.chosen import ChosenCache, with_chosen_slots
-from spsjax.models.caches.dense import KVCache, Segment, empty, empty_block
+from spsjax.models.caches.dense import KVCache, Segment, empty, empty_block, shapes
 from spsjax.models.caches.rows import insert_row, take_rows
 from spsjax.models.caches.window import SLACK, WindowCache, empty_window
 
@@ -15,6 +15,7 @@ __all__ = [
     "empty_block",
     "empty_window",
     "insert_row",
+    "shapes",
     "take_rows",
     "with_chosen_slots",
 ]

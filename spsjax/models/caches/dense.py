@@ -8,6 +8,7 @@ are written in the same way.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -17,8 +18,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from spsjax import tree
+from spsjax.models.config import Config
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of the keys and of the values of a layer
 
 
 @pytree_dataclass
@@ -125,9 +129,17 @@ class KVCache:
         return self.write(output.block, None, self.lengths + tokens, output.hidden)
 
 
-def zeros(num_layers: int, shape: tuple[int, ...], dtype) -> tuple[Array, ...]:
-    """Returns one array of zeros per layer."""
-    return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+def shapes(config: Config, batch: int, slots: int) -> list[Shapes]:
+    """Returns the shapes [B, G, S, C] of the keys and of the values of each layer."""
+    layers = map(config.layer, range(config.num_layers))
+    sizes = [(batch, layer.num_kv_heads, slots, layer.head_dim) for layer in layers]
+    return list(zip(sizes, sizes))
+
+
+def zeros(layers: Sequence[Shapes], dtype) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Returns arrays of zeros for the keys and for the values of each layer."""
+    arrays = [[jnp.zeros(shape, dtype) for shape in side] for side in zip(*layers)]
+    return tuple(arrays[0]), tuple(arrays[1])
 
 
 def splits_slots(slots: int) -> bool:
@@ -187,17 +199,18 @@ def row_major(buffer: Array) -> Array:
     return lax.platform_dependent(buffer, tpu=constrained, default=lambda buffer: buffer)
 
 
-def empty(num_layers: int, shape: tuple[int, ...], dtype, distances: tuple) -> KVCache:
-    """Returns an empty cache; `shape` is [B, G, S, C]."""
-    keys, values = zeros(num_layers, shape, dtype), zeros(num_layers, shape, dtype)
-    if splits_slots(shape[2]):
+def empty(layers: Sequence[Shapes], dtype, distances: Sequence[Array | None] = ()) -> KVCache:
+    """Returns an empty cache of layers of these `shapes`; no `distances`: None per layer."""
+    (keys, values), ((batch, _, slots, _), _) = zeros(layers, dtype), layers[0]
+    if splits_slots(slots):
         split = functools.partial(sharding.whole_heads, split=True)
         keys, values = jax.tree.map(split, (keys, values))
-    return KVCache(keys, values, jnp.zeros(shape[0], jnp.int32), distances)
+    distances = tuple(distances) or (None,) * len(layers)
+    return KVCache(keys, values, jnp.zeros(batch, jnp.int32), distances)
 
 
-def empty_block(num_layers: int, shape: tuple[int, ...], dtype) -> Block:
-    """Returns an empty block with room for P nodes; `shape` is [B, G, P, C]."""
-    keys, values = zeros(num_layers, shape, dtype), zeros(num_layers, shape, dtype)
-    positions = jnp.full((shape[0], shape[2]), -1, jnp.int32)
+def empty_block(layers: Sequence[Shapes], dtype) -> Block:
+    """Returns an empty block of layers of these `shapes`, whose slots are its places."""
+    (keys, values), ((batch, _, nodes, _), _) = zeros(layers, dtype), layers[0]
+    positions = jnp.full((batch, nodes), -1, jnp.int32)
     return Block(keys, values, positions, jnp.zeros((), jnp.int32))

@@ -5,12 +5,13 @@ to them strongly, and a window without them gives poor predictions.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from spsjax import tree
-from spsjax.models.caches.dense import KVCache, row_major, zeros
+from spsjax.models.caches.dense import KVCache, Shapes, row_major, zeros
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, pytree_dataclass
 
@@ -87,11 +88,9 @@ class WindowCache(KVCache):
 SLACK = 32
 
 
-def empty_window(
-    num_layers: int, shape: tuple[int, ...], dtype, distances: tuple, sinks: int
-) -> WindowCache:
-    """Returns an empty cache; `shape` is [B, G, S, C], with the slots of the sinks."""
-    keys, values = zeros(num_layers, shape, dtype), zeros(num_layers, shape, dtype)
-    lengths = jnp.zeros(shape[0], jnp.int32)
-    slot_positions = jnp.full((shape[0], shape[2]), -1, jnp.int32)
+def empty_window(layers: Sequence[Shapes], dtype, distances: tuple, sinks: int) -> WindowCache:
+    """Returns an empty cache of layers of these `shapes`, which count the slots of the sinks."""
+    (keys, values), ((batch, _, slots, _), _) = zeros(layers, dtype), layers[0]
+    lengths = jnp.zeros(batch, jnp.int32)
+    slot_positions = jnp.full((batch, slots), -1, jnp.int32)
     return WindowCache(keys, values, lengths, distances, slot_positions, sinks)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -114,8 +115,8 @@ def check_model(
         fits = wanted == value or field.name in free
         divisor = ""
         if field.name == "num_layers":
-            # A repeated layer must have the same window as its trained copy.
-            period = len(model.windows) or 1
+            # A repeated layer must be like its trained copy.
+            period = math.lcm(len(model.windows) or 1, len(model.changes) or 1)
             fits = wanted == value or (wanted % value == 0 and value % period == 0)
             divisor = " or a divisor of it" + f" by {period}" * (period > 1)
         if not fits:
