@@ -15,12 +15,14 @@ speed() {
 }
 
 smollm2() {
+  mkdir -p "$RUNS"
+  cp "$SPEC_BENCH" "$RUNS/question.jsonl" # the page shows the command, and with it this path
   python scripts/compare.py --workdir="$1" --target=smollm2 \
     --drafters=suffix=suffix,n-gram=ngram \
-    --config.run_tasks="('spec_bench',)" --config.tasks.spec_bench.path="$SPEC_BENCH" \
+    --config.run_tasks="('spec_bench',)" --config.tasks.spec_bench.path="$RUNS/question.jsonl" \
     --config.run_settings="('greedy','nucleus')" --config.stop_at_eos=True \
-    --config.chains="(4,)" --config.auto=True --config.branching="()" --config.dynamic="()" \
-    --config.prompts=2
+    --config.chains="(4,)" --config.auto=False --config.branching="()" --config.dynamic="()" \
+    --config.prompts=2 --config.max_new_tokens=64
 }
 
 drafters() {
