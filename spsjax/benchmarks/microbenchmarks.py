@@ -1,6 +1,7 @@
 """Costs of a draft step and of a scoring pass, timed separately."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -181,12 +182,13 @@ def _patterned(state: PyTree, lengths_B: Array) -> PyTree:
     def fill(leaf):
         if not isinstance(leaf, KVCache):
             return leaf
-        S, C = leaf.keys[0].shape[2:]
-        pattern = jnp.cos(1 + jnp.arange(S * C, dtype=jnp.float32)).reshape(S, C)
-        keys, values = (
-            tuple(jnp.broadcast_to(pattern, old.shape).astype(old.dtype) for old in buffers)
-            for buffers in (leaf.keys, leaf.values)
-        )
+
+        def numbers(old):
+            pattern = jnp.cos(1 + jnp.arange(math.prod(old.shape[2:]), dtype=jnp.float32))
+            pattern = pattern.reshape(old.shape[2:])
+            return jnp.broadcast_to(pattern, old.shape).astype(old.dtype)
+
+        keys, values = jax.tree.map(numbers, (leaf.keys, leaf.values))
         leaf = dataclasses.replace(leaf, keys=keys, values=values)
         return leaf.filled(lengths_B) if isinstance(leaf, WindowCache) else leaf
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def attend(
     softcap: float = 0.0,
     sinks: Sinks | None = None,
 ) -> Array:
-    """Attends to several segments under one softmax: [B, T, H, C].
+    """Attends to several segments under one softmax: [B, T, H, V], with V the width of values.
 
     The softmax is in float32 or float64, and masked slots get a weight of exactly 0. A segment's
     bias is added to the products of queries and keys. Then these are scaled, and capped unless
@@ -112,7 +113,7 @@ def attend(
         values = [jnp.repeat(segment.values, repeats, axis=1) for segment in segments]
         mixed = sum(_weighted_sum(*pair) for pair in zip(weights, values))
     mixed = mixed.astype(segments[0].values.dtype).transpose(0, 2, 1, 3, 4)
-    return mixed.reshape(query_BTHC.shape)
+    return mixed.reshape(*query_BTHC.shape[:3], -1)
 
 
 def in_chunks(attend_chunk: Callable, *arrays: PyTree) -> Array:
@@ -241,13 +242,15 @@ def _attend_split(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> A
 
 
 def _repeats(query_BTHC: Array, segments: Sequence[Segment]) -> int:
-    """Returns how often keys and values are repeated to match the query heads.
+    """Returns how often keys and values are repeated, so that a mesh splits them.
 
-    Key-value heads that the mesh cannot split are replicated. Repeated to the number of query
-    heads, they can be split like these.
+    Key-value heads that the mesh cannot split are replicated. Repeated to a multiple of the model
+    axis, they can be split like the query heads, and each device reads its own once.
     """
-    G = segments[0].keys.shape[1]
-    return query_BTHC.shape[2] // G if G % sharding.model_axis() else 1
+    G, H, size = segments[0].keys.shape[1], query_BTHC.shape[2], sharding.model_axis()
+    repeats = math.lcm(G, size) // G
+    # A model of which every device has copies may have other numbers of heads.
+    return repeats if H % (G * repeats) == 0 else H // G
 
 
 def _score(query: Array, keys_BGSC: Array) -> Array:

@@ -6,13 +6,15 @@ import sys
 from typing import Any
 
 from spsjax.errors import InputError, short_repr
+from spsjax.models import config_checks
 
 _CHOICES = {
     "positions": ("rotary", "relative", "learned"),
     "ffn": ("swiglu", "geglu", "gelu"),
     "norm": ("rms", "layer"),
-    "biases": ("none", "qkv", "all"),
-    "mixer": ("attention",),
+    "biases": ("none", "qkv", "attention", "all"),
+    "mixer": ("attention", "latent"),
+    "router": ("softmax", "sigmoid"),
 }
 # Fields that all layers share, and the window, which `windows` gives.
 _OF_MODEL = (
@@ -88,8 +90,13 @@ class Config:
         post_norms: whether the outputs of attention and feed-forward are normalised before they are
             added to the residual stream.
         qk_norm: whether queries and keys of each head are normalised before they are rotated.
-        biases: linear layers with a bias: "none"; query, key and value ("qkv"); or "all".
+        biases: linear layers with a bias: "none"; query, key and value ("qkv"); those of the
+            attention ("attention"); or "all".
         rope_theta: base of the rotary frequencies.
+        rotary_dim: number of entries of each head that are rotated; 0: all. They are its first
+            ones, and in latent attention its last ones.
+        rope_interleaved: whether entry 2i is rotated against entry 2i + 1, and not against one half
+            a head later.
         rope_theta_local: base in layers with a window; 0: rope_theta.
         rope_scaling: scaling of rotary frequencies (`models.rope`); (): none. It does not apply to
             layers with a window if the model has `rope_theta_local`.
@@ -97,7 +104,11 @@ class Config:
             0: no window.
         changes: fields in which a layer differs from the model's config, as (name, value) pairs per
             layer, repeated over the layers; (): all layers are alike, but for `windows`.
-        mixer: how the tokens of a layer read earlier ones: "attention".
+        mixer: how the tokens of a layer read earlier ones: "attention", or "latent"
+            (`models.latent`), with one key-value head.
+        query_rank, latent_rank, value_dim: sizes of a layer with latent attention: width of the
+            queries' compressed input, 0: it is not compressed; width of the compressed keys; width
+            of a head's values.
         recent: attention window of every layer, the token itself included; 0: no window.
         sinks: number of first tokens that stay visible outside of `recent`. A token attends to them
             from position sinks + recent - 1 at most (Xiao et al. 2023, arXiv 2309.17453).
@@ -107,6 +118,12 @@ class Config:
         num_experts: number of experts per layer; 0: one feed-forward network without a router.
         experts_per_token: number of experts per token, those with the highest router probability.
         renormalize: whether the weights of a token's experts are normalised to sum to 1.
+        router: "softmax", or "sigmoid" of DeepSeek-V3: experts are chosen by a score with a bias,
+            and weighted by the score without it.
+        expert_groups, groups_per_token: number of groups of experts, and how many of them a token
+            chooses from, if the router is "sigmoid".
+        expert_scale: factor of the weights of a token's experts.
+        shared_d_ff: width of a feed-forward network of all tokens beside the experts; 0: none.
         norm_eps: constant under the root of a norm.
         tie_embeddings: whether the head is the embedding.
         bos_id, eos_ids: beginning-of-sequence id and end-of-sequence ids.
@@ -129,11 +146,16 @@ class Config:
     qk_norm: bool = False
     biases: str = "none"
     rope_theta: float = 10_000.0
+    rotary_dim: int = 0
+    rope_interleaved: bool = False
     rope_theta_local: float = 0.0
     rope_scaling: tuple = ()
     windows: tuple[int, ...] = ()
     changes: tuple[tuple[tuple[str, Any], ...], ...] = ()
     mixer: str = "attention"
+    query_rank: int = 0
+    latent_rank: int = 0
+    value_dim: int = 0
     recent: int = 0
     sinks: int = 0
     query_scale: float = 0.0
@@ -143,6 +165,11 @@ class Config:
     num_experts: int = 0
     experts_per_token: int = 0
     renormalize: bool = True
+    router: str = "softmax"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    expert_scale: float = 1.0
+    shared_d_ff: int = 0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     bos_id: int | None = None
@@ -196,7 +223,8 @@ class Config:
                 f"experts_per_token: expected 1 to num_experts={self.num_experts}, "
                 f"found {self.experts_per_token}"
             )
-
+        config_checks.check_groups(self)
+        config_checks.check_rotary(self)
         self._check_changes()
 
     def _check_changes(self) -> None:
@@ -229,9 +257,22 @@ class Config:
 
     @property
     def _layer_weights(self) -> int:
-        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
-        ffn = (2 if self.ffn == "gelu" else 3) * self.d_ff * max(self.num_experts, 1)
-        return self.d_model * (attention + ffn)
+        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads) * self.d_model
+        if self.mixer == "latent":
+            rank, width = self.query_rank or self.d_model, self.latent_rank
+            query = rank * self.num_heads * self.head_dim + self.query_rank * self.d_model
+            per_head = self.head_dim - self.rotary_dim + self.value_dim
+            keys = self.d_model * (width + self.rotary_dim) + width * self.num_heads * per_head
+            attention = query + keys + self.num_heads * self.value_dim * self.d_model
+        shared = self.shared_d_ff if self.num_experts else 0
+        ffn = (2 if self.ffn == "gelu" else 3) * (self.d_ff * max(self.num_experts, 1) + shared)
+        return attention + self.d_model * ffn
+
+    @property
+    def cache_widths(self) -> tuple[int, int]:
+        """Sizes of a token's key and value in the cache, per key-value head."""
+        latent = self.mixer == "latent"  # the key is also the value
+        return (self.latent_rank + self.rotary_dim, 0) if latent else (self.head_dim,) * 2
 
     def window(self, layer: int) -> int:
         """Returns the attention window of a layer; 0: none."""

@@ -1,5 +1,6 @@
 """Mixtures of experts: each token uses a few of many feed-forward networks."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from spsjax.models.config import Config
+from spsjax.models.feed_forward import FeedForward
 from spsjax.models.linear import ACTIVATIONS, INIT, make_linear
 from spsjax.models.products import product
 from spsjax.models.quantization import Quantized
@@ -33,23 +35,62 @@ class Experts(nnx.Module):
         E, D, F = config.num_experts, config.d_model, config.d_ff
         for name, shape in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D))):
             setattr(self, f"experts_{name}", nnx.Param(INIT(rngs.params(), shape, dtype)))
+        if config.router == "sigmoid":
+            # At least float32, because rounding can change the choice of experts.
+            wide = jnp.promote_types(dtype, jnp.float32)
+            self.choice_bias = nnx.Param(jnp.zeros(E, wide))
+        if config.shared_d_ff:
+            shared = dataclasses.replace(config, d_ff=config.shared_d_ff)
+            self.shared = FeedForward(shared, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD):
         config = self.config
-        # In float32, because rounding can change the choice of experts.
-        probs = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
-        # `argsort`, because the compiler does not split `top_k` by rows and would gather all rows.
-        ids = jnp.argsort(-probs, axis=-1)[..., : config.experts_per_token]
-        best = jnp.take_along_axis(probs, ids, axis=-1)
+        scores, ids = self._chosen(x_BTD)
+        best = jnp.take_along_axis(scores, ids, axis=-1)
         if config.renormalize:
-            best = best / jnp.sum(best, axis=-1, keepdims=True)
+            best = best / (jnp.sum(best, axis=-1, keepdims=True) + 1e-20)
         chosen = jax.nn.one_hot(ids, config.num_experts)
+        best = best * config.expert_scale
         weights_BTE = jnp.sum(chosen * best[..., None], axis=-2).astype(x_BTD.dtype)
         chosen_BTE = jnp.any(chosen, axis=-2)
         kernels = tuple(
             getattr(self, f"experts_{name}").get_value() for name in ("gate", "up", "down")
         )
-        return mixture(config, x_BTD, chosen_BTE, weights_BTE, kernels)
+        mixed = mixture(config, x_BTD, chosen_BTE, weights_BTE, kernels)
+        return mixed + self.shared(x_BTD) if config.shared_d_ff else mixed
+
+    def _chosen(self, x_BTD) -> tuple[Array, Array]:
+        """Returns the scores of all experts [B, T, E], and the experts of each token.
+
+        Both are computed in float32, because rounding can change the choice of experts.
+        """
+        config = self.config
+        if config.router == "softmax":
+            scores = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
+            preferred = scores
+        else:
+            # DeepSeek-V3 (arXiv 2412.19437, 2.1.2): the bias balances the load, and does not
+            # change the weights of the chosen experts.
+            bias = self.choice_bias[...]
+            x, kernel = (y.astype(bias.dtype) for y in (x_BTD, self.router.kernel[...]))
+            scores = jax.nn.sigmoid(product(x, kernel))
+            preferred = self._in_best_groups(scores + bias)
+        # `argsort`, because the compiler does not split `top_k` by rows and would gather all rows.
+        return scores, jnp.argsort(-preferred, axis=-1)[..., : config.experts_per_token]
+
+    def _in_best_groups(self, scores_BTE) -> Array:
+        """Returns the scores, with -inf outside of each token's best groups of experts.
+
+        A group is as good as the sum of its two best experts.
+        """
+        count, kept = self.config.expert_groups, self.config.groups_per_token
+        if kept == count:
+            return scores_BTE
+        by_group = scores_BTE.reshape(*scores_BTE.shape[:-1], count, -1)
+        worth = jnp.sum(jnp.sort(by_group, axis=-1)[..., -2:], axis=-1)
+        best = jnp.argsort(-worth, axis=-1)[..., :kept]
+        is_best = jnp.any(jax.nn.one_hot(best, count), axis=-2)
+        return jnp.where(is_best[..., None], by_group, -jnp.inf).reshape(scores_BTE.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

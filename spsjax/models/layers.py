@@ -1,9 +1,8 @@
-"""Decoder blocks and feed-forward networks."""
+"""Decoder blocks."""
 
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -11,30 +10,15 @@ from spsjax.models import caches as kv
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
 from spsjax.models.experts import Experts
-from spsjax.models.linear import ACTIVATIONS, make_linear, two_rows
+from spsjax.models.feed_forward import FeedForward
+from spsjax.models.latent import LatentAttention
+from spsjax.models.linear import two_rows
 from spsjax.models.norm import Norm
 from spsjax.models.self_attention import Attention
 from spsjax.types import Array
 
 # How the tokens of a layer read earlier ones, by `Config.mixer`. A mixer is called as `Attention`.
-MIXERS = {"attention": Attention}
-
-
-class FeedForward(nnx.Module):
-    """Feed-forward network: SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202), or plain GELU."""
-
-    def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
-        self.config = config
-        linear = functools.partial(make_linear, bias=config.biases == "all", dtype=dtype, rngs=rngs)
-        if config.ffn != "gelu":
-            self.gate = linear(config.d_model, config.d_ff)
-        self.up = linear(config.d_model, config.d_ff)
-        self.down = linear(config.d_ff, config.d_model)
-
-    def __call__(self, x_BTD):
-        if self.config.ffn == "gelu":
-            return self.down(jax.nn.gelu(self.up(x_BTD)))
-        return self.down(ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))
+MIXERS = {"attention": Attention, "latent": LatentAttention}
 
 
 class DecoderBlock(nnx.Module):

@@ -82,9 +82,16 @@ def _of_position(positions: Array, head_dim: int, theta: float, factor: float, o
     return jnp.exp(-np.arange(0, head_dim, 2, dtype=np.float32) / head_dim * base)
 
 
-def rotate(x_BTHC: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the first half of each head against its second half, in float32 or float64."""
-    wide = jnp.promote_types(x_BTHC.dtype, jnp.float32)
-    first, second = jnp.split(x_BTHC.astype(wide), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHC.dtype)
+def rotate(x_BTHC: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
+    """Rotates the first entries of each head, two per angle, in float32 or float64.
+
+    The first half of them is rotated against the second half. If `interleaved`, entries 2i are
+    rotated against entries 2i + 1, and the result has the former in its first half, which changes
+    no product of two rotated heads.
+    """
+    wide, size = jnp.promote_types(x_BTHC.dtype, jnp.float32), 2 * cos.shape[-1]
+    x, rest = x_BTHC[..., :size].astype(wide), x_BTHC[..., size:]
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    rotated = [half.astype(x_BTHC.dtype) for half in rotated]
+    return jnp.concatenate([*rotated, rest] if rest.size else rotated, axis=-1)

@@ -45,6 +45,24 @@ def _unfused(*products: Array) -> tuple[Array, ...]:
     return jax.lax.platform_dependent(*products, default=barrier, cuda=identity, rocm=identity)
 
 
+def attend_in_chunks(
+    config: Config, context: Context, query, segments, biases, scale, softcap, sinks
+) -> Array:
+    """Returns the result of `attend`; long texts without a cache run in chunks."""
+    no_cache = context.contiguous and len(segments) == 1 and biases == [None]
+    if not no_cache or query.shape[1] <= QUERY_CHUNK:
+        return attend(query, segments, biases, scale, softcap, sinks)
+    (block,) = segments
+
+    def attend_chunk(query, positions_BT, sinks):
+        visible = block.positions[:, None] <= positions_BT[:, :, None]
+        chunk = dataclasses.replace(context, positions=positions_BT, block_visible=visible)
+        windowed = chunk.segments(config, (), block.keys, block.values)
+        return attend(query, windowed, biases, scale, softcap, sinks)
+
+    return in_chunks(attend_chunk, query, context.positions, sinks)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention: H query heads read G key-value heads."""
 
@@ -61,7 +79,8 @@ class Attention(nnx.Module):
         self.query = linear(inputs, config.num_heads * size, bias)
         self.key = linear(inputs, config.num_kv_heads * size, bias)
         self.value = linear(inputs, config.num_kv_heads * size, bias)
-        self.out = linear(config.num_heads * size, config.d_model, config.biases == "all")
+        has_out_bias = config.biases in ("attention", "all")
+        self.out = linear(config.num_heads * size, config.d_model, has_out_bias)
         if config.qk_norm:
             self.query_norm, self.key_norm = (Norm(config, size, dtype=dtype) for _ in range(2))
         if config.positions == "relative":
@@ -81,7 +100,7 @@ class Attention(nnx.Module):
         `cached` is this layer's part of the cache, and `earlier` its part of the block so far.
         """
         arguments, block = self._attend_arguments(x_BTD, context, cached, earlier)
-        mixed = self._attend(context, *arguments)
+        mixed = attend_in_chunks(self.config, context, *arguments)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
 
     def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:
@@ -92,21 +111,6 @@ class Attention(nnx.Module):
         """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
         key, value = _unfused(self.key(x_BTD), self.value(x_BTD))
         return self._heads(key, value, context)
-
-    def _attend(self, context: Context, query, segments, biases, scale, softcap, sinks) -> Array:
-        """Returns the attention output [B, T, H, C]; long texts without a cache run in chunks."""
-        no_cache = context.contiguous and len(segments) == 1 and biases == [None]
-        if not no_cache or query.shape[1] <= QUERY_CHUNK:
-            return attend(query, segments, biases, scale, softcap, sinks)
-        (block,) = segments
-
-        def attend_chunk(query, positions_BT, sinks):
-            visible = block.positions[:, None] <= positions_BT[:, :, None]
-            chunk = dataclasses.replace(context, positions=positions_BT, block_visible=visible)
-            windowed = chunk.segments(self.config, (), block.keys, block.values)
-            return attend(query, windowed, biases, scale, softcap, sinks)
-
-        return in_chunks(attend_chunk, query, context.positions, sinks)
 
     def _heads(self, key, value, context: Context) -> KeysValues:
         """Returns keys and values per head [B, T, G, C], normalised and rotated."""
@@ -123,7 +127,9 @@ class Attention(nnx.Module):
         config = self.config
         local = config.window(0) and config.rope_theta_local
         theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
-        return rope.rotate(x_BTHC, *rope.angles(positions_BT, config.head_dim, theta, scaling))
+        size = config.rotary_dim or config.head_dim
+        angles = rope.angles(positions_BT, size, theta, scaling)
+        return rope.rotate(x_BTHC, *angles, config.rope_interleaved)
 
     def _attend_arguments(
         self,

@@ -27,11 +27,14 @@ _RULES = {
     "fc": P("model", None),  # a drafter's projection of features [nD_model, D]
     "head": P(None, "model"),  # [D, V_model]
     "query": P(None, "model"),  # [D, HC_model]
+    "query_up": P(None, "model"),
     "key": P(None, "model"),  # [D, GC_model]
     "value": P(None, "model"),
     "position": P(None, "model"),  # [D, HC_model]
     "content_bias": P("model", None),  # [H_model, C]
     "position_bias": P("model", None),
+    "key_up": P("model"),  # [H_model, C, R]
+    "value_up": P("model"),
     "out": P("model", None),  # [HC_model, D]
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
@@ -88,7 +91,8 @@ def check_divides(mesh: Mesh, config) -> None:
     for layer in map(config.layer, range(max(len(config.changes), 1))):
         # Whole experts are distributed over the mesh, so their width need not be divisible.
         whole_experts = layer.num_experts and layer.num_experts % size == 0
-        for field in ("num_heads",) if whole_experts else ("num_heads", "d_ff"):
+        beside = ("shared_d_ff",) if layer.num_experts else ()
+        for field in ("num_heads", *beside) if whole_experts else ("num_heads", "d_ff", *beside):
             if getattr(layer, field) % size:
                 raise InputError(
                     f"{field}: expected a multiple of the mesh's model axis, {size}, "

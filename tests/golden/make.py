@@ -31,6 +31,18 @@ ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+SPARSE = {
+    "num_hidden_layers": 3, "moe_intermediate_size": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "q_lora_rank": 12, **SPARSE,
+}  # fmt: skip
 DTYPES = {"gpt2": "float32", "llama2": "float16"}  # on disk; of the others: bfloat16
 # By folder: class of the config, and changed fields.
 FAMILIES = {
@@ -53,6 +65,13 @@ FAMILIES = {
             "norm_topk_prob": False,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LATENT
+        | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    ),
+    "glm4_moe": ("Glm4Moe", {"head_dim": 8, "use_qk_norm": True, "attention_bias": True, **SPARSE}),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | {"q_lora_rank": None, "norm_topk_prob": False}),
 }  # fmt: skip
 
 
@@ -67,8 +86,9 @@ def model(name: str) -> transformers.PreTrainedModel:
     fields = {**(TOKENS if kind == "GPT2" else SHAPE), **changes}
     config = getattr(transformers, f"{kind}Config")(**fields)
     made = transformers.AutoModelForCausalLM.from_config(config)
+    biases = [array for name, array in made.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in [*made.parameters(), *biases]:
             if parameter.ndim == 1:  # norms and biases are initialized to constants
                 parameter.add_(0.3 * torch.randn_like(parameter))
             parameter.copy_(parameter.to(dtype_of(name)))

@@ -15,8 +15,12 @@ FAMILIES = {
     "rotary": {},
     "relative": {"positions": "relative", "ffn": "gelu"},
     "learned": {"positions": "learned", "norm": "layer", "ffn": "gelu", "biases": "all"},
+    "latent": {
+        "mixer": "latent", "num_kv_heads": 1, "head_dim": 6, "rotary_dim": 4, "latent_rank": 6,
+        "value_dim": 4,
+    },
     "gemma": {"post_norms": True, "qk_norm": True, "windows": (9, 0), "rope_theta_local": 1e3},
-}
+}  # fmt: skip
 # Prompts of other lengths, one of which repeats itself.
 PROMPTS = [list(range(1, 30)), [7, 7], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]]
 

@@ -146,7 +146,9 @@ def test_save_removes_generation_config_of_another_model(tmp_path):
     assert config_json.read(tmp_path).eos_ids == config.eos_ids == (2,)
 
 
-@pytest.mark.parametrize("name", ["llama2", "gpt2", "mixtral", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama2", "gpt2", "mixtral", "gemma2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"]
+)
 def test_number_of_weights_is_that_of_the_matrices(name, tmp_path):
     config = golden_config(name, tmp_path)
     shapes = jax.tree_util.tree_leaves_with_path(transformer.param_shapes(config))

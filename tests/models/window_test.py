@@ -45,7 +45,7 @@ def fed(config, params, cache, tokens):
 
 
 IN_GATE = ("relative", SINKS), ("gemma", SINKS)
-IN_FULL = ("rotary", SINKS), ("learned", SINKS), ("relative", 0), ("gemma", 0)
+IN_FULL = ("latent", SINKS), ("rotary", SINKS), ("learned", SINKS), ("relative", 0), ("gemma", 0)
 
 
 @pytest.mark.parametrize(

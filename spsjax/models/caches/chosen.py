@@ -76,14 +76,15 @@ def with_chosen_slots(window: WindowCache, count: int) -> ChosenCache:
     """Returns a window cache with `count` more slots per head for selected tokens."""
     fields = {field.name: getattr(window, field.name) for field in dataclasses.fields(window)}
 
-    def zeros(keys):
-        return jnp.zeros((*keys.shape[:-2], count, keys.shape[-1]), keys.dtype)
+    def zeros(buffer):
+        return jnp.zeros((*buffer.shape[:-2], count, buffer.shape[-1]), buffer.dtype)
 
-    empty, B = jax.tree.map(zeros, window.keys), len(window.lengths)
+    keys, values = jax.tree.map(zeros, (window.keys, window.values))
+    B = len(window.lengths)
     return ChosenCache(
         **fields,
-        chosen_keys=empty,
-        chosen_values=empty,
+        chosen_keys=keys,
+        chosen_values=values,
         chosen=jnp.zeros((B, count), bool),
         complete=jnp.zeros(B, bool),
     )

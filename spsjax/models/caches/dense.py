@@ -132,8 +132,8 @@ class KVCache:
 def shapes(config: Config, batch: int, slots: int) -> list[Shapes]:
     """Returns the shapes [B, G, S, C] of the keys and of the values of each layer."""
     layers = map(config.layer, range(config.num_layers))
-    sizes = [(batch, layer.num_kv_heads, slots, layer.head_dim) for layer in layers]
-    return list(zip(sizes, sizes))
+    rows = [((batch, layer.num_kv_heads, slots), layer.cache_widths) for layer in layers]
+    return [((*shape, keys), (*shape, values)) for shape, (keys, values) in rows]
 
 
 def zeros(layers: Sequence[Shapes], dtype) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

@@ -9,7 +9,8 @@ from typing import Any
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf import rope_json
-from spsjax.models.hf.families import FAMILIES, FEATURES, Family
+from spsjax.models.hf.families import FAMILIES, FEATURES
+from spsjax.models.hf.family import Family
 from spsjax.models.hf.fields import (
     COUNT,
     FLAG,
@@ -27,7 +28,13 @@ from spsjax.utils import atomic_files
 
 _KINDS = {"norm_eps": POSITIVE, "renormalize": FLAG}
 # Keys whose null means "off": no window, no cap. A null of other keys means the default.
-_NULL = "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"
+_NULL = (
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "q_lora_rank",
+    "n_shared_experts",
+)
 _SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
@@ -37,7 +44,10 @@ _BOS_AND_EOS = "bos_token_id", "eos_token_id"
 _EXPERTS = "num_experts", "num_local_experts"
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 # Flags that identify a family. Other flags, such as sliding windows, vary within a family.
-_IDENTIFYING = "positions", "ffn", "norm", "norm_offset", "post_norms", "qk_norm", "biases"
+_IDENTIFYING = (
+    *("positions", "ffn", "norm", "norm_offset", "post_norms", "qk_norm", "biases"),
+    *("mixer", "router"),
+)
 
 
 def read(folder: pathlib.Path) -> Config:
@@ -66,7 +76,8 @@ def parse(path: pathlib.Path, raw: dict, parent: str = "") -> Config:
     family = FAMILIES[name]
     _check_plain(fields, family)
     values = _sizes(fields, family)
-    values |= rope_json.read(fields, values["max_positions"], values["head_dim"])
+    rotary = values["max_positions"], values["head_dim"], family.defaults.get(rope_json.PARTIAL)
+    values |= rope_json.read(fields, *rotary)
     values["windows"] = _windows(fields, values["num_layers"], family.full_attention_every)
     for field, key in _SOFTCAPS.items():
         values[field] = float(fields.get(key, POSITIVE, 0.0))
@@ -75,6 +86,7 @@ def parse(path: pathlib.Path, raw: dict, parent: str = "") -> Config:
     values["query_scale"] = 0.0 if scalar == values["head_dim"] else float(scalar) ** -0.5
     values["tie_embeddings"] = fields.get("tie_word_embeddings", FLAG, False)
     values |= _tokens(fields, values["vocab_size"])
+    values |= family.read(fields, values)
     eos = fields.raw.get("eos_token_id")
     if not values["eos_ids"] and eos not in (None, [], family.defaults.get("eos_token_id")):
         raise fields.error(
@@ -124,7 +136,8 @@ def _check_plain(fields: Fields, family: Family) -> None:
     if activation not in names:
         raise fields.error(family.activation_key, " or ".join(map(json.dumps, names)), activation)
     for key in ("attention_bias", "mlp_bias", "add_cross_attention", "use_bidirectional_attention"):
-        fields.only(key, FLAG, False)
+        if key not in family.defaults:
+            fields.only(key, FLAG, False)
     fields.only("scale_attn_by_inverse_layer_idx", FLAG, False)
     fields.only("scale_attn_weights", FLAG, True)
     fields.only("decoder_sparse_step", NUMBER, 1)
@@ -199,10 +212,16 @@ def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
 
 def family_of(config: Config) -> str:
     """Returns the `model_type` of a model; raises InputError if no family has its flags."""
+    return _families_of(config)[0]
+
+
+def _families_of(config: Config) -> list[str]:
+    """Returns the families with a model's flags; raises InputError if there is none."""
 
     def matches(name: str) -> bool:
         family = FAMILIES[name]
-        expected = {flag: family.flags.get(flag, getattr(_PLAIN, flag)) for flag in _IDENTIFYING}
+        flags = set(_IDENTIFYING).difference(family.varying)
+        expected = {flag: family.flags.get(flag, getattr(_PLAIN, flag)) for flag in flags}
         experts = "num_experts" in family.keys
         same = all(getattr(config, flag) == value for flag, value in expected.items())
         return same and bool(config.num_experts) == experts
@@ -212,8 +231,8 @@ def family_of(config: Config) -> str:
         raise InputError(
             f"model: expected the flags of one of {', '.join(FAMILIES)}, found other flags"
         )
-    # Only llama and mistral have the same flags, and only mistral has windows.
-    return names[-1] if config.windows else names[0]
+    # Llama and mistral have the same flags, and only mistral has windows.
+    return names[::-1] if config.windows else names
 
 
 # Config with the default of every flag. The sizes do not matter.
@@ -230,7 +249,19 @@ def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
 
 def to_json(config: Config, dtype: str) -> dict[str, object]:
     """Returns the content of `config.json`; raises InputError if it cannot express the config."""
-    name = family_of(config)
+    # A config.json has no key for padding: the tokenizer says which rows have tokens.
+    expected = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
+    names = _families_of(config)
+    for raw in (_keys(name, config, dtype) for name in names):
+        if parse(pathlib.Path("config.json"), raw) == expected:
+            return raw
+    raise InputError(
+        f"model: expected a shape that {' or '.join(names)} can have, found {short_repr(config)}"
+    )
+
+
+def _keys(name: str, config: Config, dtype: str) -> dict[str, object]:
+    """Returns the content of `config.json` of a family, whether or not it expresses the config."""
     family = FAMILIES[name]
     raw = {
         "architectures": [family.architecture],
@@ -245,13 +276,7 @@ def to_json(config: Config, dtype: str) -> dict[str, object]:
         **rope_json.keys(config),
         **_feature_keys(config, family),
     }
-    # A config.json has no key for padding: the tokenizer says which rows have tokens.
-    expected = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
-    if parse(pathlib.Path("config.json"), raw) != expected:
-        raise InputError(
-            f"model: expected a shape that {name} can have, found {short_repr(config)}"
-        )
-    return raw
+    return family.write(config, raw)
 
 
 def _feature_keys(config: Config, family: Family) -> dict[str, object]:

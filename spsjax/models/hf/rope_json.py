@@ -13,21 +13,26 @@ from spsjax.models.hf.fields import COUNT, FLAG, OBJECT, POSITIVE, TEXT, Fields
 
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
+PARTIAL = "partial_rotary_factor"
 _FACTORS = (
     "a list of positive numbers",
     lambda x: type(x) is list and bool(x) and all(map(POSITIVE[1], x)),
 )
-_SCALE = "a number >= 0", lambda x: type(x) in (int, float) and 0 <= x < 1e30  # 0: off
+SCALE = "a number >= 0", lambda x: type(x) in (int, float) and 0 <= x < 1e30  # 0: off
 _ALIASES = {"su": "longrope"}
 
 
-def read(fields: Fields, context: int, head_dim: int) -> dict[str, object]:
+def read(
+    fields: Fields, context: int, head_dim: int, partial: float | None = None
+) -> dict[str, object]:
     """Returns the fields of `Config` for rotary positions, and the longest context with them.
 
     Args:
         fields: fields of the config, or of its section for the language model.
         context: value of `max_position_embeddings`.
         head_dim: width of a head.
+        partial: default of `partial_rotary_factor`, the rotated share of each head; None: the
+            family rotates whole heads.
 
     Raises:
         InputError: a scaling that is not supported, or that lacks a key.
@@ -48,7 +53,7 @@ def read(fields: Fields, context: int, head_dim: int) -> dict[str, object]:
     else:
         parameters = scaling or parameters
     rope = Fields(fields.path, parameters, "rope_scaling" if scaling else "rope_parameters")
-    rope.only("partial_rotary_factor", POSITIVE, 1)
+    rotary_dim = _rotary_dim(fields, rope, head_dim, partial)
     theta = rope.get("rope_theta", POSITIVE, theta)
     kind = rope.get("rope_type", TEXT, rope.get("type", TEXT, "default"))
     kind = _ALIASES.get(kind, kind)
@@ -56,13 +61,26 @@ def read(fields: Fields, context: int, head_dim: int) -> dict[str, object]:
         known = ", ".join(f'"{name}"' for name in _KINDS)
         raise rope.error("rope_type", f"one of {known}", kind)
     original = fields.get(_ORIGINAL, COUNT, None) or rope.get(_ORIGINAL, COUNT, None)
-    values, context = _KINDS[kind](rope, original, context, head_dim)
+    values, context = _KINDS[kind](rope, original, context, rotary_dim or head_dim)
     return {
+        "rotary_dim": rotary_dim,
         "rope_theta": float(theta),
         "rope_theta_local": float(local),
         "rope_scaling": values,
         "max_positions": context,
     }
+
+
+def _rotary_dim(fields: Fields, rope: Fields, head_dim: int, partial: float | None) -> int:
+    """Returns `Config.rotary_dim`; 0: whole heads are rotated."""
+    if partial is None:
+        rope.only(PARTIAL, POSITIVE, 1)
+        return 0
+    share = rope.get(PARTIAL, POSITIVE, fields.get(PARTIAL, POSITIVE, partial))
+    size = int(head_dim * share)
+    if size < 2 or size % 2 or size > head_dim:
+        raise fields.error(PARTIAL, f"an even part of head_dim={head_dim}", share)
+    return size if size < head_dim else 0
 
 
 def _default(rope, original, context, head_dim):
@@ -88,17 +106,18 @@ def _yarn(rope, original, context, head_dim):
     fast, slow = rope.get("beta_fast", POSITIVE, 32), rope.get("beta_slow", POSITIVE, 1)
     if slow >= fast:
         raise rope.error("beta_slow", f"less than beta_fast={fast}", slow)
-    scales = rope.get("mscale", _SCALE, 0), rope.get("mscale_all_dim", _SCALE, 0)
-    attention = _yarn_attention(factor, 1)
+    scales = rope.get("mscale", SCALE, 0), rope.get("mscale_all_dim", SCALE, 0)
+    attention = yarn_attention(factor, 1)
     if all(scales):
-        attention = _yarn_attention(factor, scales[0]) / _yarn_attention(factor, scales[1])
+        attention = yarn_attention(factor, scales[0]) / yarn_attention(factor, scales[1])
     attention = float(rope.get("attention_factor", POSITIVE, attention))
     numbers = factor, float(fast), float(slow), float(original), attention
     values = ("yarn", *numbers, rope.get("truncate", FLAG, True))
     return values, max(context, math.floor(factor * original))
 
 
-def _yarn_attention(factor: float, scale: float) -> float:
+def yarn_attention(factor: float, scale: float) -> float:
+    """Returns YaRN's factor of attention, by the factor of the context (arXiv 2309.00071, 3.4)."""
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
@@ -160,4 +179,6 @@ def keys(config: Config) -> dict[str, Any]:
         raw |= {"rope_scaling": scaling} | ({"max_position_embeddings": whole} if whole else {})
     if config.rope_theta_local:
         raw["rope_local_base_freq"] = config.rope_theta_local
+    if config.rotary_dim:
+        raw[PARTIAL] = config.rotary_dim / config.head_dim
     return raw

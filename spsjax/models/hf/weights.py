@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
-from spsjax.models.hf import config_json, families
+from spsjax.models.hf import config_json, families, head_rows
 from spsjax.models.hf.fields import OBJECT, Fields, read_json
 from spsjax.parallel import sharding
 from spsjax.types import PyTree
@@ -109,12 +109,22 @@ class _FolderTensors:
 
     def check(self, names: Iterable[str]) -> None:
         """Raises InputError unless these are the names of the model's tensors."""
-        _check_names(self.folder, self.stored_names, names, self.family)
+        names = set(names)
+        held = [name for name in self.stored_names if name in names or not self._is_empty(name)]
+        _check_names(self.folder, self.config, held, names, self.family)
         if self.config.tie_embeddings and "lm_head.weight" in self.stored_names:
             shape = (self.config.vocab_rows, self.config.d_model)
             embedding = f"{self.family.other_names['embed']}.weight"
             head, embedding = self.get("lm_head.weight", shape), self.get(embedding, shape)
             _check_tied_head(self.folder, head, embedding)
+
+    def _is_empty(self, name: str) -> bool:
+        """Returns whether a tensor has no numbers, as those of shared experts that are none."""
+        stored = self.stored_names[name]
+        shard = self.shards[stored]
+        return (
+            stored in self.contents[shard] and 0 in self.files[shard].get_slice(stored).get_shape()
+        )
 
     def get(self, name: str, shape: tuple[int, ...]):
         """Returns an unread tensor; raises InputError if shape or type is wrong."""
@@ -166,7 +176,9 @@ def _check_count(folder: pathlib.Path, config: transformer.Config, count: int) -
     It runs before other checks: for a wrong config.json with a million layers, the shapes alone
     would take minutes to compute.
     """
-    if config.num_layers * max(config.num_experts, 1) > count:
+    period = len(config.changes) or 1
+    experts = sum(max(config.layer(layer).num_experts, 1) for layer in range(period))
+    if config.num_layers * experts // period > count:
         experts = f" of {config.num_experts} experts" if config.num_experts else ""
         raise InputError(
             f"{folder}: expected tensors of {config.num_layers} layers{experts} (config.json), "
@@ -175,15 +187,21 @@ def _check_count(folder: pathlib.Path, config: transformer.Config, count: int) -
 
 
 def _check_names(
-    folder: pathlib.Path, names: Iterable[str], expected: Iterable[str], family: families.Family
+    folder: pathlib.Path,
+    config: transformer.Config,
+    names: Iterable[str],
+    expected: Iterable[str],
+    family: families.Family,
 ) -> None:
     """Raises InputError if a tensor is missing, or if a tensor would silently be ignored."""
     names, expected = set(names), set(expected)
     for name in sorted(expected - names):
         raise InputError(f"{folder}: expected a tensor {name}, found none")
+    further = family.further_layers(config.num_layers, names)
     for name in sorted(names - expected):
         # Some files have a head that is tied to the embedding.
-        if name != "lm_head.weight" and not re.fullmatch(family.ignored, name):
+        is_ignored = re.fullmatch(family.ignored, name) or name.startswith(further)
+        if name != "lm_head.weight" and not is_ignored:
             raise InputError(f"{folder}: expected no tensor {name} (config.json), found one")
 
 
@@ -251,7 +269,7 @@ def read_tensors(
 
     def read(path, leaf):
         path = tuple(entry.key for entry in path)
-        leaf = _read(tensors, locations[path], leaf.shape, dtype, sharding_of(path))
+        leaf = _read(tensors, locations[path], leaf.shape, leaf.dtype, sharding_of(path))
         return leaf if convert is None else convert(path, leaf)
 
     return jax.tree_util.tree_map_with_path(read, shapes)
@@ -265,6 +283,9 @@ def _read(
     target: jax.sharding.Sharding,
 ) -> jax.Array:
     """Reads one parameter, for each device only its slice."""
+    if location.rows is not None:
+        stored = tensors.get(location.names[0], location.rows.stored_shape(shape))
+        return location.rows.read(stored, shape, dtype, target)
     *rows, width = shape[1:] if location.stacked else shape
     stored_shape = (*rows, width * location.num_parts)
     stored_shape = stored_shape[::-1] if location.transposed else stored_shape
@@ -294,17 +315,23 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
     folder = pathlib.Path(folder)
     family = config_json.family_of(config)
     folder.mkdir(parents=True, exist_ok=True)
+    shapes = transformer.param_shapes(config, dtype)
+    types = {path: leaf.dtype for path, leaf in _leaves(shapes)}
     packed_of: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and index among the packed
+    per_head: dict[str, list] = {}  # by tensor name
     for path, leaf in _leaves(params):
         location = families.locate(family, config, path)
-        array = np.asarray(jnp.asarray(leaf).astype(dtype))
+        array = np.asarray(jnp.asarray(leaf).astype(types[path]))
+        if location.rows is not None:
+            per_head.setdefault(location.names[0], []).append((location.rows, array))
+            continue
         for name, tensor in zip(location.names, array if location.stacked else [array]):
             tensor = tensor.T if location.transposed else tensor
             packed_of.setdefault(name, {})[location.part] = tensor
     tensors = {
         name: np.ascontiguousarray(np.concatenate([packed[i] for i in sorted(packed)], axis=-1))
         for name, packed in packed_of.items()
-    }
+    } | {name: head_rows.joined(parts) for name, parts in per_head.items()}
     # The config is written first, because `config_json.write` may refuse it.
     config_json.write(folder, config, jnp.dtype(dtype).name)
     with atomic_files.atomic_write(folder / SINGLE) as partial:

@@ -1,0 +1,35 @@
+"""Checks of the fields of `models.config.Config` that depend on each other."""
+
+from typing import Any
+
+from spsjax.errors import InputError
+
+
+def check_groups(config: Any) -> None:
+    """Raises InputError unless a token's groups of experts have enough experts."""
+    count, kept = config.expert_groups, config.groups_per_token
+    if config.num_experts and (count < 1 or config.num_experts % count):
+        raise InputError(
+            f"expert_groups: expected a divisor of num_experts={config.num_experts}, found {count}"
+        )
+    inside = config.num_experts // count * kept if 1 <= kept <= count else 0
+    if config.num_experts and inside < config.experts_per_token:
+        raise InputError(
+            f"groups_per_token: expected 1 to expert_groups={count}, with at least "
+            f"experts_per_token={config.experts_per_token} experts, found {kept}"
+        )
+
+
+def check_rotary(config: Any) -> None:
+    """Raises InputError unless the sizes of rotary positions and of latent attention fit."""
+    latent = config.mixer == "latent"
+    if config.rotary_dim not in range(2 * latent, config.head_dim + 1 - latent, 2):
+        raise InputError(
+            f"rotary_dim: expected an even number within head_dim={config.head_dim}, "
+            f"found {config.rotary_dim}"
+        )
+    if latent and (config.latent_rank < 1 or config.value_dim < 1 or config.num_kv_heads != 1):
+        raise InputError(
+            "latent_rank, value_dim, num_kv_heads: expected positive sizes and one head, found "
+            f"{config.latent_rank}, {config.value_dim} and {config.num_kv_heads}"
+        )
