@@ -224,7 +224,7 @@ def _rank_rates(drafter, width, target_params, head_params, tokens_BT, rows):
     by_step, features = [], drafter.features(params, output)
     steps = drafter.unrolled(params, following, features, drafter.num_speculative_tokens)
     for step, outputs in enumerate(steps):
-        best = jax.lax.top_k(drafter.logits(params, outputs, step), width)[1]
+        best = drafter.choices(params, outputs, step).best(width)[1]
         # The draft token after index t and `step` tokens has index t + 1 + step.
         at = jnp.roll(best, 1 + step, axis=1)
         by_step.append(jnp.take_along_axis(probs_BTV, at, axis=2)[0])

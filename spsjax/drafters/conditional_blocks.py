@@ -4,12 +4,12 @@ import abc
 import dataclasses
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import base, blocks, features, sample, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.sample import Level
 from spsjax.parallel import sharding
 from spsjax.types import Array, Proposal, PyTree, Round
@@ -34,19 +34,20 @@ class ConditionalDrafter(blocks.BlockDrafter):
     def before(self, params: PyTree, tokens_BT: Array) -> Array:
         """Returns the embeddings [B, T, R] of tokens before a slot."""
 
-    def choices(self, logits_BTR: Array) -> PyTree:
-        """Returns what `corrected` reads of slots' own logits, as arrays [B, T, ...]."""
-        return logits_BTR
+    def own(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Choices:
+        """Returns the slots' own choices, which `corrected` corrects."""
+        logits = sharding.gather_vocab(super().draft_logits(params, outputs_BTD, depth))
+        return Choices(logits, self.draft_ids(params), self.target.vocab_size)
 
     @abc.abstractmethod
     def corrected(
-        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTW: Array
-    ) -> Array:
-        """Returns the logits of slots, over the draft's vocabulary, after the tokens before them.
+        self, params: PyTree, own: Choices, outputs_BTD: Array, before_BTW: Array
+    ) -> Choices:
+        """Returns the choices of slots after the tokens before them.
 
         Args:
             params: parameters of target and drafter.
-            choices: result of `choices` for the slots.
+            own: result of `own` for the slots.
             outputs_BTD: outputs of the slots.
             before_BTW: embeddings of the tokens before (`before`), and behind each the memory of
                 the slots before, W = R + M.
@@ -73,25 +74,21 @@ class ConditionalDrafter(blocks.BlockDrafter):
 
     def drafted(self, params: PyTree, outputs_BKD: Array, now: Round) -> Proposal:
         """Returns tokens that are drawn one by one from the corrected logits of their slots."""
-        own = self.choices(sharding.gather_vocab(super().draft_logits(params, outputs_BKD)))
+        own = self.own(params, outputs_BKD)
         (B, _, _), dtype = outputs_BKD.shape, outputs_BKD.dtype
 
-        def feed(memories_BFM: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
-            """Corrects the logits of the slot of a level (`sample.Feed`)."""
-
-            def at_level(array: Array) -> Array:
-                row = lax.dynamic_slice_in_dim(array, level.depth, 1, axis=1)
-                return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1]))
-
-            choices, outputs = jax.tree.map(at_level, (own, outputs_BKD))
+        def feed(memories_BFM: PyTree, level: Level) -> tuple[Choices, Array | None, PyTree]:
+            """Corrects the choices of the slot of a level (`sample.Feed`)."""
+            choices = own.at(level.depth).broadcast(level.tokens.shape[1])
+            outputs = lax.dynamic_slice_in_dim(outputs_BKD, level.depth, 1, axis=1)
+            outputs = jnp.broadcast_to(outputs, (*level.tokens.shape, outputs.shape[2]))
             memory = jnp.zeros((B, 1, self.memory_size), dtype)
             if not level.is_root:
                 memory = tree.along(level.parents, memories_BFM)
             before = self._read(params, level.tokens, memory)
             new = self.remember(params, outputs, before).astype(dtype)
             memories = lax.dynamic_update_slice_in_dim(memories_BFM, new, level.start, axis=1)
-            logits = self.over_target(params, self.corrected(params, choices, outputs, before))
-            return logits, outputs, memories
+            return self.corrected(params, choices, outputs, before), outputs, memories
 
         fed = shapes.num_fed(self.tree, self.num_speculative_tokens)
         memories = jnp.zeros((B, fed, self.memory_size), dtype)
@@ -102,20 +99,20 @@ class ConditionalDrafter(blocks.BlockDrafter):
         before = self.before(params, jnp.maximum(tokens_BT, 0))
         return jnp.concatenate([before.astype(memory_BTM.dtype), memory_BTM], axis=-1)
 
-    def unpacked(
-        self, params: PyTree, outputs_BTD: Array, depth: int | Array
-    ) -> tuple[Array, Array, Array]:
-        """Returns the parts of what `unrolled` yields, and the slots' own logits [B, T, R].
+    def unpacked(self, outputs_BTD: Array) -> tuple[Array, Array]:
+        """Returns the parts of what `unrolled` yields.
 
-        The parts are the outputs of the slots, and what `corrected` reads beside them [B, T, W].
+        They are the outputs of the slots, and what `corrected` reads beside them [B, T, W].
         """
         outputs, before = jnp.split(outputs_BTD, (self.config.d_model,), axis=-1)
-        own = sharding.gather_vocab(super().draft_logits(params, outputs, depth))
-        return outputs, before, own
+        return outputs, before
+
+    def choices(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Choices:
+        outputs, before = self.unpacked(outputs_BTD)
+        return self.corrected(params, self.own(params, outputs, depth), outputs, before)
 
     def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
-        outputs, before, own = self.unpacked(params, outputs_BTD, depth)
-        return self.corrected(params, self.choices(own), outputs, before)
+        return self.choices(params, outputs_BTD, depth).logits
 
     def unrolled(
         self,

@@ -23,21 +23,22 @@ class Drafter(blocks.BlockDrafter):
     """
 
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
-        logits_BKV = self.logits(params, self.slots(params, state, now.root))
-        feed, K = sample.feed_by_depth(logits_BKV), self.num_speculative_tokens
+        choices = self.choices(params, self.slots(params, state, now.root))
+        feed, K = sample.feed_by_depth(choices), self.num_speculative_tokens
         if self.tree is not None:
             return sample.grow(self.tree, K, feed, (), now)[0]
         # Only chains that are drawn to their end may end early by a rule.
         alone = dataclasses.replace(now, stops=None, estimates=False)
         first = sample.grow(None, 1, feed, (), alone)[0]
         assert first.probs is not None  # of drawn tokens
-        best_BK = jnp.argmax(logits_BKV[:, 1:], axis=-1).astype(jnp.int32)
-        masses = jax.nn.one_hot(best_BK, logits_BKV.shape[-1], dtype=first.probs.dtype)
+        best = jnp.argmax(choices.logits, axis=-1).astype(jnp.int32)
+        best_BK = choices.tokens(best[..., None])[:, 1:, 0]
+        masses = jax.nn.one_hot(best_BK, first.probs.shape[-1], dtype=first.probs.dtype)
         return Proposal(
             jnp.concatenate([first.tokens, best_BK], axis=1),
             jnp.concatenate([first.probs, masses], axis=1),
             # No slot reads a drawn token, so that a chain has one estimate per slot.
-            confidence=sample.certainty(logits_BKV) if now.estimates else None,
+            confidence=sample.certainty(choices.logits) if now.estimates else None,
         )
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from spsjax.drafters import block_folders, block_layers, conditional_blocks, features
+from spsjax.drafters.choices import Choices
 from spsjax.errors import InputError
 from spsjax.models.caches import Segment
 from spsjax.models.config import Config
@@ -160,33 +161,26 @@ class Drafter(conditional_blocks.ConditionalDrafter):
         codebook = self.bind(params).candidate_selector.predecessor_codebook[...]
         return jnp.take(codebook, tokens_BT, axis=0, mode="clip")
 
-    def choices(self, logits_BTV: Array) -> PyTree:
-        return lax.top_k(logits_BTV, min(self.selector_top_k, logits_BTV.shape[-1]))
+    def own(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Choices:
+        return self.candidates(super().own(params, outputs_BTD, depth).logits)
+
+    def candidates(self, logits_BTV: Array) -> Choices:
+        """Returns the most probable tokens of slots."""
+        V = logits_BTV.shape[-1]
+        ids = jnp.sort(lax.top_k(logits_BTV, min(self.selector_top_k, V))[1], axis=-1)
+        return Choices(jnp.take_along_axis(logits_BTV, ids, axis=-1), ids, V)
+
+    def draft_logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
+        return self.choices(params, outputs_BTD, depth).whole()
 
     def corrected(
-        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTR: Array
-    ) -> Array:
-        own, ids = choices
-        scores = self.scores(params, own, ids, outputs_BTD, before_BTR)
-        shape, least = (*own.shape[:2], self.target.vocab_size), jnp.finfo(own.dtype).min
-        lowest = jnp.full(shape, least / 2, own.dtype)  # finite, as `sampling.to_probs` needs it
-        return jnp.put_along_axis(lowest, ids, scores, axis=-1, inplace=False)
-
-    def scores(
-        self,
-        params: PyTree,
-        own_BTC: Array,
-        ids_BTC: Array,
-        outputs_BTD: Array,
-        before_BTR: Array,
-    ) -> Array:
-        """Returns the selector's logits [B, T, C] of candidates, from those of their slot."""
+        self, params: PyTree, own: Choices, outputs_BTD: Array, before_BTR: Array
+    ) -> Choices:
         selector = self.bind(params).candidate_selector
         mixed = before_BTR * selector.hidden_projection(outputs_BTD.astype(before_BTR.dtype))
-        after = jnp.take(selector.successor_codebook[...], ids_BTC, axis=0, mode="clip")
-        return own_BTC + jnp.einsum(
-            "btr,btcr->btc", mixed, after, preferred_element_type=own_BTC.dtype
-        )
+        after = jnp.take(selector.successor_codebook[...], own.all_ids(), axis=0, mode="clip")
+        scores = jnp.einsum("btr,btcr->btc", mixed, after, preferred_element_type=own.logits.dtype)
+        return dataclasses.replace(own, logits=own.logits + scores)
 
     def learned(
         self,
@@ -204,16 +198,21 @@ class Drafter(conditional_blocks.ConditionalDrafter):
         of the target's distribution over these candidates. A single label would make the draft too
         sure of itself for temperatures above 0.
         """
-        outputs, before, own = self.unpacked(params, outputs_BTD, depth)
-        choices = self.choices(own)
-        label, ids = jnp.argmax(target_logs_BTR, axis=-1)[..., None], choices[1]
+        outputs, before = self.unpacked(outputs_BTD)
+        own = super().own(params, outputs, depth).logits
+        choices = self.candidates(own)
+        label, ids = jnp.argmax(target_logs_BTR, axis=-1)[..., None], choices.all_ids()
         is_missing = ~jnp.any(ids == label, axis=-1)
-        ids = ids.at[..., -1].set(jnp.where(is_missing, label[..., 0], ids[..., -1]))
+        # The last candidate: the one with the lowest logit.
+        last = jnp.argmin(choices.logits, axis=-1, keepdims=True) == jnp.arange(ids.shape[-1])
+        ids = jnp.where(is_missing[..., None] & last, label, ids)
         candidates = jnp.take_along_axis(own, ids, axis=-1)
-        logs = jax.nn.log_softmax(self.scores(params, candidates, ids, outputs, before))
+        labelled = Choices(candidates, ids, self.target.vocab_size)
+        logs = jax.nn.log_softmax(self.corrected(params, labelled, outputs, before).logits)
         wanted = jax.nn.softmax(jnp.take_along_axis(target_logs_BTR, ids, axis=-1))
         loss = -jnp.sum(jnp.where(hard, ids == label, wanted) * logs, axis=-1)
-        return features.Learned(self.corrected(params, choices, outputs, before), own, loss)
+        drawn = self.corrected(params, choices, outputs, before).whole()
+        return features.Learned(drawn, own, loss)
 
 
 LAYOUT = block_folders.BlockLayout[Drafter](

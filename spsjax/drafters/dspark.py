@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from spsjax.drafters import block_folders, block_layers, conditional_blocks, features
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.folders import Folder
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
@@ -137,11 +138,12 @@ class Drafter(conditional_blocks.ConditionalDrafter):
         return self.markov_rank if self.markov_kind == "rnn" else 0
 
     def corrected(
-        self, params: PyTree, choices: PyTree, outputs_BTD: Array, before_BTW: Array
-    ) -> Array:
+        self, params: PyTree, own: Choices, outputs_BTD: Array, before_BTW: Array
+    ) -> Choices:
         read = jnp.split(before_BTW, (self.markov_rank,), axis=-1)
         bias = self.bind(params).markov_head.biases(outputs_BTD, *read)
-        return choices + bias[..., : self.vocab_size].astype(choices.dtype)
+        logits = own.logits + bias[..., : self.vocab_size].astype(own.logits.dtype)
+        return dataclasses.replace(own, logits=logits)
 
     def remember(self, params: PyTree, outputs_BTD: Array, before_BTW: Array) -> Array:
         if not self.memory_size:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from spsjax.drafters import base, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.errors import InputError, check_integer, short_repr
 from spsjax.models import pure, transformer
 from spsjax.models.config import Config
@@ -168,24 +169,13 @@ class FeatureDrafter(base.TrainableDrafter):
         """Returns the target's ids [R] of the draft vocabulary; None: it is the target's."""
         return None
 
-    def logits(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Array:
-        """Returns the logits [B, T, V] of the next token, from the outputs of a step.
+    def choices(self, params: PyTree, outputs_BTD: Array, depth: int | Array = 0) -> Choices:
+        """Returns the logits of the next token's choices, from the outputs of a step.
 
         Depth 0 is the first step after the last committed token.
         """
         logits = sharding.gather_vocab(self.draft_logits(params, outputs_BTD, depth))
-        return self.over_target(params, logits)
-
-    def over_target(self, params: PyTree, logits_BTR: Array) -> Array:
-        """Returns logits [B, T, V] over the target's vocabulary, from those of the draft's."""
-        ids, logits = self.draft_ids(params), logits_BTR
-        if ids is None:
-            return logits
-        # Tokens outside of the draft vocabulary get probability 0. Their logit is finite, because
-        # `sampling.to_probs` reports a row with an infinite logit as an error.
-        shape, least = (*logits.shape[:2], self.target.vocab_size), jnp.finfo(logits.dtype).min
-        lowest = jnp.full(shape, least / 2, logits.dtype)
-        return lowest.at[..., ids].set(logits)
+        return Choices(logits, self.draft_ids(params), self.target.vocab_size)
 
     def training_passes(self, steps: int, first: float, later: float) -> float:
         """Returns the number of passes over the weights per token of a text in training.

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.drafters import features, folders, parallel, sample, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.folders import Folder
 from spsjax.drafters.sample import Level
 from spsjax.models.config import Config
@@ -94,7 +95,7 @@ class Drafter(parallel.StateDrafter):
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K = self.num_speculative_tokens
 
-        def feed(states_BFM: Array, level: Level) -> tuple[Array, Array | None, PyTree]:
+        def feed(states_BFM: Array, level: Level) -> tuple[Choices, Array | None, PyTree]:
             """Runs a step over one level of nodes (`sample.Feed`)."""
             if level.is_root:
                 before = self.begin(state[:, None])
@@ -102,7 +103,7 @@ class Drafter(parallel.StateDrafter):
                 before = tree.along(level.parents, states_BFM)
             new = self.step(params, before, level.tokens, level.depth)
             states_BFM = lax.dynamic_update_slice_in_dim(states_BFM, new, level.start, axis=1)
-            return self.logits(params, new, level.depth), new, states_BFM
+            return self.choices(params, new, level.depth), new, states_BFM
 
         shape = len(state), shapes.num_fed(self.tree, K), self.width
         start = jnp.zeros(shape, state.dtype)

@@ -12,6 +12,7 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import base, features, pending, sample, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import caches as kv
@@ -186,19 +187,19 @@ class PairDrafter(LayerDrafter):
         K, config, cache = self.num_speculative_tokens, self.config, state.cache
         B, num_fed = len(now.lengths), shapes.num_fed(self.tree, K)
 
-        def feed(carry: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
+        def feed(carry: PyTree, level: Level) -> tuple[Choices, Array | None, PyTree]:
             """Runs the layer over one level of nodes (`sample.Feed`)."""
             outputs, block = carry
             if level.is_root:  # the root's pair is the last one in the cache, and already read
                 last = state.last[:, None]
-                return self.logits(params, last, 0), last, carry
+                return self.choices(params, last, 0), last, carry
             features = tree.along(level.parents, outputs)
             positions = now.lengths[:, None] - 2 + level.depth
             positions = jnp.broadcast_to(positions, level.tokens.shape)
             above = level.above[:, :, 1:]  # the block has no row for the root
             new, grown = self.run(params, level.tokens, features, cache, block, positions, above)
             outputs = lax.dynamic_update_slice_in_dim(outputs, new, level.start, axis=1)
-            return self.logits(params, new, level.depth), new, (outputs, grown)
+            return self.choices(params, new, level.depth), new, (outputs, grown)
 
         outputs = jnp.zeros((B, num_fed, config.d_model), state.last.dtype)
         outputs = outputs.at[:, 0].set(state.last)

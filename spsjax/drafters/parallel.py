@@ -11,6 +11,7 @@ from jax import lax
 
 from spsjax import tree
 from spsjax.drafters import features, sample, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.models.config import Config
 from spsjax.types import Array, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
 from spsjax.utils.fields import derived, integer
@@ -77,26 +78,26 @@ class HeadsDrafter(StateDrafter):
         heads = range(K)
         if self.shares_head:  # one product for all depths reads the matrix once
             outputs = [self.outputs(params, state[:, None], depth) for depth in heads]
-            logits_BKV = self.logits(params, jnp.concatenate(outputs, axis=1))
+            choices = self.choices(params, jnp.concatenate(outputs, axis=1))
         else:
-            logits = [self._head_logits(params, state, depth, now.depths) for depth in heads]
-            logits_BKV = jnp.concatenate(logits, axis=1)
+            by_depth = [self._head_choices(params, state, depth, now.depths) for depth in heads]
+            logits = jnp.concatenate([choices.logits for choices in by_depth], axis=1)
+            choices = dataclasses.replace(by_depth[0], logits=logits)
 
-        return sample.grow(self.tree, K, sample.feed_by_depth(logits_BKV), (), now)[0]
+        return sample.grow(self.tree, K, sample.feed_by_depth(choices), (), now)[0]
 
-    def _head_logits(
+    def _head_choices(
         self, params: PyTree, state_BD: Array, depth: int, depths_B: Array | None
-    ) -> Array:
-        """Returns the logits [B, 1, V] of a head, or zeros if no row drafts at this depth."""
+    ) -> Choices:
+        """Returns the choices of a head, with logits 0 if no row drafts at this depth."""
 
-        def run() -> Array:
-            return self.logits(params, self.outputs(params, state_BD[:, None], depth), depth)
+        def run() -> Choices:
+            return self.choices(params, self.outputs(params, state_BD[:, None], depth), depth)
 
         if depths_B is None or depth == 0:
             return run()
-        shape = jax.eval_shape(run)
-        is_needed = jnp.any(depths_B > depth)
-        return lax.cond(is_needed, run, lambda: jnp.zeros(shape.shape, shape.dtype))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run))
+        return lax.cond(jnp.any(depths_B > depth), run, lambda: zeros)
 
     def unrolled(
         self,

@@ -1,7 +1,7 @@
 """Sampling of chains and trees of draft tokens, level by level.
 
 A drafter passes a function `feed`, which runs it over the nodes of one level and returns the logits
-of the token after each node.
+of the token after each node. They may be those of some tokens only (`choices`).
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from spsjax import sampling
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.shapes import DynamicTree, Shape, Tree, num_fed
 from spsjax.sampling import RowParams
 from spsjax.types import Array, Independent, Proposal, PyTree, Round
@@ -45,17 +46,17 @@ class Level:
 
 
 # Function that runs a drafter over a level. It takes the drafter's state. It returns the logits
-# [B, T, V] of the token after each node, the hidden states [B, T, D] behind them (None: the drafter
-# has none), and the new state.
-Feed = Callable[[PyTree, Level], tuple[Array, Array | None, PyTree]]
+# [B, T, V] of the token after each node, or its `Choices`; the hidden states [B, T, D] behind them
+# (None: the drafter has none); and the new state.
+Feed = Callable[[PyTree, Level], tuple[Array | Choices, Array | None, PyTree]]
 
 
-def feed_by_depth(logits_BKV: Array) -> Feed:
+def feed_by_depth(logits_BKR: Array | Choices) -> Feed:
     """Returns a `Feed` of logits that depend on the depth of a level only, not on its tokens."""
+    choices = Choices.of(logits_BKR)
 
-    def feed(state: PyTree, level: Level) -> tuple[Array, Array | None, PyTree]:
-        row = lax.dynamic_slice_in_dim(logits_BKV, level.depth, 1, axis=1)
-        return jnp.broadcast_to(row, (*level.tokens.shape, row.shape[-1])), None, state
+    def feed(state: PyTree, level: Level) -> tuple[Choices, Array | None, PyTree]:
+        return choices.at(level.depth).broadcast(level.tokens.shape[1]), None, state
 
     return feed
 
@@ -65,15 +66,15 @@ class Drawn:
     """Newest token of each row's chain, with the drafter's outputs from which it was drawn.
 
     Attributes:
-        logits: logits [B, V] before temperature and filters.
+        logits: logits [B, R] of the drafter's choices, before temperature and filters.
         hidden: hidden states [B, D] behind the logits; None: the drafter has none.
-        tokens: drawn tokens [B] int32, which stay in the chain.
+        index: index of each drawn token among them [B] int32. The token stays in the chain.
         depth: index in the chain [] int32, 0 for the first token.
     """
 
     logits: Array
     hidden: Array | None
-    tokens: Array
+    index: Array
     depth: int | Array
 
 
@@ -152,19 +153,23 @@ def _draw_chain(
     def draft(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         (last, state, running, rule_state), (k, uniforms_B2) = carry, inputs
         parents = jnp.broadcast_to(jnp.maximum(k - 1, 0), (B, 1))
-        logits, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
-        probs, log = sampling.to_probs(logits[:, 0], now.rows), None
-        token = sampling.draw(probs, uniforms_B2)
+        fed, hidden, state = feed(state, Level(last[:, None], k, k, parents, node <= k))
+        choices, log = Choices.of(fed), None
+        probs = sampling.to_probs(choices.logits, now.rows)
+        index = sampling.draw(probs, uniforms_B2[:, None])
+        token = choices.tokens(index[..., None])[:, 0, 0]
         proposed = token if depths_B is None else jnp.where(running, token, -1)
         if depths_B is not None:
             running &= k + 1 < depths_B
         if stops is not None:
             # The rule sees the token that it may end the chain after. That token stays, so the
             # rule cannot bias what is proposed (drafters/stopping.py).
-            drawn = Drawn(logits[:, 0], None if hidden is None else hidden[:, 0], token, k)
+            hidden_BD = None if hidden is None else hidden[:, 0]
+            drawn = Drawn(choices.logits[:, 0], hidden_BD, index[:, 0], k)
             ends, rule_state = stops.ends(rule_state, drawn)
             running, log = running & ~ends, stops.log(drawn)
-        confidence = certainty(logits[:, 0]) if now.estimates else None
+        confidence = certainty(choices.logits[:, 0]) if now.estimates else None
+        probs = choices.spread_probs(probs)[:, 0]
         return (token, state, running, rule_state), (proposed, probs, confidence, log)
 
     def draft_if_any(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
@@ -213,12 +218,14 @@ def draw_tree(
         parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), fed.shape)
         start = tree.inner.index(inner[0])
         logits, _, state = feed(state, Level(fed, depth, start, parents, above))
+        choices = Choices.of(logits)
         if tree.chosen:
-            tokens |= _choose_children(tree, inner, logits)
+            tokens |= _choose_children(tree, inner, choices)
             continue
-        probs_BTV = sampling.to_probs(logits, _spread_greedy(rows))
+        probs_BTR = sampling.to_probs(choices.logits, _spread_greedy(rows))
+        probs_BTV = choices.spread_probs(probs_BTR)
         probs |= {node: probs_BTV[:, i] for i, node in enumerate(inner)}
-        tokens |= _draw_children(tree, inner, probs_BTV, rows, uniforms_BN2)
+        tokens |= _draw_children(tree, inner, choices, probs_BTR, rows, uniforms_BN2)
     B, N = uniforms_BN2.shape[:2]
     all_probs = None
     if not tree.chosen:
@@ -250,12 +257,17 @@ def _spread_greedy(rows: RowParams) -> RowParams:
 
 
 def _draw_children(
-    tree: Tree, inner: list[int], probs_BTV: Array, rows: RowParams, uniforms_BN2: Array
+    tree: Tree,
+    inner: list[int],
+    choices: Choices,
+    probs_BTR: Array,
+    rows: RowParams,
+    uniforms_BN2: Array,
 ) -> dict[int, Array]:
     """Draws the children of nodes, first children first: node -> [B] tokens."""
     greedy = rows.temperature[:, None] == 0
-    vocab = jnp.arange(probs_BTV.shape[2])
-    tokens, weights = dict[int, Array](), probs_BTV
+    indices = jnp.arange(probs_BTR.shape[2])
+    tokens, weights = dict[int, Array](), probs_BTR
     for rank in range(max(len(tree.children[node]) for node in inner)):
         index = [i for i, node in enumerate(inner) if len(tree.children[node]) > rank]
         children = [tree.children[inner[i]][rank] for i in index]
@@ -264,19 +276,20 @@ def _draw_children(
         drawn = sampling.draw(now, uniforms_BN2[:, np.asarray(children) - 1])
         drawn = jnp.where(greedy, jnp.argmax(now, axis=-1).astype(jnp.int32), drawn)
         drawn = jnp.where(jnp.max(now, axis=-1) == 0, -1, drawn)  # all tokens were drawn before
-        tokens |= {child: drawn[:, i] for i, child in enumerate(children)}
+        new = choices.after(index).tokens(drawn[..., None])
+        tokens |= {child: new[:, i, 0] for i, child in enumerate(children)}
         # Without replacement a drawn token has weight 0 for later siblings. `draw` normalises.
-        taken = vocab == drawn[..., None]
+        taken = indices == drawn[..., None]
         if tree.replacement:
             taken &= greedy[..., None]
         weights = weights.at[:, index].set(jnp.where(taken, 0, now))
     return tokens
 
 
-def _choose_children(tree: Tree, inner: list[int], logits_BTV: Array) -> dict[int, Array]:
+def _choose_children(tree: Tree, inner: list[int], choices: Choices) -> dict[int, Array]:
     """Returns the most probable tokens after nodes: child -> [B] tokens."""
     most = max(len(tree.children[node]) for node in inner)
-    best = lax.top_k(logits_BTV, most)[1]
+    best = choices.best(most)[1]
     return {
         child: best[:, i, rank]
         for i, node in enumerate(inner)
@@ -293,7 +306,7 @@ def _choose_tree(
     no_parents = jnp.zeros((B, 1), jnp.int32)
     logits, _, state = feed(state, Level(root_B[:, None], 0, 0, no_parents, above))
     # A node's score is the log probability of its path.
-    scores, tokens = lax.top_k(jax.nn.log_softmax(logits[:, 0]), k)
+    scores, tokens = (array[:, 0] for array in Choices.of(logits).best(k))
     # Candidates of all levels. A parent is 0 for the root, else 1 + the candidate's index.
     pool = [(scores, tokens, jnp.zeros((B, k), jnp.int32))]
     chosen = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))  # index in the last level
@@ -308,7 +321,7 @@ def _choose_tree(
         above = jnp.take_along_axis(parents_above, parent[..., None], axis=1) | itself
         fed_parents = start - k + parent if depth > 1 else parent
         logits, _, state = feed(state, Level(tokens, depth, start, fed_parents, above))
-        more, tokens = lax.top_k(jax.nn.log_softmax(logits), k)  # [B, k, k]
+        more, tokens = Choices.of(logits).best(k)  # [B, k, k]
         scores = (scores[..., None] + more).reshape(B, k * k)
         parents = jnp.repeat(1 + fed[-1], k, axis=1)
         offset += pool[-1][0].shape[1]

@@ -93,7 +93,7 @@ class Confidence(Threshold):
 
     def certainty(self, drawn: Drawn) -> Array:
         logs = jax.nn.log_softmax(drawn.logits.astype(jnp.float32))
-        return jnp.exp(jnp.take_along_axis(logs, drawn.tokens[:, None], axis=1)[:, 0])
+        return jnp.exp(jnp.take_along_axis(logs, drawn.index[:, None], axis=1)[:, 0])
 
 
 @dataclasses.dataclass(frozen=True)

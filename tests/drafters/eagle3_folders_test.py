@@ -166,7 +166,7 @@ def test_head_that_is_left_out_is_the_targets(target, folder, size):
     assert copied.drafter.own_head and copied.drafter.vocab_size == 48
     outputs = np.random.default_rng(0).normal(size=(2, 3, 32)).astype(np.float32)
     actual, expected = (
-        jax.jit(one.drafter.logits)(one.with_target(target.params), outputs)
+        jax.jit(one.drafter.choices)(one.with_target(target.params), outputs).whole()
         for one in (shared, copied)
     )
     np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -44,7 +44,7 @@ def unrolled(drafter, params, tokens, steps):
     output = feature_losses.target_output(drafter, params["target"], batch, Precision())
     features = drafter.features(params, output)
     outputs = list(drafter.unrolled(params, tokens[:, 1:], features, steps))
-    logits = [drafter.logits(params, each, step) for step, each in enumerate(outputs)]
+    logits = [drafter.choices(params, each, step).whole() for step, each in enumerate(outputs)]
     return output, features, outputs, logits
 
 
@@ -200,7 +200,7 @@ def test_head_of_a_target_with_a_tied_head_and_padding():
     drafter = drafting.head("eagle", target.config)
     params = {"target": target.params, "drafter": drafting.random_weights(drafter)}
     outputs = np.random.default_rng(1).standard_normal((2, 3, target.config.d_model))
-    logits = jax.jit(drafter.logits)(params, outputs.astype(np.float32))
+    logits = jax.jit(drafter.choices)(params, outputs.astype(np.float32)).whole()
     expected = outputs @ np.asarray(target.params["embed"]["embedding"])[:VOCAB].T
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     program = decode.Program(target.config, drafter, rejection.Verifier())

@@ -174,7 +174,7 @@ def _trained(drafter, params, tokens, last, later):
     steps = drafter.unrolled(params, tokens[:, 1:], features, K, later=later)
     for step, outputs in enumerate(steps):
         index = jnp.searchsorted(later, last) if step else last
-        logits.append(drafter.logits(params, outputs[row, index][:, None], step)[:, 0])
+        logits.append(drafter.choices(params, outputs[row, index][:, None], step).whole()[:, 0])
     return jnp.stack(logits, axis=1)
 
 

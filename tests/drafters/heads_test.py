@@ -31,7 +31,9 @@ def features_of(*shape):
 def trained(drafter, params, tokens, features, steps):
     """Returns outputs and logits of each step in training."""
     outputs = list(drafter.unrolled(params, tokens, features, steps))
-    return outputs, [drafter.logits(params, each, step) for step, each in enumerate(outputs)]
+    return outputs, [
+        drafter.choices(params, each, step).whole() for step, each in enumerate(outputs)
+    ]
 
 
 def numpy_of(tree):

@@ -203,5 +203,5 @@ def test_saved_heads_give_the_logits_of_their_module(target, tmp_path):
     ours = drafter.unrolled(params, None, jnp.asarray(features), K)
     for depth, outputs in enumerate(ours):
         expected = heads[depth](torch.from_numpy(features)).detach().numpy()
-        actual = drafter.logits(params, outputs, depth)
+        actual = drafter.choices(params, outputs, depth).whole()
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

@@ -97,7 +97,7 @@ def test_steps_after_the_end_of_all_chains_are_not_run():
         return jnp.zeros((2, 1, 8)).at[:, 0, level.depth].set(99.0), None, state
 
     last = jnp.asarray([1, 2])
-    stops = sample.Stops((), lambda state, drawn: (drawn.tokens == last, state))
+    stops = sample.Stops((), lambda state, drawn: (drawn.index == last, state))
 
     @jax.jit
     def draft(done):

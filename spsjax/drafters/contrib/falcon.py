@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from spsjax import tree
 from spsjax.drafters import folders, pairs, pending, sample, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.contrib import falcon_training, sequences
 from spsjax.drafters.contrib.lstm import LSTM
 from spsjax.drafters.folders import Folder
@@ -127,7 +128,7 @@ class Drafter(pairs.LayerDrafter):
         k, K = self.tokens_per_step, self.num_speculative_tokens
         cache = state.cache.at(jnp.maximum(now.lengths - 1 - k, 0))
 
-        def feed(draft: "_Draft", level: Level) -> tuple[Array, Array | None, PyTree]:
+        def feed(draft: "_Draft", level: Level) -> tuple[Choices, Array | None, PyTree]:
             """Runs the layer where units begin, at every k-th level (`sample.Feed`)."""
             units_BT = tree.along(level.parents, draft.units)
             draft = dataclasses.replace(
@@ -151,7 +152,7 @@ class Drafter(pairs.LayerDrafter):
             units_BT = lax.dynamic_slice_in_dim(draft.units, level.start, units_BT.shape[1], axis=1)
             outputs = lax.dynamic_index_in_dim(draft.outputs, level.depth % k, 2, keepdims=False)
             outputs = tree.along(units_BT, outputs)
-            return self.logits(params, outputs, level.depth), outputs, draft
+            return self.choices(params, outputs, level.depth), outputs, draft
 
         start = self._empty_draft(shapes.fed_levels(self.tree, K), state)
         return sample.grow(self.tree, K, feed, start, now)[0]

@@ -189,7 +189,7 @@ class Logging(base.Wrapper):
         logs: list[PyTree] = []
 
         def ends(chain: PyTree, drawn: Drawn) -> tuple[Array, PyTree]:
-            return jnp.zeros(len(drawn.tokens), bool), chain
+            return jnp.zeros(len(drawn.index), bool), chain
 
         now = dataclasses.replace(now, stops=sample.Stops((), ends, self.rule.log, logs.append))
         proposal = self.drafter.propose(params, state, now)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from spsjax.drafters import features, folders, sample, shapes
+from spsjax.drafters.choices import Choices
 from spsjax.drafters.contrib import sequences
 from spsjax.drafters.folders import Folder
 from spsjax.drafters.sample import Level
@@ -178,11 +179,11 @@ class Drafter(features.FeatureDrafter):
     def propose(self, params: PyTree, state: PyTree, now: Round) -> Proposal:
         K, before = self.num_speculative_tokens, now.lengths[:, None] - 1
 
-        def feed(block: Block, level: Level) -> tuple[Array, Array | None, PyTree]:
+        def feed(block: Block, level: Level) -> tuple[Choices, Array | None, PyTree]:
             """Runs the layers over one level of nodes (`sample.Feed`)."""
             positions = jnp.broadcast_to(before + level.depth, level.tokens.shape)
             outputs, block = self._run(params, level.tokens, state, block, positions, level.above)
-            return self.logits(params, outputs, level.depth), outputs, block
+            return self.choices(params, outputs, level.depth), outputs, block
 
         num_fed = shapes.num_fed(self.tree, K)
         start = transformer.empty_block(self.config, params["drafter"], len(before), num_fed)

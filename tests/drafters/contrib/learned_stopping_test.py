@@ -60,7 +60,7 @@ def rounds_of(notes, acceptance):
 
 def test_disco_reads_probabilities_entropy_and_place():
     logits = np.log([[0.1, 0.6, 0.3], [0.25, 0.25, 0.5]])
-    drawn = functools.partial(sample.Drawn, hidden=None, tokens=np.asarray([1, 2]), depth=4)
+    drawn = functools.partial(sample.Drawn, hidden=None, index=np.asarray([1, 2]), depth=4)
     note = jax.jit(lambda logits: Disco(top=2).log(drawn(logits)))
     expected = [[0.6, 0.3, 0.897946, 0.5], [0.5, 0.25, 1.039721, 0.5]]
     np.testing.assert_allclose(note(logits), expected, rtol=1e-5)
