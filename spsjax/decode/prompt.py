@@ -39,7 +39,7 @@ def prefill(
         costs: what the program's schedule knows before the first round.
     """
     T = tokens_BT.shape[1]
-    width = chunk_width(T, max_chunk(program, slots))
+    width = chunk_width(T, max_chunk(program, slots), program.target)
     if width == T:
         carry = read_first(program, slots, width, params, tokens_BT, lengths_B)
     else:
@@ -69,14 +69,17 @@ def max_chunk(program: Program, slots: int) -> int:
     return min(program.prefill_tokens, max(PREFILL_SCORES // slots, 1))
 
 
-def chunk_width(tokens: int, most: int) -> int:
+def chunk_width(tokens: int, most: int, target: transformer.Config) -> int:
     """Returns the width of the chunks in which prompts are read, at most `most`.
 
     Where chunks do not add up to all tokens, the last chunk repeats tokens of the one before: no
-    more than a window can be set back by, if a width above half of `most` allows it.
+    more than a window can be set back by, if a width above half of `most` allows it. A recurrent
+    state cannot be set back, so that no token is repeated.
     """
     if tokens <= most:
         return tokens
+    if target.is_recurrent:
+        return max(width for width in range(1, most + 1) if tokens % width == 0)
     widths = range(most, most // 2, -1)
     return min(widths, key=lambda width: max(-tokens % width - kv.SLACK, 0))
 
@@ -128,7 +131,8 @@ def read(
     starts = lax.optimization_barrier(jnp.full(B, start, jnp.int32))
     past, taps = None if first else cache.at(starts), program.drafter.tap_layers
     output = transformer.apply(program.target, params["target"], tokens, past, tap_layers=taps)
-    cache = cache.at(starts).extend(output)
+    # Neither padding nor the root may reach a recurrent state, which cannot be cut back.
+    cache = cache.at(starts).extend(output, lengths_B - 1)
     chunk = Chunk(tokens, following, starts, lengths_B, cache)
     return cache, program.drafter.prefill(params, drafter, chunk, output)
 

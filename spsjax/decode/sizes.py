@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -129,8 +130,7 @@ def pad_output(output: ModelOutput, rows: int) -> ModelOutput:
         return jnp.pad(array, widths, constant_values=value)
 
     block = output.block
-    keys = tuple(pad(rows, axis=2) for rows in block.keys)
-    values = tuple(pad(rows, axis=2) for rows in block.values)
+    keys, values = jax.tree.map(lambda rows: pad(rows, axis=2), (block.keys, block.values))
     block = Block(keys, values, pad(block.positions, value=-1), block.size)
     return ModelOutput(pad(output.logits), pad(output.hidden), tuple(map(pad, output.taps)), block)
 

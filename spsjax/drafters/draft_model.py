@@ -12,7 +12,7 @@ from spsjax import tree
 from spsjax.drafters import base, sample, shapes
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
-from spsjax.models import transformer
+from spsjax.models import config_checks, transformer
 from spsjax.models.caches import KVCache
 from spsjax.parallel import sharding
 from spsjax.types import (
@@ -65,6 +65,7 @@ class Drafter(base.TrainableDrafter):
     tree: shapes.Shape = None
 
     def __post_init__(self) -> None:
+        config_checks.refuse_recurrent("draft model", self.config)
         vocab = min(self.config.vocab_size, self.vocab_size or self.config.vocab_size)
         K = shapes.checked_depth(self.tree, self.num_speculative_tokens, vocab)
         object.__setattr__(self, "num_speculative_tokens", K)

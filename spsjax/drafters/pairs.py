@@ -16,7 +16,7 @@ from spsjax.drafters.choices import Choices
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import caches as kv
-from spsjax.models import transformer
+from spsjax.models import config_checks, transformer
 from spsjax.models.caches import KVCache
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
@@ -57,6 +57,7 @@ class LayerDrafter(features.FeatureDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        config_checks.refuse_recurrent("drafter", self.config)
         if self.config.d_model != self.target.d_model and not self.own_width:
             raise InputError(
                 f"d_model: expected the target's {self.target.d_model}, found {self.config.d_model}"

@@ -18,7 +18,7 @@ from spsjax.drafters import base, sample, shapes
 from spsjax.drafters.base import Target
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError, short_repr
-from spsjax.models import caches, transformer
+from spsjax.models import caches, config_checks, transformer
 from spsjax.models.caches.chosen import ChosenCache
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, Chunk, ModelOutput, Proposal, PyTree, Round, Verdict
@@ -62,6 +62,7 @@ class Drafter(base.Drafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        config_checks.refuse_recurrent("sparse_self", self.target)
         K = shapes.checked_depth(self.tree, self.num_speculative_tokens, self.target.vocab_size)
         object.__setattr__(self, "num_speculative_tokens", K)
         if self.pooled % 2 == 0:

@@ -13,7 +13,7 @@ _CHOICES = {
     "ffn": ("swiglu", "geglu", "gelu"),
     "norm": ("rms", "layer"),
     "biases": ("none", "qkv", "attention", "all"),
-    "mixer": ("attention", "latent"),
+    "mixer": ("attention", "latent", "delta"),
     "router": ("softmax", "sigmoid"),
 }
 # Fields that all layers share, and the window, which `windows` gives.
@@ -33,6 +33,7 @@ _OF_MODEL = (
     "tie_embeddings",
     "bos_id",
     "eos_ids",
+    "layout",
 )
 
 
@@ -104,11 +105,14 @@ class Config:
             0: no window.
         changes: fields in which a layer differs from the model's config, as (name, value) pairs per
             layer, repeated over the layers; (): all layers are alike, but for `windows`.
-        mixer: how the tokens of a layer read earlier ones: "attention", or "latent"
-            (`models.latent`), with one key-value head.
-        query_rank, latent_rank, value_dim: sizes of a layer with latent attention: width of the
-            queries' compressed input, 0: it is not compressed; width of the compressed keys; width
-            of a head's values.
+        mixer: how the tokens of a layer read earlier ones: "attention"; "latent"
+            (`models.latent`), with one key-value head; or "delta" (`models.delta`), with a state of
+            fixed size.
+        query_rank, latent_rank: sizes of a layer with latent attention: width of the queries'
+            compressed input, 0: it is not compressed; width of the compressed keys.
+        value_dim: width of a head's values in layers of the kinds "latent" and "delta".
+        delta_taps: number of tokens that a convolution of a gated delta net reads.
+        attention_gate: whether the outputs of attention are multiplied by a sigmoid gate.
         recent: attention window of every layer, the token itself included; 0: no window.
         sinks: number of first tokens that stay visible outside of `recent`. A token attends to them
             from position sinks + recent - 1 at most (Xiao et al. 2023, arXiv 2309.17453).
@@ -124,9 +128,11 @@ class Config:
             chooses from, if the router is "sigmoid".
         expert_scale: factor of the weights of a token's experts.
         shared_d_ff: width of a feed-forward network of all tokens beside the experts; 0: none.
+        shared_gate: whether each token weights the output of this network by a sigmoid.
         norm_eps: constant under the root of a norm.
         tie_embeddings: whether the head is the embedding.
         bos_id, eos_ids: beginning-of-sequence id and end-of-sequence ids.
+        layout: name of the family in whose layout the model is stored, where no other field tells.
     """
 
     vocab_size: int
@@ -156,6 +162,8 @@ class Config:
     query_rank: int = 0
     latent_rank: int = 0
     value_dim: int = 0
+    delta_taps: int = 0
+    attention_gate: bool = False
     recent: int = 0
     sinks: int = 0
     query_scale: float = 0.0
@@ -170,10 +178,12 @@ class Config:
     groups_per_token: int = 1
     expert_scale: float = 1.0
     shared_d_ff: int = 0
+    shared_gate: bool = False
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    layout: str = ""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -226,6 +236,7 @@ class Config:
         config_checks.check_groups(self)
         config_checks.check_rotary(self)
         self._check_changes()
+        config_checks.check_delta(self)
 
     def _check_changes(self) -> None:
         """Raises InputError unless `changes` gives valid configs of layers."""
@@ -242,6 +253,15 @@ class Config:
                         f"found {short_repr(name)}"
                     )
             self.layer(index)
+        if self.changes and all(self.layer(index).is_recurrent for index in range(self.num_layers)):
+            raise InputError("changes: expected a layer with keys and values, found none")
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer's state can only be extended (`caches.State`)."""
+        return self.mixer == "delta" or any(
+            self.layer(index).is_recurrent for index in range(len(self.changes))
+        )
 
     @property
     def vocab_rows(self) -> int:
@@ -257,13 +277,15 @@ class Config:
 
     @property
     def _layer_weights(self) -> int:
-        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads) * self.d_model
+        H, C, D, V = self.num_heads, self.head_dim, self.d_model, self.value_dim
+        attention = C * ((2 + self.attention_gate) * H + 2 * self.num_kv_heads) * D
         if self.mixer == "latent":
-            rank, width = self.query_rank or self.d_model, self.latent_rank
-            query = rank * self.num_heads * self.head_dim + self.query_rank * self.d_model
-            per_head = self.head_dim - self.rotary_dim + self.value_dim
-            keys = self.d_model * (width + self.rotary_dim) + width * self.num_heads * per_head
-            attention = query + keys + self.num_heads * self.value_dim * self.d_model
+            rank, width = self.query_rank or D, self.latent_rank
+            query = rank * H * C + self.query_rank * D
+            keys = D * (width + self.rotary_dim) + width * H * (C - self.rotary_dim + V)
+            attention = query + keys + H * V * D
+        elif self.mixer == "delta":
+            attention = D * (2 * self.num_kv_heads * C + H * (3 * V + 2))
         shared = self.shared_d_ff if self.num_experts else 0
         ffn = (2 if self.ffn == "gelu" else 3) * (self.d_ff * max(self.num_experts, 1) + shared)
         return attention + self.d_model * ffn

@@ -33,3 +33,26 @@ def check_rotary(config: Any) -> None:
             "latent_rank, value_dim, num_kv_heads: expected positive sizes and one head, found "
             f"{config.latent_rank}, {config.value_dim} and {config.num_kv_heads}"
         )
+
+
+def check_delta(config: Any) -> None:
+    """Raises InputError unless a gated delta net has its sizes, and a cache of its kind."""
+    if config.mixer == "delta" and (config.value_dim < 1 or config.delta_taps < 1):
+        raise InputError(
+            "value_dim, delta_taps: expected positive sizes, found "
+            f"{config.value_dim} and {config.delta_taps}"
+        )
+    if config.recent and config.is_recurrent:
+        raise InputError(
+            "recent: expected 0 in a model with recurrent layers, whose states no window limits, "
+            f"found {config.recent}"
+        )
+
+
+def refuse_recurrent(name: str, config: Any) -> None:
+    """Raises InputError if a model has recurrent layers, where lengths are reduced."""
+    if config.is_recurrent:
+        raise InputError(
+            f"{name}: expected a model without recurrent layers, whose states cannot be cut back, "
+            'found one with gated delta nets ("linear_attention")'
+        )

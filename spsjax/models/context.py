@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spsjax.models import caches as kv
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
-from spsjax.types import Array, Block, pytree_dataclass
+from spsjax.types import Array, Block, PyTree, pytree_dataclass
 
 KeysValues = tuple[Array, Array]  # [B, G, P, C] each
 
@@ -35,17 +35,17 @@ class Context:
 
     def append(self, earlier: KeysValues | None, keys: Array, values: Array) -> KeysValues:
         """Returns the block's keys and values with those of these tokens appended."""
-        keys, values = (
-            sharding.whole_heads(jnp.swapaxes(rows_BTGC, 1, 2)) for rows_BTGC in (keys, values)
-        )
+        return self.appended(earlier, (jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)))
+
+    def appended(self, earlier: PyTree | None, rows: PyTree) -> PyTree:
+        """Returns arrays [B, heads, P, ...] of the block with rows of these tokens appended."""
+        rows = jax.tree.map(sharding.whole_heads, rows)
         if earlier is None or self.size is None:  # both, if the block is new
-            return keys, values
+            return rows
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        keys, values = (
-            sharding.whole_heads(update(old, rows, self.size))
-            for old, rows in zip(earlier, (keys, values))
+        return jax.tree.map(
+            lambda old, new: sharding.whole_heads(update(old, new, self.size)), earlier, rows
         )
-        return keys, values
 
     def block(self, layers: Sequence[KeysValues], batch: int) -> Block:
         """Returns the block of the keys and values that `append` returned in each layer."""

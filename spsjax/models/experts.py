@@ -42,6 +42,8 @@ class Experts(nnx.Module):
         if config.shared_d_ff:
             shared = dataclasses.replace(config, d_ff=config.shared_d_ff)
             self.shared = FeedForward(shared, dtype=dtype, rngs=rngs)
+            if config.shared_gate:
+                self.shared_gate = make_linear(config.d_model, 1, False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD):
         config = self.config
@@ -57,7 +59,14 @@ class Experts(nnx.Module):
             getattr(self, f"experts_{name}").get_value() for name in ("gate", "up", "down")
         )
         mixed = mixture(config, x_BTD, chosen_BTE, weights_BTE, kernels)
-        return mixed + self.shared(x_BTD) if config.shared_d_ff else mixed
+        return mixed + self._of_all_tokens(x_BTD) if config.shared_d_ff else mixed
+
+    def _of_all_tokens(self, x_BTD) -> Array:
+        """Returns the output of the network that all tokens use."""
+        shared = self.shared(x_BTD)
+        return (
+            shared * jax.nn.sigmoid(self.shared_gate(x_BTD)) if self.config.shared_gate else shared
+        )
 
     def _chosen(self, x_BTD) -> tuple[Array, Array]:
         """Returns the scores of all experts [B, T, E], and the experts of each token.

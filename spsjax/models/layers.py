@@ -9,6 +9,7 @@ from flax import nnx
 from spsjax.models import caches as kv
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
+from spsjax.models.delta import GatedDeltaNet
 from spsjax.models.experts import Experts
 from spsjax.models.feed_forward import FeedForward
 from spsjax.models.latent import LatentAttention
@@ -18,7 +19,7 @@ from spsjax.models.self_attention import Attention
 from spsjax.types import Array
 
 # How the tokens of a layer read earlier ones, by `Config.mixer`. A mixer is called as `Attention`.
-MIXERS = {"attention": Attention, "latent": LatentAttention}
+MIXERS = {"attention": Attention, "latent": LatentAttention, "delta": GatedDeltaNet}
 
 
 class DecoderBlock(nnx.Module):

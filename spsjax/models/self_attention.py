@@ -76,7 +76,8 @@ class Attention(nnx.Module):
         bias = config.biases != "none"
         linear = functools.partial(make_linear, dtype=dtype, rngs=rngs)
         size = config.head_dim
-        self.query = linear(inputs, config.num_heads * size, bias)
+        # With a gate, each head has the entries of its query, then those of its gate.
+        self.query = linear(inputs, config.num_heads * size * (1 + config.attention_gate), bias)
         self.key = linear(inputs, config.num_kv_heads * size, bias)
         self.value = linear(inputs, config.num_kv_heads * size, bias)
         has_out_bias = config.biases in ("attention", "all")
@@ -99,8 +100,9 @@ class Attention(nnx.Module):
 
         `cached` is this layer's part of the cache, and `earlier` its part of the block so far.
         """
-        arguments, block = self._attend_arguments(x_BTD, context, cached, earlier)
+        arguments, block, gate = self._attend_arguments(x_BTD, context, cached, earlier)
         mixed = attend_in_chunks(self.config, context, *arguments)
+        mixed = mixed if gate is None else mixed * jax.nn.sigmoid(gate)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1)), block
 
     def weights(self, x_BTD, context: Context, cached: Sequence[kv.Segment]) -> list[Array]:
@@ -137,11 +139,13 @@ class Attention(nnx.Module):
         context: Context,
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
-    ) -> tuple[tuple, KeysValues]:
-        """Returns the arguments of `attend`, and the block's keys and values."""
+    ) -> tuple[tuple, KeysValues, Array | None]:
+        """Returns the arguments of `attend`, the block's keys and values, and the output gate."""
         config, (B, T, _) = self.config, x_BTD.shape
         query, key, value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
-        query = query.reshape(B, T, config.num_heads, config.head_dim)
+        query, gate = query.reshape(B, T, config.num_heads, -1), None
+        if config.attention_gate:
+            query, gate = jnp.split(query, 2, axis=-1)
         if config.qk_norm:
             query = self.query_norm(query)
         sinks = None
@@ -158,7 +162,7 @@ class Attention(nnx.Module):
             biases = self._relative_biases(query + self.position_bias[...], context, segments)
             query = query + self.content_bias[...]
         scale = config.query_scale or config.head_dim**-0.5
-        return (query, segments, biases, scale, config.attention_softcap, sinks), block
+        return (query, segments, biases, scale, config.attention_softcap, sinks), block, gate
 
     def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
         """Returns the scores of relative positions [B, T, H, S] per segment."""

@@ -252,7 +252,8 @@ def cache_of_layers(config: Config, layers, dtype, batch: int, slots: int) -> kv
     if config.positions == "relative":
         distances = distances_of(layers, slots)
     sizes = kv.shapes(config, batch, slots), dtype, distances
-    return kv.empty_window(*sizes, config.sinks) if config.recent else kv.empty(*sizes)
+    cache = kv.empty_window(*sizes, config.sinks) if config.recent else kv.empty(*sizes)
+    return kv.with_states(config, cache, dtype)
 
 
 def distances_of(layers, slots: int) -> tuple[Array, ...]:
@@ -262,7 +263,8 @@ def distances_of(layers, slots: int) -> tuple[Array, ...]:
 
 def empty_block(config: Config, params: PyTree, batch: int, nodes: int) -> Block:
     """Returns an empty block with room for `nodes` tokens per row, which `apply` fills."""
-    return kv.empty_block(kv.shapes(config, batch, nodes), _dtype(params))
+    dtype = _dtype(params)
+    return kv.with_nodes(config, kv.empty_block(kv.shapes(config, batch, nodes), dtype), dtype)
 
 
 def _dtype(params: PyTree):

@@ -36,6 +36,13 @@ _RULES = {
     "key_up": P("model"),  # [H_model, C, R]
     "value_up": P("model"),
     "out": P("model", None),  # [HC_model, D]
+    "strength": P(None, "model"),  # of a gated delta net: [D, H_model]
+    "decay": P(None, "model"),
+    "query_taps": P(None, "model"),  # [taps, GC_model]
+    "key_taps": P(None, "model"),
+    "value_taps": P(None, "model"),  # [taps, HV_model]
+    "decay_rate": P("model"),  # [H_model]
+    "decay_bias": P("model"),
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
     "down": P("model", None),  # [F_model, D]
@@ -44,6 +51,8 @@ _RULES = {
     "experts_down": P(None, "model", None),
 }
 _EXPERTS = "experts_gate", "experts_up", "experts_down"
+# Parameters of a gated delta net that are split by key heads, whole or as groups of value heads.
+_KEY_HEADS = "query", "key", "value", "query_taps", "key_taps", "value_taps"
 
 
 def mesh(data: int = 1, model: int = 1, devices: Sequence | None = None, *, slots: int = 1) -> Mesh:
@@ -110,7 +119,8 @@ def param_spec(path: tuple, mesh: Mesh, config) -> P:
     if path[0] == "layers":
         config = config.layer(path[1])
     (owner, leaf), size = ("", *path)[-2:], mesh.shape["model"]
-    if owner in ("key", "value") and config.num_kv_heads % size:
+    shared = _KEY_HEADS if config.mixer == "delta" else ("key", "value")
+    if not {owner, leaf}.isdisjoint(shared) and config.num_kv_heads % size:
         return P()
     if owner in ("embed", "head") and config.vocab_rows % size:
         return P()

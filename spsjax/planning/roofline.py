@@ -67,16 +67,21 @@ def cache_bytes(
     rows, shards = batch // mesh.shape["data"], mesh.shape.get("slots", 1)
     shards = 1 if config.recent or slots % shards else shards
     total = 0
-    for shapes in kv.shapes(config, rows, slots):
-        for rows, heads, *sizes in shapes:
-            # Key-value heads that the mesh does not divide are replicated, and so are windows.
-            heads = heads // (1 if heads % model else model)
-            total += math.prod((rows, heads, *sizes)) * bytes_each // shards
+    for array in jax.tree.leaves(jax.eval_shape(lambda: _entries(config, rows, slots, dtype))):
+        # Heads that the mesh does not divide are replicated, and so are windows and states.
+        heads, split = array.shape[1], shards if array.shape[2] == slots else 1
+        total += array.size * array.dtype.itemsize // split // (1 if heads % model else model)
     if config.positions == "relative":
         # The cache also holds the projected relative positions, which rows share.
         per_head = slots * config.head_dim * bytes_each * config.num_layers
         total += config.num_heads // model * per_head
     return total
+
+
+def _entries(config: transformer.Config, rows: int, slots: int, dtype) -> PyTree:
+    """Returns keys, values and recurrent states of an empty cache."""
+    cache = kv.with_states(config, kv.empty(kv.shapes(config, rows, slots), dtype), dtype)
+    return cache.keys, cache.values
 
 
 def multiplied(config: transformer.Config, params: PyTree) -> PyTree:

@@ -68,7 +68,7 @@ class Pool:
         least = 1 if mesh is None else mesh.shape["data"]
         self.sizes = row_sizes(-(-rows // least) * least, least)
         most = min(chunk, prompt.max_chunk(setup.program, slots))
-        self.chunk = prompt.chunk_width(slots, most)
+        self.chunk = prompt.chunk_width(slots, most, setup.program.target)
         self.compiled: tuple[set[int], set[int]] | None = None
         self.state: DecodeState | None = None
         self.sample: tuple | None = None

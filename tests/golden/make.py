@@ -43,6 +43,16 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 6, "q_lora_rank": 12, **SPARSE,
 }  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "head_dim": 8, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rms_norm_eps": 0.01,  # or norms of small outputs would magnify rounding
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+SHARED = {
+    "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 8,
+}  # fmt: skip
 DTYPES = {"gpt2": "float32", "llama2": "float16"}  # on disk; of the others: bfloat16
 # By folder: class of the config, and changed fields.
 FAMILIES = {
@@ -71,6 +81,16 @@ FAMILIES = {
         | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": YARN},
     ),
     "glm4_moe": ("Glm4Moe", {"head_dim": 8, "use_qk_norm": True, "attention_bias": True, **SPARSE}),
+    "qwen3_next": ("Qwen3Next", DELTA | SHARED),
+    "qwen3_5": (
+        "Qwen3_5Text",
+        DELTA
+        | {
+            "num_hidden_layers": 3, "linear_num_key_heads": 4, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeText", DELTA | SHARED | {"linear_conv_kernel_dim": 4}),
     "glm4_moe_lite": ("Glm4MoeLite", LATENT | {"q_lora_rank": None, "norm_topk_prob": False}),
 }  # fmt: skip
 

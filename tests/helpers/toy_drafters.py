@@ -33,7 +33,8 @@ class RandomTree(base.Drafter):
         config, weights, N = self.config, params["drafter"], self.num_nodes
         (B, S), K = tokens_BS.shape, self.num_speculative_tokens
         cache = transformer.empty_cache(config, weights, B, S)
-        cache = cache.extend(transformer.apply(config, weights, tokens_BS)).at(lengths_B - 1)
+        output = transformer.apply(config, weights, tokens_BS)
+        cache = cache.extend(output, lengths_B - 1).at(lengths_B - 1)
         uniforms = sampling.uniforms(now.keys, sampling.DRAFT, 3 * N).reshape(B, N, 3)
         row = jnp.arange(B)
 

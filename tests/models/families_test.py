@@ -3,6 +3,7 @@
 With the extra `parity`, `transformers` makes new folders, which are compared too.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -29,12 +30,14 @@ from spsjax.training import step as train_step
 GOLDEN = ROOT / "tests" / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 ALIKE = "llama2", "multi_query", "qwen2"  # other families have all their features
-TOLERANCE = 1e-4
+# In float32, spsjax and transformers each differ from float64 by up to 6e-5 in the second case.
+TOLERANCE = collections.defaultdict(lambda: 1e-4, qwen3_next=2e-4)
 # A family with windows, two kinds of scaling, caps and further norms.
 WHOLE = "gemma2"
 # Families that a mesh splits in other ways: heads alone; one head of keys; learned positions and
-# biases; experts; compressed keys.
-SPLIT = WHOLE, "multi_query", "gpt2", "mixtral", "deepseek_v3"
+# biases; experts; compressed keys; gated delta nets and a shared expert; such nets with key heads
+# that are split, too.
+SPLIT = WHOLE, "multi_query", "gpt2", "mixtral", "deepseek_v3", "qwen3_next", "qwen3_5"
 
 
 def family(name, in_gate):
@@ -60,7 +63,7 @@ def expected(name: str) -> dict[str, np.ndarray]:
 def test_forward_gives_recorded_logits(name):
     model, recorded = loaded(name), expected(name)
     logits = forward(model.config, model.params, recorded["tokens"]).logits
-    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE[name]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -70,17 +73,21 @@ def step(config, params, cache, start, block):
 
 
 @pytest.mark.parametrize(
-    "name", [family(name, name == WHOLE) for name in NAMES if name not in ALIKE]
+    "name", [family(name, name in (WHOLE, "qwen3_next")) for name in NAMES if name not in ALIKE]
 )
 def test_cached_passes_give_recorded_logits(name):
-    """A prompt, single tokens, and a block that starts before the last tokens give the logits."""
+    """A prompt, single tokens, and a block that starts before the last tokens give the logits.
+
+    A recurrent state cannot go back to that start.
+    """
     model, recorded = loaded(name), expected(name)
     tokens, slots = recorded["tokens"], 32
     cache = transformer.empty_cache(model.config, model.params, 2, slots)
-    for start, stop in ((0, 5), (5, 10), (10, 11), (11, 16), (13, 18), (18, 19)):
+    again = 16 if model.config.is_recurrent else 13
+    for start, stop in ((0, 5), (5, 10), (10, 11), (11, 16), (again, 18), (18, 19)):
         block = tokens[:, start:stop]
         logits, cache = step(model.config, model.params, cache, np.full(2, start, np.int32), block)
-        assert np.abs(logits - recorded["logits"][:, start:stop]).max() < TOLERANCE, start
+        assert np.abs(logits - recorded["logits"][:, start:stop]).max() < TOLERANCE[name], start
 
 
 @pytest.mark.slow
@@ -121,7 +128,7 @@ def test_forward_on_a_mesh_gives_recorded_logits(name):
     model = loading.load(GOLDEN / name, mesh, "float32")
     with model.in_mesh():
         logits = forward(model.config, model.params, recorded["tokens"]).logits
-    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE[name]
 
 
 @pytest.mark.slow
@@ -135,8 +142,8 @@ def test_transformers_gives_the_same_logits_today(name, tmp_path):
     recorded = make["expected"](theirs)
     model = loading.load(tmp_path / "theirs", dtype="float32")
     logits = forward(model.config, model.params, recorded["tokens"]).logits
-    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE
+    assert np.abs(logits - recorded["logits"]).max() < TOLERANCE[name]
     # `transformers` reads the folders that spsjax writes.
     hf_weights.save(tmp_path / "ours", model.config, model.params, "float32")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert np.abs(make["expected"](back)["logits"] - recorded["logits"]).max() < TOLERANCE
+    assert np.abs(make["expected"](back)["logits"] - recorded["logits"]).max() < TOLERANCE[name]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.models import FAMILIES
+from helpers.models import FAMILIES, tiny_config
 from helpers.numpy_models import numpy_spread_model
 
 from spsjax import InputError, decode
@@ -147,7 +147,7 @@ def test_chunks_of_prompts_set_a_window_back_by_few_tokens():
     """The last chunk repeats tokens of the one before: never more than a window can be set back."""
     for tokens in (1, 31, 192, 1025, 1536, 12_288, 24_576, 49_152, 99_991):
         for most in (16, 37, 85, 341, 1024):
-            width = decode.prompt.chunk_width(tokens, most)
+            width = decode.prompt.chunk_width(tokens, most, tiny_config(48))
             assert min(most // 2, tokens) < width <= most or width == tokens <= most
             assert -tokens % width <= caches.SLACK
 

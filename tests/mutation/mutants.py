@@ -167,8 +167,8 @@ decode/prompt.py
     ''
     decode/chunks_and_rows_test.py::test_last_chunk_stays_within_the_cache[1-32]
 - a chunk that repeats tokens is written behind them
-    cache = cache.at(starts).extend(output)
-    cache = cache.extend(output)
+    cache = cache.at(starts).extend(output, lengths_B - 1)
+    cache = cache.extend(output, lengths_B - 1)
     decode/chunks_and_rows_test.py::test_last_chunk_stays_within_the_cache[20-64]
 decode/sizes.py
 - a round is scored one node short

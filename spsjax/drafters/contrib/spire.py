@@ -20,7 +20,7 @@ from spsjax.drafters.contrib import sequences
 from spsjax.drafters.folders import Folder
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
-from spsjax.models import caches, transformer
+from spsjax.models import caches, config_checks, transformer
 from spsjax.models.caches import KVCache, Segment
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, context_of
@@ -116,6 +116,7 @@ class Drafter(features.FeatureDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        config_checks.refuse_recurrent("spire", self.target)
         if self.target.num_experts:
             raise InputError("target: expected one without experts for SPiRE, found a mixture")
         if self.num_layers > self.target.num_layers:

@@ -9,7 +9,7 @@ are written in the same way.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from spsjax import tree
+from spsjax.models.caches.recurrent import State
 from spsjax.models.config import Config
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of the keys and of the values of a layer
+# Of the keys and of the values of a layer; None: it has none.
+Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
 
 @pytree_dataclass
@@ -50,12 +52,15 @@ class KVCache:
     A cache with more lengths than rows is shared and read-only. Each of its rows serves several
     consecutive rows of the batch, which attend to prefixes of different lengths.
 
+    A recurrent layer has a `State` in the place of its keys, and no values. It belongs to the text
+    that was written, so that lengths must not be reduced below it.
+
     `distances` are the projected relative positions of Transformer-XL. They depend on the
     parameters alone, and are cached because they take as long as a pass over S tokens.
     """
 
-    keys: tuple[Array, ...]  # one [B, G, S, C] per layer
-    values: tuple[Array, ...]  # one [B, G, S, C] per layer
+    keys: tuple[Any, ...]  # one [B, G, S, C] per layer, or its `State`
+    values: tuple[Any, ...]  # one [B, G, S, C] per layer
     lengths: Array  # [B] int32, number of valid slots per row
     distances: tuple[Array | None, ...]  # one [H, S, C] per layer, for distances S-1, ..., 0
 
@@ -63,7 +68,8 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        return self.keys[0].shape[2]
+        held = (keys for keys in self.keys if not isinstance(keys, State | None))
+        return next(held).shape[2]
 
     @property
     def split(self) -> bool:
@@ -75,14 +81,19 @@ class KVCache:
         slots = jnp.arange(self.num_slots, dtype=jnp.int32)
         return jnp.where(slots < self.lengths[:, None], slots, -1)
 
-    def segments(self) -> list[tuple[Segment, ...]]:
-        """Returns the segments of each layer, whose tokens come before all new tokens."""
+    def segments(self) -> list[tuple[Segment, ...] | State]:
+        """Returns the segments of each layer, whose tokens come before all new tokens.
+
+        A recurrent layer has its state instead.
+        """
         positions = self.positions()
         visible = positions[:, None] >= 0
         whole = functools.partial(sharding.whole_heads, split=self.split)
         kind = self.ordered, self.split
         return [
-            (Segment(whole(keys), whole(values), visible, positions, distances, *kind),)
+            keys
+            if isinstance(keys, State)
+            else (Segment(whole(keys), whole(values), visible, positions, distances, *kind),)
             for keys, values, distances in zip(self.keys, self.values, self.distances)
         ]
 
@@ -115,31 +126,55 @@ class KVCache:
         write = _write_split if self.split else _write_rows
 
         def append(buffer_BGSC, rows_BGPC):
+            if isinstance(buffer_BGSC, State):
+                return buffer_BGSC.after(rows_BGPC, path_BP, lengths_B - self.lengths)
             if path_BP is not None:
                 rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
             written = write(buffer_BGSC, rows_BGPC, starts)
             return sharding.whole_heads(row_major(written), self.split)
 
-        keys, values = jax.tree.map(append, (self.keys, self.values), (block.keys, block.values))
+        keys, values = jax.tree.map(
+            append,
+            (self.keys, self.values),
+            (block.keys, block.values),
+            is_leaf=lambda entry: isinstance(entry, State),
+        )
         return KVCache(keys, values, lengths_B, self.distances)
 
-    def extend(self, output: ModelOutput) -> "KVCache":
-        """Returns the cache with all tokens of a pass appended, as for a prompt."""
-        tokens = output.block.positions.shape[1]
-        return self.write(output.block, None, self.lengths + tokens, output.hidden)
+    def extend(self, output: ModelOutput, until_B: Array | None = None) -> "KVCache":
+        """Returns the cache with the tokens of a pass appended, as for a prompt.
+
+        `until_B` are the lengths of rows whose last tokens are padding; None: no row has any.
+        """
+        lengths_B = self.lengths + output.block.positions.shape[1]
+        if until_B is not None:
+            lengths_B = jnp.clip(until_B, self.lengths, lengths_B)
+        return self.write(output.block, None, lengths_B, output.hidden)
 
 
 def shapes(config: Config, batch: int, slots: int) -> list[Shapes]:
     """Returns the shapes [B, G, S, C] of the keys and of the values of each layer."""
     layers = map(config.layer, range(config.num_layers))
-    rows = [((batch, layer.num_kv_heads, slots), layer.cache_widths) for layer in layers]
-    return [((*shape, keys), (*shape, values)) for shape, (keys, values) in rows]
+    sizes = []
+    for layer in layers:
+        heads, (key, value) = (batch, layer.num_kv_heads, slots), layer.cache_widths
+        held = (None, None) if layer.is_recurrent else ((*heads, key), (*heads, value))
+        sizes.append(held)
+    return sizes
 
 
-def zeros(layers: Sequence[Shapes], dtype) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Returns arrays of zeros for the keys and for the values of each layer."""
-    arrays = [[jnp.zeros(shape, dtype) for shape in side] for side in zip(*layers)]
-    return tuple(arrays[0]), tuple(arrays[1])
+def zeros(layers: Sequence[Shapes], dtype) -> tuple[tuple[Array | None, ...], ...]:
+    """Returns arrays of zeros for the keys, and for the values, of each layer."""
+    arrays = [
+        tuple(None if shape is None else jnp.zeros(shape, dtype) for shape in side)
+        for side in zip(*layers)
+    ]
+    return arrays[0], arrays[1]
+
+
+def _rows_and_slots(layers: Sequence[Shapes]) -> tuple[int, int]:
+    batch, _, slots, _ = next(keys for keys, _ in layers if keys is not None)
+    return batch, slots
 
 
 def splits_slots(slots: int) -> bool:
@@ -201,7 +236,7 @@ def row_major(buffer: Array) -> Array:
 
 def empty(layers: Sequence[Shapes], dtype, distances: Sequence[Array | None] = ()) -> KVCache:
     """Returns an empty cache of layers of these `shapes`; no `distances`: None per layer."""
-    (keys, values), ((batch, _, slots, _), _) = zeros(layers, dtype), layers[0]
+    (keys, values), (batch, slots) = zeros(layers, dtype), _rows_and_slots(layers)
     if splits_slots(slots):
         split = functools.partial(sharding.whole_heads, split=True)
         keys, values = jax.tree.map(split, (keys, values))
@@ -211,6 +246,6 @@ def empty(layers: Sequence[Shapes], dtype, distances: Sequence[Array | None] = (
 
 def empty_block(layers: Sequence[Shapes], dtype) -> Block:
     """Returns an empty block of layers of these `shapes`, whose slots are its places."""
-    (keys, values), ((batch, _, nodes, _), _) = zeros(layers, dtype), layers[0]
+    (keys, values), (batch, nodes) = zeros(layers, dtype), _rows_and_slots(layers)
     positions = jnp.full((batch, nodes), -1, jnp.int32)
     return Block(keys, values, positions, jnp.zeros((), jnp.int32))

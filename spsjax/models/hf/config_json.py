@@ -46,7 +46,7 @@ _LOCAL, _FULL = "sliding_attention", "full_attention"
 # Flags that identify a family. Other flags, such as sliding windows, vary within a family.
 _IDENTIFYING = (
     *("positions", "ffn", "norm", "norm_offset", "post_norms", "qk_norm", "biases"),
-    *("mixer", "router"),
+    *("mixer", "router", "attention_gate", "layout"),
 )
 
 

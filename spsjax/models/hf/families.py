@@ -4,11 +4,11 @@ This module is data. `weights` reads and writes tensors by it, and `config_json`
 config.json. Families with keys or tensors of a kind of their own have a module each.
 """
 
-import dataclasses
+from collections.abc import Container
 from typing import Any
 
 from spsjax.models.config import Config
-from spsjax.models.hf import deepseek
+from spsjax.models.hf import deepseek, qwen_hybrids
 from spsjax.models.hf.family import (
     BARE,
     DEFAULTS,
@@ -19,7 +19,7 @@ from spsjax.models.hf.family import (
     Family,
     Wrapper,
 )
-from spsjax.models.hf.head_rows import HeadRows
+from spsjax.models.hf.locations import Part, TensorLocation
 
 _POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
@@ -189,45 +189,36 @@ FAMILIES = {
         },
         activation="gelu_pytorch_tanh",
     ),
+    **qwen_hybrids.FAMILIES,
     **deepseek.FAMILIES,
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorLocation:
-    """Location of one parameter in the tensors of the layout.
+def locate(family: str, config: Config, path: tuple, stored: Container[str] = ()) -> TensorLocation:
+    """Returns the location of the parameter at `path`, as ('layers', 0, 'ffn', 'up', 'kernel').
 
-    Attributes:
-        names: names of the tensors: one, or one per expert.
-        stacked: whether there is one tensor per index of the parameter's first axis.
-        transposed: whether the tensors have the parameter's last two axes swapped.
-        part: index of this parameter among those that share the tensor's last axis.
-        num_parts: number of parameters of equal size that share the tensor's last axis.
-        rows: rows of a parameter that has a matrix per head; None: it has not.
+    `stored` are the names of a folder's tensors, for families with `Family.alternatives`.
     """
-
-    names: tuple[str, ...]
-    stacked: bool
-    transposed: bool
-    part: int = 0
-    num_parts: int = 1
-    rows: HeadRows | None = None
-
-
-def locate(family: str, config: Config, path: tuple) -> TensorLocation:
-    """Returns the location of the parameter at `path`, as ('layers', 0, 'ffn', 'up', 'kernel')."""
     known = FAMILIES[family]
     in_layer = path[0] == "layers"
     names = known.layer_names if in_layer else known.other_names
     local = path[2:] if in_layer else path
     full_name, module = ".".join(local), ".".join(local[:-1])
     is_matrix = path[-1] == "kernel" or full_name.startswith("ffn.experts_")
+    prefix = known.layer_prefix.format(layer=path[1]) if in_layer else ""
+    if in_layer and (part := _part(known, config.layer(path[1]), full_name, prefix, stored)):
+        return TensorLocation(
+            names=(prefix + part.tensor,),
+            stacked=False,
+            transposed=part.is_filter or (is_matrix and known.transposed),
+            part=part.index,
+            sizes=part.sizes,
+            is_filter=part.is_filter,
+        )
     if full_name in names:
-        name = names[full_name]
+        name = prefix + names[full_name]
     else:
-        name = f"{names[module]}.{'bias' if path[-1] == 'bias' else 'weight'}"
-    if in_layer:
-        name = known.layer_prefix.format(layer=path[1]) + name
+        name = f"{prefix}{names[module]}.{'bias' if path[-1] == 'bias' else 'weight'}"
     stacked = "{expert}" in name
     experts = range(config.layer(path[1]).num_experts if stacked else 1)
     is_packed = module in known.packed
@@ -239,3 +230,13 @@ def locate(family: str, config: Config, path: tuple) -> TensorLocation:
         num_parts=len(known.packed) if is_packed else 1,
         rows=known.head_rows(config).get(module),
     )
+
+
+def _part(
+    family: Family, layer: Config, name: str, prefix: str, stored: Container[str]
+) -> Part | None:
+    """Returns the part of a tensor that a layer's parameter has; None: the tables locate it."""
+    other = family.alternatives(layer).get(name)
+    if other is not None and prefix + other.tensor in stored:
+        return other
+    return family.parts(layer).get(name)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from spsjax.models.config import Config
 from spsjax.models.hf.fields import Fields
 from spsjax.models.hf.head_rows import HeadRows
+from spsjax.models.hf.locations import Part
 
 # Keys of config.json, by field of `Config`.
 KEYS = {
@@ -71,6 +72,10 @@ def _no_keys(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _no_parts(layer: Config) -> dict[str, Part]:
+    return {}
+
+
 def _no_rows(config: Config) -> dict[str, HeadRows]:
     return {}
 
@@ -111,6 +116,9 @@ class Family:
             returns further fields.
         write: function of the config and a config.json that returns the latter with the keys that
             `read` takes.
+        parts: function of a layer's own config that returns the tensors of parameters which the
+            tables do not locate, by name here.
+        alternatives: what `parts` returns, for folders that have these tensors in place of others.
     """
 
     architecture: str
@@ -135,6 +143,8 @@ class Family:
     varying: tuple[str, ...] = ()
     read: Callable[[Fields, dict[str, Any]], dict[str, Any]] = _no_fields
     write: Callable[[Config, dict[str, Any]], dict[str, Any]] = _no_keys
+    parts: Callable[[Config], dict[str, Part]] = _no_parts
+    alternatives: Callable[[Config], dict[str, Part]] = _no_parts
 
     def canonical(self, name: str) -> str:
         """Returns the name of a tensor with the family's usual beginning."""

@@ -6,7 +6,7 @@
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -19,6 +19,7 @@ from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
 from spsjax.models.hf import config_json, families, head_rows
 from spsjax.models.hf.fields import OBJECT, Fields, read_json
+from spsjax.models.hf.locations import TensorLocation
 from spsjax.parallel import sharding
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files, git_lfs
@@ -170,14 +171,17 @@ def _stored_names(
     return stored
 
 
-def _check_count(folder: pathlib.Path, config: transformer.Config, count: int) -> None:
+def _check_count(
+    folder: pathlib.Path, config: transformer.Config, count: int, is_fused: bool
+) -> None:
     """Raises InputError if there are fewer tensors than layers times experts.
 
     It runs before other checks: for a wrong config.json with a million layers, the shapes alone
-    would take minutes to compute.
+    would take minutes to compute. `is_fused` says whether a tensor may have several experts.
     """
     period = len(config.changes) or 1
     experts = sum(max(config.layer(layer).num_experts, 1) for layer in range(period))
+    experts = period if is_fused else experts
     if config.num_layers * experts // period > count:
         experts = f" of {config.num_experts} experts" if config.num_experts else ""
         raise InputError(
@@ -244,13 +248,13 @@ def read_params(
     family = families.FAMILIES[config_json.family_of(config)]
     shard_of = shards(folder)
     stored_names = _stored_names(folder, shard_of, family)
-    _check_count(folder, config, len(shard_of))
+    _check_count(folder, config, len(shard_of), bool(family.alternatives(config)))
     files = open_all(set(shard_of.values()))
     contents = {path: set(file.keys()) for path, file in files.items()}
     tensors = _FolderTensors(
         folder, config, family, stored_names, shard_of, files=files, contents=contents
     )
-    return read_tensors(tensors, config, dtype, sharding_of, convert)
+    return read_tensors(tensors, config, dtype, sharding_of, convert, stored_names)
 
 
 def read_tensors(
@@ -259,12 +263,16 @@ def read_tensors(
     dtype,
     sharding_of: Callable[[tuple], jax.sharding.Sharding] | None = None,
     convert: Callable[[tuple, jax.Array], PyTree] | None = None,
+    stored: Container[str] = (),
 ) -> PyTree:
-    """Reads the parameters of a model, one at a time, as `read_params` does."""
+    """Reads the parameters of a model, one at a time, as `read_params` does.
+
+    `stored` are the tensors' names, for families that have several layouts.
+    """
     sharding_of = sharding_of or sharding.param_shardings(None, config)
     name = config_json.family_of(config)
     shapes = transformer.param_shapes(config, dtype)
-    locations = {path: families.locate(name, config, path) for path, _ in _leaves(shapes)}
+    locations = {path: families.locate(name, config, path, stored) for path, _ in _leaves(shapes)}
     tensors.check({tensor for location in locations.values() for tensor in location.names})
 
     def read(path, leaf):
@@ -277,7 +285,7 @@ def read_tensors(
 
 def _read(
     tensors: Tensors,
-    location: families.TensorLocation,
+    location: TensorLocation,
     shape: tuple[int, ...],
     dtype,
     target: jax.sharding.Sharding,
@@ -286,22 +294,15 @@ def _read(
     if location.rows is not None:
         stored = tensors.get(location.names[0], location.rows.stored_shape(shape))
         return location.rows.read(stored, shape, dtype, target)
-    *rows, width = shape[1:] if location.stacked else shape
-    stored_shape = (*rows, width * location.num_parts)
-    stored_shape = stored_shape[::-1] if location.transposed else stored_shape
-    stored = [tensors.get(name, stored_shape) for name in location.names]
+    one = shape[1:] if location.stacked else shape
+    stored = [tensors.get(name, location.stored_shape(one)) for name in location.names]
 
     def read_slice(index):
         chosen = stored
         if location.stacked:
             chosen, index = stored[index[0]], index[1:]
-        # In a tensor of packed parameters, this one begins at `offset` of the last axis.
-        start, stop, _ = index[-1].indices(width)
-        offset = location.part * width
-        index = (*index[:-1], slice(start + offset, stop + offset))
-        index = index[::-1] if location.transposed else index
-        slices = [tensor[index].astype(dtype, copy=False) for tensor in chosen]
-        slices = [array.T if location.transposed else array for array in slices]
+        slices = [location.read(tensor, index, one[-1]) for tensor in chosen]
+        slices = [array.astype(dtype, copy=False) for array in slices]
         return np.stack(slices) if location.stacked else slices[0]
 
     return jax.make_array_from_callback(shape, target, read_slice)
@@ -317,21 +318,20 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
     folder.mkdir(parents=True, exist_ok=True)
     shapes = transformer.param_shapes(config, dtype)
     types = {path: leaf.dtype for path, leaf in _leaves(shapes)}
-    packed_of: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and index among the packed
+    parts_of: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and index of the part
     per_head: dict[str, list] = {}  # by tensor name
+    locations: dict[str, TensorLocation] = {}
     for path, leaf in _leaves(params):
         location = families.locate(family, config, path)
         array = np.asarray(jnp.asarray(leaf).astype(types[path]))
         if location.rows is not None:
             per_head.setdefault(location.names[0], []).append((location.rows, array))
             continue
-        for name, tensor in zip(location.names, array if location.stacked else [array]):
-            tensor = tensor.T if location.transposed else tensor
-            packed_of.setdefault(name, {})[location.part] = tensor
-    tensors = {
-        name: np.ascontiguousarray(np.concatenate([packed[i] for i in sorted(packed)], axis=-1))
-        for name, packed in packed_of.items()
-    } | {name: head_rows.joined(parts) for name, parts in per_head.items()}
+        for name, part in zip(location.names, array if location.stacked else [array]):
+            parts_of.setdefault(name, {})[location.part] = part
+            locations[name] = location
+    tensors = {name: locations[name].joined(parts) for name, parts in parts_of.items()}
+    tensors |= {name: head_rows.joined(parts) for name, parts in per_head.items()}
     # The config is written first, because `config_json.write` may refuse it.
     config_json.write(folder, config, jnp.dtype(dtype).name)
     with atomic_files.atomic_write(folder / SINGLE) as partial:
