@@ -15,14 +15,17 @@ from spsjax.models.hf.head_rows import HeadRows
 
 _MOST_LAYERS = 1024  # of which some are dense
 _DENSE, _SPARSE = "dense", "sparse"
-_MIXTURE_KEYS = KEYS | {
-    "d_ff": "moe_intermediate_size",
-    "num_experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "renormalize": "norm_topk_prob",
-    "expert_groups": "n_group",
-    "groups_per_token": "topk_group",
-}
+_GROUPS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
+_MIXTURE_KEYS = (
+    KEYS
+    | _GROUPS
+    | {
+        "d_ff": "moe_intermediate_size",
+        "num_experts": "n_routed_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "renormalize": "norm_topk_prob",
+    }
+)
 # Until `_read_latent` knows the other part of a head, it has the part that is rotated.
 _LATENT_KEYS = {field: key for field, key in _MIXTURE_KEYS.items() if field != "num_kv_heads"} | {
     "head_dim": "qk_rope_head_dim"
@@ -57,6 +60,7 @@ def _read_mixture(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     fields.only("scoring_func", TEXT, "sigmoid")
     fields.only("topk_method", TEXT, "noaux_tc")
     fields.only("moe_layer_freq", COUNT, 1)
+    _check_groups(fields, values)
     wide = fields.get("intermediate_size", COUNT)
     dense = ("d_ff", wide), ("num_experts", 0)
     kinds = _layer_kinds(fields, values["num_layers"])
@@ -66,6 +70,16 @@ def _read_mixture(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
         "shared_d_ff": fields.get("n_shared_experts", NUMBER, 0) * values["d_ff"],
         "expert_scale": float(fields.get("routed_scaling_factor", POSITIVE)),
     }
+
+
+def _check_groups(fields: Fields, values: dict[str, Any]) -> None:
+    """Raises InputError unless a token's groups of experts have enough experts."""
+    experts, groups, kept = (values[field] for field in ("num_experts", *_GROUPS))
+    if experts % groups:
+        raise fields.error(_GROUPS["expert_groups"], f"a divisor of {experts} experts", groups)
+    if kept > groups or experts // groups * kept < values["experts_per_token"]:
+        expected = f"at most {groups} groups, with {values['experts_per_token']} experts or more"
+        raise fields.error(_GROUPS["groups_per_token"], expected, kept)
 
 
 def _layer_kinds(fields: Fields, num_layers: int) -> list[str]:
