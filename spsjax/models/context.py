@@ -1,11 +1,11 @@
 """Positions and attention masks of one forward pass."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from spsjax.models import caches as kv
 from spsjax.models.config import Config
@@ -39,13 +39,14 @@ class Context:
 
     def appended(self, earlier: PyTree | None, rows: PyTree) -> PyTree:
         """Returns arrays [B, heads, P, ...] of the block with rows of these tokens appended."""
-        rows = jax.tree.map(sharding.whole_heads, rows)
-        if earlier is None or self.size is None:  # both, if the block is new
+        rows, size = jax.tree.map(sharding.whole_heads, rows), self.size
+        if earlier is None or size is None:  # both, if the block is new
             return rows
-        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        return jax.tree.map(
-            lambda old, new: sharding.whole_heads(update(old, new, self.size)), earlier, rows
-        )
+
+        def append(old: Array, new: Array) -> Array:
+            return sharding.whole_heads(lax.dynamic_update_slice_in_dim(old, new, size, axis=2))
+
+        return jax.tree.map(append, earlier, rows)
 
     def block(self, layers: Sequence[KeysValues], batch: int) -> Block:
         """Returns the block of the keys and values that `append` returned in each layer."""
@@ -113,7 +114,7 @@ def context_of(
         positions_BT = jnp.broadcast_to(positions_BT, (rows, num_tokens))
     block_positions = positions_BT
     if block is not None:
-        block_positions = jax.lax.dynamic_update_slice_in_dim(
+        block_positions = lax.dynamic_update_slice_in_dim(
             block.positions, positions_BT, block.size, axis=1
         )
     visible = block_positions[:, None] >= 0

@@ -6,6 +6,7 @@ follows the norm of each head's output.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ class GatedDeltaNet(nnx.Module):
         self,
         x_BTD,
         context: Context,
-        cached: State | tuple = (),
+        cached: Any = (),
         earlier: tuple[Nodes, None] | None = None,
     ) -> tuple[Array, tuple[Nodes, None]]:
         """Returns the output, and the block's nodes including these tokens.
@@ -59,7 +60,8 @@ class GatedDeltaNet(nnx.Module):
         `cached` is this layer's state before the block; (): zeros. `earlier` is its part of the
         block so far.
         """
-        state, config, nodes = cached or None, self.config, earlier[0] if earlier else None
+        state: State | None = cached or None
+        config, nodes = self.config, earlier[0] if earlier else None
         layers = self.query, self.key, self.value
         new = [_by_heads(layer(x_BTD), heads) for layer, heads in zip(layers, self._heads)]
         inputs = context.appended(nodes and nodes.inputs, tuple(new))
@@ -83,8 +85,9 @@ class GatedDeltaNet(nnx.Module):
         if context.contiguous:
             mixed, updates = delta_rule.over_text(tokens, memory)
         else:
-            before, visible = nodes and nodes.updates, context.block_visible
-            mixed, updates = delta_rule.over_nodes(tokens, visible, memory, before, context.size)
+            before = nodes.updates if nodes else None
+            among = memory, before, 0 if context.size is None else context.size
+            mixed, updates = delta_rule.over_nodes(tokens, context.block_visible, *among)
             updates = context.appended(before, updates)
         return self.out(self._gated(mixed, self.gate(x_BTD))), (Nodes(inputs, updates), None)
 

@@ -26,6 +26,7 @@ PLUG_INS = {
     "drafters": (
         "base",
         "shapes",
+        "choices",
         "sample",
         "features",
         "pairs",

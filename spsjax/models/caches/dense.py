@@ -81,10 +81,10 @@ class KVCache:
         slots = jnp.arange(self.num_slots, dtype=jnp.int32)
         return jnp.where(slots < self.lengths[:, None], slots, -1)
 
-    def segments(self) -> list[tuple[Segment, ...] | State]:
-        """Returns the segments of each layer, whose tokens come before all new tokens.
+    def segments(self) -> list[Any]:
+        """Returns a tuple of segments per layer, whose tokens come before all new tokens.
 
-        A recurrent layer has its state instead.
+        A recurrent layer has its `State` instead.
         """
         positions = self.positions()
         visible = positions[:, None] >= 0
@@ -155,15 +155,14 @@ class KVCache:
 def shapes(config: Config, batch: int, slots: int) -> list[Shapes]:
     """Returns the shapes [B, G, S, C] of the keys and of the values of each layer."""
     layers = map(config.layer, range(config.num_layers))
-    sizes = []
+    sizes: list[Shapes] = []
     for layer in layers:
         heads, (key, value) = (batch, layer.num_kv_heads, slots), layer.cache_widths
-        held = (None, None) if layer.is_recurrent else ((*heads, key), (*heads, value))
-        sizes.append(held)
+        sizes.append((None, None) if layer.is_recurrent else ((*heads, key), (*heads, value)))
     return sizes
 
 
-def zeros(layers: Sequence[Shapes], dtype) -> tuple[tuple[Array | None, ...], ...]:
+def zeros(layers: Sequence[Shapes], dtype) -> tuple[tuple[Any, ...], ...]:
     """Returns arrays of zeros for the keys, and for the values, of each layer."""
     arrays = [
         tuple(None if shape is None else jnp.zeros(shape, dtype) for shape in side)

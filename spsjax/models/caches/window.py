@@ -90,7 +90,8 @@ SLACK = 32
 
 def empty_window(layers: Sequence[Shapes], dtype, distances: tuple, sinks: int) -> WindowCache:
     """Returns an empty cache of layers of these `shapes`, which count the slots of the sinks."""
-    (keys, values), ((batch, _, slots, _), _) = zeros(layers, dtype), layers[0]
+    keys, values = zeros(layers, dtype)
+    batch, _, slots, _ = keys[0].shape
     lengths = jnp.zeros(batch, jnp.int32)
     slot_positions = jnp.full((batch, slots), -1, jnp.int32)
     return WindowCache(keys, values, lengths, distances, slot_positions, sinks)

@@ -12,13 +12,13 @@ class HeadRows(NamedTuple):
 
     Attributes:
         first: first row of the parameter among those of a head.
-        count: number of its rows per head.
+        rows: number of its rows per head.
         total: number of rows per head.
         transposed: whether the tensor's rows are the outputs of the parameter.
     """
 
     first: int
-    count: int
+    rows: int
     total: int
     transposed: bool
 
@@ -33,7 +33,7 @@ class HeadRows(NamedTuple):
             start, stop, _ = index[0].indices(shape[0])
             array = stored[start * self.total : stop * self.total].astype(dtype, copy=False)
             array = array.reshape(stop - start, self.total, -1)
-            array = array[:, self.first : self.first + self.count]
+            array = array[:, self.first : self.first + self.rows]
             array = array.swapaxes(1, 2) if self.transposed else array
             return array[(slice(None), *index[1:])]
 

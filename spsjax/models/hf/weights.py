@@ -33,7 +33,7 @@ PICKLE = (
 _TYPES = "BF16", "F16", "F32", "F64"
 
 
-def _leaves(tree: PyTree) -> Iterator[tuple[tuple, object]]:
+def _leaves(tree: PyTree) -> Iterator[tuple[tuple, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield tuple(entry.key for entry in path), leaf
 
@@ -105,7 +105,7 @@ class _FolderTensors:
     family: families.Family
     stored_names: dict[str, str]
     shards: dict[str, pathlib.Path]
-    files: dict[pathlib.Path, object]
+    files: dict[pathlib.Path, Any]
     contents: dict[pathlib.Path, set[str]]
 
     def check(self, names: Iterable[str]) -> None:
