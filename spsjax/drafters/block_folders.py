@@ -43,7 +43,7 @@ def method_of(raw: dict) -> str | None:
     """Returns "dflash", "dflash2" or "dspark" for a config.json of a block drafter, else None."""
     stated = raw.get(KEY)
     if stated is not None:
-        return stated if stated in METHODS and stated != "eagle3" else None
+        return stated if stated in METHODS and stated not in ("eagle3", "mtp") else None
     section, names = raw.get(SECTION), str(raw.get("architectures"))
     section = section if isinstance(section, dict) else {}
     if "DFlash2" in names or "selector_rank" in section:

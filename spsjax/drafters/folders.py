@@ -21,6 +21,7 @@ from spsjax.errors import InputError
 from spsjax.models.config import Config
 from spsjax.models.hf import weights
 from spsjax.models.hf.fields import COUNT, Fields, read_json
+from spsjax.models.hf.locations import TensorLocation, to_tensors
 from spsjax.types import Array, PyTree
 from spsjax.utils import atomic_files
 
@@ -53,8 +54,11 @@ class Layout(abc.ABC, Generic[D]):
     Attributes:
         file: name of the file with the tensors.
         optional: names of tensors that are 0 if they are missing.
+        in_target: whether the folder of the target itself may hold the drafter, which is then
+            loaded by the name of its method.
     """
 
+    in_target: bool = False
     file: str = weights.SINGLE
     optional: Set[str] = frozenset()
 
@@ -75,6 +79,11 @@ class Layout(abc.ABC, Generic[D]):
 
         `stored` are the names in the folder, for layouts with several names per tensor.
         """
+
+    def location(self, drafter: D, path: tuple, stored: Set[str]) -> TensorLocation:
+        """Returns where the parameter at a path is stored: for most, the tensor `name`."""
+        name = self.name(drafter, path, stored)
+        return TensorLocation((name,), stacked=False, transposed=is_transposed(path))
 
     @abc.abstractmethod
     def to_json(self, drafter: D, target_name: str, dtype: str) -> dict:
@@ -138,41 +147,48 @@ class Layout(abc.ABC, Generic[D]):
                 f"found {len(stored)} tensors in all"
             )
         shapes = drafter.param_shapes(dtype)
-        names = self._names(drafter, shapes, stored.keys())
+        locations = self.locations(drafter, shapes, stored.keys())
         missing = self.optional - stored.keys()
-        check_names(folder, set(names.values()) - missing, lambda name: self.is_copy(name, drafter))
+        names = {name for location in locations.values() for name in location.names}
+        check_names(folder, names - missing, lambda name: self.is_copy(name, drafter))
         files = weights.open_all(set(stored.values()))
         constants = self.constants(folder, drafter)
 
+        def get(name: str, shape: tuple[int, ...]) -> np.ndarray:
+            return self.tensor(folder, drafter, files[stored[name]], name, shape)
+
         def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> Array:
             path = _keys(path)
+            where = sharding_of(path)
             if path[0] in constants:
-                array = constants[path[0]]
-            elif (name := names[path]) in missing:
-                array = jnp.zeros(shape.shape)
-            else:
-                wanted = shape.shape[::-1] if is_transposed(path) else shape.shape
-                array = self.tensor(folder, drafter, files[stored[name]], name, wanted)
-                array = array.T if is_transposed(path) else array
-            return jax.device_put(array.astype(shape.dtype), sharding_of(path))
+                return jax.device_put(constants[path[0]].astype(shape.dtype), where)
+            if missing.intersection(locations[path].names):
+                return jax.device_put(jnp.zeros(shape.shape, shape.dtype), where)
+            return weights.read_leaf(get, locations[path], shape.shape, shape.dtype, where)
 
         return jax.tree_util.tree_map_with_path(leaf, shapes)
 
     def tensors(self, drafter: D, params: PyTree, dtype: DTypeLike) -> dict[str, np.ndarray]:
         """Returns the tensors of a folder by their names."""
-        tensors = {}
-        arrays, names = _by_path(params), self._names(drafter, params)
-        for path, name in names.items():
-            array = np.asarray(arrays[path]).astype(dtype)
-            tensors[name] = np.ascontiguousarray(array.T if is_transposed(path) else array)
-        return tensors
+        return self.located(drafter, params, dtype, frozenset())
 
-    def _names(
-        self, drafter: D, params: PyTree, stored: Set[str] = frozenset()
-    ) -> dict[tuple, str]:
-        """Returns the name of each tensor by the path of its parameter, constants excluded."""
+    def located(
+        self, drafter: D, params: PyTree, dtype: DTypeLike, stored: Set[str]
+    ) -> dict[str, np.ndarray]:
+        """Returns the tensors by their names, in the layout that the names `stored` have."""
+        arrays, types = _by_path(params), _by_path(drafter.param_shapes(dtype))
+        locations = self.locations(drafter, params, stored)
+        return to_tensors(
+            (location, np.asarray(arrays[path]).astype(types[path].dtype))
+            for path, location in locations.items()
+        )
+
+    def locations(
+        self, drafter: D, params: PyTree, stored: Set[str]
+    ) -> dict[tuple, TensorLocation]:
+        """Returns where each parameter is stored, by its path, constants excluded."""
         paths = (path for path in _by_path(params) if path[0] not in drafter.constants)
-        return {path: self.name(drafter, path, stored) for path in paths}
+        return {path: self.location(drafter, path, stored) for path in paths}
 
     def write(
         self,
@@ -267,6 +283,6 @@ def _keys(path: tuple) -> tuple:
     return tuple(entry.key for entry in path)
 
 
-def _by_path(params: PyTree) -> dict[tuple, object]:
+def _by_path(params: PyTree) -> dict[tuple, Any]:
     """Returns the leaves of nested dicts by their paths."""
     return {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

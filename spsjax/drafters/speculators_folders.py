@@ -22,7 +22,7 @@ from spsjax.models.hf.fields import COUNT
 from spsjax.types import PyTree
 
 KEY = "speculators_model_type"
-METHODS = "dflash", "dflash2", "dspark", "eagle3"
+METHODS = "dflash", "dflash2", "dspark", "eagle3", "mtp"
 HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _COPIES = _EMBEDDING, "t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight"
@@ -69,21 +69,31 @@ class SpeculatorsLayout(Layout[D]):
         return tensors
 
     def difference(self, folder: Folder, target_params: PyTree) -> str | None:
-        embedding = target_params["embed"]["embedding"]
-        path = folder.stored.get(_EMBEDDING)
-        if path is None or not getattr(embedding, "is_fully_addressable", False):
+        if _EMBEDDING not in folder.stored:
             return None
-        stored = weights.open_all([path])[path].get_slice(_EMBEDDING)
-        rows, *width = stored.get_shape()
-        differs = rows == 0 or width != [embedding.shape[1]]
-        if not differs:  # compares 64 rows, because whole embeddings take too long to read
-            size = min(len(embedding), rows)
-            chosen = np.arange(0, size, max(size // 64, 1))
-            stored_rows = np.concatenate([stored[row : row + 1] for row in chosen.tolist()])
-            target_rows = np.asarray(embedding[chosen]).astype(np.float32)
-            distance = np.abs(stored_rows.astype(np.float32) - target_rows).mean()
-            differs = distance > 0.05 * np.abs(target_rows).mean()
-        return "embed_tokens" if differs else None
+        differs_here = differs(folder, _EMBEDDING, target_params["embed"]["embedding"])
+        return "embed_tokens" if differs_here else None
+
+
+def differs(folder: Folder, name: str, matrix: Any, axis: int = 0) -> bool:
+    """Returns whether a stored copy of a matrix of the target, of one row per token, differs.
+
+    `axis` is the matrix's axis of tokens. It compares 64 rows, because whole matrices take too long
+    to read. Of a matrix that is quantized or on other processes it cannot tell: False.
+    """
+    if not getattr(matrix, "is_fully_addressable", False):
+        return False
+    path = folder.stored[name]
+    stored = weights.open_all([path])[path].get_slice(name)
+    rows, *width = stored.get_shape()
+    if rows == 0 or width != [matrix.shape[1 - axis]]:
+        return True
+    size = min(matrix.shape[axis], rows)
+    chosen = np.arange(0, size, max(size // 64, 1))
+    stored_rows = np.concatenate([stored[row : row + 1] for row in chosen.tolist()])
+    own = np.asarray(matrix[chosen] if axis == 0 else matrix[:, chosen].T).astype(np.float32)
+    distance = np.abs(stored_rows.astype(np.float32) - own).mean()
+    return bool(distance > 0.05 * np.abs(own).mean())
 
 
 def vocabulary_of(folder: Folder, target: Config) -> tuple[int, bool]:

@@ -5,6 +5,7 @@ import difflib
 import pathlib
 import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from spsjax.loading.models import (
     load_tokenizer,
     quantized,
 )
-from spsjax.loading.names import is_shipped, method_of, path_of
+from spsjax.loading.names import heads_in_target, is_shipped, method_of, path_of
 from spsjax.models import quantization
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
@@ -77,12 +78,13 @@ def load_drafter(
             "lookahead", "early_exit:4" (the target's first 4 layers), "early_exit:FILE" (without
             what scripts/plan.py chose), "sparse_self:256" (the target with a cache of 256
             tokens; "sparse_self:256:chosen": half of them are SnapKV's choice) or "suffix:FILE"
-            (also looks into texts, JSON lines with `text`); or whatever `load` takes: a smaller
-            model with the target's tokenizer, or a drafter of the target's features
-            (docs/methods/index.md); or "int8:FOLDER", such a model in int8, or "int8", the target
-            in int8 (also "int8_dynamic"); or "window:256:FOLDER", such a model with a cache of 256
-            tokens. With "suffix+" before a model or a drafter of features, suffix decoding drafts
-            where it expects more.
+            (also looks into texts, JSON lines with `text`); or "mtp", the head for multi-token
+            prediction in the target's own folder ("mtp:FOLDER": in another one); or whatever `load`
+            takes: a smaller model with the target's tokenizer, or a drafter of the target's
+            features (docs/methods/index.md); or "int8:FOLDER", such a model in int8, or "int8", the
+            target in int8 (also "int8_dynamic"); or "window:256:FOLDER", such a model with a cache
+            of 256 tokens. With "suffix+" before a model or a drafter of features, suffix decoding
+            drafts where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
@@ -174,10 +176,15 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
         return _of_name(method, rest, target, tree)
     if method == "window":
         return _with_window(str(name), rest, target, replicate, tree)
-    near = isinstance(name, str) and difflib.get_close_matches(name.lower(), methods, 1, 0.8)
+    dtype = target.params["norm"]["scale"].dtype
+    heads = heads_in_target()
+    if method in heads and isinstance(name, str):
+        folder = path_of(rest or target.name, weights=True)
+        return _load_head(name, heads[method], folder, target, dtype, tree, replicate)
+    known = (*methods, *heads)
+    near = isinstance(name, str) and difflib.get_close_matches(name.lower(), known, 1, 0.8)
     if near and not pathlib.Path(name).exists():
         raise InputError(f"name: expected {near[0]!r} or a model, found {short_repr(name)}")
-    dtype = target.params["norm"]["scale"].dtype
     default = None if dtype == default_dtype(target.config) else dtype
     if method in quantization.KINDS:
         options = target.mesh, default, bool(replicate), method
@@ -187,8 +194,8 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
             draft = dataclasses.replace(draft, params=copies)
         return dataclasses.replace(as_drafter(draft, target, tree), name=str(name))
     folder = path_of(name, weights=True)
-    if method_of(folder):
-        return _load_head(str(name), folder, target, dtype, tree, replicate)
+    if module := method_of(folder):
+        return _load_head(str(name), module, folder, target, dtype, tree, replicate)
     return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)
 
 
@@ -222,10 +229,17 @@ def _with_window(name: str, rest: str, target: Model, replicate, tree) -> Loaded
 
 
 def _load_head(
-    name: str, folder: pathlib.Path, target: Model, dtype, tree: shapes.Shape, replicate
+    name: str,
+    module: ModuleType,
+    folder: pathlib.Path,
+    target: Model,
+    dtype,
+    tree: shapes.Shape,
+    replicate,
 ) -> LoadedDrafter:
-    """Returns a drafter that continues the target's features."""
-    module = method_of(folder)
+    """Returns the drafter of a method that continues the target's features."""
+    if not folder.is_dir():
+        raise InputError(f"{name}: expected a folder that holds a head, found a file, {folder}")
     content = module.LAYOUT.open(folder)
     fields = module.LAYOUT.drafter_fields(content, target.config)
     if is_shipped(folder) and target.tokenizer is not None:

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+from typing import Any
 
 from spsjax import drafters, tokenization
 from spsjax.drafters import speculators_folders
@@ -132,9 +133,17 @@ def method_of(folder: pathlib.Path):
     return modules[fitting[0]] if fitting else None
 
 
+def heads_in_target() -> dict[str, Any]:
+    """Returns the modules of the methods whose weights are in the target's own folder, by name."""
+    modules = drafters.methods_with("LAYOUT")
+    return {name: module for name, module in modules.items() if module.LAYOUT.in_target}
+
+
 def is_feature_drafter(name: str | pathlib.Path) -> bool:
     """Returns whether a name or folder is a drafter of a target's features, not a model.
 
     Raises InputError if there is neither.
     """
+    if isinstance(name, str) and name.partition(":")[0] in heads_in_target():
+        return True
     return method_of(path_of(name, weights=True)) is not None

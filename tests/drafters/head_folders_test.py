@@ -79,6 +79,8 @@ PUBLISHED = [
     ("eagle3", {"architectures": ["LlamaForCausalLMEagle3"]} | FEW, PAIR | {"d2t"}),
     ("eagle3", {}, PAIR | {"layers.0.hidden_norm.weight"}),
     ("eagle", {"architectures": ["LlamaForCausalLM"]}, PAIR),
+    ("mtp", {"speculators_model_type": "mtp"}, {"mtp_layers.0.input_proj.weight"}),
+    (None, {"model_type": "qwen3_next"}, {"lm_head.weight", "mtp.fc.weight"}),
     ("medusa", {"medusa_num_heads": 4}, {"0.0.linear.weight"}),
     ("mlp_speculator", {"model_type": "mlp_speculator"}, {"speculator.emb.0.weight"}),
     ("falcon", {"model_type": "falcon"}, {"layer.attention.query.weight"}),
@@ -108,7 +110,7 @@ def test_folder_has_the_layout_of_one_drafter(tmp_path, method, raw, tensors):
         ),
         (
             {"speculators_model_type": "peagle"},
-            "speculators_model_type: expected one of dflash, dflash2, dspark, eagle3, found 'peag",
+            "speculators_model_type: expected one of dflash, dflash2, dspark, eagle3, mtp, found",
         ),
     ],
 )
@@ -126,7 +128,7 @@ def test_drafters_that_do_not_fit_are_refused_in_one_line(target, tmp_path):
     layer = raw["transformer_layer_config"]
     ids = tensors["d2t"]
     cases = (
-        ({"speculators_model_type": "mtp"}, {}, "speculators_model_type: expected"),
+        ({"speculators_model_type": "peagle"}, {}, "speculators_model_type: expected"),
         ({"norm_before_fc": True}, {}, "norm_before_fc: expected false"),
         ({"target_hidden_size": 64}, {}, "d_model=32"),
         ({"transformer_layer_config": layer | {"hidden_size": 64}}, {}, "another width (64)"),

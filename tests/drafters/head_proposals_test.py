@@ -53,6 +53,7 @@ MORE = {
     "eagle": ("drawn", "replacement"),
     "eagle3": ("chain", "dynamic"),
     "falcon": ("drawn",),
+    "mtp": ("drawn", "dynamic"),
     "spire": ("drawn",),
     "mlp_speculator": ("drawn", "dynamic"),
     "blockwise": ("chain",),

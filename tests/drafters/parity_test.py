@@ -21,7 +21,7 @@ from helpers.packages import package
 
 from spsjax import SamplingParams, decode, loading, sampling
 from spsjax.benchmarks import forced_acceptance
-from spsjax.drafters import eagle, eagle3, medusa
+from spsjax.drafters import eagle, eagle3, medusa, mtp
 from spsjax.models import transformer
 from spsjax.training import feature_losses
 
@@ -92,6 +92,43 @@ def test_unrolled_logits_are_those_of_speculators(target, tmp_path, name):
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         valid = slice(0, mine.shape[1] - step)
         np.testing.assert_allclose(mine[:, valid], other[:, valid], atol=1e-4)
+
+
+MTP = {
+    "as the target": {},
+    "grouped heads, odd width": {"num_kv_heads": 4, "d_ff": 37, "head_dim": 6},
+}
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_head_for_more_tokens_has_the_logits_of_speculators(tmp_path, name):
+    """The first step on a text, from a folder that was written here.
+
+    Their later steps train on other keys than those that drafts see in serving.
+    """
+    package("speculators", "speculators.models.mtp")
+    import torch
+    from speculators.models.mtp import MTPDraftModel
+
+    target = spread_model(VOCAB, num_layers=2, qk_norm=True, **MTP[name])
+    drafter = mtp.Drafter.from_config({"num_speculative_tokens": K}, target.config)
+    head = loading.LoadedDrafter("", drafter, drafting.random_weights(drafter))
+    loading.save(tmp_path / "target", target, "float32")
+    named = dataclasses.replace(target, name=str(tmp_path / "target"))  # where it reads weights
+    loading.save_drafter(tmp_path / "drafter", head, named, "float32")
+    model = MTPDraftModel.from_pretrained(tmp_path / "drafter").eval()
+    hidden = transformer.apply(target.config, target.params, jnp.asarray(TOKENS)).hidden
+    with torch.no_grad():
+        (theirs, *_), *_ = model(
+            torch.from_numpy(TOKENS).long(), torch.from_numpy(np.array(hidden))
+        )
+    params = head.with_target(target.params)
+    (outputs,) = drafter.unrolled(params, jnp.asarray(TOKENS[:, 1:]), hidden[:, :-1], 1)
+    ours = np.asarray(drafter.logits(params, outputs))[:, : theirs.shape[1]]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
+    assert np.ptp(ours) > 2
+    again = loading.load_drafter(tmp_path / "drafter", target)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
 
 
 class Theirs:

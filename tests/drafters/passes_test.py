@@ -65,7 +65,7 @@ def test_block_drafter_makes_one_pass_and_small_corrections(
     assert [key for key, of in made.items() if of.phase == "sync"] == ["features"]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
 def test_layer_is_read_in_every_step_and_features_are_fused_once(name):
     more = {"tap_layers": (1, 2, 3), "vocab_size": 40} if name == "eagle3" else {}
     made = passes_of(name, {"num_speculative_tokens": K, **more})

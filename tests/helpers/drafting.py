@@ -24,6 +24,7 @@ from spsjax.drafters import (
     hybrid,
     medusa,
     mlp_speculator,
+    mtp,
     sparse_self,
     suffix,
 )
@@ -51,7 +52,7 @@ PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
 BLOCKS = "dflash", "dflash2", "dspark"  # with a block of mask tokens
-HEADS = (*PAIRS, *BLOCKS, "falcon", "spire", *STATES)
+HEADS = (*PAIRS, *BLOCKS, "falcon", "mtp", "spire", *STATES)
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -100,6 +101,8 @@ def head(name: str, config, **fields):
     """Returns a drafter of a target's features; EAGLE-3 lacks some tokens."""
     if name in ("eagle", "falcon"):
         return getattr(drafters, name).Drafter(config, config, **fields)
+    if name == "mtp":  # with the layer of the target
+        return mtp.Drafter.from_config(fields, config)
     if name in BLOCKS:
         others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0, "embed_scale": False}
         own = dataclasses.replace(config, qk_norm=True, num_layers=2, **others)

@@ -36,6 +36,7 @@ PLUG_INS = {
         "datastore",
         "folders",
         "pair_folders",
+        "mtp_folders",
         "eagle3_config",
         "blocks",
         "conditional_blocks",

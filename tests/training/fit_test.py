@@ -17,7 +17,7 @@ from spsjax.training import fit, plots
 
 # Drafters of the target's features, and the steps that they are trained for.
 STEPS = {"eagle": 1, "eagle3": 3, "medusa": 4, "blockwise": 4, "mlp_speculator": 4, "falcon": 2}
-STEPS |= {"dflash": 4, "dflash2": 4, "dspark": 4}
+STEPS |= {"dflash": 4, "dflash2": 4, "dspark": 4, "mtp": 3}
 BLOCKS = {"dflash": 5, "dflash2": 5, "dspark": 4}  # slots of a block, of which four draft
 GREEDY = spsjax.SamplingParams(0.0)
 
@@ -210,9 +210,12 @@ def test_drafter_logs_acceptance_by_depth_and_is_saved(run_of, method):
 
 
 @whole_training
-@pytest.mark.parametrize("method", ["falcon", "blockwise", "dspark"])
+@pytest.mark.parametrize("method", ["falcon", "blockwise", "dspark", "mtp"])
 def test_resumed_drafter_ends_with_the_same_weights(run_of, texts, tmp_path, method):
-    """Falcon draws noise and glances, blockwise heads which one a batch trains, DSpark anchors."""
+    """Falcon draws noise and glances, blockwise heads which one a batch trains, DSpark anchors.
+
+    The layer for multi-token prediction has the target's kind.
+    """
     shutil.copytree(run_of(method), tmp_path / "run")
     for name in ("checkpoints/step_30", "drafter"):
         shutil.rmtree(tmp_path / "run" / name)
@@ -229,6 +232,20 @@ def test_training_begins_with_the_weights_of_a_drafter(run_of, texts, tmp_path):
     target = spsjax.load(run_of("target") / "model")
     expected = spsjax.load_drafter(init, target).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), params, expected)
+
+
+@whole_training
+def test_head_of_the_targets_folder_is_fine_tuned(run_of, texts, tmp_path):
+    """With almost no learning rate it stays as it is. It begins in the target's own folder."""
+    folder = tmp_path / "model"
+    shutil.copytree(run_of("target") / "model", folder)
+    target = spsjax.load(folder)
+    head = spsjax.load_drafter(run_of("mtp") / "drafter", target)
+    spsjax.save_drafter(folder, head, target)
+    options = small("mtp", texts, run_of, evaluated=False, init="mtp", **ONE_STEP)
+    options.target = str(folder)
+    params = fit.train(options, tmp_path / "run").params
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), params, head.params)
 
 
 @whole_training

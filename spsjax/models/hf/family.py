@@ -133,7 +133,7 @@ class Family:
     transposed: bool = True
     packed: tuple[str, ...] = ()
     head_rows: Callable[[Config], dict[str, HeadRows]] = _no_rows
-    ignored: str = r".*\.rotary_emb\.inv_freq"
+    ignored: str = r".*\.rotary_emb\.inv_freq|mtp\..*"  # `mtp` is a drafter's (`drafters.mtp`)
     predictor: str = ""
     aliases: dict[str, str] = dataclasses.field(default_factory=lambda: BARE)
     defaults: dict[str, Any] = dataclasses.field(default_factory=lambda: DEFAULTS)

@@ -1,9 +1,11 @@
 """Locations of parameters in the tensors of the Hugging Face layout, and their index arithmetic."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
+from spsjax.models.hf import head_rows
 from spsjax.models.hf.head_rows import HeadRows
 
 
@@ -90,6 +92,22 @@ class TensorLocation:
         whole = whole.reshape(*whole.shape[:-2], -1)
         whole = np.swapaxes(whole, -1, -2) if self.transposed else whole
         return np.ascontiguousarray(whole[:, None] if self.is_filter else whole)
+
+
+def to_tensors(leaves: Iterable[tuple[TensorLocation, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file by their names, from parameters and their locations."""
+    parts_of: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and index of the part
+    per_head: dict[str, list] = {}  # by tensor name
+    locations: dict[str, TensorLocation] = {}
+    for location, array in leaves:
+        if location.rows is not None:
+            per_head.setdefault(location.names[0], []).append((location.rows, array))
+            continue
+        for name, part in zip(location.names, array if location.stacked else [array]):
+            parts_of.setdefault(name, {})[location.part] = part
+            locations[name] = location
+    tensors = {name: locations[name].joined(parts) for name, parts in parts_of.items()}
+    return tensors | {name: head_rows.joined(parts) for name, parts in per_head.items()}
 
 
 def _swapped(axes: tuple) -> tuple:

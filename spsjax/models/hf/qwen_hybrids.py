@@ -117,7 +117,7 @@ def _side_by_side(layer: Config) -> dict[str, Part]:
     }
 
 
-def _fused_experts(layer: Config) -> dict[str, Part]:
+def fused_experts(layer: Config) -> dict[str, Part]:
     """Returns the tensors of all experts together, as released folders of Qwen3.5 have them."""
     both = {f"ffn.experts_{name}": layer.d_ff for name in ("gate", "up")}
     return {
@@ -193,6 +193,6 @@ FAMILIES = {
         read=_read,
         write=_write,
         parts=_side_by_side,
-        alternatives=_fused_experts,
+        alternatives=fused_experts,
     ),
 }

@@ -17,9 +17,9 @@ import safetensors.numpy
 
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.models import transformer
-from spsjax.models.hf import config_json, families, head_rows
+from spsjax.models.hf import config_json, families
 from spsjax.models.hf.fields import OBJECT, Fields, read_json
-from spsjax.models.hf.locations import TensorLocation
+from spsjax.models.hf.locations import TensorLocation, to_tensors
 from spsjax.parallel import sharding
 from spsjax.types import PyTree
 from spsjax.utils import atomic_files, git_lfs
@@ -277,25 +277,25 @@ def read_tensors(
 
     def read(path, leaf):
         path = tuple(entry.key for entry in path)
-        leaf = _read(tensors, locations[path], leaf.shape, leaf.dtype, sharding_of(path))
+        leaf = read_leaf(tensors.get, locations[path], leaf.shape, leaf.dtype, sharding_of(path))
         return leaf if convert is None else convert(path, leaf)
 
     return jax.tree_util.tree_map_with_path(read, shapes)
 
 
-def _read(
-    tensors: Tensors,
+def read_leaf(
+    get: Callable[[str, tuple[int, ...]], Any],
     location: TensorLocation,
     shape: tuple[int, ...],
     dtype,
     target: jax.sharding.Sharding,
 ) -> jax.Array:
-    """Reads one parameter, for each device only its slice."""
+    """Reads one parameter, for each device only its slice; `get` is that of `Tensors`."""
     if location.rows is not None:
-        stored = tensors.get(location.names[0], location.rows.stored_shape(shape))
+        stored = get(location.names[0], location.rows.stored_shape(shape))
         return location.rows.read(stored, shape, dtype, target)
     one = shape[1:] if location.stacked else shape
-    stored = [tensors.get(name, location.stored_shape(one)) for name in location.names]
+    stored = [get(name, location.stored_shape(one)) for name in location.names]
 
     def read_slice(index):
         chosen = stored
@@ -316,22 +316,11 @@ def save(folder: str | pathlib.Path, config: transformer.Config, params: PyTree,
     folder = pathlib.Path(folder)
     family = config_json.family_of(config)
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = transformer.param_shapes(config, dtype)
-    types = {path: leaf.dtype for path, leaf in _leaves(shapes)}
-    parts_of: dict[str, dict[int, np.ndarray]] = {}  # by tensor name and index of the part
-    per_head: dict[str, list] = {}  # by tensor name
-    locations: dict[str, TensorLocation] = {}
-    for path, leaf in _leaves(params):
-        location = families.locate(family, config, path)
-        array = np.asarray(jnp.asarray(leaf).astype(types[path]))
-        if location.rows is not None:
-            per_head.setdefault(location.names[0], []).append((location.rows, array))
-            continue
-        for name, part in zip(location.names, array if location.stacked else [array]):
-            parts_of.setdefault(name, {})[location.part] = part
-            locations[name] = location
-    tensors = {name: locations[name].joined(parts) for name, parts in parts_of.items()}
-    tensors |= {name: head_rows.joined(parts) for name, parts in per_head.items()}
+    types = dict(_leaves(transformer.param_shapes(config, dtype)))
+    tensors = to_tensors(
+        (families.locate(family, config, path), np.asarray(jnp.asarray(leaf, types[path].dtype)))
+        for path, leaf in _leaves(params)
+    )
     # The config is written first, because `config_json.write` may refuse it.
     config_json.write(folder, config, jnp.dtype(dtype).name)
     with atomic_files.atomic_write(folder / SINGLE) as partial:
