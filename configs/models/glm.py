@@ -27,6 +27,7 @@ _GLM_4_5 = {
 _FLASH = {
     "vocab_size": 154_880,
     "max_positions": 202_752,
+    "layout": "glm4_moe_lite",
     "mixer": "latent",
     "query_rank": 768,
     "latent_rank": 512,

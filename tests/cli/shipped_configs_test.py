@@ -81,7 +81,6 @@ def test_model_config_has_the_published_count_and_a_family(name):
     of_experts = "8x7b" in name or name in ("mixture:8", "mixture:64")
     stem = "mixtral" if of_experts else name.partition(":")[0].partition("_")[0]
     stem = "llama" if name == "mixture:draft" or stem == "wide" else stem
-    stem = "deepseek" if name == "glm:4.7-flash" else stem  # whose layout is the same
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
 
 

@@ -212,11 +212,6 @@ def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
 
 def family_of(config: Config) -> str:
     """Returns the `model_type` of a model; raises InputError if no family has its flags."""
-    return _families_of(config)[0]
-
-
-def _families_of(config: Config) -> list[str]:
-    """Returns the families with a model's flags; raises InputError if there is none."""
 
     def matches(name: str) -> bool:
         family = FAMILIES[name]
@@ -231,8 +226,8 @@ def _families_of(config: Config) -> list[str]:
         raise InputError(
             f"model: expected the flags of one of {', '.join(FAMILIES)}, found other flags"
         )
-    # Llama and mistral have the same flags, and only mistral has windows.
-    return names[::-1] if config.windows else names
+    # Only llama and mistral have the same flags, and only mistral has windows.
+    return names[-1] if config.windows else names[0]
 
 
 # Config with the default of every flag. The sizes do not matter.
@@ -249,19 +244,7 @@ def write(folder: pathlib.Path, config: Config, dtype: str) -> None:
 
 def to_json(config: Config, dtype: str) -> dict[str, object]:
     """Returns the content of `config.json`; raises InputError if it cannot express the config."""
-    # A config.json has no key for padding: the tokenizer says which rows have tokens.
-    expected = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
-    names = _families_of(config)
-    for raw in (_keys(name, config, dtype) for name in names):
-        if parse(pathlib.Path("config.json"), raw) == expected:
-            return raw
-    raise InputError(
-        f"model: expected a shape that {' or '.join(names)} can have, found {short_repr(config)}"
-    )
-
-
-def _keys(name: str, config: Config, dtype: str) -> dict[str, object]:
-    """Returns the content of `config.json` of a family, whether or not it expresses the config."""
+    name = family_of(config)
     family = FAMILIES[name]
     raw = {
         "architectures": [family.architecture],
@@ -276,7 +259,14 @@ def _keys(name: str, config: Config, dtype: str) -> dict[str, object]:
         **rope_json.keys(config),
         **_feature_keys(config, family),
     }
-    return family.write(config, raw)
+    raw = family.write(config, raw)
+    # A config.json has no key for padding: the tokenizer says which rows have tokens.
+    expected = dataclasses.replace(config, vocab_size=config.vocab_rows, padded_vocab_size=0)
+    if parse(pathlib.Path("config.json"), raw) != expected:
+        raise InputError(
+            f"model: expected a shape that {name} can have, found {short_repr(config)}"
+        )
+    return raw
 
 
 def _feature_keys(config: Config, family: Family) -> dict[str, object]:

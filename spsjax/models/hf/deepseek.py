@@ -191,10 +191,10 @@ def _head_rows(config: Config) -> dict[str, HeadRows]:
     }
 
 
-def _latent(architecture: str, defaults: dict[str, Any], write) -> Family:
+def _latent(architecture: str, defaults: dict[str, Any], write, layout: str = "") -> Family:
     return Family(
         architecture,
-        {"mixer": "latent", "router": "sigmoid"},
+        {"mixer": "latent", "router": "sigmoid", "layout": layout},
         layer_names=_LATENT_LAYER | _MIXTURE_LAYER,
         keys=_LATENT_KEYS,
         defaults=_DEFAULTS
@@ -255,5 +255,7 @@ FAMILIES = {
             "v_head_dim": 256,
         },
         _write_lite,
+        # Nothing else tells it from DeepSeek-V3.
+        layout="glm4_moe_lite",
     ),
 }
