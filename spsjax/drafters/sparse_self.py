@@ -71,10 +71,11 @@ class Drafter(base.Drafter):
             raise InputError(
                 f"observed: expected at most recent={self.recent}, found {self.observed}"
             )
-        if self.chosen and (self.target.positions == "relative" or any(self.target.windows)):
+        differ = any(self.target.windows) or self.target.changes
+        if self.chosen and (self.target.positions == "relative" or differ):
             raise InputError(
-                f"chosen: expected 0 for a target with relative positions or with windows of its "
-                f"own, found {self.chosen}"
+                f"chosen: expected 0 for a target with relative positions, with windows of its "
+                f"own or with layers that differ, found {self.chosen}"
             )
 
     @property

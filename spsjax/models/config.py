@@ -6,15 +6,15 @@ import sys
 from typing import Any
 
 from spsjax.errors import InputError, short_repr
-from spsjax.models import config_checks
+from spsjax.models import config_checks, weight_counts
 
 _CHOICES = {
     "positions": ("rotary", "relative", "learned"),
     "ffn": ("swiglu", "geglu", "gelu"),
     "norm": ("rms", "layer"),
     "biases": ("none", "qkv", "attention", "all"),
-    "mixer": ("attention", "latent", "delta"),
-    "router": ("softmax", "sigmoid"),
+    "mixer": ("attention", "latent", "delta", "shared"),
+    "router": ("softmax", "sigmoid", "scaled"),
 }
 # Fields that all layers share, and the window, which `windows` gives.
 _OF_MODEL = (
@@ -30,6 +30,8 @@ _OF_MODEL = (
     "sinks",
     "logit_softcap",
     "embed_scale",
+    "layer_inputs",
+    "layer_input_rows",
     "tie_embeddings",
     "bos_id",
     "eos_ids",
@@ -72,6 +74,12 @@ class Skipped:
                     f"skipped.{name}: expected layers in [0, {config.num_layers}) in rising order, "
                     f"found {short_repr(layers)}"
                 )
+        for layer in set(range(config.num_layers)).difference(self.attention):
+            if (source := config.source(layer)) in self.attention:
+                raise InputError(
+                    f"skipped.attention: expected layer {layer}, too, which reads the keys of "
+                    f"layer {source}, found {short_repr(self.attention)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +114,9 @@ class Config:
         changes: fields in which a layer differs from the model's config, as (name, value) pairs per
             layer, repeated over the layers; (): all layers are alike, but for `windows`.
         mixer: how the tokens of a layer read earlier ones: "attention"; "latent"
-            (`models.latent`), with one key-value head; or "delta" (`models.delta`), with a state of
-            fixed size.
+            (`models.latent`), with one key-value head; "delta" (`models.delta`), with a state of
+            fixed size; or "shared", attention to the keys and values of an earlier layer
+            (`source`).
         query_rank, latent_rank: sizes of a layer with latent attention: width of the queries'
             compressed input, 0: it is not compressed; width of the compressed keys.
         value_dim: width of a head's values in layers of the kinds "latent" and "delta".
@@ -117,8 +126,14 @@ class Config:
         sinks: number of first tokens that stay visible outside of `recent`. A token attends to them
             from position sinks + recent - 1 at most (Xiao et al. 2023, arXiv 2309.17453).
         query_scale: factor of the attention scores; 0: 1 / sqrt(head_dim).
+        value_norm: whether values of each head are normalised, without a learned scale.
+        value_is_key: whether the projection to keys also gives the values.
         attention_softcap, logit_softcap: limit c in c tanh(x / c) for scores and logits; 0: none.
         embed_scale: whether embeddings are multiplied by sqrt(d_model).
+        layer_inputs: width of a second embedding of the tokens, which each layer has of its own; 0:
+            there is none.
+        layer_input_rows: number of rows of the table of these embeddings; 0: `vocab_rows`.
+        output_scale: whether a learned factor multiplies the output of each layer.
         num_experts: number of experts per layer; 0: one feed-forward network without a router.
         experts_per_token: number of experts per token, those with the highest router probability.
         renormalize: whether the weights of a token's experts are normalised to sum to 1.
@@ -167,9 +182,14 @@ class Config:
     recent: int = 0
     sinks: int = 0
     query_scale: float = 0.0
+    value_norm: bool = False
+    value_is_key: bool = False
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embed_scale: bool = False
+    layer_inputs: int = 0
+    layer_input_rows: int = 0
+    output_scale: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     renormalize: bool = True
@@ -235,26 +255,8 @@ class Config:
             )
         config_checks.check_groups(self)
         config_checks.check_rotary(self)
-        self._check_changes()
+        config_checks.check_changes(self, _OF_MODEL)
         config_checks.check_delta(self)
-
-    def _check_changes(self) -> None:
-        """Raises InputError unless `changes` gives valid configs of layers."""
-        known = {field.name for field in dataclasses.fields(self)}.difference(_OF_MODEL)
-        for index, change in enumerate(self.changes):
-            if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in change):
-                raise InputError(
-                    f"changes: expected (name, value) pairs, found {short_repr(change)}"
-                )
-            for name, _ in change:
-                if name not in known:
-                    raise InputError(
-                        f"changes: layer {index}: expected fields of a layer, "
-                        f"found {short_repr(name)}"
-                    )
-            self.layer(index)
-        if self.changes and all(self.layer(index).is_recurrent for index in range(self.num_layers)):
-            raise InputError("changes: expected a layer with keys and values, found none")
 
     @property
     def is_recurrent(self) -> bool:
@@ -271,24 +273,7 @@ class Config:
     @property
     def num_weights(self) -> int:
         """Number of parameters in matrices, without norms, biases and position tables."""
-        layers = sum(self.layer(index)._layer_weights for index in range(self.num_layers))
-        tables = 1 if self.tie_embeddings else 2
-        return layers + self.d_model * tables * self.vocab_rows
-
-    @property
-    def _layer_weights(self) -> int:
-        H, C, D, V = self.num_heads, self.head_dim, self.d_model, self.value_dim
-        attention = C * ((2 + self.attention_gate) * H + 2 * self.num_kv_heads) * D
-        if self.mixer == "latent":
-            rank, width = self.query_rank or D, self.latent_rank
-            query = rank * H * C + self.query_rank * D
-            keys = D * (width + self.rotary_dim) + width * H * (C - self.rotary_dim + V)
-            attention = query + keys + H * V * D
-        elif self.mixer == "delta":
-            attention = D * (2 * self.num_kv_heads * C + H * (3 * V + 2))
-        shared = self.shared_d_ff if self.num_experts else 0
-        ffn = (2 if self.ffn == "gelu" else 3) * (self.d_ff * max(self.num_experts, 1) + shared)
-        return attention + self.d_model * ffn
+        return weight_counts.num_weights(self)
 
     @property
     def cache_widths(self) -> tuple[int, int]:
@@ -304,6 +289,27 @@ class Config:
         """Returns the config of one layer alone: its window in `windows`, and no `changes`."""
         change = self.changes[layer % len(self.changes)] if self.changes else ()
         return _own_config(self, self.window(layer), change)
+
+    def source(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer reads: itself, unless it shares others'.
+
+        That is the last earlier layer with attention and the same window. Raises InputError if
+        there is none, or if it has other heads.
+        """
+        own = self.layer(layer)
+        if own.mixer != "shared":
+            return layer
+        for index in reversed(range(layer)):
+            other = self.layer(index)
+            if other.mixer == "attention" and other.windows == own.windows:
+                if (other.num_kv_heads, other.head_dim) == (own.num_kv_heads, own.head_dim):
+                    return index
+                break
+        kind = f"a window of {own.windows[0]}" if own.windows else "full attention"
+        raise InputError(
+            f"mixer: layer {layer} shares the keys of an earlier layer with {kind} and the same "
+            "heads, expected one, found none"
+        )
 
 
 @functools.lru_cache(4096)

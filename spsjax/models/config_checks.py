@@ -1,8 +1,30 @@
 """Checks of the fields of `models.config.Config` that depend on each other."""
 
+import dataclasses
+from collections.abc import Collection
 from typing import Any
 
-from spsjax.errors import InputError
+from spsjax.errors import InputError, short_repr
+
+
+def check_changes(config: Any, of_model: Collection[str]) -> None:
+    """Raises InputError unless `changes` gives valid configs of layers.
+
+    `of_model` are the fields that all layers share.
+    """
+    known = {field.name for field in dataclasses.fields(config)}.difference(of_model)
+    for index, change in enumerate(config.changes):
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in change):
+            raise InputError(f"changes: expected (name, value) pairs, found {short_repr(change)}")
+        for name, _ in change:
+            if name not in known:
+                raise InputError(
+                    f"changes: layer {index}: expected fields of a layer, found {short_repr(name)}"
+                )
+        config.layer(index)
+    layers = range(config.num_layers)
+    if config.changes and all(config.layer(layer).is_recurrent for layer in layers):
+        raise InputError("changes: expected a layer with keys and values, found none")
 
 
 def check_groups(config: Any) -> None:

@@ -46,20 +46,27 @@ class Experts(nnx.Module):
                 self.shared_gate = make_linear(config.d_model, 1, False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD):
+        mixed = self._mixed(x_BTD, *self._chosen(x_BTD))
+        return mixed + self._of_all_tokens(x_BTD) if self.config.shared_d_ff else mixed
+
+    def _mixed(self, x_BTD, scores, ids, factors_E: Array | float = 1.0) -> Array:
+        """Returns the weighted sum [B, T, D] of each token's experts.
+
+        `scores` and `ids` are those of `_chosen`, and `factors_E` more factors of the weights.
+        """
         config = self.config
-        scores, ids = self._chosen(x_BTD)
         best = jnp.take_along_axis(scores, ids, axis=-1)
         if config.renormalize:
             best = best / (jnp.sum(best, axis=-1, keepdims=True) + 1e-20)
         chosen = jax.nn.one_hot(ids, config.num_experts)
         best = best * config.expert_scale
-        weights_BTE = jnp.sum(chosen * best[..., None], axis=-2).astype(x_BTD.dtype)
+        weights_BTE = jnp.sum(chosen * best[..., None], axis=-2) * factors_E
+        weights_BTE = weights_BTE.astype(x_BTD.dtype)
         chosen_BTE = jnp.any(chosen, axis=-2)
         kernels = tuple(
             getattr(self, f"experts_{name}").get_value() for name in ("gate", "up", "down")
         )
-        mixed = mixture(config, x_BTD, chosen_BTE, weights_BTE, kernels)
-        return mixed + self._of_all_tokens(x_BTD) if config.shared_d_ff else mixed
+        return mixture(config, x_BTD, chosen_BTE, weights_BTE, kernels)
 
     def _of_all_tokens(self, x_BTD) -> Array:
         """Returns the output of the network that all tokens use."""
@@ -74,7 +81,7 @@ class Experts(nnx.Module):
         Both are computed in float32, because rounding can change the choice of experts.
         """
         config = self.config
-        if config.router == "softmax":
+        if config.router != "sigmoid":
             scores = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32), axis=-1)
             preferred = scores
         else:

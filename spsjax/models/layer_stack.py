@@ -36,6 +36,7 @@ def run(
     tap_layers: Sequence[int] = (),
     remat: bool = False,
     skipped: Skipped | Array = Skipped(),
+    inputs_BTLI: Array | None = None,
 ) -> tuple[Array, tuple[Array, ...], list[KeysValues]]:
     """Returns the final residual stream, the tapped streams, and the block's keys and values.
 
@@ -46,6 +47,7 @@ def run(
         x_BTD: residual stream that enters the first layer.
         context: positions and masks.
         cache, block, tap_layers, remat, skipped: as for `transformer.apply`.
+        inputs_BTLI: inputs of each layer (`layer_inputs`); None: the layers have none.
     """
     count = config.num_layers
     cached = cache.segments() if cache else [()] * count
@@ -57,6 +59,7 @@ def run(
             skips = layer in skipped.attention, layer in skipped.ffn
         else:
             skips_B2 = skipped[:, layer]
+        source = config.source(layer)
         x_BTD, row = _equal_block(
             config.layer(layer),
             jnp.dtype(dtype),
@@ -65,13 +68,14 @@ def run(
             weights[layer],
             stream[-1],
             context,
-            cached[layer],
-            earlier[layer],
+            cached[source],
+            earlier[layer] if source == layer else rows[source],
             skips_B2,
+            None if inputs_BTLI is None else inputs_BTLI[:, :, layer],
         )
         if x_BTD.shape[1] >= _BARRIER_TOKENS and layer % _BARRIER_LAYERS == _BARRIER_LAYERS - 1:
             x_BTD = lax.optimization_barrier(x_BTD)
-        rows.append(row)
+        rows.append(row if source == layer else (None, None))
         stream.append(x_BTD)
     return stream[-1], tuple(stream[layer] for layer in tap_layers), rows
 
@@ -87,17 +91,18 @@ def _block(
     cached: Sequence[Segment],
     earlier: KeysValues | None,
     skips_B2: Array | None,
+    inputs_BTI: Array | None,
 ) -> tuple[Array, KeysValues]:
     """Returns the output of one layer, and its keys and values of the block."""
     if skips_B2 is not None:
         skips = skips_B2[:, 0], skips_B2[:, 1]
 
-    def apply(weights, x_BTD, cached, earlier):
+    def apply(weights, x_BTD, cached, earlier, inputs_BTI):
         module = pure.bind(DecoderBlock, config, weights, dtype)
-        return module(x_BTD, context, cached, earlier, skips)
+        return module(x_BTD, context, cached, earlier, skips, inputs_BTI)
 
     apply = jax.checkpoint(apply) if remat else apply
-    return apply(weights, x_BTD, cached, earlier)
+    return apply(weights, x_BTD, cached, earlier, inputs_BTI)
 
 
 # Equal layers are traced once. The compiler sees one after another.

@@ -21,8 +21,13 @@ class Norm(nnx.Module):
         x = x.astype(wide)
         if config.norm == "layer":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+        x = divided(x, config.norm_eps)
         x = x * (config.norm_offset + self.scale[...].astype(wide))
         if config.norm == "layer":
             x = x + self.bias[...].astype(wide)
         return x.astype(self.dtype)
+
+
+def divided(x, norm_eps: float):
+    """Returns x divided by the root of its mean square over the last axis."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps)

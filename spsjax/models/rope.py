@@ -2,6 +2,8 @@
 
 `Config.rope_scaling` is one of:
   * ("linear", factor) divides all frequencies.
+  * ("proportional", share, factor) rotates a share of the dimensions, those with the highest
+    frequencies, and divides these frequencies (Gemma 4).
   * ("llama3", factor, low, high, original) divides frequencies with wavelengths above
     `original / low`, keeps those with wavelengths below `original / high`, and interpolates between
     these bounds.
@@ -47,6 +49,10 @@ def frequencies(head_dim: int, theta: float, scaling: tuple = ()) -> np.ndarray:
     kind, *values = scaling or (None,)
     if kind == "linear":
         plain = plain / values[0]
+    elif kind == "proportional":
+        share, factor = values
+        plain[int(share * head_dim // 2) :] = 0
+        plain = plain / factor
     elif kind == "llama3":
         factor, low, high, original = values
         turns = original * plain / (2 * np.pi)

@@ -24,7 +24,7 @@ from spsjax.models.attention import (
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, finite_values
 from spsjax.models.linear import make_linear
-from spsjax.models.norm import Norm
+from spsjax.models.norm import Norm, divided
 from spsjax.types import Array
 
 
@@ -79,7 +79,8 @@ class Attention(nnx.Module):
         # With a gate, each head has the entries of its query, then those of its gate.
         self.query = linear(inputs, config.num_heads * size * (1 + config.attention_gate), bias)
         self.key = linear(inputs, config.num_kv_heads * size, bias)
-        self.value = linear(inputs, config.num_kv_heads * size, bias)
+        if not config.value_is_key:
+            self.value = linear(inputs, config.num_kv_heads * size, bias)
         has_out_bias = config.biases in ("attention", "all")
         self.out = linear(config.num_heads * size, config.d_model, has_out_bias)
         if config.qk_norm:
@@ -111,8 +112,13 @@ class Attention(nnx.Module):
 
     def keys_values(self, x_BTD, context: Context) -> KeysValues:
         """Returns the tokens' keys and values [B, T, G, C], without computing attention."""
-        key, value = _unfused(self.key(x_BTD), self.value(x_BTD))
+        key, value = _unfused(*self._projected(x_BTD))
         return self._heads(key, value, context)
+
+    def _projected(self, x_BTD) -> tuple[Array, Array]:
+        """Returns the projections of tokens to keys and to values [B, T, G C]."""
+        key = self.key(x_BTD)
+        return key, key if self.config.value_is_key else self.value(x_BTD)
 
     def _heads(self, key, value, context: Context) -> KeysValues:
         """Returns keys and values per head [B, T, G, C], normalised and rotated."""
@@ -121,6 +127,9 @@ class Attention(nnx.Module):
         value = value.reshape(B, T, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
             key = self.key_norm(key)
+        if config.value_norm:
+            wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+            value = divided(wide, config.norm_eps).astype(value.dtype)
         if config.positions == "rotary":
             key = self._rotated(key, context.positions)
         return finite_values(key, value)
@@ -141,19 +150,9 @@ class Attention(nnx.Module):
         earlier: KeysValues | None,
     ) -> tuple[tuple, KeysValues, Array | None]:
         """Returns the arguments of `attend`, the block's keys and values, and the output gate."""
-        config, (B, T, _) = self.config, x_BTD.shape
-        query, key, value = _unfused(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
-        query, gate = query.reshape(B, T, config.num_heads, -1), None
-        if config.attention_gate:
-            query, gate = jnp.split(query, 2, axis=-1)
-        if config.qk_norm:
-            query = self.query_norm(query)
-        sinks = None
-        if config.positions == "rotary":
-            if config.sinks:
-                capped = self._rotated(query, context.capped_positions(config))
-                sinks = Sinks(capped, config.sinks)
-            query = self._rotated(query, context.positions)
+        config = self.config
+        query, key, value = _unfused(self.query(x_BTD), *self._projected(x_BTD))
+        query, gate, sinks = self._queries(query, context)
         block = context.append(earlier, *self._heads(key, value, context))
         segments = context.segments(config, cached, *block)
         biases = [None] * len(segments)
@@ -161,8 +160,28 @@ class Attention(nnx.Module):
             # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
             biases = self._relative_biases(query + self.position_bias[...], context, segments)
             query = query + self.content_bias[...]
-        scale = config.query_scale or config.head_dim**-0.5
-        return (query, segments, biases, scale, config.attention_softcap, sinks), block, gate
+        return (query, segments, biases, *self._limits, sinks), block, gate
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """Factor and soft cap of the scores."""
+        config = self.config
+        return config.query_scale or config.head_dim**-0.5, config.attention_softcap
+
+    def _queries(self, query, context: Context) -> tuple[Array, Array | None, Sinks | None]:
+        """Returns queries per head [B, T, H, C], normalised and rotated, gate, and sinks."""
+        config, (B, T, _) = self.config, query.shape
+        query, gate, sinks = query.reshape(B, T, config.num_heads, -1), None, None
+        if config.attention_gate:
+            query, gate = jnp.split(query, 2, axis=-1)
+        if config.qk_norm:
+            query = self.query_norm(query)
+        if config.positions == "rotary":
+            if config.sinks:
+                capped = self._rotated(query, context.capped_positions(config))
+                sinks = Sinks(capped, config.sinks)
+            query = self._rotated(query, context.positions)
+        return query, gate, sinks
 
     def _relative_biases(self, query_BTHC, context: Context, segments) -> list[Array]:
         """Returns the scores of relative positions [B, T, H, S] per segment."""

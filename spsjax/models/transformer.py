@@ -18,6 +18,7 @@ from spsjax.models import layer_stack, pure
 from spsjax.models.attention import capped
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, context_of
+from spsjax.models.layer_inputs import LayerInputs
 from spsjax.models.layers import DecoderBlock
 from spsjax.models.linear import INIT, head_logits
 from spsjax.models.norm import Norm
@@ -45,6 +46,8 @@ class Transformer(nnx.Module):
         self.embed = embed(config.vocab_rows, config.d_model)
         if config.positions == "learned":
             self.position_embed = embed(config.max_positions, config.d_model)
+        if config.layer_inputs:
+            self.inputs = LayerInputs(config, dtype=dtype, rngs=rngs)
         if has_layers:
             own = map(config.layer, range(config.num_layers))
             self.layers = nnx.List([DecoderBlock(layer, dtype=dtype, rngs=rngs) for layer in own])
@@ -77,6 +80,12 @@ class Transformer(nnx.Module):
         if self.config.embed_scale:
             x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, x_BTD.dtype)
         return x_BTD
+
+    def layer_inputs(self, tokens_BT) -> Array | None:
+        """Returns the inputs [B, T, L, I] of each layer; None: the layers have none."""
+        if not self.config.layer_inputs:
+            return None
+        return self.inputs(tokens_BT, self.embedded(tokens_BT))
 
     def logits(self, hidden_BTD) -> Array:
         """Returns the logits [B, T, V] of final hidden states."""
@@ -156,8 +165,9 @@ def apply(
     context = context_of(tokens_BT.shape[1], cache, block, positions_BT, ancestors)
     model, dtype = _bind(config, params, dtype), dtype or _dtype(params)
     inputs = model.first_stream(tokens_BT, context), context, cache, block
+    more = model.layer_inputs(tokens_BT)
     last_BTD, taps, rows = layer_stack.run(
-        config, params["layers"], dtype, *inputs, tap_layers, remat, skipped
+        config, params["layers"], dtype, *inputs, tap_layers, remat, skipped, more
     )
     hidden = model.norm(last_BTD)
     first = 0 if num_logits is None else hidden.shape[1] - num_logits

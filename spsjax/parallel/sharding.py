@@ -46,11 +46,14 @@ _RULES = {
     "gate": P(None, "model"),  # [D, F_model]
     "up": P(None, "model"),
     "down": P("model", None),  # [F_model, D]
+    "input_table": P(None, "model"),  # inputs of all layers [V, LI_model]; those within a layer are
+    "input_projection": P(None, "model"),  # replicated, as a sum would cost more than it saves
     "experts_gate": P(None, None, "model"),  # [E, D, F_model] or [E_model, D, F]
     "experts_up": P(None, None, "model"),
     "experts_down": P(None, "model", None),
 }
 _EXPERTS = "experts_gate", "experts_up", "experts_down"
+_INPUTS = "input_table", "input_projection"
 # Parameters of a gated delta net that are split by key heads, whole or as groups of value heads.
 _KEY_HEADS = "query", "key", "value", "query_taps", "key_taps", "value_taps"
 
@@ -123,6 +126,8 @@ def param_spec(path: tuple, mesh: Mesh, config) -> P:
     if not {owner, leaf}.isdisjoint(shared) and config.num_kv_heads % size:
         return P()
     if owner in ("embed", "head") and config.vocab_rows % size:
+        return P()
+    if owner in _INPUTS and config.num_layers * config.layer_inputs % size:
         return P()
     if leaf in _EXPERTS and config.num_experts % size == 0:
         return P("model")

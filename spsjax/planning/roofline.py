@@ -90,7 +90,8 @@ def multiplied(config: transformer.Config, params: PyTree) -> PyTree:
     An embedding is looked up, not multiplied, unless it also is the head; so is a learned
     position. The projections of relative positions were applied when the cache was made.
     """
-    unused = {"position", "position_embed"} | (set() if config.tie_embeddings else {"embed"})
+    unused = {"position", "position_embed", "input_table"}
+    unused |= set() if config.tie_embeddings else {"embed"}
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if unused.isdisjoint(_keys(path)) else None,
         params,

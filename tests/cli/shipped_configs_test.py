@@ -28,6 +28,7 @@ COUNTS = {
     "gemma:3-270m": 268_098_176, "gemma:3-1b": 999_885_952,
     # With the vision tower 4,300,079,472, 12,187,325,040 and 27,432,406,640.
     "gemma:3-4b": 3_880_263_168, "gemma:3-12b": 11_766_034_176, "gemma:3-27b": 27_009_346_304,
+    "gemma4:31b": 30.7, "gemma4:26b-a4b": 25.2,
     # Without the layers that predict further tokens.
     "deepseek:v3": 671_026_419_200,
     "glm:4.5": 352_797_829_024, "glm:4.5-air": 106_852_251_264, "glm:4.7-flash": 29_943_393_920,

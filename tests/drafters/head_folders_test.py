@@ -83,6 +83,7 @@ PUBLISHED = [
     (None, {"model_type": "qwen3_next"}, {"lm_head.weight", "mtp.fc.weight"}),
     ("medusa", {"medusa_num_heads": 4}, {"0.0.linear.weight"}),
     ("mlp_speculator", {"model_type": "mlp_speculator"}, {"speculator.emb.0.weight"}),
+    ("gemma4_assistant", {"model_type": "gemma4_assistant", "text_config": {}}, ()),
     ("falcon", {"model_type": "falcon"}, {"layer.attention.query.weight"}),
     ("spire", {"model_type": "spire"}, {"norm.weight"}),
     ("blockwise", {"model_type": "blockwise"}, {"outs.0.kernel"}),

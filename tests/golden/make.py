@@ -1,11 +1,12 @@
 """Golden model folders: one tiny random model per family, saved by transformers.
 
-pip install -e '.[parity]' && python tests/golden/make.py
+pip install -e '.[parity]' && python tests/golden/make.py [FOLDER ...]
 
 Each folder has `expected.npz` with tokens, the float32 logits of transformers, and its greedy text.
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -26,11 +27,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 WINDOW = {"sliding_window": 8}
+# Its scores are not divided by the root of the heads' size: larger weights would amplify rounding.
+GEMMA4 = {"initializer_range": 0.2, "head_dim": 6, **WINDOW}
 GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 9, **WINDOW}
 ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+KINDS = {"s": "sliding_attention", "f": "full_attention"}
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 16,
@@ -67,6 +71,30 @@ FAMILIES = {
     "gemma": ("Gemma", {"head_dim": 6}),
     "gemma2": ("Gemma2", {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0, **GEMMA}),
     "gemma3": ("Gemma3Text", {"num_hidden_layers": 7, "rope_parameters": ROPES, **GEMMA}),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 6, "layer_types": [*"sfssff"], "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True, "global_head_dim": 8,
+            "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB + 8,
+            "final_logit_softcapping": 6.0, **GEMMA4,
+        },
+    ),
+    "gemma4_keys": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 3, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "global_head_dim": 8, "hidden_size_per_layer_input": 0, **GEMMA4,
+        },
+    ),
+    "gemma4_mixture": (
+        "Gemma4Text",
+        {
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+            "moe_intermediate_size": 12, "global_head_dim": 6,
+            "hidden_size_per_layer_input": 0, **GEMMA4,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -104,6 +132,8 @@ def model(name: str) -> transformers.PreTrainedModel:
     kind, changes = FAMILIES[name]
     torch.manual_seed(sorted(FAMILIES).index(name))
     fields = {**(TOKENS if kind == "GPT2" else SHAPE), **changes}
+    if "layer_types" in fields:
+        fields["layer_types"] = [KINDS[kind] for kind in fields["layer_types"]]
     config = getattr(transformers, f"{kind}Config")(**fields)
     made = transformers.AutoModelForCausalLM.from_config(config)
     biases = [array for name, array in made.named_buffers() if name.endswith("correction_bias")]
@@ -112,6 +142,9 @@ def model(name: str) -> transformers.PreTrainedModel:
             if parameter.ndim == 1:  # norms and biases are initialized to constants
                 parameter.add_(0.3 * torch.randn_like(parameter))
             parameter.copy_(parameter.to(dtype_of(name)))
+        for key, buffer in made.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_((1 + 0.3 * torch.randn_like(buffer)).to(dtype_of(name)))
     return made.float().eval()
 
 
@@ -129,7 +162,7 @@ def expected(made: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def main():
-    for name in FAMILIES:
+    for name in sys.argv[1:] or FAMILIES:
         made = model(name)
         arrays = expected(made)
         made.to(dtype_of(name)).save_pretrained(HERE / name)

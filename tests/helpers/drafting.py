@@ -21,6 +21,7 @@ from spsjax.drafters import (
     contrib,
     draft_model,
     eagle3,
+    gemma4_assistant,
     hybrid,
     medusa,
     mlp_speculator,
@@ -50,9 +51,10 @@ PACKAGE = sorted([*_names_of(drafters), *CONTRIBUTED])
 NAMES = [*PACKAGE, "random_tree", "tapped", "windowed"]
 PAIRS = "eagle", "eagle3"  # with a layer over features and tokens
 STATES = "blockwise", "medusa", "mlp_speculator"  # on the last feature alone
+SHIPPED = ("gemma4_assistant",)  # which are not trained here
 WITH_HISTORY = "copy", "hybrid", "lookahead"  # whose states depend on how the text came about
 BLOCKS = "dflash", "dflash2", "dspark"  # with a block of mask tokens
-HEADS = (*PAIRS, *BLOCKS, "falcon", "mtp", "spire", *STATES)
+HEADS = (*PAIRS, *BLOCKS, "falcon", "mtp", "spire", *STATES, *SHIPPED)
 
 
 def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
@@ -113,6 +115,8 @@ def head(name: str, config, **fields):
         if name == "dspark":
             block |= {"markov_rank": 6}
         return getattr(drafters, name).Drafter(own, config, **block | fields)
+    if name == "gemma4_assistant":
+        return gemma4_assistant.Drafter(config, config=assistant_config(config), **fields)
     if name == "spire":
         return spire.Drafter(config, **{"num_layers": 1, "recent": 6} | fields)
     if name == "mlp_speculator":
@@ -123,6 +127,16 @@ def head(name: str, config, **fields):
         return medusa.Drafter(config, num_heads=4, **fields)
     fields = {"vocab_size": config.vocab_size * 5 // 6, "tap_layers": (0, 1, 1)} | fields
     return eagle3.Drafter(config, config, **fields)
+
+
+def assistant_config(target, **changes):
+    """Returns the config of an assistant with a layer for each of the target's."""
+    flags = {"ffn": "geglu", "post_norms": True, "qk_norm": True, "embed_scale": True}
+    flags |= {"value_norm": True, "output_scale": True, "query_scale": 1.0, "norm": "rms"}
+    flags |= {"positions": "rotary", "biases": "none", "rope_theta_local": 1e4}
+    others = {"eos_ids": (), "padded_vocab_size": 0, "logit_softcap": 0.0, "tie_embeddings": True}
+    fields = flags | others | {"changes": ((("mixer", "shared"),),)} | changes
+    return dataclasses.replace(target, **fields)
 
 
 @functools.cache

@@ -36,8 +36,11 @@ TOLERANCE = collections.defaultdict(lambda: 1e-4, qwen3_next=2e-4)
 WHOLE = "gemma2"
 # Families that a mesh splits in other ways: heads alone; one head of keys; learned positions and
 # biases; experts; compressed keys; gated delta nets and a shared expert; such nets with key heads
-# that are split, too.
-SPLIT = WHOLE, "multi_query", "gpt2", "mixtral", "deepseek_v3", "qwen3_next", "qwen3_5"
+# that are split, too; inputs of each layer.
+SPLIT = (
+    *(WHOLE, "multi_query", "gpt2", "mixtral", "deepseek_v3", "qwen3_next", "qwen3_5"),
+    "gemma4",
+)
 
 
 def family(name, in_gate):
@@ -73,7 +76,8 @@ def step(config, params, cache, start, block):
 
 
 @pytest.mark.parametrize(
-    "name", [family(name, name in (WHOLE, "qwen3_next")) for name in NAMES if name not in ALIKE]
+    "name",
+    [family(name, name in (WHOLE, "qwen3_next", "gemma4")) for name in NAMES if name not in ALIKE],
 )
 def test_cached_passes_give_recorded_logits(name):
     """A prompt, single tokens, and a block that starts before the last tokens give the logits.

@@ -119,6 +119,11 @@ class Drafter(features.FeatureDrafter):
         config_checks.refuse_recurrent("spire", self.target)
         if self.target.num_experts:
             raise InputError("target: expected one without experts for SPiRE, found a mixture")
+        if self.target.changes or self.target.layer_inputs:
+            raise InputError(
+                "target: expected one of equal layers without inputs of their own for SPiRE, "
+                "found another"
+            )
         if self.num_layers > self.target.num_layers:
             raise InputError(
                 f"num_layers: expected at most the target's {self.target.num_layers}, "

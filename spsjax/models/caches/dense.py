@@ -59,7 +59,7 @@ class KVCache:
     parameters alone, and are cached because they take as long as a pass over S tokens.
     """
 
-    keys: tuple[Any, ...]  # one [B, G, S, C] per layer, or its `State`
+    keys: tuple[Any, ...]  # one [B, G, S, C] per layer, or its `State`; None: the layer has none
     values: tuple[Any, ...]  # one [B, G, S, C] per layer
     lengths: Array  # [B] int32, number of valid slots per row
     distances: tuple[Array | None, ...]  # one [H, S, C] per layer, for distances S-1, ..., 0
@@ -84,15 +84,15 @@ class KVCache:
     def segments(self) -> list[Any]:
         """Returns a tuple of segments per layer, whose tokens come before all new tokens.
 
-        A recurrent layer has its `State` instead.
+        It is empty for a layer without keys. A recurrent layer has its `State` instead.
         """
         positions = self.positions()
         visible = positions[:, None] >= 0
         whole = functools.partial(sharding.whole_heads, split=self.split)
         kind = self.ordered, self.split
         return [
-            keys
-            if isinstance(keys, State)
+            (keys or ())
+            if isinstance(keys, State | None)
             else (Segment(whole(keys), whole(values), visible, positions, distances, *kind),)
             for keys, values, distances in zip(self.keys, self.values, self.distances)
         ]
@@ -154,11 +154,11 @@ class KVCache:
 
 def shapes(config: Config, batch: int, slots: int) -> list[Shapes]:
     """Returns the shapes [B, G, S, C] of the keys and of the values of each layer."""
-    layers = map(config.layer, range(config.num_layers))
     sizes: list[Shapes] = []
-    for layer in layers:
+    for layer in map(config.layer, range(config.num_layers)):
+        has_keys = not layer.is_recurrent and layer.mixer != "shared"
         heads, (key, value) = (batch, layer.num_kv_heads, slots), layer.cache_widths
-        sizes.append((None, None) if layer.is_recurrent else ((*heads, key), (*heads, value)))
+        sizes.append(((*heads, key), (*heads, value)) if has_keys else (None, None))
     return sizes
 
 

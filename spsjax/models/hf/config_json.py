@@ -10,7 +10,7 @@ from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf import rope_json
 from spsjax.models.hf.families import FAMILIES, FEATURES
-from spsjax.models.hf.family import Family
+from spsjax.models.hf.family import Family, shortest_cycle
 from spsjax.models.hf.fields import (
     COUNT,
     FLAG,
@@ -135,9 +135,12 @@ def _check_plain(fields: Fields, family: Family) -> None:
     activation = fields.get(family.activation_key, TEXT, family.activation)
     if activation not in names:
         raise fields.error(family.activation_key, " or ".join(map(json.dumps, names)), activation)
-    for key in ("attention_bias", "mlp_bias", "add_cross_attention", "use_bidirectional_attention"):
+    for key in ("attention_bias", "mlp_bias", "add_cross_attention"):
         if key not in family.defaults:
             fields.only(key, FLAG, False)
+    both_ways = fields.raw.get("use_bidirectional_attention")
+    if both_ways not in (None, False, "vision"):  # texts are read from left to right
+        raise fields.error("use_bidirectional_attention", 'false or "vision"', both_ways)
     fields.only("scale_attn_by_inverse_layer_idx", FLAG, False)
     fields.only("scale_attn_weights", FLAG, True)
     fields.only("decoder_sparse_step", NUMBER, 1)
@@ -187,12 +190,7 @@ def _windows(fields: Fields, num_layers: int, full_attention_every: int) -> tupl
     windows = [window if kind == _LOCAL else 0 for kind in kinds]
     if not any(windows):
         return ()
-    period = next(
-        size
-        for size in range(1, num_layers + 1)
-        if all(windows[i] == windows[i % size] for i in range(num_layers))
-    )
-    return tuple(windows[:period])
+    return shortest_cycle(windows)
 
 
 def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
@@ -217,9 +215,10 @@ def family_of(config: Config) -> str:
         family = FAMILIES[name]
         flags = set(_IDENTIFYING).difference(family.varying)
         expected = {flag: family.flags.get(flag, getattr(_PLAIN, flag)) for flag in flags}
-        experts = "num_experts" in family.keys
+        kinds = {"num_experts" in family.keys}
+        kinds |= {True, False} if "num_experts" in family.varying else set()
         same = all(getattr(config, flag) == value for flag, value in expected.items())
-        return same and bool(config.num_experts) == experts
+        return same and bool(config.num_experts) in kinds
 
     names = list(filter(matches, FAMILIES))
     if not names:
@@ -227,7 +226,7 @@ def family_of(config: Config) -> str:
             f"model: expected the flags of one of {', '.join(FAMILIES)}, found other flags"
         )
     # Only llama and mistral have the same flags, and only mistral has windows.
-    return names[-1] if config.windows else names[0]
+    return "mistral" if config.windows and "mistral" in names else names[0]
 
 
 # Config with the default of every flag. The sizes do not matter.

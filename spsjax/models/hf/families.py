@@ -5,27 +5,23 @@ config.json. Families with keys or tensors of a kind of their own have a module 
 """
 
 from collections.abc import Container
-from typing import Any
 
 from spsjax.models.config import Config
-from spsjax.models.hf import deepseek, qwen_hybrids
+from spsjax.models.hf import deepseek, gemma4, qwen_hybrids
 from spsjax.models.hf.family import (
     BARE,
     DEFAULTS,
     EXPERTS,
     KEYS,
     LAYER,
+    POST_NORMS,
     QK_NORMS,
+    TANH,
     Family,
     Wrapper,
 )
 from spsjax.models.hf.locations import Part, TensorLocation
 
-_POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm",
-}
 _WINDOWS = {"sliding_window": 4096}
 _LAST_WINDOWS = _WINDOWS | {
     "use_sliding_window": False,
@@ -35,7 +31,6 @@ _LAST_WINDOWS = _WINDOWS | {
 _GEMMA = {"ffn": "geglu", "norm_offset": 1.0, "embed_scale": True}
 _GEMMA_DEFAULTS = DEFAULTS | {"tie_word_embeddings": True, "head_dim": 256}
 _GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | _WINDOWS | {"query_pre_attn_scalar": 256, "layer_types": None}
-_TANH: dict[str, Any] = {"activation_key": "hidden_activation", "activation": "gelu_pytorch_tanh"}
 
 # Keys that some families use and others ignore, whatever their value.
 FEATURES = (
@@ -112,8 +107,8 @@ FAMILIES = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {**_GEMMA, "post_norms": True},
-        layer_names=LAYER | _POST_NORMS,
-        **_TANH,
+        layer_names=LAYER | POST_NORMS,
+        **TANH,
         defaults=_GEMMA2_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         full_attention_every=2,
@@ -121,8 +116,8 @@ FAMILIES = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {**_GEMMA, "post_norms": True, "qk_norm": True},
-        layer_names=LAYER | QK_NORMS | _POST_NORMS,
-        **_TANH,
+        layer_names=LAYER | QK_NORMS | POST_NORMS,
+        **TANH,
         # Sizes from 4B on are multimodal. Only their language model is read.
         ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
         aliases=BARE
@@ -191,6 +186,7 @@ FAMILIES = {
     ),
     **qwen_hybrids.FAMILIES,
     **deepseek.FAMILIES,
+    **gemma4.FAMILIES,
 }
 
 

@@ -1,7 +1,7 @@
 """Description of a model family in the Hugging Face layout, and names that many families share."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from spsjax.models.config import Config
@@ -42,6 +42,11 @@ QK_NORMS = {
     "attention.query_norm": "self_attn.q_norm",
     "attention.key_norm": "self_attn.k_norm",
 }
+POST_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
 # Names of the modules of a mixture.
 EXPERTS = {
     "ffn.router": "mlp.gate",
@@ -49,6 +54,8 @@ EXPERTS = {
     "ffn.experts_up": "mlp.experts.{expert}.up_proj.weight",
     "ffn.experts_down": "mlp.experts.{expert}.down_proj.weight",
 }
+# GELU, by the key and with the name of Gemma 2 and later.
+TANH: dict[str, Any] = {"activation_key": "hidden_activation", "activation": "gelu_pytorch_tanh"}
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 
 
@@ -111,7 +118,8 @@ class Family:
             `layer_types`. 0: all layers are alike.
         nested_in: multimodal model whose config.json contains this one.
         ffn_ratio: d_ff / d_model, if config.json leaves d_ff out.
-        varying: flags in which members differ, so that they do not identify the family.
+        varying: flags in which members differ, so that they do not identify the family;
+            "num_experts": some members are mixtures.
         read: function of config.json and of the fields of `Config` that were read by the tables. It
             returns further fields.
         write: function of the config and a config.json that returns the latter with the keys that
@@ -163,3 +171,13 @@ class Family:
 
     def _prefix(self, layer: int) -> str:
         return self.layer_prefix.format(layer=layer)
+
+
+def shortest_cycle(values: Sequence) -> tuple:
+    """Returns the shortest sequence that gives the values when it is repeated."""
+    period = next(
+        size
+        for size in range(1, len(values) + 1)
+        if all(value == values[i % size] for i, value in enumerate(values))
+    )
+    return tuple(values[:period])

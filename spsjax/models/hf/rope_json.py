@@ -53,13 +53,15 @@ def read(
     else:
         parameters = scaling or parameters
     rope = Fields(fields.path, parameters, "rope_scaling" if scaling else "rope_parameters")
-    rotary_dim = _rotary_dim(fields, rope, head_dim, partial)
     theta = rope.get("rope_theta", POSITIVE, theta)
     kind = rope.get("rope_type", TEXT, rope.get("type", TEXT, "default"))
     kind = _ALIASES.get(kind, kind)
     if kind not in _KINDS:
         known = ", ".join(f'"{name}"' for name in _KINDS)
         raise rope.error("rope_type", f"one of {known}", kind)
+    # Which rotates a share of each head by frequencies of 0.
+    whole = kind == "proportional"
+    rotary_dim = 0 if whole else _rotary_dim(fields, rope, head_dim, partial)
     original = fields.get(_ORIGINAL, COUNT, None) or rope.get(_ORIGINAL, COUNT, None)
     values, context = _KINDS[kind](rope, original, context, rotary_dim or head_dim)
     return {
@@ -89,6 +91,13 @@ def _default(rope, original, context, head_dim):
 
 def _linear(rope, original, context, head_dim):
     return ("linear", float(rope.get("factor", POSITIVE))), context
+
+
+def _proportional(rope, original, context, head_dim):
+    share = rope.get("partial_rotary_factor", POSITIVE, 1)
+    if share > 1:
+        raise rope.error("partial_rotary_factor", "a number up to 1", share)
+    return ("proportional", float(share), float(rope.get("factor", POSITIVE, 1))), context
 
 
 def _llama3(rope, original, context, head_dim):
@@ -145,6 +154,7 @@ def _longrope(rope, original, context, head_dim):
 _KINDS = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "dynamic": _dynamic,
@@ -153,6 +163,7 @@ _KINDS = {
 # Keys of the numbers in `Config.rope_scaling`, in their order.
 _NAMES = {
     "linear": ("factor",),
+    "proportional": ("partial_rotary_factor", "factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", "beta_fast", "beta_slow", _ORIGINAL, "attention_factor", "truncate"),
     "dynamic": ("factor", "max_position_embeddings"),
