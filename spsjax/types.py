@@ -51,8 +51,8 @@ class Block:
     The keys and values of a prompt's chunk are also passed as a block.
     """
 
-    keys: tuple[Array | None, ...]  # one [B, G, P, C] per layer; None: the layer has no keys
-    values: tuple[Array | None, ...]  # one [B, G, P, C] per layer
+    keys: tuple[Any, ...]  # one [B, G, P, C] per layer; None: the layer has no keys
+    values: tuple[Any, ...]  # one [B, G, P, C] per layer
     positions: Array  # [B, P] int32; -1: an empty place
     size: Array  # [] int32, number of nodes so far; new nodes are appended at this index
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from spsjax.models.config import Config
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, PyTree, pytree_dataclass
 
-KeysValues = tuple[Array, Array]  # [B, G, P, C] each
+KeysValues = tuple[Any, Any]  # [B, G, P, C] each; None: a layer without keys
 
 
 @pytree_dataclass

@@ -45,7 +45,8 @@ class Experts(nnx.Module):
             if config.shared_gate:
                 self.shared_gate = make_linear(config.d_model, 1, False, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTD):
+    def __call__(self, x_BTD, stream_BTD=None):
+        """Returns the outputs [B, T, D] for normalised inputs, as `FeedForward` does."""
         mixed = self._mixed(x_BTD, *self._chosen(x_BTD))
         return mixed + self._of_all_tokens(x_BTD) if self.config.shared_d_ff else mixed
 

@@ -20,7 +20,11 @@ class FeedForward(nnx.Module):
         self.up = linear(config.d_model, config.d_ff)
         self.down = linear(config.d_ff, config.d_model)
 
-    def __call__(self, x_BTD):
+    def __call__(self, x_BTD, stream_BTD=None):
+        """Returns the outputs [B, T, D] for normalised inputs.
+
+        `stream_BTD` is the residual stream before the norm, for networks with norms of their own.
+        """
         if self.config.ffn == "gelu":
             return self.down(jax.nn.gelu(self.up(x_BTD)))
         return self.down(ACTIVATIONS[self.config.ffn](self.gate(x_BTD)) * self.up(x_BTD))

@@ -1,5 +1,7 @@
 """Inputs of each layer that depend on the token: per-layer embeddings (Gemma 3n, Gemma 4)."""
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -48,9 +50,9 @@ class LayerInput(nnx.Module):
 
     def __init__(self, config: Config, *, dtype, rngs: nnx.Rngs):
         self.config = config
-        sizes = config.d_model, config.layer_inputs
-        self.input_gate = make_linear(*sizes, False, dtype=dtype, rngs=rngs)
-        self.input_out = make_linear(*reversed(sizes), False, dtype=dtype, rngs=rngs)
+        linear = functools.partial(make_linear, bias=False, dtype=dtype, rngs=rngs)
+        self.input_gate = linear(config.d_model, config.layer_inputs)
+        self.input_out = linear(config.layer_inputs, config.d_model)
         self.norm = Norm(config, config.d_model, dtype=dtype)
 
     def __call__(self, x_BTD: Array, inputs_BTI: Array) -> Array:

@@ -52,7 +52,8 @@ def run(
     count = config.num_layers
     cached = cache.segments() if cache else [()] * count
     earlier = [None] * count if block is None else [*zip(block.keys, block.values)]
-    rows, stream = [], [x_BTD]
+    rows: list[KeysValues] = []
+    stream = [x_BTD]
     for layer in range(count):
         skips, skips_B2 = (False, False), None
         if isinstance(skipped, Skipped):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -59,15 +60,14 @@ class DecoderBlock(nnx.Module):
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
         skips: tuple[bool | Array, bool | Array] = (False, False),
-        inputs_BTI: Array | None = None,
+        inputs_BTI: Any = None,
     ):
         """Returns the output, and the block's keys and values including those of these tokens.
 
-        `skips` says whether attention and feed-forward are
-        skipped. True: the sub-layer does not run, and without attention the keys and values are
-        `earlier`. [B] bool: the sub-layer runs, but does not change the stream of these rows.
-        `inputs_BTI` are the layer's own inputs. They and the factor of the output belong to the
-        feed-forward.
+        `skips` says whether attention and feed-forward are skipped. True: the sub-layer does not
+        run, and without attention the keys and values are `earlier`. [B] bool: the sub-layer runs,
+        but does not change the stream of these rows. `inputs_BTI` are the layer's own inputs. They
+        and the factor of the output belong to the feed-forward.
         """
         block, (skips_attention, skips_ffn) = earlier or (None, None), skips
         if skips_attention is not True:
@@ -92,9 +92,7 @@ class DecoderBlock(nnx.Module):
 
     def _fed(self, x_BTD):
         """Returns the output of the feed-forward for a residual stream."""
-        normed = self.ffn_norm(x_BTD)
-        own_norms = isinstance(self.ffn, ScaledExperts)
-        return self.ffn(x_BTD, normed) if own_norms else self.ffn(normed)
+        return self.ffn(self.ffn_norm(x_BTD), x_BTD)
 
 
 def _unless(skips: bool | Array, x_BTD: Array) -> Array:

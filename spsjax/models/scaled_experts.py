@@ -21,9 +21,9 @@ class ScaledExperts(Experts):
         self.mixture_norm, self.mixture_post_norm = norm(), norm()
         self.scale = nnx.Param(jnp.ones(config.num_experts, dtype))
 
-    def __call__(self, x_BTD: Array, normed_BTD: Array) -> Array:
+    def __call__(self, x_BTD, stream_BTD=None) -> Array:
         """Returns the outputs [B, T, D]; the experts read the stream, the network a norm of it."""
-        shared = self.shared_post_norm(self.shared(normed_BTD))
-        scores, ids = self._chosen(self.router_norm(x_BTD) * self.config.d_model**-0.5)
-        mixed = self._mixed(self.mixture_norm(x_BTD), scores, ids, self.scale[...])
+        shared = self.shared_post_norm(self.shared(x_BTD))
+        scores, ids = self._chosen(self.router_norm(stream_BTD) * self.config.d_model**-0.5)
+        mixed = self._mixed(self.mixture_norm(stream_BTD), scores, ids, self.scale[...])
         return shared + self.mixture_post_norm(mixed)

@@ -32,12 +32,13 @@ class SharedAttention(Attention):
         context: Context,
         cached: Sequence[kv.Segment],
         earlier: KeysValues | None,
-    ) -> tuple[tuple, tuple[None, None], Array | None]:
+    ) -> tuple[tuple, KeysValues, Array | None]:
         """Returns the arguments of `attend`, nothing for the block, and the output gate.
 
         `cached` is the source's part of the cache, and `earlier` its part of the block, with these
         tokens.
         """
+        assert earlier is not None  # the source runs before
         query, gate, sinks = self._queries(self.query(x_BTD), context)
         segments = context.segments(self.config, cached, *earlier)
         biases = [None] * len(segments)

@@ -56,7 +56,9 @@ def read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     of_layers, is_value = _per_layer(fields, windows), fields.get("attention_k_eq_v", FLAG, False)
     changes = []
     for layer, window in enumerate(windows):
-        change = {name: own for name, own in of_layers[layer].items() if own != values[name]}
+        change: dict[str, Any] = {
+            name: own for name, own in of_layers[layer].items() if own != values[name]
+        }
         if is_value and not window:
             change["value_is_key"] = True
         if layer >= first:
