@@ -47,6 +47,9 @@ COUNTS = {
     "qwen:3-0.6b": 596_049_920, "qwen:3-1.7b": 1_720_574_976, "qwen:3-4b": 4_022_468_096,
     "qwen:3-8b": 8_190_735_360, "qwen:3-14b": 14_768_307_200, "qwen:3-32b": 32_762_123_264,
     "qwen:3-30b-a3b": 30_532_122_624,
+    # Of the default configs of transformers 5.19, without heads that predict further tokens.
+    "qwen:next-80b-a3b": 79_674_391_296,
+    "qwen:3.5-9b": 8_953_803_264, "qwen:3.5-35b-a3b": 34_660_610_688,
     "wide_shallow:target": 13_015_864_320, "wide_shallow:draft": 959_481_600,  # as Llama 2
 }  # fmt: skip
 
