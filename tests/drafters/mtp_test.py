@@ -14,6 +14,7 @@ from helpers.bad_input import one_line
 from helpers.calls import padded
 from helpers.golden_folders import copy_golden, equal, rewrite
 from helpers.numpy_models import numpy_spread_model
+from helpers.packages import package
 
 import spsjax
 from spsjax import decode, loading
@@ -119,6 +120,17 @@ def test_draft_has_the_distributions_of_the_report(kind):
         assert np.ptp(lines, axis=-1).min() > 1
 
 
+def assert_greedy_text_of(target, head):
+    """Asserts that drafts change no greedy text."""
+    with drafting.small_programs():
+        greedy = spsjax.SamplingParams(0.0)
+        texts = [
+            spsjax.generate(target, PROMPTS, drafter, K * bool(drafter), greedy, 12).tokens
+            for drafter in (head, None)
+        ]
+    assert all(map(np.array_equal, *texts))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def trained(drafter, params, tokens, last):
     """Returns the logits [K, V] of each step of the draft that begins at an index of a text."""
@@ -126,7 +138,7 @@ def trained(drafter, params, tokens, last):
     hidden = jnp.where(jnp.arange(hidden.shape[1])[:, None] <= last, hidden, 0)  # no later ones
     steps = drafter.unrolled(params, tokens[:, 1:], hidden, K, later=last[None])
     rows = [outputs[:, 0 if step else last] for step, outputs in enumerate(steps)]
-    return drafter.logits(params, jnp.stack(rows, axis=1))[0]
+    return drafter.choices(params, jnp.stack(rows, axis=1)).whole()[0]
 
 
 # Golden folders of families whose targets ship with heads, and a tensor of each layout.
@@ -140,7 +152,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_next")) for name in FAMILIES],
+)
 def test_head_of_every_family_drafts_exactly(tmp_path, family):
     """Beside its target, from its distributions in training, and no other greedy text."""
     folder = copy_golden(family, tmp_path / "model")
@@ -152,13 +167,7 @@ def test_head_of_every_family_drafts_exactly(tmp_path, family):
     assert FAMILIES[family] in safetensors.numpy.load_file(folder / "model.safetensors")
     head = spsjax.load_drafter("mtp", spsjax.load(folder, dtype="float32"))
     assert equal(head.params, params) and head.drafter.config == drafter.config
-    (out, plain) = (
-        spsjax.generate(
-            target, PROMPTS, drafter, K * bool(drafter), spsjax.SamplingParams(0.0), 12
-        ).tokens
-        for drafter in (head, None)
-    )
-    assert all(map(np.array_equal, out, plain))
+    assert_greedy_text_of(target, head)
     program = decode.Program(target.config, drafter, rejection.Verifier())
     both, (tokens, lengths) = head.with_target(target.params), padded(PROMPTS, 16)
     proposal = drafting.proposed_after(program, both, tokens, lengths, 32)
@@ -167,6 +176,45 @@ def test_head_of_every_family_drafts_exactly(tmp_path, family):
         whole[0, : len(text) + K] = [*text, *np.asarray(proposal.tokens[row])]
         lines = trained(drafter, both, whole, np.int32(len(text) - 2))
         np.testing.assert_allclose(proposal.probs[row], jax.nn.softmax(lines), atol=2e-5)
+
+
+@pytest.mark.slow  # where the package is installed
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_head_behind_the_last_layer_has_the_logits_of_transformers(tmp_path, family):
+    """Which reads the folder that was written here."""
+    layers = package("transformers", "transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("needs a transformers with MtpModel")
+    import torch
+    import transformers
+
+    folder = copy_golden(family, tmp_path / "model")
+    rewrite(folder, {"num_nextn_predict_layers": 1})
+    target = spsjax.load(folder, dtype="float32")
+    drafter = mtp.Drafter.from_config({"num_speculative_tokens": K}, target.config)
+    params = drafting.random_weights(drafter)
+    head = loading.LoadedDrafter("", drafter, params)
+    spsjax.save_drafter(folder, head, target, "float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]  # the published has 61
+    model = layers.MtpModel.from_pretrained(theirs).eval().float()
+    tokens = np.random.default_rng(0).integers(3, 40, (1, 14)).astype(np.int32)
+    both = head.with_target(target.params)
+    hidden = transformer.apply(target.config, target.params, jnp.asarray(tokens)).hidden[:, :-1]
+    (outputs,) = drafter.unrolled(both, jnp.asarray(tokens[:, 1:]), hidden, 1)
+    ours = np.asarray(drafter.draft_logits(both, outputs))[0]
+    for count in (1, 6, 13):
+        cache = transformers.cache_utils.MtpCache(config=theirs.config.get_mtp_config())
+        with torch.no_grad():
+            _, logits, _ = model(
+                input_ids=torch.from_numpy(tokens[:, 1 : count + 1]).long(),
+                last_hidden_states=torch.from_numpy(np.array(hidden[:, :count])),
+                attention_mask=None,
+                position_ids=torch.arange(1, count + 1)[None],
+                mtp_cache=cache,
+            )
+        np.testing.assert_allclose(ours[count - 1], logits[0, 0].numpy(), atol=1e-4)
+    assert np.ptp(ours) > 1
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("qwen3", 1), ("qwen3_moe", 3)])
@@ -179,18 +227,6 @@ def test_head_of_the_targets_folder_is_loaded(tmp_path, kind, shards):
     assert equal(head.params, head_of(kind).params)
     assert head.drafter.config == head_of(kind).drafter.config
     assert equal(spsjax.load_drafter(f"mtp:{folder}", target).params, head.params)
-
-
-def test_head_drafts_no_other_greedy_text(tmp_path):
-    folder = write_target(tmp_path, "qwen3_moe", stored_head(head_of("qwen3_moe")))
-    target = spsjax.load(folder, dtype="float32")
-    texts = [
-        spsjax.generate(
-            target, PROMPTS, drafter, K * bool(drafter), spsjax.SamplingParams(0.0), 12
-        ).tokens
-        for drafter in (spsjax.load_drafter("mtp", target), None)
-    ]
-    assert all(map(np.array_equal, *texts))
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -124,7 +124,7 @@ def test_head_for_more_tokens_has_the_logits_of_speculators(tmp_path, name):
         )
     params = head.with_target(target.params)
     (outputs,) = drafter.unrolled(params, jnp.asarray(TOKENS[:, 1:]), hidden[:, :-1], 1)
-    ours = np.asarray(drafter.logits(params, outputs))[:, : theirs.shape[1]]
+    ours = np.asarray(drafter.draft_logits(params, outputs))[:, : theirs.shape[1]]
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
     assert np.ptp(ours) > 2
     again = loading.load_drafter(tmp_path / "drafter", target)
