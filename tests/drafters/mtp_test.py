@@ -217,6 +217,32 @@ def test_head_behind_the_last_layer_has_the_logits_of_transformers(tmp_path, fam
     assert np.ptp(ours) > 1
 
 
+@pytest.mark.slow  # where the package is installed
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_head_of_a_hybrid_has_the_logits_of_speculators(tmp_path, family):
+    """The first step, from a folder that was written here; its experts are in one tensor."""
+    package("speculators", "speculators.models.mtp")
+    import torch
+    from speculators.models.mtp import MTPDraftModel
+
+    target = spsjax.load(copy_golden(family, tmp_path / "model"), dtype="float32")
+    drafter = mtp.Drafter.from_config({"num_speculative_tokens": K}, target.config)
+    head = loading.LoadedDrafter("", drafter, drafting.random_weights(drafter))
+    spsjax.save_drafter(tmp_path / "head", head, target, "float32")
+    model = MTPDraftModel.from_pretrained(tmp_path / "head").eval().float()
+    tokens = np.random.default_rng(0).integers(3, 40, (1, 14)).astype(np.int32)
+    hidden = transformer.apply(target.config, target.params, jnp.asarray(tokens)).hidden
+    with torch.no_grad():
+        text = torch.from_numpy(tokens).long(), torch.from_numpy(np.array(hidden))
+        (theirs, *_), *_ = model(*text)
+    both = head.with_target(target.params)
+    (outputs,) = drafter.unrolled(both, jnp.asarray(tokens[:, 1:]), hidden[:, :-1], 1)
+    ours = np.asarray(drafter.draft_logits(both, outputs))[:, : theirs.shape[1]]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
+    assert np.ptp(ours) > 1
+    assert equal(spsjax.load_drafter(tmp_path / "head", target).params, head.params)
+
+
 @pytest.mark.parametrize(("kind", "shards"), [("qwen3", 1), ("qwen3_moe", 3)])
 def test_head_of_the_targets_folder_is_loaded(tmp_path, kind, shards):
     """By the name of the method, beside its target, of which the folder is a model."""
