@@ -1,6 +1,7 @@
 """Targets with recurrent layers in the loop: their states are never cut back, and always right."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from spsjax.drafters import draft_model, ngram, sparse_self
 from spsjax.drafters.contrib import early_exit, spire
 from spsjax.loading import LoadedDrafter
 from spsjax.models import caches as kv
+from spsjax.models import transformer
 from spsjax.models.config import Skipped
 from spsjax.parallel import sharding
 from spsjax.utils.compilation import compiled
@@ -109,13 +111,25 @@ def test_greedy_speculation_gives_the_text_of_the_target(hybrid, draft, name):
     assert len({tuple(tokens) for tokens in out.tokens}) == len(PROMPTS)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def read_alone(config, params, tokens):
+    output = transformer.apply(config, params, tokens)
+    return transformer.empty_cache(config, params, 1, 32).extend(output)
+
+
 @pytest.mark.parametrize("size", [8, 5])
 def test_chunks_of_prompts_give_the_state_of_one_pass(hybrid, size):
     """Padding after shorter prompts reaches no state; a width that does not divide is replaced."""
     prompts = [list(range(1, 30)), [7, 7], list(range(8, 25))]
     whole = Call(hybrid, prompts, None)
     chunks = Call(hybrid, prompts, None, prefill_tokens=size)
-    assert_same_cache(chunks.prefill().cache, whole.prefill().cache)
+    cache = chunks.prefill().cache
+    assert_same_cache(cache, whole.prefill().cache)
+    # Nor does it in one pass: a shorter prompt has the state of its tokens before the root.
+    alone = read_alone(hybrid.config, hybrid.params, np.asarray([prompts[2][:-1]]))
+    for state, right in zip(cache.keys, alone.keys):
+        if isinstance(state, kv.State):
+            np.testing.assert_allclose(state.memory[2], right.memory[0], atol=1e-4)
     width = decode.prompt.chunk_width(whole.slots, size, hybrid.config)
     assert width == {8: 8, 5: 4}[size] and whole.slots % width == 0
 
