@@ -122,7 +122,8 @@ class Drafter(parallel.StateDrafter):
     def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
         """Raises InputError: assistants ship with the target, and are not trained here."""
         raise InputError(
-            "drafter.method: expected a method that can be trained, found 'gemma4_assistant'"
+            "drafter.method: expected a method whose shape a config gives, found "
+            "'gemma4_assistant', whose shape is in its folder"
         )
 
     @property

@@ -77,7 +77,7 @@ class DecoderBlock(nnx.Module):
                 attended = self.attention_post_norm(attended)
             x_BTD = x_BTD + _unless(skips_attention, attended)
         if skips_ffn is not True:
-            fed = two_rows(self._fed, x_BTD)
+            fed = two_rows(self.ffn, self.ffn_norm(x_BTD), x_BTD)
             if self.config.post_norms:
                 fed = self.ffn_post_norm(fed)
             x_BTD = x_BTD + _unless(skips_ffn, fed)
@@ -89,10 +89,6 @@ class DecoderBlock(nnx.Module):
                     scale = jnp.where(skips_ffn[:, None, None], 1, scale)
                 x_BTD = x_BTD * scale
         return x_BTD, block
-
-    def _fed(self, x_BTD):
-        """Returns the output of the feed-forward for a residual stream."""
-        return self.ffn(self.ffn_norm(x_BTD), x_BTD)
 
 
 def _unless(skips: bool | Array, x_BTD: Array) -> Array:

@@ -13,19 +13,19 @@ INIT = nnx.initializers.normal(0.02)
 ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
-def two_rows(function: Callable[[Array], Array], x: Array) -> Array:
-    """Returns `function(x)`; one row of bfloat16 is computed as two equal rows.
+def two_rows(function: Callable[..., Array], x: Array, *others: Array) -> Array:
+    """Returns `function(x, *others)`; one row of bfloat16 is computed as two equal rows.
 
     Compilers handle one row badly. XLA for CPUs converts the weights to float32 (with JAX 0.12),
     and a TPU multiplies on its vector unit (docs/guides/pods.md).
 
     Args:
         function: function of rows that are independent of each other.
-        x: rows [..., T, D].
+        x, others: rows [..., T, D].
     """
     if x.size > x.shape[-1] or x.dtype != jnp.bfloat16:
-        return function(x)
-    return function(jnp.repeat(x, 2, axis=-2))[..., :1, :]
+        return function(x, *others)
+    return function(*(jnp.repeat(rows, 2, axis=-2) for rows in (x, *others)))[..., :1, :]
 
 
 class Linear(nnx.Linear):

@@ -15,7 +15,7 @@ from helpers.numpy_models import numpy_nearby_model, numpy_spread_params
 
 import spsjax
 from spsjax import InputError, loading
-from spsjax.models import attention, caches, layers, transformer
+from spsjax.models import attention, caches, self_attention, transformer
 from spsjax.parallel import sharding
 
 VOCAB, LENGTH = 24, 13
@@ -238,9 +238,9 @@ def test_long_texts_attend_in_turn(monkeypatch, changes):
         attended.add((query.shape[1], segments[0].keys.shape[2]))
         return attend(query, segments, *rest)
 
-    for module in (attention, layers):
+    for module in (attention, self_attention):
         monkeypatch.setattr(module, "QUERY_CHUNK", 5)
-    monkeypatch.setattr(layers, "attend", counted)
+    monkeypatch.setattr(self_attention, "attend", counted)
     jax.clear_caches()  # the layer was traced above
     actual = jax.jit(lambda params: loss_and_gradient(params))(params)  # noqa: PLW0108 (traced anew)
     assert attended == {(5, 13)}
@@ -252,7 +252,7 @@ def test_memory_of_a_gradient_grows_with_the_length_alone(monkeypatch):
     """Twice the tokens need about twice the memory; all queries at once would need four times."""
     config = tiny_config(48)
     params = numpy_spread_params(config, 0)
-    for module in (attention, layers):
+    for module in (attention, self_attention):
         monkeypatch.setattr(module, "QUERY_CHUNK", 16)
 
     def temporary(T):
