@@ -38,6 +38,11 @@ HYBRID = {
 }
 
 
+def slow(case):
+    """Returns a case of the full suite alone."""
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def hybrid():
     """A target of two gated delta nets and one layer of attention, whose rounding is small."""
@@ -82,7 +87,7 @@ def assert_same_cache(cache, expected):
             same(*(np.moveaxis(np.asarray(array), 1, 2)[held] for array in (actual, right)))
 
 
-@pytest.mark.parametrize("name", ["early_exit", "draft_model", "random_tree"])
+@pytest.mark.parametrize("name", ["early_exit", slow("draft_model"), "random_tree"])
 def test_state_after_a_round_equals_a_fresh_prefill(hybrid, draft, name):
     """Chains and trees of which rows accept different numbers of tokens, and rows that are done."""
     loaded = drafter_of(name, hybrid, draft)
@@ -100,7 +105,7 @@ def test_state_after_a_round_equals_a_fresh_prefill(hybrid, draft, name):
     assert len(set(lengths.tolist())) > 1
 
 
-@pytest.mark.parametrize("name", ["ngram", "early_exit", "draft_model", "random_tree"])
+@pytest.mark.parametrize("name", [slow("ngram"), "early_exit", "draft_model", "random_tree"])
 def test_greedy_speculation_gives_the_text_of_the_target(hybrid, draft, name):
     options = {"sampling": GREEDY, "max_new_tokens": 20, "stop_at_eos": False}
     with drafting.small_programs():
@@ -134,6 +139,7 @@ def test_chunks_of_prompts_give_the_state_of_one_pass(hybrid, size):
     assert width == {8: 8, 5: 4}[size] and whole.slots % width == 0
 
 
+@pytest.mark.slow
 def test_engine_gives_each_request_what_generate_gives(hybrid, draft):
     """Requests come and go in rows of one loop, so that states are inserted and moved."""
     rng, requests, expected = np.random.default_rng(0), [], []
@@ -148,7 +154,7 @@ def test_engine_gives_each_request_what_generate_gives(hybrid, draft):
         assert [request.result() for request in requests] == expected
 
 
-@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("heads", [slow(4), 2])
 def test_mesh_gives_the_tokens_of_one_device(hybrid, heads):
     """Four devices split value heads and key heads; two key heads are replicated."""
     changes = (tuple((DELTA | {"num_kv_heads": heads}).items()), ())

@@ -128,7 +128,10 @@ def forward(tokens):
     return transformer.apply(target().config, target().params, tokens)
 
 
-@pytest.mark.parametrize("fields", [{}, CENTROIDS], ids=["dense", "centroids"])
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param({}, marks=pytest.mark.slow, id="dense"), pytest.param(CENTROIDS, id="centroids")],
+)
 def test_chain_has_the_distributions_of_single_steps(fields):
     """Behind texts that are longer and shorter than the window, and of one token."""
     loaded = assistant(**fields)

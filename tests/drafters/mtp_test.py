@@ -152,10 +152,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_next")) for name in FAMILIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_head_of_every_family_drafts_exactly(tmp_path, family):
     """Beside its target, from its distributions in training, and no other greedy text."""
     folder = copy_golden(family, tmp_path / "model")

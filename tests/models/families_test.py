@@ -77,7 +77,7 @@ def step(config, params, cache, start, block):
 
 @pytest.mark.parametrize(
     "name",
-    [family(name, name in (WHOLE, "qwen3_next", "gemma4")) for name in NAMES if name not in ALIKE],
+    [family(name, name in (WHOLE, "gemma4")) for name in NAMES if name not in ALIKE],
 )
 def test_cached_passes_give_recorded_logits(name):
     """A prompt, single tokens, and a block that starts before the last tokens give the logits.
