@@ -238,8 +238,6 @@ class Config:
                 f"num_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
                 f"found {self.num_heads}"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise InputError(f"head_dim: expected an even number, found {self.head_dim}")
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise InputError(

@@ -45,6 +45,11 @@ def check_groups(config: Any) -> None:
 def check_rotary(config: Any) -> None:
     """Raises InputError unless the sizes of rotary positions and of latent attention fit."""
     latent = config.mixer == "latent"
+    # Latent attention rotates a part of each head only, and a gated delta net nothing.
+    is_any = latent or config.mixer == "delta"
+    if config.head_dim < 1 or (config.head_dim % 2 and not is_any):
+        expected = "a positive number" if is_any else "an even number"
+        raise InputError(f"head_dim: expected {expected}, found {config.head_dim}")
     if config.rotary_dim not in range(2 * latent, config.head_dim + 1 - latent, 2):
         raise InputError(
             f"rotary_dim: expected an even number within head_dim={config.head_dim}, "

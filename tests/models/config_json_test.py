@@ -109,11 +109,99 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, {"windows": (0, 8)}),
         ("gemma", {"hidden_act": "gelu"}, {}),
         ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, {}),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": None, "n_group": 1, "topk_group": 1},
+            {"experts_per_token": 8, "expert_groups": 1, "groups_per_token": 1},
+        ),
+        ("glm4_moe", {"num_experts_per_tok": None}, {"experts_per_token": 8}),
+        (
+            "glm4_moe_lite",
+            {"num_experts_per_tok": None, "q_lora_rank": 8},
+            {"experts_per_token": 4, "query_rank": 8},
+        ),
     ],
 )
 def test_spellings_of_older_and_newer_files(tmp_path, name, changes, fields):
     expected = dataclasses.replace(config_json.read(GOLDEN / name), **fields)
     assert golden_config(name, tmp_path, **changes) == expected
+
+
+LONG = {"num_hidden_layers": 2**31 - 1, "layer_types": None}
+TOO_LONG = "num_hidden_layers: expected at most 1024 layers, found 2147483647"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"n_embd": 12}, "n_embd: expected an even multiple of n_head=4, found 12"),
+        (
+            "llama2",
+            {"num_key_value_heads": 3},
+            "num_attention_heads: expected a multiple of num_key_value_heads=3, found 4",
+        ),
+        (  # whose layers `read` compares
+            "gemma4",
+            {"num_attention_heads": 3},
+            "num_attention_heads: expected a multiple of num_key_value_heads=2, found 3",
+        ),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 7},
+            "num_experts_per_tok: expected 1 to num_local_experts=4, found 7",
+        ),
+        (
+            "glm4_moe",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok: expected at most n_routed_experts=8, found 9",
+        ),
+        (
+            "deepseek_v3",
+            {"qk_rope_head_dim": 3},
+            "qk_rope_head_dim: expected an even integer in [2, 2**31), found 3",
+        ),
+        (
+            "gemma4",
+            {"global_head_dim": 7, "per_layer_config": None},
+            "global_head_dim: expected an even integer in [2, 2**31), found 7",
+        ),
+        (
+            "gemma4_keys",
+            {"per_layer_config": {"1": {"num_key_value_heads": 3}}},
+            "per_layer_config.1.num_key_value_heads: expected a divisor of num_attention_heads=4",
+        ),
+        (
+            "gemma4_mixture",
+            {"top_k_experts": 7},
+            "top_k_experts: expected at most num_experts=4, found 7",
+        ),
+        ("gemma2", LONG, TOO_LONG),
+        ("gemma4", LONG | {"sliding_window": None}, TOO_LONG),
+        ("deepseek_v3", LONG, TOO_LONG),
+        ("qwen3_next", LONG, TOO_LONG),
+        ("qwen3_5", LONG, TOO_LONG),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_their_key(tmp_path, name, changes, message):
+    with one_line(f"config.json: {message}"):
+        golden_config(name, tmp_path, **changes)
+
+
+def test_key_of_a_nested_config_is_named_with_its_parent(tmp_path):
+    raw = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    nested = {"model_type": "qwen3_5_moe", "text_config": raw | {"num_experts_per_tok": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    with one_line("config.json: text_config.num_experts_per_tok: expected 1 to num_experts=4"):
+        config_json.read(tmp_path)
+
+
+def test_sizes_of_heads_that_are_not_rotated_may_be_odd(tmp_path):
+    delta = golden_config("qwen3_next", tmp_path, linear_key_head_dim=3)
+    latent = golden_config("deepseek_v3", tmp_path, qk_nope_head_dim=3)
+    assert (delta.layer(0).head_dim, latent.head_dim, latent.rotary_dim) == (3, 7, 4)
+    for config in (delta, latent):
+        config_json.write(tmp_path, config, "float32")
+        assert config_json.read(tmp_path) == config
 
 
 def test_unknown_layer_types_are_refused(tmp_path):

@@ -19,7 +19,7 @@ from spsjax.models.delta import GatedDeltaNet
 from spsjax.types import Block
 
 CONFIG = tiny_config(
-    48, mixer="delta", num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5, delta_taps=3, d_model=8
+    48, mixer="delta", num_heads=4, num_kv_heads=2, head_dim=7, value_dim=5, delta_taps=3, d_model=8
 )
 # A model with a layer that has keys, which says how many slots a cache has.
 MODEL = dataclasses.replace(

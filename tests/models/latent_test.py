@@ -38,7 +38,7 @@ MODELS = {
     | {"expert_groups": 4, "groups_per_token": 2, "query_scale": 0.5},
     # As its smaller versions: queries from the stream, and weights that are no shares.
     "plain": LATENT | EXPERTS | {"rope_interleaved": False, "renormalize": False, "shared_d_ff": 0},
-    "small": LATENT,
+    "small": LATENT | {"head_dim": 9},  # odd, with an even part that is rotated
 }
 FOLDERS = "groups", "plain"
 TOKENS = np.random.default_rng(0).integers(0, 48, (2, 14)).astype(np.int32)

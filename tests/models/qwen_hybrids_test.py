@@ -90,7 +90,8 @@ def test_slices_of_a_part_are_those_of_the_whole():
         ({"attn_output_gate": False}, r"attn_output_gate: expected true, found False"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers: expected \[\], found \[0\]"),
         ({"decoder_sparse_step": 2}, r"decoder_sparse_step: expected 1, found 2"),
-        ({"full_attention_interval": 9, "layer_types": None}, r"layer_types: expected 4 of "),
+        ({"full_attention_interval": 9, "layer_types": None},
+         r"full_attention_interval: expected at most 4 layers, found 9"),
     ],
 )  # fmt: skip
 def test_config_of_another_model_is_refused_by_its_key(tmp_path, changes, message):

@@ -4,15 +4,17 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from spsjax.errors import InputError, short_repr
 from spsjax.models.config import Config
 from spsjax.models.hf import rope_json
 from spsjax.models.hf.families import FAMILIES, FEATURES
-from spsjax.models.hf.family import Family, shortest_cycle
+from spsjax.models.hf.family import Family, check_layers, shortest_cycle
 from spsjax.models.hf.fields import (
     COUNT,
+    EVEN,
     FLAG,
     LIST,
     NUMBER,
@@ -26,7 +28,7 @@ from spsjax.models.hf.fields import (
 )
 from spsjax.utils import atomic_files
 
-_KINDS = {"norm_eps": POSITIVE, "renormalize": FLAG}
+_KINDS = {"head_dim": EVEN, "norm_eps": POSITIVE, "renormalize": FLAG}
 # Keys whose null means "off": no window, no cap. A null of other keys means the default.
 _NULL = (
     "sliding_window",
@@ -95,7 +97,17 @@ def parse(path: pathlib.Path, raw: dict, parent: str = "") -> Config:
     try:
         return Config(**family.flags | values)
     except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {_by_keys(str(error), fields, family)}") from None
+
+
+def _by_keys(message: str, fields: Fields, family: Family) -> str:
+    """Returns a message of `Config` with keys of config.json in place of the names of its fields.
+
+    A message that begins with another name is not about a single key.
+    """
+    prefix = fields.prefix if message.partition(":")[0] in family.keys else ""
+    names = rf"\b({'|'.join(family.keys)})\b"
+    return prefix + re.sub(names, lambda match: family.keys[match[0]], message)
 
 
 def _family(fields: Fields) -> tuple[str, Fields]:
@@ -164,10 +176,13 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     heads, d_model = sizes["num_heads"], sizes["d_model"]
     sizes.setdefault("num_kv_heads", heads)
     if "head_dim" not in sizes:
-        if d_model % heads:
-            key = family.keys["d_model"]
-            raise fields.error(key, f"a multiple of {family.keys['num_heads']}={heads}", d_model)
+        if d_model % (2 * heads):
+            expected = f"an even multiple of {family.keys['num_heads']}={heads}"
+            raise fields.error(family.keys["d_model"], expected, d_model)
         sizes["head_dim"] = d_model // heads
+    if heads % (groups := sizes["num_kv_heads"]):
+        expected = f"a multiple of {family.keys['num_kv_heads']}={groups}"
+        raise fields.error(family.keys["num_heads"], expected, heads)
     return sizes
 
 
@@ -176,6 +191,7 @@ def _windows(fields: Fields, num_layers: int, full_attention_every: int) -> tupl
     window = fields.get("sliding_window", COUNT, 0)
     if not window or not fields.get("use_sliding_window", FLAG, True):
         return ()
+    check_layers(fields, num_layers)
     kinds = fields.get("layer_types", LIST, None)
     if kinds is None:
         first = fields.get("max_window_layers", NUMBER, 0)

@@ -9,11 +9,18 @@ from typing import Any
 
 from spsjax.models.config import Config
 from spsjax.models.hf import rope_json
-from spsjax.models.hf.family import DEFAULTS, EXPERTS, KEYS, LAYER, QK_NORMS, Family
+from spsjax.models.hf.family import (
+    DEFAULTS,
+    EXPERTS,
+    KEYS,
+    LAYER,
+    QK_NORMS,
+    Family,
+    check_layers,
+)
 from spsjax.models.hf.fields import COUNT, FLAG, LIST, NUMBER, OBJECT, POSITIVE, TEXT, Fields
 from spsjax.models.hf.head_rows import HeadRows
 
-_MOST_LAYERS = 1024  # of which some are dense
 _DENSE, _SPARSE = "dense", "sparse"
 _GROUPS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
 _MIXTURE_KEYS = (
@@ -75,17 +82,20 @@ def _read_mixture(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
 def _check_groups(fields: Fields, values: dict[str, Any]) -> None:
     """Raises InputError unless a token's groups of experts have enough experts."""
     experts, groups, kept = (values[field] for field in ("num_experts", *_GROUPS))
+    used = values["experts_per_token"]
+    if used > experts:
+        key = _MIXTURE_KEYS["experts_per_token"]
+        raise fields.error(key, f"at most {_MIXTURE_KEYS['num_experts']}={experts}", used)
     if experts % groups:
         raise fields.error(_GROUPS["expert_groups"], f"a divisor of {experts} experts", groups)
-    if kept > groups or experts // groups * kept < values["experts_per_token"]:
-        expected = f"at most {groups} groups, with {values['experts_per_token']} experts or more"
+    if kept > groups or experts // groups * kept < used:
+        expected = f"at most {groups} groups, with {used} experts or more"
         raise fields.error(_GROUPS["groups_per_token"], expected, kept)
 
 
 def _layer_kinds(fields: Fields, num_layers: int) -> list[str]:
     """Returns for each layer whether it is dense or sparse."""
-    if num_layers > _MOST_LAYERS:
-        raise fields.error("num_hidden_layers", f"at most {_MOST_LAYERS} layers", num_layers)
+    check_layers(fields, num_layers)
     count = min(fields.get("first_k_dense_replace", NUMBER), num_layers)
     first_dense = [_DENSE] * count + [_SPARSE] * (num_layers - count)
     kinds = fields.get("mlp_layer_types", LIST, first_dense)
@@ -214,6 +224,7 @@ FAMILIES = {
         {
             "intermediate_size": 18_432,
             "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
             "routed_scaling_factor": 2.5,
             "n_group": 8,
             "topk_group": 4,
@@ -234,6 +245,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "intermediate_size": 10_944,
             "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
             "routed_scaling_factor": 1.0,
             "use_qk_norm": False,
             "partial_rotary_factor": 0.5,
@@ -249,6 +261,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "intermediate_size": 10_240,
             "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
             "routed_scaling_factor": 1.8,
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,

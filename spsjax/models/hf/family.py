@@ -56,6 +56,7 @@ EXPERTS = {
 }
 # GELU, by the key and with the name of Gemma 2 and later.
 TANH: dict[str, Any] = {"activation_key": "hidden_activation", "activation": "gelu_pytorch_tanh"}
+MOST_LAYERS = 1024  # of a model whose layers differ
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 
 
@@ -171,6 +172,12 @@ class Family:
 
     def _prefix(self, layer: int) -> str:
         return self.layer_prefix.format(layer=layer)
+
+
+def check_layers(fields: Fields, num_layers: int) -> None:
+    """Raises InputError if there are too many layers for a list with an entry per layer."""
+    if num_layers > MOST_LAYERS:
+        raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS} layers", num_layers)
 
 
 def shortest_cycle(values: Sequence) -> tuple:

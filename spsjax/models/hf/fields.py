@@ -9,6 +9,7 @@ from spsjax.utils import git_lfs
 # Kinds of values: a description for messages, and a predicate. A bool is not an int here.
 NUMBER = "an integer in [0, 2**31)", lambda x: type(x) is int and 0 <= x < 2**31
 COUNT = "an integer in [1, 2**31)", lambda x: type(x) is int and 1 <= x < 2**31
+EVEN = "an even integer in [2, 2**31)", lambda x: COUNT[1](x) and x % 2 == 0
 POSITIVE = "a positive number", lambda x: type(x) in (int, float) and 0 < x < 1e30
 TOKEN = "a token id", NUMBER[1]
 TOKENS = (

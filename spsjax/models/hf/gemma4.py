@@ -18,9 +18,10 @@ from spsjax.models.hf.family import (
     TANH,
     Family,
     Wrapper,
+    check_layers,
     shortest_cycle,
 )
-from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, OBJECT, Fields
+from spsjax.models.hf.fields import COUNT, EVEN, FLAG, NUMBER, OBJECT, Fields
 from spsjax.models.hf.locations import Part
 
 _FLAGS: dict[str, Any] = {
@@ -45,6 +46,7 @@ def read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: a key of a feature that is not supported, or of a wrong value.
     """
+    check_layers(fields, values["num_layers"])
     mixture = _mixture(fields, values["d_ff"])
     count, windows = values["num_layers"], values["windows"] or (0,)
     windows = [windows[layer % len(windows)] for layer in range(count)]
@@ -53,7 +55,8 @@ def read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     if num_shared > count:
         raise fields.error("num_kv_shared_layers", f"at most {count} layers", num_shared)
     first, double = count - num_shared, fields.get("use_double_wide_mlp", FLAG, False)
-    of_layers, is_value = _per_layer(fields, windows), fields.get("attention_k_eq_v", FLAG, False)
+    of_layers = _per_layer(fields, windows, values["num_heads"])
+    is_value = fields.get("attention_k_eq_v", FLAG, False)
     changes = []
     for layer, window in enumerate(windows):
         change: dict[str, Any] = {
@@ -88,23 +91,32 @@ def _mixture(fields: Fields, wide: int) -> dict[str, Any]:
     """Returns the fields of a mixture of experts beside a network of width `wide`."""
     if not fields.get("enable_moe_block", FLAG, False):
         return {}
+    experts, used = fields.get("num_experts", COUNT), fields.get("top_k_experts", COUNT)
+    if used > experts:
+        raise fields.error("top_k_experts", f"at most num_experts={experts}", used)
     return {
         "router": "scaled",
-        "num_experts": fields.get("num_experts", COUNT),
-        "experts_per_token": fields.get("top_k_experts", COUNT),
+        "num_experts": experts,
+        "experts_per_token": used,
         "d_ff": fields.get("moe_intermediate_size", COUNT),
         "shared_d_ff": wide,
     }
 
 
-def _per_layer(fields: Fields, windows: list[int]) -> list[dict[str, int]]:
+def _per_layer(fields: Fields, windows: list[int], heads: int) -> list[dict[str, int]]:
     """Returns the sizes of heads in which layers may differ, by layer and field of `Config`."""
+    divisor = f"a divisor of num_attention_heads={heads}"
+    kinds = {
+        "head_dim": EVEN,
+        "num_key_value_heads": (divisor, lambda x: COUNT[1](x) and heads % x == 0),
+    }
     own = fields.get("per_layer_config", OBJECT, None)
     if own is None:
-        full = {"head_dim": fields.get("global_head_dim", COUNT, 512)}
+        full = {"head_dim": fields.get("global_head_dim", EVEN, 512)}
         groups = fields.get("num_global_key_value_heads", COUNT, None)
         if groups and fields.get("attention_k_eq_v", FLAG, False):
-            full["num_kv_heads"] = groups
+            kind = kinds["num_key_value_heads"]
+            full["num_kv_heads"] = fields.get("num_global_key_value_heads", kind)
         return [{} if window else full for window in windows]
     sizes: list[dict[str, int]] = [{} for _ in windows]
     for name in own:
@@ -116,7 +128,7 @@ def _per_layer(fields: Fields, windows: list[int]) -> list[dict[str, int]]:
         for key in raw:
             if key not in _OF_LAYER:
                 raise fields.error("per_layer_config", f"keys {', '.join(_OF_LAYER)}", key)
-            sizes[layer][_OF_LAYER[key]] = inner.get(key, COUNT)
+            sizes[layer][_OF_LAYER[key]] = inner.get(key, kinds[key])
     return sizes
 
 

@@ -4,7 +4,17 @@ import json
 from typing import Any
 
 from spsjax.models.config import Config
-from spsjax.models.hf.family import BARE, DEFAULTS, EXPERTS, KEYS, LAYER, QK_NORMS, Family, Wrapper
+from spsjax.models.hf.family import (
+    BARE,
+    DEFAULTS,
+    EXPERTS,
+    KEYS,
+    LAYER,
+    QK_NORMS,
+    Family,
+    Wrapper,
+    check_layers,
+)
 from spsjax.models.hf.fields import COUNT, FLAG, LIST, Fields
 from spsjax.models.hf.locations import Part
 from spsjax.models.hf.rope_json import PARTIAL
@@ -28,10 +38,14 @@ def _read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     Raises InputError for another kind of layer, or if no layer has attention.
     """
     count = values["num_layers"]
+    check_layers(fields, count)
     fields.only("attn_output_gate", FLAG, True)
     every = fields.get("full_attention_interval", COUNT)
-    kinds = [_LINEAR if (layer + 1) % every else _FULL for layer in range(count)]
-    kinds = fields.get("layer_types", LIST, kinds)
+    kinds = fields.get("layer_types", LIST, None)
+    if kinds is None:
+        if every > count:
+            raise fields.error("full_attention_interval", f"at most {count} layers", every)
+        kinds = [_LINEAR if (layer + 1) % every else _FULL for layer in range(count)]
     if len(kinds) != count or not {*map(str, kinds)} <= {_LINEAR, _FULL} or _FULL not in kinds:
         expected = f"{count} of {json.dumps(_LINEAR)} and, at least once, {json.dumps(_FULL)}"
         raise fields.error("layer_types", expected, kinds)
