@@ -105,7 +105,7 @@ def test_state_after_a_round_equals_a_fresh_prefill(hybrid, draft, name):
     assert len(set(lengths.tolist())) > 1
 
 
-@pytest.mark.parametrize("name", [slow("ngram"), "early_exit", "draft_model", "random_tree"])
+@pytest.mark.parametrize("name", [slow("ngram"), "early_exit", slow("draft_model"), "random_tree"])
 def test_greedy_speculation_gives_the_text_of_the_target(hybrid, draft, name):
     options = {"sampling": GREEDY, "max_new_tokens": 20, "stop_at_eos": False}
     with drafting.small_programs():
