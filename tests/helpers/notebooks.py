@@ -33,6 +33,7 @@ SMALLER = {
         '"prompts": 8': '"prompts": 8, "temperatures": ()',
         "None, params, 64": "None, params, 8",
     },
+    "verify_exactness": {"= 3, 3, 2048, 256": "= 3, 2, 512, 128"},
     "quickstart": {
         "KS = (1, 2, 4, 8)": "KS = (4,)",
         "repetitions=3": "repetitions=1",
