@@ -19,7 +19,6 @@ from spsjax.drafters.folders import Folder
 from spsjax.drafters.speculators_folders import (
     HEAD,
     KEY,
-    METHODS,
     SpeculatorsLayout,
     proposals,
     vocabulary_of,
@@ -37,13 +36,14 @@ _SCALES = {
     "output_scale": ("output_multiplier", 1.0),
     "softcap": ("final_logit_softcapping", 0.0),
 }
+_METHODS = "dflash", "dflash2", "dspark"  # whose drafts are blocks
 
 
 def method_of(raw: dict) -> str | None:
     """Returns "dflash", "dflash2" or "dspark" for a config.json of a block drafter, else None."""
     stated = raw.get(KEY)
     if stated is not None:
-        return stated if stated in METHODS and stated not in ("eagle3", "mtp") else None
+        return stated if stated in _METHODS else None
     section, names = raw.get(SECTION), str(raw.get("architectures"))
     section = section if isinstance(section, dict) else {}
     if "DFlash2" in names or "selector_rank" in section:

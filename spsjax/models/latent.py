@@ -23,7 +23,7 @@ _NORM_EPS = 1e-6
 
 
 class HeadKernels(nnx.Module):
-    """One matrix per head, [H, in, out]."""
+    """Matrices of a projection by heads, [H, in, out]: each head has its own."""
 
     def __init__(self, heads: int, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs):
         self.dtype = dtype
