@@ -175,11 +175,15 @@ def _next_layer(target: Config, further: int = 0) -> str:
 
 
 def _modules(target: Config, stored: Set[str]) -> Mapping[str, str]:
-    """Returns the names of the head's modules in the layout that the stored names have."""
-    if f"{_QWEN['fc']}.weight" in stored:
+    """Returns the names of the head's modules in the layout that the stored names have.
+
+    One tensor of a layout suffices, so that the reader names those that are missing.
+    """
+    if any(name.startswith("mtp.") for name in stored):
         return _QWEN
     after = {name: text.replace("{next}", _next_layer(target)) for name, text in _DEEPSEEK.items()}
-    return after if f"{after['fc']}.weight" in stored else _SPECULATORS
+    own = {f"{module}.weight" for name, module in after.items() if name != "layer"}
+    return _SPECULATORS if own.isdisjoint(stored) else after
 
 
 def _target_tensors(path: pathlib.Path, target: Config) -> dict[str, pathlib.Path] | None:

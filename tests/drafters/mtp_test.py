@@ -308,7 +308,7 @@ def test_folder_is_whole_if_stitching_fails(tmp_path, monkeypatch, shards):
 @pytest.mark.parametrize(
     ("fields", "tensors", "message"),
     [
-        ({}, {"mtp.fc.weight": None}, "multi-token prediction, as mtp.fc.weight or model.layers.2"),
+        ({}, {"mtp.fc.weight": None}, "expected a tensor mtp.fc.weight, found none"),
         ({}, {"mtp.norm.weight": None}, "expected a tensor mtp.norm.weight, found none"),
         ({}, {"mtp.norm.bias": np.zeros(32)}, "expected no tensor mtp.norm.bias"),
         ({}, {"mtp.fc.weight": np.zeros((32, 32), np.float32)}, "mtp.fc.weight: expected shape"),
@@ -321,6 +321,24 @@ def test_folder_without_a_fitting_head_is_refused(tmp_path, fields, tensors, mes
     rewrite(folder, fields, tensors)
     with one_line(message):
         spsjax.load_drafter(f"mtp:{folder}", target_of("qwen3"))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_partly_missing_head_behind_the_last_layer_is_refused(tmp_path, family):
+    """As one under names of its own is; the target does not need it."""
+    folder = copy_golden(family, tmp_path / "model")
+    config = loading.load_config(folder)
+    drafter = mtp.Drafter.from_config({}, config)
+    stored = {f"model.layers.3.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")}
+    params = drafting.random_weights(drafter)
+    rewrite(folder, {}, mtp.LAYOUT.located(drafter, params, "float32", stored))
+    for name in sorted(stored):
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        rewrite(folder, {}, {name: None})
+        target = spsjax.load(folder, dtype="float32")
+        with one_line(f"expected a tensor {name}, found none"):
+            spsjax.load_drafter("mtp", target)
+        rewrite(folder, {}, {name: tensors[name]})
 
 
 def test_target_without_a_folder_has_no_head(tmp_path):

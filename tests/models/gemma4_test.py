@@ -40,6 +40,10 @@ HALF = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
+YARN, LONG = (
+    {"full_attention": {"rope_type": kind, "factor": 0.5}, "sliding_attention": {}}
+    for kind in ("yarn", "longrope")
+)
 ODD = {
     "sharing from a full layer alone": ("fsff", {"num_kv_shared_layers": 2}),
     "wide layers that share": ("sfsf", {"num_kv_shared_layers": 1, "use_double_wide_mlp": True}),
@@ -162,6 +166,11 @@ def test_keys_of_a_layer_are_those_of_released_files(tmp_path):
         ({"per_layer_config": {"9": {"head_dim": 8}}}, "per_layer_config"),
         ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
+        ({"rope_parameters": {KINDS["s"]: {}}}, f"rope_parameters.{KINDS['f']}"),
+        ({"rope_parameters": {KINDS["f"]: {}}}, f"rope_parameters.{KINDS['s']}"),
+        ({"rope_parameters": LONG}, f"rope_parameters.{KINDS['f']}.short_factor"),
+        ({"rope_parameters": YARN}, f"rope_parameters.{KINDS['f']}.factor"),
     ],
 )
 def test_unsupported_key_is_refused_by_its_name(tmp_path, changes, named):

@@ -122,11 +122,25 @@ def test_dynamic_scaling_raises_the_base_with_the_length_of_the_text(folder, len
     ("scaling", "message"),
     [
         ({"rope_type": "ntk"}, "rope_type: expected one of \"default\", \"linear\""),
-        ({"rope_type": "dynamic"}, "factor: expected a positive number, found none"),
+        ({"rope_type": "dynamic"}, "factor: expected a number >= 1, found none"),
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "alpha: expected null"),
         ({"rope_type": "longrope", "short_factor": SHORT}, "long_factor: expected a list of p"),
         ({"type": "longrope", "short_factor": [1.0], "long_factor": LONG}, "expected 8 numbers"),
         ({"type": "yarn", "factor": 2.0, "beta_slow": 40}, "beta_slow: expected less than b"),
+        *(
+            ({"type": kind, "factor": factor}, f"rope_scaling.factor: expected {expected}")
+            for kind in ("yarn", "dynamic")
+            for factor, expected in (
+                *((bad, "a number >= 1") for bad in (-4, 0, 0.5, float("nan"), "4", True)),
+                *((huge, "less than 2**31 / 64") for huge in (1e9, 1e29)),
+            )
+        ),
+        ({"type": "yarn", "factor": 2.0, ORIGINAL: 65}, f"{ORIGINAL}: expected at most max_pos"),
+        ({"type": "yarn", ORIGINAL: 0}, f"{ORIGINAL}: expected an integer"),
+        ({"type": "yarn", ORIGINAL: 32.0}, f"{ORIGINAL}: expected an integer"),
+        ({"type": "yarn", "factor": 2.0, "rope_theta": 1}, "rope_theta: expected a number > 1"),
+        ({"type": "longrope", "short_factor": SHORT, "long_factor": LONG, ORIGINAL: 1},
+         f"{ORIGINAL}: expected at least 2"),
     ],
 )  # fmt: skip
 def test_scaling_that_is_not_supported_is_refused(folder, scaling, message):

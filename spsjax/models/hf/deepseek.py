@@ -22,6 +22,8 @@ from spsjax.models.hf.fields import COUNT, FLAG, LIST, NUMBER, OBJECT, POSITIVE,
 from spsjax.models.hf.head_rows import HeadRows
 
 _DENSE, _SPARSE = "dense", "sparse"
+# Of the layer of a head for multi-token prediction, and of no other layer (`drafters.mtp`).
+_PREDICTOR = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
 _GROUPS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
 _MIXTURE_KEYS = (
     KEYS
@@ -210,7 +212,7 @@ def _latent(architecture: str, defaults: dict[str, Any], write, layout: str = ""
         defaults=_DEFAULTS
         | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
         | defaults,
-        predictor="eh_proj.weight",
+        predictor=_PREDICTOR,
         head_rows=_head_rows,
         varying=("biases",),
         read=_read_latent,
@@ -250,7 +252,7 @@ FAMILIES = {
             "use_qk_norm": False,
             "partial_rotary_factor": 0.5,
         },
-        predictor="eh_proj.weight",
+        predictor=_PREDICTOR,
         varying=("biases", "qk_norm"),
         read=_read_glm,
         write=_write_glm,

@@ -110,8 +110,8 @@ class Family:
         head_rows: function of a config that returns modules with a matrix per head which share the
             rows of a tensor, with their rows.
         ignored: regular expression for names of tensors that are not loaded.
-        predictor: name of a tensor that tells layers of a drafter behind the last one, which are
-            not loaded, from missing layers; empty: there are none.
+        predictor: names of tensors of which a layer of a drafter behind the last one has some. It
+            is not loaded, and is no layer that config.json leaves out; (): there are none.
         aliases: other beginnings of tensor names, and the beginnings that replace them.
         defaults: values of keys that are missing in config.json. The family ignores keys in
             `FEATURES` that are not listed here.
@@ -143,7 +143,7 @@ class Family:
     packed: tuple[str, ...] = ()
     head_rows: Callable[[Config], dict[str, HeadRows]] = _no_rows
     ignored: str = r".*\.rotary_emb\.inv_freq|mtp\..*"  # `mtp` is a drafter's (`drafters.mtp`)
-    predictor: str = ""
+    predictor: tuple[str, ...] = ()
     aliases: dict[str, str] = dataclasses.field(default_factory=lambda: BARE)
     defaults: dict[str, Any] = dataclasses.field(default_factory=lambda: DEFAULTS)
     full_attention_every: int = 0
@@ -165,7 +165,7 @@ class Family:
     def further_layers(self, num_layers: int, names: Collection[str]) -> tuple[str, ...]:
         """Returns the beginnings of the names of a drafter's tensors behind the last layer."""
         layer, prefixes = num_layers, []
-        while self.predictor and f"{self._prefix(layer)}{self.predictor}" in names:
+        while any(f"{self._prefix(layer)}{name}" in names for name in self.predictor):
             prefixes.append(self._prefix(layer))
             layer += 1
         return tuple(prefixes)

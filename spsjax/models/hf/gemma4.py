@@ -51,6 +51,8 @@ def read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     count, windows = values["num_layers"], values["windows"] or (0,)
     windows = [windows[layer % len(windows)] for layer in range(count)]
     windows[-1] = 0  # as transformers does, whatever `layer_types` says
+    fields.get("sliding_window", COUNT)  # a null would turn layers with a window into full ones
+    _check_rope(fields, any(windows))
     num_shared = fields.get("num_kv_shared_layers", NUMBER, 0)
     if num_shared > count:
         raise fields.error("num_kv_shared_layers", f"at most {count} layers", num_shared)
@@ -85,6 +87,19 @@ def read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     if 0 < first < count:
         _check_sources(fields, Config(**_FLAGS | values | config), num_shared)
     return config
+
+
+def _check_rope(fields: Fields, has_windows: bool) -> None:
+    """Raises InputError unless each kind of layer has its rotary positions, which have no default.
+
+    They cannot be of a kind with numbers per entry of a head, because the heads of layers differ.
+    """
+    name = f"{fields.prefix}rope_parameters"
+    rope = Fields(fields.path, fields.get("rope_parameters", OBJECT), name)
+    for kind in ("sliding_attention",) * has_windows + ("full_attention",):
+        inner = Fields(fields.path, rope.get(kind, OBJECT), f"{name}.{kind}")
+        if "longrope" in (of_kind := inner.raw.get("rope_type"), inner.raw.get("type")):
+            raise inner.error("rope_type", "another scaling than longrope", of_kind or "longrope")
 
 
 def _mixture(fields: Fields, wide: int) -> dict[str, Any]:

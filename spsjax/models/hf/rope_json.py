@@ -18,6 +18,7 @@ _FACTORS = (
     "a list of positive numbers",
     lambda x: type(x) is list and bool(x) and all(map(POSITIVE[1], x)),
 )
+_STRETCH = "a number >= 1", lambda x: POSITIVE[1](x) and x >= 1
 SCALE = "a number >= 0", lambda x: type(x) in (int, float) and 0 <= x < 1e30  # 0: off
 _ALIASES = {"su": "longrope"}
 
@@ -37,28 +38,34 @@ def read(
     Raises:
         InputError: a scaling that is not supported, or that lacks a key.
     """
-    theta = fields.get("rope_theta", POSITIVE, 10_000.0)
+    theta, newer = fields.get("rope_theta", POSITIVE, 10_000.0), f"{fields.prefix}rope_parameters"
     local = fields.get("rope_local_base_freq", POSITIVE, 0.0)
     parameters = fields.get("rope_parameters", OBJECT, {})
     scaling = fields.get("rope_scaling", OBJECT, {})
     if local:
-        inner = Fields(fields.path, parameters, "rope_parameters")
+        for name in parameters:
+            if name not in (_FULL, _LOCAL):  # one set of parameters would not say for which layers
+                raise fields.error("rope_parameters", f"{_FULL} and {_LOCAL}", name)
+        inner = Fields(fields.path, parameters, newer)
         parameters, windowed = (inner.get(kind, OBJECT, {}) for kind in (_FULL, _LOCAL))
-        inner = Fields(fields.path, windowed, f"rope_parameters.{_LOCAL}")
+        inner = Fields(fields.path, windowed, f"{newer}.{_LOCAL}")
         inner.only("rope_type", TEXT, "default")
         local = inner.get("rope_theta", POSITIVE, local)
-        parameters = parameters | scaling
+        parameters, newer = parameters | scaling, f"{newer}.{_FULL}"
     elif any(isinstance(value, dict) for value in parameters.values()):
         raise fields.error("rope_parameters", "one set of parameters", parameters)
     else:
         parameters = scaling or parameters
-    rope = Fields(fields.path, parameters, "rope_scaling" if scaling else "rope_parameters")
+    rope = Fields(fields.path, parameters, f"{fields.prefix}rope_scaling" if scaling else newer)
     theta = rope.get("rope_theta", POSITIVE, theta)
     kind = rope.get("rope_type", TEXT, rope.get("type", TEXT, "default"))
     kind = _ALIASES.get(kind, kind)
     if kind not in _KINDS:
         known = ", ".join(f'"{name}"' for name in _KINDS)
         raise rope.error("rope_type", f"one of {known}", kind)
+    if kind == "yarn" and theta <= 1:  # the logarithm of the base is a divisor
+        owner = rope if rope.raw.get("rope_theta") is not None else fields
+        raise owner.error("rope_theta", "a number > 1", theta)
     # Which rotates a share of each head by frequencies of 0.
     whole = kind == "proportional"
     rotary_dim = 0 if whole else _rotary_dim(fields, rope, head_dim, partial)
@@ -111,7 +118,9 @@ def _llama3(rope, original, context, head_dim):
 
 def _yarn(rope, original, context, head_dim):
     original = original or context
-    factor = float(rope.get("factor", POSITIVE, context / original))
+    if original > context:
+        raise rope.error(_ORIGINAL, f"at most max_position_embeddings={context}", original)
+    factor = float(rope.get("factor", _STRETCH, context / original))
     fast, slow = rope.get("beta_fast", POSITIVE, 32), rope.get("beta_slow", POSITIVE, 1)
     if slow >= fast:
         raise rope.error("beta_slow", f"less than beta_fast={fast}", slow)
@@ -122,7 +131,15 @@ def _yarn(rope, original, context, head_dim):
     attention = float(rope.get("attention_factor", POSITIVE, attention))
     numbers = factor, float(fast), float(slow), float(original), attention
     values = ("yarn", *numbers, rope.get("truncate", FLAG, True))
-    return values, max(context, math.floor(factor * original))
+    return values, _stretched(rope, context, factor, original)
+
+
+def _stretched(rope, context, factor, original):
+    """Returns the longest context; raises InputError if it has more tokens than an int32 counts."""
+    longest = max(context, math.floor(factor * original))
+    if longest >= 2**31:
+        raise rope.error("factor", f"less than 2**31 / {original}, the original context", factor)
+    return longest
 
 
 def yarn_attention(factor: float, scale: float) -> float:
@@ -132,8 +149,8 @@ def yarn_attention(factor: float, scale: float) -> float:
 
 def _dynamic(rope, original, context, head_dim):
     rope.only("alpha", POSITIVE, None)
-    factor = float(rope.get("factor", POSITIVE))
-    return ("dynamic", factor, float(context)), max(context, math.floor(factor * context))
+    factor = float(rope.get("factor", _STRETCH))
+    return ("dynamic", factor, float(context)), _stretched(rope, context, factor, context)
 
 
 def _longrope(rope, original, context, head_dim):
@@ -142,6 +159,8 @@ def _longrope(rope, original, context, head_dim):
     for which, factors in (("short", short), ("long", long)):
         if len(factors) != head_dim // 2:
             raise rope.error(f"{which}_factor", f"{head_dim // 2} numbers", list(factors))
+    if original < 2:  # its logarithm is a divisor
+        raise rope.error(_ORIGINAL, "at least 2", original)
     factor = rope.get("factor", POSITIVE, context / original)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention = float(rope.get("attention_factor", POSITIVE, attention))
