@@ -34,8 +34,8 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the 
 _DRAFTER = flags.DEFINE_string(
     "drafter",
     None,
-    "Draft without config.draft: eagle, eagle3, mtp, dflash, dflash2 or dspark (from the target's "
-    "features), or sparse_self:512 (the target with a cache of 512 tokens).",
+    "Draft without config.draft: eagle, eagle3, mtp, dflash, dflash2, dspark or gemma4_assistant "
+    "(from the target's features), or sparse_self:512 (the target with a cache of 512 tokens).",
 )
 _JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 

@@ -21,7 +21,7 @@ get_config = sections.config(
         "head_dim": 0,
         "vocab_size": 0,  # of eagle3
         "tap_layers": (),
-        "num_layers": 0,  # of dflash, dflash2 and dspark
+        "num_layers": 0,  # of dflash, dflash2, dspark and gemma4_assistant
         "block_size": 0,  # of the same
     },
     dtype="bfloat16",

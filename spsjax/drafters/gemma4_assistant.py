@@ -8,36 +8,32 @@ root (transformers, `gemma4_assistant`). **Lossless**, as is every drafter.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
 from spsjax import tree
-from spsjax.drafters import base, folders, parallel, sample, shapes
+from spsjax.drafters import base, gemma4_folders, parallel, sample, shapes
 from spsjax.drafters.choices import Choices
-from spsjax.drafters.folders import Folder
+from spsjax.drafters.gemma4_folders import ORDERING
 from spsjax.drafters.sample import Level
 from spsjax.errors import InputError
 from spsjax.models import transformer
 from spsjax.models.caches import Segment
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
-from spsjax.models.hf import config_json, families, gemma4, weights
-from spsjax.models.hf.fields import COUNT, FLAG, NUMBER, OBJECT, TEXT, Fields
 from spsjax.models.layers import DecoderBlock
 from spsjax.models.linear import INIT, head_logits, make_linear
 from spsjax.models.norm import Norm
 from spsjax.models.products import row_product
 from spsjax.types import Array, Proposal, PyTree, Round
 from spsjax.utils.fields import integer
-
-ORDERING = "ordering"  # name of the parameter with the tokens of each centroid
+from spsjax.utils.from_config import build
 
 
 class Assistant(nnx.Module):
@@ -89,7 +85,7 @@ class Drafter(parallel.StateDrafter):
     Attributes:
         config: shape of the layers, all of which share the keys of another layer.
         num_centroids: number of centroids; 0: a head with all tokens.
-        top_centroids: number of centroids whose tokens can be drawn.
+        top_centroids: most centroids whose tokens can be drawn.
     """
 
     config: Config = dataclasses.field(kw_only=True)
@@ -110,20 +106,20 @@ class Drafter(parallel.StateDrafter):
                 f"num_centroids: expected a divisor of the vocabulary of {vocab}, found "
                 f"{self.num_centroids}"
             )
-        if 0 < self.num_centroids < self.top_centroids:
-            raise InputError(
-                f"top_centroids: expected at most num_centroids={self.num_centroids}, found "
-                f"{self.top_centroids}"
-            )
         for layer in range(self.config.num_layers):
             self._source(layer)
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
-        """Raises InputError: assistants ship with the target, and are not trained here."""
-        raise InputError(
-            "drafter.method: expected a method whose shape a config gives, found "
-            "'gemma4_assistant', whose shape is in its folder"
+        """Returns an assistant to be planned (`scripts/compile_tpu.py`); it cannot be trained.
+
+        It has four layers, the last of which has full attention, and the target's sizes, unless
+        `num_layers`, `d_model` and `d_ff` say otherwise.
+        """
+        own = {name: options[name] for name in gemma4_folders.SIZES if name in options}
+        others = {name: value for name, value in options.items() if name not in own}
+        return build(
+            "drafter", cls, others, config=gemma4_folders.like(target, **own), target=target
         )
 
     @property
@@ -224,7 +220,7 @@ class Drafter(parallel.StateDrafter):
         """Returns the logits of the tokens of the nearest centroids."""
         module = self.bind(params)
         scores = module.centroids(outputs_BTD).astype(jnp.float32)
-        nearest = lax.top_k(scores, self.top_centroids)[1]
+        nearest = lax.top_k(scores, min(self.top_centroids, self.num_centroids))[1]
         ids = params["drafter"][ORDERING].reshape(self.num_centroids, -1)[nearest]
         ids = jnp.sort(ids.reshape(*nearest.shape[:2], -1), axis=-1)
         rows, wide = module.embed.embedding[...][ids], jnp.promote_types(self.dtype(params), "f4")
@@ -246,102 +242,4 @@ class Drafter(parallel.StateDrafter):
         raise InputError("gemma4_assistant: expected a drafter that can be trained")
 
 
-class _Layout(folders.Layout[Drafter]):
-    """Layout of Google's assistants, as transformers reads it."""
-
-    def recognizes(self, raw: dict, tensors: Callable[[], Set[str]]) -> bool:
-        return raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
-
-    def drafter_fields(self, folder: Folder, target: Config) -> dict[str, Any]:
-        fields = folder.fields
-        width = fields.get("backbone_hidden_size", COUNT, 1536)
-        if width != target.d_model:
-            raise fields.error("backbone_hidden_size", f"the target's {target.d_model}", width)
-        fields.only("tie_word_embeddings", FLAG, True)
-        text = Fields(folder.path / "config.json", fields.get("text_config", OBJECT), "text_config")
-        has_centroids = fields.get("use_ordered_embeddings", FLAG, False)
-        count = fields.get("num_centroids", COUNT, 2048) if has_centroids else 0
-        return {
-            "config": _layers(text),
-            "num_centroids": count,
-            "top_centroids": fields.get("centroid_intermediate_top_k", COUNT, 32),
-        }
-
-    def name(self, drafter: Drafter, path: tuple, stored: Set[str]) -> str:
-        if path[0] == "centroids":
-            return "masked_embedding.centroids.weight"
-        if path[0] in ("pre_projection", "post_projection"):
-            return f"{path[0]}.weight"
-        return families.locate("gemma4_text", drafter.config, path).names[0]
-
-    def is_copy(self, name: str, drafter: Drafter) -> bool:
-        # The tied head, and keys and values that no layer needs.
-        if name == _ORDERING:
-            return bool(drafter.num_centroids)
-        unused = ("lm_head.weight", "k_proj.weight", "v_proj.weight", "k_norm.weight")
-        return name.endswith(unused)
-
-    def constants(self, folder: Folder, drafter: Drafter) -> dict[str, np.ndarray]:
-        if not drafter.num_centroids:
-            return {}
-        return {ORDERING: _ordering(folder, drafter.config.vocab_rows)}
-
-    def tensors(self, drafter: Drafter, params: PyTree, dtype: DTypeLike) -> dict[str, np.ndarray]:
-        tensors = super().tensors(drafter, params, dtype)
-        if drafter.num_centroids:
-            tensors[_ORDERING] = np.asarray(params[ORDERING]).astype(np.int64)
-        return tensors
-
-    def to_json(self, drafter: Drafter, target_name: str, dtype: str) -> dict:
-        return {
-            "architectures": ["Gemma4AssistantForCausalLM"],
-            "model_type": "gemma4_assistant",
-            "backbone_hidden_size": drafter.target.d_model,
-            "use_ordered_embeddings": bool(drafter.num_centroids),
-            "num_centroids": drafter.num_centroids or 2048,
-            "centroid_intermediate_top_k": drafter.top_centroids,
-            "tie_word_embeddings": True,
-            "torch_dtype": dtype,
-            "text_config": config_json.to_json(drafter.config, dtype),
-        }
-
-
-_ORDERING = "masked_embedding.token_ordering"
-
-
-def _layers(text: Fields) -> Config:
-    """Returns the shape of an assistant's layers; raises InputError for an unusual one."""
-    kind, kinds = text.get("model_type", TEXT, "gemma4_text"), tuple(gemma4.FAMILIES)
-    if kind not in kinds:
-        raise text.error("model_type", f"one of {', '.join(kinds)}", kind)
-    text.only("hidden_size_per_layer_input", NUMBER, 0)
-    text.only("enable_moe_block", FLAG, False)
-    text.only("final_logit_softcapping", NUMBER, None)
-    count = text.get("num_hidden_layers", COUNT)
-    shared = text.get("num_kv_shared_layers", NUMBER, 0) or count
-    if shared != count:
-        raise text.error("num_kv_shared_layers", f"all {count} layers", shared)
-    raw = {"model_type": kind, "num_kv_shared_layers": count, "hidden_size_per_layer_input": 0}
-    config = config_json.parse(text.path, text.raw | raw, "text_config")
-    # An assistant has the target's special tokens.
-    return dataclasses.replace(config, bos_id=None, eos_ids=())
-
-
-def _ordering(folder: Folder, vocab: int) -> np.ndarray:
-    """Returns the tokens of all centroids [V]; raises InputError unless each is there once."""
-    if _ORDERING not in folder.stored:
-        raise InputError(f"{folder.path}: expected a tensor {_ORDERING}, found none")
-    path = folder.stored[_ORDERING]
-    tensor = weights.open_all([path])[path].get_slice(_ORDERING)
-    if tensor.get_shape() != [vocab] or tensor.get_dtype() not in ("I64", "I32"):
-        raise InputError(
-            f"{path}: {_ORDERING}: expected {vocab} integers, found {tensor.get_dtype()} "
-            f"{tensor.get_shape()}"
-        )
-    ids = tensor[...]
-    if not np.array_equal(np.sort(ids), np.arange(vocab)):
-        raise InputError(f"{path}: {_ORDERING}: expected every token once, found other numbers")
-    return ids.astype(np.int32)
-
-
-LAYOUT = _Layout()
+LAYOUT = gemma4_folders.AssistantLayout()

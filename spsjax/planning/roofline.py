@@ -63,6 +63,8 @@ def cache_bytes(
     config: transformer.Config, mesh: Mesh, batch: int, slots: int, dtype, replicate: bool = False
 ) -> int:
     """Returns the bytes of a cache on one device, by the rules of `sharding`."""
+    if not slots:  # a drafter that reads the target's
+        return 0
     model, bytes_each = 1 if replicate else mesh.shape["model"], jnp.dtype(dtype).itemsize
     rows, shards = batch // mesh.shape["data"], mesh.shape.get("slots", 1)
     shards = 1 if config.recent or slots % shards else shards

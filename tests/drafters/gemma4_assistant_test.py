@@ -14,7 +14,7 @@ from helpers.golden_folders import GOLDEN, rewrite
 from helpers.models import tiny_config
 
 import spsjax
-from spsjax import InputError, SamplingParams, decode, loading
+from spsjax import DynamicTree, InputError, SamplingParams, Tree, decode, loading
 from spsjax.drafters import gemma4_assistant
 from spsjax.models import transformer
 from spsjax.parallel import sharding
@@ -143,13 +143,35 @@ def test_chain_has_the_distributions_of_single_steps(fields):
             np.testing.assert_allclose(proposal.probs[row, depth], probs, atol=2e-5)
 
 
-def with_length(loaded):
-    return dataclasses.replace(loaded.drafter, num_speculative_tokens=K)
+@pytest.mark.parametrize(
+    "shape",
+    [Tree((0, 0, 1, 1, 2, 4)), pytest.param(DynamicTree(7, K, 3), marks=pytest.mark.slow)],
+    ids=["drawn", "dynamic"],
+)
+def test_tree_has_the_distributions_of_single_steps(shape):
+    """Along the path to every node; a dynamic tree has the most probable tokens after a node."""
+    loaded = assistant(**CENTROIDS)
+    proposal = proposed(loaded, target(), shape=shape)
+    for row, text in enumerate(TEXTS):
+        paths = drafting.paths(proposal, row)
+        for node, path in enumerate(paths):
+            drafted = [below[-1] for below in paths if below[:-1] == path and below]
+            *_, probs = expected(loaded, text, [*path, 0])
+            if isinstance(shape, DynamicTree):
+                assert sorted(drafted) == sorted(np.argsort(-probs)[: len(drafted)])
+            elif drafted:
+                assert len(set(drafted)) == len(drafted) and (probs[drafted] > 0).all()
+                np.testing.assert_allclose(proposal.probs[row, node], probs, atol=2e-5)
 
 
-def proposed(loaded, model, texts=(*TEXTS, TEXTS[0])):
-    """Returns the chains after some texts, without filters."""
-    program = decode.Program(model.config, with_length(loaded), match.Verifier())
+def with_shape(loaded, shape):
+    length = shape.depth if shape else K
+    return dataclasses.replace(loaded.drafter, tree=shape, num_speculative_tokens=length)
+
+
+def proposed(loaded, model, texts=(*TEXTS, TEXTS[0]), shape=None):
+    """Returns the drafts after some texts, without filters."""
+    program = decode.Program(model.config, with_shape(loaded, shape), match.Verifier())
     inputs = padded(texts, 16)
     return drafting.proposed_after(program, loaded.with_target(model.params), *inputs, 32)
 
@@ -202,9 +224,10 @@ ORDERING = "masked_embedding.token_ordering"
         ({TEXT + "final_logit_softcapping": 30.0}, {}, "text_config.final_logit_softcapping"),
         ({TEXT + "enable_moe_block": True}, {}, "text_config.enable_moe_block"),
         ({TEXT + "vocab_size": 48}, {}, "vocab_size"),
+        ({TEXT + "sliding_window": 1}, {}, "text_config.sliding_window"),
         ({TEXT + "global_head_dim": 6}, {}, "head_dim"),
         ({"num_centroids": 7}, {}, "num_centroids"),
-        ({"centroid_intermediate_top_k": 9}, {}, "top_centroids"),
+        ({"centroid_intermediate_top_k": 9}, {}, "centroid_intermediate_top_k"),
         ({}, {ORDERING: None}, ORDERING),
         ({}, {ORDERING: np.zeros(VOCAB, np.int64)}, ORDERING),
         ({}, {ORDERING: np.arange(9)}, ORDERING),
@@ -228,9 +251,19 @@ def test_target_without_a_window_is_refused():
         gemma4_assistant.Drafter(tiny_config(VOCAB), config=config)
 
 
-def test_assistants_are_not_trained():
-    with one_line("drafter.method", "gemma4_assistant"):
-        gemma4_assistant.Drafter.from_config({}, target().config)
+def test_assistant_of_a_config_is_planned_and_not_trained():
+    """It reads the last layer of either kind, whose heads may differ."""
+    layers = {"windows": (4, 4, 0), "changes": ((), (), (("head_dim", 8), ("num_kv_heads", 1)))}
+    shape = tiny_config(VOCAB, num_layers=6, **layers)
+    drafter = gemma4_assistant.Drafter.from_config({"d_model": 16, "num_layers": 3}, shape)
+    assert [drafter._source(layer) for layer in range(3)] == [4, 4, 5]
+    assert (drafter.config.d_model, drafter.config.d_ff) == (16, shape.d_ff)
+    with one_line("gemma4_assistant", "can be trained"):
+        next(iter(drafter.unrolled({}, None, None, 1)))
+    alone = gemma4_assistant.Drafter.from_config({}, tiny_config(VOCAB))
+    assert [alone._source(layer) for layer in range(4)] == [0] * 4
+    with one_line("drafter.nodes", "no such key"):
+        gemma4_assistant.Drafter.from_config({"nodes": 1}, shape)
 
 
 SMALL = {
