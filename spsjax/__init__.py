@@ -4,12 +4,14 @@ Everything exported here is public; all else is internal and may change.
 """
 
 from spsjax import drafters, verifiers
+from spsjax.decode.logprobs import LogProbs
 from spsjax.drafters.shapes import DynamicTree, Tree
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.generation import Generation, Stats, generate, propose, stream
 from spsjax.loading import LoadedDrafter, Model, load, load_drafter, save_drafter
 from spsjax.parallel import sharding
 from spsjax.runtime.engine import Engine
+from spsjax.runtime.rollout import Group, rollout
 from spsjax.sampling import SamplingParams
 from spsjax.types import Proposal, Verdict
 from spsjax.utils.version import __version__ as __version__
@@ -20,8 +22,10 @@ __all__ = [
     "DynamicTree",
     "Engine",
     "Generation",
+    "Group",
     "InputError",
     "LoadedDrafter",
+    "LogProbs",
     "Model",
     "NonFiniteError",
     "Proposal",
@@ -37,6 +41,7 @@ __all__ = [
     "load_drafter",
     "propose",
     "rejection_sample",
+    "rollout",
     "save_drafter",
     "sharding",
     "stream",

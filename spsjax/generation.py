@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from spsjax.decode import DecodeState, Program, step
+from spsjax.decode.logprobs import LogProbs
 from spsjax.decode.schedule import Schedule
+from spsjax.decode.state import OUTCOME
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import LoadedDrafter, Model
@@ -76,11 +78,13 @@ class Generation:
         tokens: new tokens per row, the one that ends it included.
         texts: their texts, up to the token that ends them; None if the model has no tokenizer.
         stats: statistics of the call.
+        logprobs: log-probabilities of `tokens` per row, as NumPy arrays; None: not asked for.
     """
 
     tokens: list[np.ndarray]
     texts: list[str] | None
     stats: Stats
+    logprobs: list[LogProbs] | None = None
 
 
 def generate(
@@ -96,6 +100,7 @@ def generate(
     stop_at_eos: bool = True,
     stop_token_ids: Sequence[int] = (),
     slots: int | None = None,
+    logprobs: int | None = None,
 ) -> Generation:
     """Continues each prompt with samples of the target, by speculative sampling.
 
@@ -126,12 +131,16 @@ def generate(
             Two programs then serve all calls with as many prompts, whatever the lengths of prompts
             and budgets. A round takes somewhat longer than in the buffers that a short text needs.
             None: the smallest of a few sizes, each of which is compiled.
+        logprobs: None, or the target's log-probabilities of the new tokens are returned, and at
+            each of them those of so many most probable tokens. Each number is compiled.
 
     Raises:
         InputError: an argument that cannot be used; the message names it.
         NonFiniteError: a model gave a NaN or an infinity; the message names row and position.
     """
-    setup = Setup(model, drafter, num_speculative_tokens, verifier, stop_at_eos, stop_token_ids)
+    setup = Setup(
+        model, drafter, num_speculative_tokens, verifier, stop_at_eos, stop_token_ids, logprobs
+    )
     batch = setup.batch(prompts, sampling, max_new_tokens, seed)
     return _run(setup, setup.loop_for(batch, "generate", slots), batch)
 
@@ -217,8 +226,11 @@ def _run(setup: Setup, loop: Loop, batch: Batch) -> Generation:
     seconds = time.perf_counter() - start - (loop.compile_seconds - before)
     _check_finite(result)
     count = len(batch.prompts)
-    spans = zip(batch.lengths[:count], result["lengths"])
-    tokens = [row[start:end] for row, (start, end) in zip(result["tokens"], spans)]
+    spans = [*enumerate(zip(batch.lengths[:count], result["lengths"]))]
+    tokens = [result["tokens"][row, start:end] for row, (start, end) in spans]
+    logprobs = None
+    if (known := result["logprobs"]) is not None:
+        logprobs = [known.span(row, start, end) for row, (start, end) in spans]
     histogram = result["accepted"][:count].sum(axis=0)
     proposed = int(result["proposed"][:count].sum())
     calls = result["rounds"][:count]
@@ -238,7 +250,7 @@ def _run(setup: Setup, loop: Loop, batch: Batch) -> Generation:
         pairs = zip(batch.prompts, tokens)
         ends = setup.program.eos_ids
         texts = [incremental_text(tokenizer, prompt, new, ends) for prompt, new in pairs]
-    return Generation(tokens, texts, stats)
+    return Generation(tokens, texts, stats, logprobs)
 
 
 def _rounds(setup: Setup, loop: Loop, batch: Batch) -> Iterator[Round]:
@@ -263,8 +275,7 @@ def _rounds(setup: Setup, loop: Loop, batch: Batch) -> Iterator[Round]:
 
 def _small(state: DecodeState) -> dict[str, jax.Array]:
     """Returns what the host reads of a state: everything but caches and keys."""
-    fields = ("tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted")
-    return {field: getattr(state, field) for field in fields}
+    return {field: getattr(state, field) for field in OUTCOME}
 
 
 def _check_finite(result: dict[str, np.ndarray]) -> None:

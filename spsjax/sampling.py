@@ -125,6 +125,11 @@ def row_keys(key: Array, rows: Array | int) -> Array:
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
 
 
+def sample_key(seed: Array, row: Array) -> Array:
+    """Returns key `row` of the `row_keys` of a seed, without the others."""
+    return jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), row)
+
+
 def uniforms(keys_B: Array, role: int, count: int) -> Array:
     """Returns [B, count] float32 in [0, 1) for one role; number i does not depend on `count`."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from spsjax.decode import logprobs
 from spsjax.decode.schedule import Costs
 from spsjax.decode.state import DecodeState, Program
 from spsjax.models import caches as kv
@@ -155,7 +156,7 @@ def begin(
     cache, drafter = carry
     (B, T), K, schedule = tokens_BT.shape, program.drafter.num_speculative_tokens, program.schedule
     cache = cache.at(lengths_B - 1)
-    zeros = jnp.zeros(B, jnp.int32)
+    zeros, n = jnp.zeros(B, jnp.int32), program.logprobs
     return DecodeState(
         tokens=jnp.pad(tokens_BT, ((0, 0), (0, cache.num_slots - T)), mode="edge"),
         lengths=lengths_B,
@@ -170,6 +171,7 @@ def begin(
         rounds=zeros,
         proposed=zeros,
         accepted=jnp.zeros((B, K + 1), jnp.int32),
+        logprobs=None if n is None else logprobs.empty(B, cache.num_slots, n),
     )
 
 

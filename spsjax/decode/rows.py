@@ -11,11 +11,14 @@ from spsjax.models import caches as kv
 from spsjax.types import Array
 
 
-def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
+def insert(
+    state: DecodeState, row: Array, fresh: DecodeState, key: Array | None = None
+) -> DecodeState:
     """Returns the state with the first row of `fresh` in row `row`, in [0, B).
 
     Both come from `prompt.prefill` of one program. The row keeps the schedule's history of the text
-    before, because requests are alike.
+    before, because requests are alike. With a `key`, which is in place of that of `fresh`, several
+    rows can sample from one prompt.
 
     Raises:
         InputError: `fresh` has more slots, or, unless traced by `jit`, there is no such row.
@@ -24,6 +27,8 @@ def insert(state: DecodeState, row: Array, fresh: DecodeState) -> DecodeState:
         raise InputError(f"row: expected a row in [0, {len(state.tokens)}), found {row}")
     if (size := fresh.tokens.shape[1]) > (slots := state.tokens.shape[1]):
         raise InputError(f"fresh: expected a state of at most {slots} slots, found {size}")
+    if key is not None:
+        fresh = dataclasses.replace(fresh, keys=key[None])
     return dataclasses.replace(kv.insert_row(state, row, fresh), history=state.history)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from spsjax.decode.logprobs import LogProbs
 from spsjax.decode.schedule import Schedule
 from spsjax.drafters import base
 from spsjax.models import caches as kv
@@ -9,6 +10,9 @@ from spsjax.models import transformer
 from spsjax.sampling import RowParams
 from spsjax.types import Array, PyTree, pytree_dataclass
 from spsjax.verifiers.base import Verifier
+
+# What the host reads of a state: everything but caches, keys and what is fixed.
+OUTCOME = "tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted", "logprobs"
 
 PREFILL_TOKENS = 1024  # the most tokens of a prompt in one pass
 
@@ -22,6 +26,8 @@ class Program:
         eos_ids: tokens that end a row.
         prefill_tokens: the most tokens of a prompt in one pass.
         schedule: rule that decides how deep each round is drafted; None: K in every round.
+        logprobs: None, or log-probabilities of emitted tokens are kept, and at each of them those
+            of so many most probable tokens.
     """
 
     target: transformer.Config
@@ -30,6 +36,7 @@ class Program:
     eos_ids: tuple[int, ...] = ()
     prefill_tokens: int = PREFILL_TOKENS
     schedule: Schedule | None = None
+    logprobs: int | None = None
 
 
 @pytree_dataclass
@@ -59,3 +66,4 @@ class DecodeState:
     rounds: Array  # [B] int32, target calls while the row was not done
     proposed: Array  # [B] int32, draft tokens offered
     accepted: Array  # [B, K+1] int32, rounds per number of accepted draft tokens
+    logprobs: LogProbs | None = None  # [B, S] of emitted tokens, if the program keeps them

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spsjax import tree
-from spsjax.decode import sizes
+from spsjax.decode import logprobs, sizes
 from spsjax.decode.schedule import Costs
 from spsjax.decode.state import DecodeState, Program
 from spsjax.drafters import base
@@ -249,6 +249,10 @@ def commit(
         offered &= proposal.eligible
     number = jnp.sum(offered, axis=1, dtype=jnp.int32)
     path = None if proposal.parents is None else verdict.path
+    known = state.logprobs
+    if known is not None:
+        new = logprobs.of_verdict(output.logits, verdict, state.rows, known.top.shape[-1])
+        known = logprobs.write(known, new, state.lengths)
     after = dataclasses.replace(now, tokens=tokens, lengths=lengths)
     return dataclasses.replace(
         state,
@@ -262,6 +266,7 @@ def commit(
         rounds=state.rounds + active,
         proposed=state.proposed + jnp.where(active, number, 0),
         accepted=state.accepted + jnp.where(active[:, None], histogram, 0),
+        logprobs=known,
     )
 
 

@@ -1,28 +1,26 @@
 """Continuous batching: many requests in the rows of one loop."""
 
-import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 
 from spsjax.decode import sizes
 from spsjax.decode.schedule import Schedule
 from spsjax.drafters import base
-from spsjax.errors import InputError, NonFiniteError, check_integer
+from spsjax.errors import InputError, check_integer
 from spsjax.loading import LoadedDrafter, Model
 from spsjax.parallel import multihost
-from spsjax.runtime import low_acceptance, memory
+from spsjax.runtime import memory, weights
 from spsjax.runtime.batch import check_stop_tokens
-from spsjax.runtime.pool import Pool, Reading
-from spsjax.runtime.requests import Request, Submission, Updates
+from spsjax.runtime.pool import Pool
+from spsjax.runtime.queue import Queue
+from spsjax.runtime.requests import Group, Request, Submission, Updates
 from spsjax.runtime.setup import Setup
 from spsjax.sampling import SamplingParams
+from spsjax.types import PyTree
 from spsjax.verifiers.base import Verifier
-
-_SAMPLED = 64  # tokens of the first prompt, in all rows, on which costs are measured
 
 
 class Engine:
@@ -55,6 +53,7 @@ class Engine:
         rounds: int = 4,
         verifier: str | Verifier | None = None,
         stop_at_eos: bool = True,
+        logprobs: int | None = None,
     ):
         """Checks the arguments, of which `generate` describes those that are not listed here.
 
@@ -71,18 +70,17 @@ class Engine:
         for name, value in (("rows", rows), ("slots", slots), ("chunk", chunk), ("rounds", rounds)):
             check_integer(name, value, 1, 2**31 - 1)
         self.model, self.slots = model, sizes.num_slots(slots)
-        self._setup = Setup(model, drafter, num_speculative_tokens, verifier, stop_at_eos)
+        self._setup = Setup(
+            model, drafter, num_speculative_tokens, verifier, stop_at_eos, logprobs=logprobs
+        )
         program = self._setup.program
         limits = rows, self.slots, model.mesh
         memory.check("rows, slots", program, self._setup.params, *limits)
         self._pool = Pool(self._setup, rows, self.slots, chunk)
         self.rows = self._pool.sizes[-1]  # a mesh may have room for more
-        self._rounds = rounds
-        self._new: list[Request] = []  # since the last step
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._running: dict[int, Request] = {}
-        self._reading: tuple[Request, Reading] | None = None
-        self._stepping, self._count = False, 0
+        self._queue = Queue(self._setup, self._pool, rounds)
+        self._new: list[Group] = []  # since the last step
+        self._stepping = False
         self._closed, self._ended = False, False  # for new requests; in all processes
         self._changed = threading.Condition()  # guards what is new, and whose turn it is
         multihost.check_same_everywhere("Engine", program, rows, slots, chunk, rounds, model.mesh)
@@ -102,26 +100,58 @@ class Engine:
         Raises:
             InputError: an argument that cannot be used; the message names it.
         """
+        arguments = sampling, max_new_tokens, seed, stop_token_ids
+        (request,) = self.submit_group(prompt, 1, *arguments)
+        return request
+
+    def submit_group(
+        self,
+        prompt: str | Sequence[int],
+        count: int,
+        sampling: SamplingParams = SamplingParams(),
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[Request]:
+        """Queues `count` samples of one prompt, which is read once; returns a request per sample.
+
+        Request i gets the tokens of row i of `generate([prompt] * count, seed=seed)`, to rounding.
+        Samples get rows as these become free. What was read stays in memory until the last one has
+        its row: as much as one row takes.
+
+        Raises:
+            InputError: an argument that cannot be used; the message names it.
+        """
         if not multihost.is_main_process():
             raise InputError(f"submit: expected process 0, found process {jax.process_index()}")
-        submitted = self._request(prompt, sampling, max_new_tokens, seed, stop_token_ids)
+        submitted = self._group(prompt, count, sampling, max_new_tokens, seed, stop_token_ids)
         if jax.process_count() == 1:
             _ = submitted.batch.arrays  # made here, so that the loop need not wait for them
         with self._changed:
             if self._closed:
                 raise InputError("submit: expected an open engine, found a closed one")
             self._new.append(submitted)
-        return submitted
+        return submitted.requests
+
+    @property
+    def logprobs(self) -> int | None:
+        """Number of most probable tokens whose log-probabilities are kept; None: none at all."""
+        return self._setup.program.logprobs
 
     @property
     def num_waiting(self) -> int:
         """Requests that have no row yet, those that were cancelled included."""
-        return len(self._new) + len(self._waiting) + (self._reading is not None)
+        return sum(len(group.waiting) for group in [*self._new]) + self._queue.num_waiting
 
     @property
     def num_running(self) -> int:
         """Requests in the rows of the loop."""
-        return len(self._running)
+        return len(self._queue.running)
+
+    @property
+    def drafter(self) -> LoadedDrafter:
+        """The drafter, with the weights that it has now."""
+        return self._setup.drafter
 
     def room_after(self, prompt: Sequence[int]) -> int:
         """Returns how many new tokens may follow a prompt of token ids; below 0: it is too long."""
@@ -149,9 +179,9 @@ class Engine:
         That is the reading of chunks, and the largest loop. With a schedule such as "auto", this
         loop drafts nothing for now, which compiles faster. Arguments: those of `warm_up`.
         """
-        (ids,) = self._request(prompt, sampling, 0, 0).batch.prompts
+        ids = self._group(prompt, 1, sampling, 0, 0).submission.prompt
         length = min(self._pool.chunk + 1, self.room_after([]) - 1)  # more than one chunk
-        first = self._request((ids * length)[:length], sampling, 1, 0)
+        first = self._group((ids * length)[:length], 1, sampling, 1, 0)
         self._pool.compiled = set(), {self._pool.chunk}
         self._finish(first)
 
@@ -162,6 +192,44 @@ class Engine:
         Raises InputError without `begin`.
         """
         self._pool.compile_rest(self._turn, progress)
+
+    def set_weights(self, target: PyTree | None = None, drafter: PyTree | None = None) -> None:
+        """Replaces weights by copies of new ones, between two steps of the engine.
+
+        The programs of the engine stay as they are; a first conversion of a type compiles a little.
+
+        Requests go on. With new weights of the target their texts so far are read again, so that
+        each further token is a sample of the new target after the text before it. A drafter keeps
+        what it has cached with earlier weights, which may cost acceptance in texts that are under
+        way, and changes no distribution.
+
+        Args:
+            target: weights as those of `Model.params`, of any floating-point type, which are
+                converted; None: those that the engine has.
+            drafter: the same of `LoadedDrafter.params`, or of a draft model.
+
+        Raises:
+            InputError: a weight is missing, is left over or has another shape; or there are several
+                processes.
+        """
+        if jax.process_count() > 1:
+            raise InputError(f"set_weights: expected one process, found {jax.process_count()}")
+        given = {"target": target, "drafter": drafter}
+        new = {
+            name: weights.like(name, tree, self._setup.params[name])
+            for name, tree in given.items()
+            if tree is not None
+        }
+        with self._turn():
+            self._setup.use(self._setup.params | new)
+            self.model, self._pool.loop.params = self._setup.model, self._setup.params
+            if target is None:
+                return
+            try:
+                self._queue.read_again()
+            except BaseException as error:
+                self._queue.give_up(error)
+                raise
 
     def close(self) -> None:
         """Cancels all requests, and takes no more of them. Other processes stop following."""
@@ -190,9 +258,9 @@ class Engine:
         with self._turn():
             try:
                 self._update()
-                self._advance()
+                self._queue.advance()
             except BaseException as error:
-                self._give_up(error)
+                self._queue.give_up(error)
                 # Somebody wants to stop, or other processes would go on without this one.
                 if not isinstance(error, Exception) or jax.process_count() > 1:
                     raise
@@ -216,26 +284,25 @@ class Engine:
 
     def _all(self) -> Iterator[Request]:
         """Yields the requests that are not done."""
-        yield from self._running.values()
-        if self._reading is not None:
-            yield self._reading[0]
-        yield from self._waiting
-        yield from self._new
+        yield from self._queue
+        for group in self._new:
+            yield from group.requests
 
-    def _request(self, prompt, sampling, max_new_tokens, seed, stop_token_ids=()) -> Request:
-        """Returns a request that is not queued yet; raises InputError as `submit` does."""
+    def _group(self, prompt, count, sampling, max_new_tokens, seed, stop_token_ids=()) -> Group:
+        """Returns requests that are not queued yet; raises InputError as `submit_group` does."""
+        check_integer("count", count, 1, 2**31 - 1)
         batch = self._setup.batch([prompt], sampling, max_new_tokens, seed, "prompt")
-        (ids,), (count,) = batch.prompts, batch.new_tokens
+        (ids,), (budget,) = batch.prompts, batch.new_tokens
         K = self._setup.num_speculative_tokens
-        if (needed := len(ids) + count + K + 1) > self.slots:
+        if (needed := len(ids) + budget + K + 1) > self.slots:
             raise InputError(
                 f"prompt: expected prompt, new tokens and {K + 1} more within the engine's "
                 f"{self.slots} slots, found {needed}"
             )
         stops = list(check_stop_tokens(stop_token_ids, self.model.config.vocab_size))
-        submission = Submission(ids, sampling.of_one_row(), count, int(seed), stops)
-        ends = {*self._setup.program.eos_ids, *stops}
-        return Request(self, batch, submission, ends)
+        one = sampling.of_one_row()
+        submission = Submission(ids, int(count), one, budget, int(seed), stops)
+        return Group(self, batch, submission, {*self._setup.program.eos_ids, *stops})
 
     def _update(self) -> None:
         """Takes new and cancelled requests, with several processes those of process 0."""
@@ -246,104 +313,19 @@ class Engine:
         if jax.process_count() > 1:
             updates = updates.of_first_process()
             if not multihost.is_main_process():
-                new = [self._request(*vars(one).values()) for one in updates.submitted]
+                new = [self._group(*vars(one).values()) for one in updates.submitted]
         for submitted in new:
-            self._enqueue(submitted)
-        self._drop(set(updates.cancelled))
+            self._queue.add(submitted)
+        dropped = set(updates.cancelled)
+        if jax.process_count() == 1:  # new requests have their numbers now
+            dropped = {one.number for one in self._queue if one.cancelled}
+        self._queue.drop(dropped)
         self._ended = updates.closed
 
-    def _enqueue(self, submitted: Request) -> None:
-        sample = submitted.prompt[:_SAMPLED], submitted.submission.sampling
-        self._pool.sample = self._pool.sample or sample
-        submitted.number, self._count = self._count, self._count + 1
-        self._waiting.append(submitted)
-
-    def _finish(self, submitted: Request) -> None:
-        """Queues a request in every process, and runs it until it is done."""
-        self._enqueue(submitted)
-        while not submitted.done:
-            self._advance()
-        submitted.check()
-
-    def _advance(self) -> None:
-        """Reads a chunk of the waiting prompts, and runs the loop for a few rounds."""
-        left = self._pool.chunk
-        while left > 0 and (count := self._read()):
-            left -= count
-        if self._running:
-            self._fit(len(self._running) + (self._reading is not None))
-            self._hand_out(self._pool.run(self._rounds))
-
-    def _read(self) -> int:
-        """Reads the next chunk of a prompt, and returns its tokens; 0 if there is nothing to read.
-
-        After the last chunk the request gets its row.
-        """
-        if self._reading is None:
-            if len(self._running) == self.rows or not self._waiting:
-                return 0
-            first = self._waiting.popleft()
-            self._reading = first, Reading(first.batch, self.slots)
-        submitted, reading = self._reading
-        before = reading.count
-        fresh = self._pool.read(reading)
-        if fresh is not None:
-            self._fit(len(self._running) + 1)
-            row = min(set(range(len(self._pool.state.done))) - self._running.keys())
-            self._pool.insert(row, fresh)
-            self._running[row], self._reading = submitted, None
-        return reading.count - before
-
-    def _fit(self, count: int) -> None:
-        """Gives the loop as many rows as so many requests need."""
-        if self._pool.fit(count, list(self._running)):
-            self._running = dict(enumerate(self._running.values()))
-
-    def _hand_out(self, read: dict[str, np.ndarray]) -> None:
-        """Gives requests their new tokens, and empties the rows of those that are done."""
-        for row, submitted in list(self._running.items()):
-            start, end = len(submitted.prompt) + len(submitted.tokens), read["lengths"][row]
-            stopped = submitted.take(read["tokens"][row, start:end].tolist())
-            submitted.rounds = int(read["rounds"][row])
-            submitted.accepted_histogram = read["accepted"][row].tolist()
-            done, failed = read["done"][row], read["failed"][row]
-            if failed and not stopped:
-                submitted.error = NonFiniteError(
-                    f"position {end}: expected finite logits, found a NaN or an infinity"
-                )
-            if failed or (stopped and not done):
-                self._pool.empty_row(row)
-            if done or stopped:
-                proposed = int(read["proposed"][row])
-                low_acceptance.count(self._setup, proposed, read["accepted"][row])
-                submitted.done = True
-                del self._running[row]
-
-    def _drop(self, numbers: set[int]) -> None:
-        """Ends requests that were cancelled."""
-        for submitted in [one for one in self._waiting if one.number in numbers]:
-            self._waiting.remove(submitted)
-            submitted.done = True
-        if self._reading is not None and self._reading[0].number in numbers:
-            self._reading[0].done = True
-            self._reading = None
-        for row, submitted in list(self._running.items()):
-            if submitted.number in numbers:
-                self._pool.empty_row(row)
-                submitted.done = True
-                del self._running[row]
-
-    def _give_up(self, error: BaseException) -> None:
-        """Ends all that runs with an error: the rows may be lost. What waits is tried again.
-
-        If nothing ran, what waits ends, too: it would meet the same error.
-        """
-        ended = list(self._running.values())
-        if self._reading is not None:
-            ended.append(self._reading[0])
-        if not ended:
-            ended = list(self._waiting)
-            self._waiting.clear()
-        for submitted in ended:
-            submitted.error, submitted.done = error, True
-        self._running, self._reading, self._pool.state = {}, None, None
+    def _finish(self, submitted: Group) -> None:
+        """Queues a group in every process, and runs it until it is done."""
+        self._queue.add(submitted)
+        while not all(request.done for request in submitted.requests):
+            self._queue.advance()
+        for request in submitted.requests:
+            request.check()

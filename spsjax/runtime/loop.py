@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from spsjax import sampling
 from spsjax.decode import DecodeState, Program, prompt, rows, sizes, step
 from spsjax.decode.schedule import Costs
 from spsjax.parallel import sharding
@@ -127,9 +128,15 @@ class Loop:
         sampled, *others = batch.arrays
         return begin(self.params, caches, sampled, tokens_BS, *others, costs)
 
-    def insert(self, state: DecodeState, row: int, fresh: DecodeState) -> DecodeState:
-        """Returns the state with the first row of another one; the given state is used up."""
-        return self.call(rows.insert, donate=0)(state, np.int32(row), fresh)
+    def insert(
+        self, state: DecodeState, row: int, fresh: DecodeState, seed: int, sample: int
+    ) -> DecodeState:
+        """Returns the state with the first row of another one; the given state is used up.
+
+        The row draws the numbers of row `sample` of a batch with that seed.
+        """
+        insert = self.call(_insert, donate=0)
+        return insert(state, np.int32(row), fresh, np.uint32(seed), np.uint32(sample))
 
     def take(self, state: DecodeState, rows_B: np.ndarray) -> DecodeState:
         """Returns a state of some rows of another; where `rows_B` is -1, a row that is done."""
@@ -138,3 +145,9 @@ class Loop:
     def stop(self, state: DecodeState, row: int) -> DecodeState:
         """Returns the state with a row that is done; the given state is used up."""
         return self.call(rows.stop, donate=0)(state, np.int32(row))
+
+
+def _insert(
+    state: DecodeState, row: Array, fresh: DecodeState, seed: Array, sample: Array
+) -> DecodeState:
+    return rows.insert(state, row, fresh, sampling.sample_key(seed, sample))

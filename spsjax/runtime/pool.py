@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import numpy as np
 
 from spsjax.decode import DecodeState, prompt, sizes
 from spsjax.decode.schedule import Costs
+from spsjax.decode.state import OUTCOME
 from spsjax.errors import InputError
 from spsjax.parallel import multihost, sharding
 from spsjax.runtime import batch, costs
@@ -17,7 +19,6 @@ from spsjax.sampling import SamplingParams
 from spsjax.types import Array, PyTree
 
 _PATIENCE = 8  # times in a row that fewer rows would do before the loop has fewer
-_READ_BY_HOST = "tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted"
 
 
 def row_sizes(most: int, least: int = 1) -> list[int]:
@@ -31,7 +32,9 @@ class Reading:
     Attributes:
         batch: the prompt; on a mesh with rows that fill it.
         count: tokens that were read.
-        caches: caches of target and drafter so far; None: nothing was read.
+        caches: caches of target and drafter so far; None: nothing was read, or all was.
+        fresh: state of one row after the prompt, which any number of rows can begin with; None:
+            not all of it was read.
     """
 
     def __init__(self, batch: Batch, slots: int):
@@ -41,6 +44,7 @@ class Reading:
         self.tokens: Array = jax.device_put(tokens, sharding.batch_sharding(batch.mesh))
         self.batch, self.count = batch, 0
         self.caches: PyTree | None = None
+        self.fresh: DecodeState | None = None
 
     @property
     def length(self) -> int:
@@ -99,8 +103,8 @@ class Pool:
         self.state = self.loop.empty(blank, self.costs_of(rows))
         self._larger = 0
 
-    def read(self, reading: Reading) -> DecodeState | None:
-        """Reads the next chunk of a prompt; after the last one, returns the state of its row."""
+    def read(self, reading: Reading) -> None:
+        """Reads the next chunk of a prompt."""
         width = min(self.chunk, sizes.num_slots(reading.length), self.loop.slots)
         if self.compiled is not None and width not in self.compiled[1]:
             width = self.chunk
@@ -110,16 +114,15 @@ class Pool:
         )
         multihost.settle(self.state, reading.caches)
         reading.count += width
-        if reading.count < reading.length:
-            return None
-        fresh = self.loop.begin(reading.caches, reading.batch, reading.tokens)
-        reading.caches = None  # used up
-        multihost.settle(self.state, fresh)
-        return fresh
+        if reading.count >= reading.length:
+            reading.fresh = self.loop.begin(reading.caches, reading.batch, reading.tokens)
+            reading.caches = None  # used up
+            multihost.settle(self.state, reading.fresh)
 
-    def insert(self, row: int, fresh: DecodeState) -> None:
-        """Puts a text that was read into a row."""
-        self.state = self.loop.insert(self.state, row, fresh)
+    def insert(self, row: int, reading: Reading, sample: int) -> None:
+        """Puts a prompt that was read into a row, as a sample of this number."""
+        seed = reading.batch.seed
+        self.state = self.loop.insert(self.state, row, reading.fresh, seed, sample)
         multihost.settle(self.state)
 
     def empty_row(self, row: int) -> None:
@@ -147,14 +150,14 @@ class Pool:
         self._larger = 0
         return True
 
-    def run(self, rounds: int) -> dict[str, np.ndarray]:
+    def run(self, rounds: int) -> dict[str, Any]:
         """Runs the loop for a few rounds; returns what the host reads of the state."""
         rows = len(self.state.done)
         if self.loop.program.schedule is None or self.is_compiled(rows):
             self.state = self.loop.run(self.state, rounds, self.costs_of(rows))
         else:
             self.state = self.loop.rest(self.state, rounds)
-        return multihost.to_host({name: getattr(self.state, name) for name in _READ_BY_HOST})
+        return multihost.to_host({name: getattr(self.state, name) for name in OUTCOME})
 
     def is_compiled(self, rows: int) -> bool:
         """Returns whether loops of so many rows may run; see `compiled`."""
@@ -200,7 +203,7 @@ class Pool:
         """
         known = costs.measure(self.loop, self._measured(rows)) if self._needs_costs else None
         state = self.loop.empty(batch.blank(rows, self.loop.mesh), known)
-        state = self.loop.insert(state, 0, self._read_blank(self.chunk))
+        state = self.loop.insert(state, 0, self._read_blank(self.chunk), 0, 0)
         state = self.loop.stop(self.loop.run(state, 1, known), 0)
         for others in self.sizes:
             moved = self.loop.take(state, np.full(others, -1, np.int32))

@@ -1,21 +1,29 @@
 """Requests of an engine, and the updates that process 0 sends to the other processes."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 
+import jax
+import numpy as np
+
+from spsjax.decode import logprobs
+from spsjax.decode.logprobs import LogProbs
 from spsjax.errors import InputError
 from spsjax.parallel import multihost
 from spsjax.runtime.batch import Batch
+from spsjax.runtime.setup import Setup
 from spsjax.sampling import SamplingParams
 from spsjax.tokenization.base import incremental_text
 
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """The arguments of a request, in this order."""
+    """The arguments of `Engine.submit_group`, in this order."""
 
     prompt: list[int]
+    count: int
     sampling: SamplingParams
     max_new_tokens: int
     seed: int
@@ -27,7 +35,7 @@ class Updates:
     """Requests that came or were cancelled since the engine's last step.
 
     Attributes:
-        submitted: new requests.
+        submitted: new requests, by groups.
         cancelled: numbers of requests that are cancelled.
         closed: whether the engine takes no more requests.
     """
@@ -48,7 +56,7 @@ class Updates:
 
 
 class Request:
-    """A submitted prompt, and its continuation as far as it is known.
+    """A sample of a submitted prompt, as far as it is known.
 
     Iterate it for pieces of text, which join to `generate`'s text. That runs the engine as far as
     it needs; other threads may run it as well. Attributes are only to be read.
@@ -62,19 +70,21 @@ class Request:
         rounds: passes of the target after the prompt.
         accepted_histogram: [K+1], rounds per number of accepted draft tokens.
         ends: token ids that end the text.
+        sample: number among the samples of its group.
     """
 
-    def __init__(self, engine, batch: Batch, submission: Submission, ends: set[int]):
-        self.prompt = batch.prompts[0]
+    def __init__(self, engine, submission: Submission, ends: set[int], sample: int = 0):
+        self.prompt = submission.prompt
         self.tokens: list[int] = []
         self.done = False
         self.error: BaseException | None = None
         self.rounds = 0
+        self._logprobs: list[LogProbs] = []  # of each run of the loop
         self.accepted_histogram: list[int] = []
+        self._counts: tuple = 0, 0  # before the row's text was read
         self.cancelled = False
         self.number = -1  # of the engine's requests, from when the engine knows it
-        self.batch, self.submission, self.ends = batch, submission, ends
-        self._engine = engine
+        self.submission, self.ends, self.sample, self._engine = submission, ends, sample, engine
 
     @property
     def text(self) -> str:
@@ -98,13 +108,42 @@ class Request:
         text = incremental_text(model.tokenizer, self.prompt, self.tokens[:count], self.ends)
         return text if whole else text.rstrip("\ufffd")
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """Adds new tokens, up to one that ends the text; returns whether one of them does."""
-        for token in tokens:
-            self.tokens.append(token)
-            if token in self.ends:
-                return True
-        return False
+    def take(self, tokens: Sequence[int], logprobs: LogProbs | None = None) -> bool:
+        """Adds new tokens, up to one that ends the text; returns whether one of them does.
+
+        `logprobs` are those of the tokens, if the engine keeps them.
+        """
+        end = next((i for i, token in enumerate(tokens, start=1) if token in self.ends), None)
+        if logprobs is not None:
+            self._logprobs.append(jax.tree.map(lambda array: array[:end], logprobs))
+        self.tokens += tokens[:end]
+        return end is not None
+
+    @property
+    def logprobs(self) -> LogProbs | None:
+        """Log-probabilities of `tokens`, as NumPy arrays; None: the engine keeps none."""
+        top = self._engine.logprobs
+        if top is None:
+            return None
+        none = jax.tree.map(np.asarray, logprobs.empty(1, 0, top).span(0, 0, 0))
+        known = none, *self._logprobs  # a copy: another thread may add to it
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *known)
+
+    def so_far(self, setup: Setup) -> Batch:
+        """Returns the prompt and the new tokens so far as a prompt, with the same end."""
+        told, ids = self.submission, self.prompt + self.tokens
+        left = told.max_new_tokens - len(self.tokens)
+        return setup.batch([ids], told.sampling, left, told.seed, "prompt")
+
+    def count(self, rounds: int, accepted: np.ndarray) -> None:
+        """Takes the counts of its row, since the row's text was read."""
+        before, histogram = self._counts
+        self.rounds = before + int(rounds)
+        self.accepted_histogram = (histogram + accepted).tolist()
+
+    def keep_counts(self) -> None:
+        """Adds the counts so far to those to come: its text is read again."""
+        self._counts = self.rounds, np.asarray(self.accepted_histogram or 0)
 
     def cancel(self) -> None:
         """Ends it soon. It keeps the tokens that it has, and its row goes to another request."""
@@ -138,3 +177,20 @@ class Request:
         """Raises the error that ended it, if one did."""
         if self.error is not None:
             raise self.error
+
+
+class Group:
+    """Samples of one prompt, which is read once for all of them.
+
+    Attributes:
+        batch: the prompt, as a batch of one row.
+        submission: the arguments.
+        requests: one request per sample.
+        waiting: those of them that have no row yet, in their order.
+    """
+
+    def __init__(self, engine, batch: Batch, submission: Submission, ends: set[int]):
+        self.batch, self.submission = batch, submission
+        samples = range(submission.count)
+        self.requests = [Request(engine, submission, ends, sample) for sample in samples]
+        self.waiting = collections.deque(self.requests)

@@ -1,5 +1,6 @@
 """A target with its drafter, rule of acceptance and ends of texts: everything but the prompts."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from spsjax import verifiers
@@ -11,6 +12,7 @@ from spsjax.runtime import drafting, memory
 from spsjax.runtime.batch import Batch, batch_of, check_stop_tokens
 from spsjax.runtime.loop import Loop
 from spsjax.sampling import SamplingParams
+from spsjax.types import PyTree
 
 
 class Setup:
@@ -32,10 +34,14 @@ class Setup:
         verifier=None,
         stop_at_eos: bool = True,
         stop_token_ids: Sequence[int] = (),
+        logprobs: int | None = None,
     ):
         """Takes these arguments of `generate`. Raises InputError for one that cannot be used."""
         drafting.check_model(model)
         check_flag("stop_at_eos", stop_at_eos)
+        if logprobs is not None:
+            check_integer("logprobs", logprobs, 0, model.config.vocab_size)
+            logprobs = int(logprobs)
         self.model = model
         self.drafter = drafting.drafter_for(model, drafter, num_speculative_tokens)
         drafts = self.drafter.drafter.num_speculative_tokens > 0
@@ -52,12 +58,19 @@ class Setup:
             verifier,
             tuple(dict.fromkeys(ends)),
             schedule=drafting.schedule_of(num_speculative_tokens) if drafts else None,
+            logprobs=logprobs,
         )
         self.params = self.drafter.with_target(model.params)
         drafting.check_estimates(self.program, self.params)
         self.contexts = {model.name: model.config.max_positions}
         if self.drafter.max_positions:
             self.contexts[self.drafter.name] = self.drafter.max_positions
+
+    def use(self, params: PyTree) -> None:
+        """Takes other parameters of target and drafter in place of its own."""
+        self.params = params
+        self.model = dataclasses.replace(self.model, params=params["target"])
+        self.drafter = dataclasses.replace(self.drafter, params=params["drafter"])
 
     @property
     def num_speculative_tokens(self) -> int:

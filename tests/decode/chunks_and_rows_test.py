@@ -39,7 +39,7 @@ def assert_same_state(state, expected):
             if actual.ndim == 4:  # keys or values
                 there = np.arange(actual.shape[2]) < read
                 actual, right = (np.moveaxis(array, 1, 2)[there] for array in (actual, right))
-            np.testing.assert_allclose(actual, right, atol=1e-5)
+            np.testing.assert_allclose(actual, right, rtol=2e-6, atol=1e-5)
 
 
 def test_logits_of_the_last_tokens_are_those_of_all(target):
@@ -206,20 +206,14 @@ def test_taps_are_the_inputs_of_their_layers(target):
     np.testing.assert_allclose(output.hidden, norm, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("new", "slots"), [(1, 32), (20, 64)])
-def test_last_chunk_stays_within_the_cache(target, draft, new, slots):
-    """A chunk that starts too late would be moved by the write, if slots are as many as tokens.
-
-    If there are more slots, a chunk that begins where the cache ends would repeat some tokens.
-    """
+def test_last_chunk_stays_within_the_cache(target, draft):
+    """A chunk that starts too late would be moved by the write, and then repeats some tokens."""
     prompt = [[(7 * index) % 48 for index in range(27)]]
     drafter = drafting.build("draft_model", draft, 3)
-    whole = request_of(target, drafter, prompt, new=new)
-    chunks = request_of(target, drafter, prompt, new=new, prefill_tokens=12)
-    assert (whole.slots, whole.inputs[1].shape[1]) == (slots, 32)
-    expected = whole.prefill()
-    state = chunks.prefill()
-    assert_same_state(state, expected)
+    whole = request_of(target, drafter, prompt, new=1)
+    chunks = request_of(target, drafter, prompt, new=1, prefill_tokens=12)
+    assert (whole.slots, chunks.inputs[1].shape[1]) == (32, 32)
+    assert_same_state(chunks.prefill(), whole.prefill())
 
 
 def test_drafter_that_is_not_on_the_targets_mesh_is_refused(target, draft):

@@ -67,7 +67,10 @@ def run():
 
 
 def serve(engine: spsjax.Engine) -> None:
-    """Prints the tokens of requests that come one after another, of which one is cancelled."""
+    """Prints the tokens of requests that come one after another, of which one is cancelled.
+
+    Among them are the samples of a group, of which one is cancelled, too.
+    """
     engine.warm_up(PROMPTS[0])
     if not multihost.is_main_process():
         engine.follow()
@@ -78,10 +81,13 @@ def serve(engine: spsjax.Engine) -> None:
     for seed, prompt in enumerate(PROMPTS):
         requests.append(engine.submit(prompt, sampling, 16, seed))
         engine.step()
-    cancelled.cancel()
-    tokens = [request.result() for request in requests]
+    *group, last = engine.submit_group(PROMPTS[0], 4, sampling, 16, 5)
+    for one in (cancelled, last):
+        one.cancel()
+    tokens, samples = ([one.result() for one in some] for some in (requests, group))
     engine.close()
-    print(json.dumps({"tokens": tokens, "cancelled": cancelled.done}), flush=True)
+    served = {"tokens": tokens, "samples": samples, "cancelled": cancelled.done and last.done}
+    print(json.dumps(served), flush=True)
 
 
 if __name__ == "__main__":

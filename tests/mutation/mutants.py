@@ -165,11 +165,7 @@ decode/prompt.py
 - the last chunk of a prompt begins too late
     '    start = jnp.minimum(start, T - width)\n'
     ''
-    decode/chunks_and_rows_test.py::test_last_chunk_stays_within_the_cache[1-32]
-- a chunk that repeats tokens is written behind them
-    cache = cache.at(starts).extend(output, lengths_B - 1)
-    cache = cache.extend(output, lengths_B - 1)
-    decode/chunks_and_rows_test.py::test_last_chunk_stays_within_the_cache[20-64]
+    decode/chunks_and_rows_test.py::test_last_chunk_stays_within_the_cache
 decode/sizes.py
 - a round is scored one node short
     jnp.arange(1, N + 1), 0)

@@ -66,6 +66,8 @@ def test_two_processes_give_the_tokens_of_one_device(pair):
     for seed, (prompt, tokens) in enumerate(zip(PROMPTS, served["tokens"], strict=True)):
         out = spsjax.generate(target, [prompt], draft, 3, sampling, 16, seed)
         assert tokens == out.tokens[0].tolist()
+    out = spsjax.generate(target, PROMPTS[:1] * 3, draft, 3, sampling, 16, 5)
+    assert served["samples"] == [row.tolist() for row in out.tokens]
     # Each process loads only its own slices of the weights.
     mesh = sharding.mesh(2, 4)
     leaves = jax.tree.leaves(spsjax.load(pair[0].partition("=")[2], mesh).params)
