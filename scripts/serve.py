@@ -48,10 +48,11 @@ _SECONDS_TO_END = 10  # for requests that are cancelled when the server stops
 def run():
     config = _CONFIG.value
     configs.choose_pair(config, _TARGET.value, _DRAFT.value)
-    from spsjax.serving import app
+    from spsjax.serving import app, protocol
 
     for field in ("most_waiting", "most_bytes", "most_tokens", "grace_seconds"):
         check_integer(field, config[field], 1)
+    check_integer("logprobs", config.logprobs, -1, protocol.MOST_TOP_LOGPROBS)
     address = bound(config.host, config.port) if multihost.is_main_process() else None
     target = loading.load(
         config.target, configs.mesh(config.mesh), config.dtype, quantize=config.quantize
@@ -62,7 +63,8 @@ def run():
     drafter = named_drafter(config.draft, target) if config.draft else None
     sizes = {name: config[name] for name in ("rows", "slots", "chunk", "rounds")}
     K = configs.draft_length(config.num_speculative_tokens)
-    engine = spsjax.Engine(target, drafter, K, **sizes)
+    logprobs = None if config.logprobs < 0 else config.logprobs
+    engine = spsjax.Engine(target, drafter, K, **sizes, logprobs=logprobs)
     limits = {name: config[name] for name in ("most_bytes", "most_tokens")}
     key = os.environ.get("SPSJAX_API_KEY", "")
     page = page_of(config, target, drafter, limits, bool(key))

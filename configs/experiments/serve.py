@@ -17,6 +17,7 @@ get_config = sections.config(
     slots=512,  # maximum tokens per request, its prompt and K + 1 more included
     chunk=128,  # prompt tokens that are read between two runs of the loop
     rounds=4,  # per run of the loop: more are faster, and let requests wait longer
+    logprobs=-1,  # most top_logprobs of a request; 0: of its tokens only; -1: no log-probabilities
     warm_up=True,  # compile before the first request, not when it comes
     host="127.0.0.1",  # 0.0.0.0: every network of this machine
     port=8000,  # 0: any free port

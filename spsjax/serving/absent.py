@@ -27,10 +27,8 @@ COMMON = {
     "priority": [0],
     "echo": [False],
 }
-COMPLETION = COMMON | {"suffix": [""], "logprobs": [False]}
+COMPLETION = COMMON | {"suffix": [""]}
 CHAT = COMMON | {
-    "logprobs": [False],
-    "top_logprobs": [0],
     "response_format": [{"type": "text"}],
     "modalities": [["text"], []],
     "web_search_options": [{}],

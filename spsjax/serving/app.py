@@ -22,9 +22,10 @@ from starlette.routing import Route
 from spsjax.errors import InputError, one_line, short_repr
 from spsjax.runtime.engine import Request
 from spsjax.serving import protocol
+from spsjax.serving.logprobs import Entries, TokenTexts
 from spsjax.serving.metrics import Metrics
 from spsjax.serving.page import Page
-from spsjax.serving.protocol import ApiError
+from spsjax.serving.protocol import ApiError, Piece
 from spsjax.serving.worker import Busy, Starting, Ticket, Worker
 
 _PATH = re.compile(r"(?<![\w.])/[^\s:'\",]+")  # an absolute one
@@ -91,6 +92,7 @@ class _Server:
     def __init__(self, worker: Worker, options: Options):
         self._worker, self._options = worker, options
         self._metrics = Metrics(worker.engine)
+        self._texts = TokenTexts(worker.engine.model.tokenizer)
         self._started = int(time.time())
 
     def answering(self, endpoint: Callable) -> Callable:
@@ -177,32 +179,33 @@ class _Server:
             events = self._events(None, ask, tickets, start)
             lines = _lines(events, reply, ask, tickets)
             return protocol.Stream(lines, "text/event-stream", lambda: _cancel(tickets))
-        texts, reasons = [""] * len(tickets), [""] * len(tickets)
+        choices = [Piece(index) for index in range(len(tickets))]
         async with contextlib.aclosing(self._events(http, ask, tickets, start)) as events:
-            async for index, text, reason in events:
-                texts[index] += text
-                reasons[index] = reason or reasons[index]
-        return JSONResponse(reply.whole(texts, reasons, _usage(tickets, len(prompts))))
+            async for piece in events:
+                choice = choices[piece.index]
+                choice.text += piece.text
+                choice.entries += piece.entries
+                choice.reason = piece.reason
+        return JSONResponse(reply.whole(choices, _usage(tickets, len(prompts))))
 
     async def _submit(self, ask: protocol.Ask, prompts: list) -> list[Ticket]:
         """Returns tickets of all choices of all prompts."""
-        count, most = ask.n, self._options.most_tokens
+        self._check_logprobs(*ask.top)
+        most = self._options.most_tokens
         if ask.most_tokens is not None and ask.most_tokens > most:
             raise ApiError(400, f"max_tokens: expected at most {most}, found {ask.most_tokens}")
         if not prompts:
             raise ApiError(400, "prompt: expected at least one, found none")
         seed = secrets.randbits(32) if ask.seed is None else ask.seed
-        every = [prompt for prompt in prompts for _ in range(count)]
-        seeds = [(seed + index) % 2**32 for index in range(len(every))]
+        seeds = [(seed + index) % 2**32 for index in range(len(prompts))]
         budget = ask.most_tokens
         if budget is None:
             room = min(map(self._worker.engine.room_after, prompts))
             budget = max(min(room, most), 0)
         loop = asyncio.get_running_loop()
+        options = ask.n, ask.sampling, budget, seeds, loop, ask.stop_token_ids
         try:
-            return await asyncio.to_thread(
-                self._worker.submit, every, ask.sampling, budget, seeds, loop, ask.stop_token_ids
-            )
+            return await asyncio.to_thread(self._worker.submit, prompts, *options)
         except InputError as error:
             raise ApiError(400, self._public(error)) from None
         except Starting:
@@ -212,10 +215,22 @@ class _Server:
             text, later = "too many requests wait; try again later", {"Retry-After": "1"}
             raise ApiError(429, text, "rate_limit_error", **later) from None
 
+    def _check_logprobs(self, field: str, top: int | None) -> None:
+        """Raises ApiError if the engine does not keep what a request asks for."""
+        most = self._worker.engine.logprobs
+        if top is None or (most is not None and top <= most):
+            return
+        if most is None:
+            expected = "no log-probabilities, which this server does not keep (--config.logprobs)"
+        else:
+            expected = f"at most {most}, as this server keeps (--config.logprobs)"
+        found = "true" if field == "logprobs" and not top else top
+        raise ApiError(400, f"{field}: expected {expected}, found {found}")
+
     async def _events(
         self, http: HttpRequest | None, ask: protocol.Ask, tickets: list[Ticket], start: float
-    ) -> AsyncIterator[tuple[int, str, str | None]]:
-        """Yields index, new text, and at the end the reason of each choice, as they arrive.
+    ) -> AsyncIterator[Piece]:
+        """Yields the pieces of all choices as they arrive.
 
         At its end, all requests are done or cancelled. With `http` it ends when the client has
         gone.
@@ -224,7 +239,8 @@ class _Server:
         tasks = []
         for index, ticket in enumerate(tickets):
             cut = protocol.Cut(ask.stop)
-            follow = self._follow(http, index, ticket, cut, pieces, start)
+            entries = Entries(self._texts, ticket.request, ask.top[1])
+            follow = self._follow(http, index, ticket, cut, entries, pieces, start)
             tasks.append(asyncio.create_task(follow))
         try:
             left = len(tickets)
@@ -232,15 +248,17 @@ class _Server:
                 piece = await pieces.get()
                 if isinstance(piece, BaseException):
                     raise piece
-                left -= piece[2] is not None
+                left -= piece.reason is not None
                 yield piece
         finally:
             _cancel(tickets)
             for task in tasks:
                 task.cancel()
 
-    async def _follow(self, http, index: int, ticket: Ticket, cut, pieces, start: float) -> None:
-        """Puts the text of one choice into a queue as it is generated."""
+    async def _follow(
+        self, http, index: int, ticket: Ticket, cut, entries: Entries, pieces, start: float
+    ) -> None:
+        """Puts the pieces of one choice into a queue as it is generated."""
         request, sent, began = ticket.request, 0, False
         try:
             while True:
@@ -258,8 +276,9 @@ class _Server:
                     ended = cut.end or (request.tokens[-1:] and request.tokens[-1] in request.ends)
                     reason = "stop" if ended else "length"
                     ticket.used = _used(request, cut.end)
-                if len(text) > sent or reason:
-                    pieces.put_nowait((index, text[sent:], reason))
+                new = entries.until(None if done and not cut.end else len(text))
+                if len(text) > sent or new or reason:
+                    pieces.put_nowait(Piece(index, text[sent:], reason, new))
                     sent = max(sent, len(text))
                 if reason:
                     return
@@ -285,12 +304,13 @@ async def _lines(stream, reply: protocol.Reply, ask: protocol.Ask, tickets: list
     """Yields the lines of an event stream."""
     begun: set[int] = set()
     try:
-        async for index, text, reason in stream:
-            if text or index not in begun:
-                yield _line(reply.piece(index, text, first=index not in begun))
+        async for piece in stream:
+            index, reason, piece.reason = piece.index, piece.reason, None
+            if piece.text or piece.entries or index not in begun:
+                yield _line(reply.piece(piece, first=index not in begun))
                 begun.add(index)
             if reason:
-                yield _line(reply.piece(index, "", reason))
+                yield _line(reply.piece(Piece(index, reason=reason)))
         if ask.wants_usage:
             yield _line(reply.usage(_usage(tickets, len(tickets) // (ask.n))))
         yield "data: [DONE]\n\n"

@@ -61,7 +61,8 @@ class Metrics:
     def ended(self, request: Request, start: float) -> None:
         """Counts a request that is done, whatever ended it."""
         self._whole.observe(time.monotonic() - start)
-        self._prompts.inc(len(request.prompt))
+        if request.sample == 0:  # which reads the prompt for the others
+            self._prompts.inc(len(request.prompt))
         self._tokens.inc(len(request.tokens))
         self._rounds.inc(request.rounds)
         for position in range(1, len(request.accepted_histogram)):

@@ -1,5 +1,6 @@
 """Bodies of requests and answers, and streams, of OpenAI's completions and chat endpoints."""
 
+import dataclasses
 import json
 import math
 import time
@@ -13,11 +14,13 @@ from starlette.responses import StreamingResponse
 
 from spsjax.errors import InputError, one_line, printable, short_repr
 from spsjax.sampling import SamplingParams
-from spsjax.serving import absent
+from spsjax.serving import absent, logprobs
 from spsjax.tokenization.chat_template import conversation
 
 _MOST_CHOICES = 16
 _MOST_STOPS = 64
+_MOST_LOGPROBS = 5  # of completions, at each token
+MOST_TOP_LOGPROBS = 20  # of chats
 _LONGEST_MESSAGE = 300
 
 
@@ -81,6 +84,15 @@ def _prompts(value) -> list[str] | list[list[int]]:
     raise ValueError(f"expected a text, token ids, or a list of either, found {short_repr(value)}")
 
 
+def _number_of_logprobs(value) -> int | None:
+    """Returns the number of a completion's `logprobs`, which may be false for none."""
+    if value is False:
+        return None
+    if type(value) is not int or not 0 <= value <= _MOST_LOGPROBS:
+        raise ValueError(f"expected an integer in [0, {_MOST_LOGPROBS}], found {short_repr(value)}")
+    return value
+
+
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
@@ -132,6 +144,7 @@ class Completion(Ask):
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] = 16
     best_of: int | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
 
     @model_validator(mode="after")
     def _check_best(self):
@@ -143,6 +156,11 @@ class Completion(Ask):
     def most_tokens(self) -> int:
         return self.max_tokens
 
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """Field, and number of most probable tokens per position; None: no log-probabilities."""
+        return "logprobs", self.logprobs
+
 
 class Chat(Ask):
     """The body of a request of `/v1/chat/completions`."""
@@ -152,6 +170,14 @@ class Chat(Ask):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
+
+    @model_validator(mode="after")
+    def _check_logprobs(self):
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected it with logprobs only")
+        return self
 
     @model_validator(mode="after")
     def _check_messages(self):
@@ -171,6 +197,12 @@ class Chat(Ask):
     def most_tokens(self) -> int | None:
         """None: as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """As that of completions."""
+        field = "top_logprobs" if self.top_logprobs else "logprobs"
+        return field, self.top_logprobs if self.logprobs else None
 
 
 # Plainer messages, by pydantic's kinds of errors.
@@ -248,11 +280,30 @@ class Stream(StreamingResponse):
             self._end()
 
 
+@dataclasses.dataclass
+class Piece:
+    """A piece of a choice, or all of it.
+
+    Attributes:
+        index: number of the choice.
+        text: text.
+        reason: why the choice ends with it; None: it does not end.
+        entries: log-probabilities of its tokens, if they are wanted.
+    """
+
+    index: int
+    text: str = ""
+    reason: str | None = None
+    entries: list[logprobs.Entry] = dataclasses.field(default_factory=list)
+
+
 class Reply:
     """Bodies of the answers to one request."""
 
     def __init__(self, ask: Ask):
         self._chat = isinstance(ask, Chat)
+        self._form = logprobs.of_chat if self._chat else logprobs.of_completion
+        self._wanted = ask.top[1] is not None
         self._common = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": math.floor(time.time()),
@@ -265,24 +316,27 @@ class Reply:
         counts = {} if usage is None else {"usage": usage}
         return self._common | kind | {"choices": choices} | counts
 
-    def whole(self, texts: list[str], reasons: list[str], usage: dict) -> dict:
+    def whole(self, pieces: list[Piece], usage: dict) -> dict:
         """Returns the body of an answer that is not streamed."""
         choices = []
-        for index, (text, reason) in enumerate(zip(texts, reasons)):
-            content = {"text": text}
+        for piece in pieces:
+            content = {"text": piece.text}
             if self._chat:
-                content = {"message": {"role": "assistant", "content": text}}
-            choices.append({"index": index, "logprobs": None, "finish_reason": reason} | content)
+                content = {"message": {"role": "assistant", "content": piece.text}}
+            choices.append(self._choice(piece, self._wanted) | content)
         return self._body(choices, usage)
 
-    def piece(self, index: int, text: str, reason: str | None = None, first: bool = False) -> dict:
+    def piece(self, piece: Piece, first: bool = False) -> dict:
         """Returns the body of a streamed piece; the last one of a choice has the reason."""
-        content = {"text": text}
+        content = {"text": piece.text}
         if self._chat:
             role = {"role": "assistant"} if first else {}
-            content = {"delta": role | ({"content": text} if text or first else {})}
-        choice = {"index": index, "logprobs": None, "finish_reason": reason}
-        return self._body([choice | content], chunk=True)
+            content = {"delta": role | ({"content": piece.text} if piece.text or first else {})}
+        return self._body([self._choice(piece, bool(piece.entries)) | content], chunk=True)
+
+    def _choice(self, piece: Piece, has_logprobs: bool) -> dict:
+        known = self._form(piece.entries) if has_logprobs else None
+        return {"index": piece.index, "logprobs": known, "finish_reason": piece.reason}
 
     def usage(self, counts: dict) -> dict:
         """Returns the body that ends a stream with the numbers of tokens."""

@@ -84,15 +84,17 @@ class Worker:
     def submit(
         self,
         prompts: Sequence[str | Sequence[int]],
+        count: int,
         sampling: SamplingParams,
         max_new_tokens: int,
         seeds: Sequence[int],
         loop: asyncio.AbstractEventLoop,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Ticket]:
-        """Queues one request per prompt and seed, all or none, and returns their tickets.
+        """Queues `count` samples per prompt and seed, all or none, and returns their tickets.
 
-        `loop` is the event loop in which the tickets are awaited.
+        The samples of a prompt share its prefill, and their tickets follow one another. `loop` is
+        the event loop in which the tickets are awaited.
 
         Raises:
             Starting: the engine is not ready.
@@ -101,19 +103,17 @@ class Worker:
         """
         if not self.ready:
             raise Starting
-        most = self._most_waiting
-        if len(prompts) > most:
-            raise InputError(
-                f"prompt, n: expected at most {most} choices in all, found {len(prompts)}"
-            )
+        most, choices = self._most_waiting, count * len(prompts)
+        if choices > most:
+            raise InputError(f"prompt, n: expected at most {most} choices in all, found {choices}")
         with self._submitting:
-            if self._stopped or self.engine.num_waiting + len(prompts) > most:
+            if self._stopped or self.engine.num_waiting + choices > most:
                 raise Busy
             requests = []
             try:
                 for prompt, seed in zip(prompts, seeds, strict=True):
                     options = sampling, max_new_tokens, seed, stop_token_ids
-                    requests.append(self.engine.submit(prompt, *options))
+                    requests += self.engine.submit_group(prompt, count, *options)
             except InputError:
                 for request in requests:
                     request.cancel()

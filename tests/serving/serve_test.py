@@ -80,8 +80,8 @@ def asked(models):
     """Returns the ended request of an engine without others; it has the server's programs."""
     engine = spsjax.Engine(*models, 3, **SIZES)
 
-    def request(prompt, count=24, seed=0, sampling=SamplingParams()):
-        one = engine.submit(prompt, sampling, count, seed)
+    def request(prompt, count=24, seed=0, sampling=SamplingParams(), sample=0):
+        one = engine.submit_group(prompt, sample + 1, sampling, count, seed)[sample]
         one.result()
         return one
 
@@ -91,7 +91,7 @@ def asked(models):
 
 @pytest.fixture(scope="module")
 def alone(asked):
-    return lambda *arguments: asked(*arguments).text
+    return lambda *arguments, **options: asked(*arguments, **options).text
 
 
 def idle(address) -> dict[str, str]:
@@ -137,9 +137,11 @@ def test_chat_is_what_the_engine_gives_after_the_template(client, models, alone)
 
 
 def test_choices_of_several_prompts(client, models, alone):
+    """Each prompt has its own seed, and its choices are samples of one group."""
     prompts, options = ["import os", "def f(x):"], {"max_tokens": 10, "seed": 7}
     answer = client.completions.create(model=NAME, prompt=prompts, n=2, **options)
-    texts = [alone(prompt, 10, 7 + i) for i, prompt in enumerate(np.repeat(prompts, 2))]
+    texts = [alone(prompts[i], 10, 7 + i, sample=sample) for i in (0, 1) for sample in (0, 1)]
+    assert len({*texts}) == 4
     assert [choice.text for choice in answer.choices] == texts
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     lengths = [len(models[0].tokenizer.encode(prompt)) for prompt in prompts]
@@ -205,7 +207,8 @@ def test_chat_with_a_history_of_the_clients_types(client, models, asked):
     options["max_tokens"] = 12
     answer = client.chat.completions.create(**options)
     prompt = models[0].tokenizer.chat(messages)
-    cut = [protocol.Cut(stops)(asked(prompt, 12, 7 + i).text, True) for i in range(3)]
+    whole = [asked(prompt, 12, 7, sample=i).text for i in range(3)]
+    cut = [protocol.Cut(stops)(text, True) for text in whole]
     assert [choice.message.content for choice in answer.choices] == cut
     options |= {"stream": True, "stream_options": {"include_usage": True}}
     pieces = list(client.chat.completions.create(**options))
@@ -237,7 +240,7 @@ def test_client_that_does_not_wait_for_a_whole_answer(address):
         ({"model": NAME, "prompt": "a", "stop": ["a"] * 65}, 400, "stop: expected at most 64 text"),
         ({"model": NAME, "prompt": "a", "stop_token_ids": [400]}, 400, "stop_token_ids: expected"),
         ({"model": NAME, "prompt": "a", "top_p": 2, "n": 0}, 400, "top_p: Input"),
-        ({"model": NAME, "prompt": "a", "logprobs": 3}, 400, "logprobs: expected false, as others"),
+        ({"model": NAME, "prompt": "a", "logprobs": 3}, 400, "logprobs: expected no log-probabil"),
         ({"model": NAME, "prompt": "a", "logit_bias": {"1": 3}}, 400, "logit_bias: expected {}"),
         ({"model": NAME, "prompt": "a", "stream_options": 3}, 400, "stream_options: expected an o"),
         ({"model": NAME, "prompt": "a", "\ud800": 1}, 400, ""),
@@ -263,10 +266,11 @@ NOTHING = {
     "top_k": -1, "repetition_penalty": 1, "presence_penalty": None, "frequency_penalty": 0.0,
     "logit_bias": {"1": 0}, "stop": None, "user": "somebody", "stop_token_ids": [],
     "stream_options": {"include_usage": False, "include_obfuscation": False}, "unknown": None,
+    "logprobs": False,
 }  # fmt: skip
 OF_CHATS = {
     "modalities": ["text"], "parallel_tool_calls": True, "tools": [], "tool_choice": "auto",
-    "response_format": {"type": "text"}, "chat_template_kwargs": None,
+    "response_format": {"type": "text"}, "chat_template_kwargs": None, "top_logprobs": 0,
 }  # fmt: skip
 
 
