@@ -43,7 +43,11 @@ load() {
     --config.requests=24
 }
 
-for measurement in "${@:-speed smollm2 drafters verifiers load}"; do
+rollouts() {
+  python scripts/grpo.py --workdir="$1"
+}
+
+for measurement in "${@:-speed smollm2 drafters verifiers load rollouts}"; do
   for name in $measurement; do
     echo "== $name"
     "$name" "$RUNS/$name"

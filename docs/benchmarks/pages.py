@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from spsjax.benchmarks import report
-from spsjax.cli.measurements import drafters, load, verifiers
+from spsjax.cli.measurements import drafters, load, rollouts, verifiers
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 COMPILED = "tpu"  # folder of reports of the TPU compiler
@@ -116,6 +116,12 @@ MEASUREMENTS = {
         "Latency under load",
         "Clients that each wait for an answer before they ask again, at an engine of eight rows.",
         lambda content: load.table(content["rows"]),
+    ),
+    "rollouts": Measurement(
+        "Rollouts",
+        "Reinforcement learning of the shipped target on a toy reward: without a draft, with a "
+        "frozen one, and with one that learns from the samples.",
+        lambda content: rollouts.table(content["arms"]),
     ),
 }
 

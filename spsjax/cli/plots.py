@@ -186,3 +186,22 @@ def shapes(rows: Sequence[Mapping], path) -> None:
             title = f"{pair}, batch {cell[0]}, context {cell[1]}"
             axis.set(title=title, xlabel="ms per token and row", xlim=(0, None))
             axis.invert_yaxis()
+
+
+def arms(rows: Sequence[Mapping], path) -> None:
+    """Draws reward, accepted draft tokens and seconds of sampling over the steps of each run."""
+    titles = {
+        "reward": "reward",
+        "accepted": "accepted draft tokens per round",
+        "sampling": "sampling, s per step",
+    }
+    with panels(path, 1, 3, figsize=(12, 3.5)) as axes:
+        for axis, (key, title) in zip(axes[0], titles.items()):
+            for arm in distinct(rows, "arm"):
+                own = [row for row in rows if row["arm"] == arm]
+                own = own[1:] if key == "sampling" and len(own) > 1 else own  # the first compiles
+                if key != "accepted" or arm != "plain":
+                    steps, values = [row["step"] for row in own], [row[key] for row in own]
+                    axis.plot(steps, values, label=arm)
+            axis.set(xlabel="step", ylabel=title, ylim=(0, None))
+        axes[0, 0].legend()
