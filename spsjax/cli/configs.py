@@ -137,11 +137,14 @@ def load_drafter(name: str, draft: str, options: ConfigDict, target: loading.Mod
         return None
     methods = drafters.methods_with("from_name")
     if name in OF_DRAFT:
-        if draft.startswith(("suffix+", "window:")) or draft.partition(":")[0] in methods:
+        method, _, rest = draft.partition(":")
+        named = method in methods or (rest and method in drafters.methods_with("from_pair"))
+        if draft.startswith(("suffix+", "window:")) or named:
             return loading.load_drafter(draft, target)
         if loading.is_feature_drafter(draft):
             return loading.load_drafter(draft, target)  # in the target's type
-        return loading.load(draft, target.mesh, dtype)
+        model = loading.load(draft, target.mesh, dtype)
+        return loading.of_model(model, target) if loading.are_foreign(model, target) else model
     method = str(name).partition(":")[0]
     if method not in methods:
         known = ["model", *methods]

@@ -4,6 +4,7 @@ from spsjax.loading.drafters import (
     LoadedDrafter,
     as_drafter,
     load_drafter,
+    of_model,
     save_drafter,
     with_stop_rule,
 )
@@ -20,11 +21,13 @@ from spsjax.loading.models import (
     save,
 )
 from spsjax.loading.names import default_drafter, fetch, is_feature_drafter, shipped_drafter
+from spsjax.loading.vocabularies import are_foreign
 
 __all__ = [
     "FILES",
     "LoadedDrafter",
     "Model",
+    "are_foreign",
     "as_drafter",
     "compute_type",
     "default_drafter",
@@ -35,6 +38,7 @@ __all__ = [
     "load_config",
     "load_drafter",
     "load_tokenizer",
+    "of_model",
     "quantized",
     "random",
     "save",

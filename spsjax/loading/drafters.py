@@ -24,6 +24,7 @@ from spsjax.drafters import (
 )
 from spsjax.drafters.contrib import learned_stopping
 from spsjax.errors import InputError, check_flag, check_path, one_line, short_repr
+from spsjax.loading import vocabularies
 from spsjax.loading.models import (
     Model,
     compute_type,
@@ -36,7 +37,6 @@ from spsjax.loading.names import heads_in_target, is_shipped, method_of, path_of
 from spsjax.models import quantization
 from spsjax.parallel import sharding
 from spsjax.tokenization import Tokenizer
-from spsjax.tokenization.base import difference
 from spsjax.types import PyTree
 
 
@@ -49,7 +49,8 @@ class LoadedDrafter:
         drafter: drafting method.
         params: weights; {} for a method without.
         max_positions: context of a draft model; None: no limit of its own.
-        tokenizer: tokenizer of a draft model, which must be the target's; None: unknown.
+        tokenizer: tokenizer of the target that it drafts for, which a draft model has, too, unless
+            its vocabulary is foreign; None: unknown.
     """
 
     name: str
@@ -70,6 +71,7 @@ def load_drafter(
     tree: shapes.Shape = None,
     stop_rule: stopping.Rule | learned_stopping.LoadedRule | None = None,
     store: datastore.Store | None = None,
+    vocabulary: str | None = None,
 ) -> LoadedDrafter:
     """Loads a drafter for a target.
 
@@ -80,11 +82,11 @@ def load_drafter(
             tokens; "sparse_self:256:chosen": half of them are SnapKV's choice) or "suffix:FILE"
             (also looks into texts, JSON lines with `text`); or "mtp", the head for multi-token
             prediction in the target's own folder ("mtp:FOLDER": in another one); or whatever `load`
-            takes: a smaller model with the target's tokenizer, or a drafter of the target's
-            features (docs/methods/index.md); or "int8:FOLDER", such a model in int8, or "int8", the
+            takes: a smaller model, or a drafter of the target's features (docs/methods/index.md);
+            or "int8:FOLDER", such a model in int8, or "int8", the
             target in int8 (also "int8_dynamic"); or "window:256:FOLDER", such a model with a cache
-            of 256 tokens. With "suffix+" before a model or a drafter of features, suffix decoding
-            drafts where it expects more.
+            of 256 tokens; or "tli:FOLDER" or "slem:FOLDER" (see `vocabulary`). With "suffix+"
+            before a model or a drafter of features, suffix decoding drafts where it expects more.
         target: model to draft for. Its mesh is taken over, and its compute type, too, unless that
             is the default; then the draft also has its default.
         replicate: with a mesh, whether to keep all weights on every device; None: a drafter of
@@ -93,11 +95,16 @@ def load_drafter(
         stop_rule: rule that ends chains early, for drafters that sample them: one of
             `drafters.stopping`, or what `learned_stopping.read` returns; None: all have K tokens.
         store: for "suffix", texts in which it also looks, as they are now; None: none.
+        vocabulary: how a model with a tokenizer of its own drafts: "tli", tokens whose strings are
+            in both vocabularies; "slem", any text, cut into the target's tokens. None: a model with
+            the target's tokenizer drafts its tokens; for another one "tli" is chosen, or "slem" if
+            they share few strings, and a warning says so (docs/methods/foreign_vocabularies.md).
 
     Raises:
-        InputError: no drafter of that name, or one that does not fit the target, the tree or the
-            rule.
+        InputError: no drafter of that name, or one that does not fit the target, the tree, the rule
+            or the vocabulary.
     """
+    vocabularies.check(vocabulary)
     if not isinstance(target, Model):
         raise InputError(f"target: expected a loaded model, found {type(target).__name__}")
     if replicate is not None:
@@ -105,19 +112,38 @@ def load_drafter(
     if store is not None:
         if tree is not None or stop_rule is not None:
             raise InputError("store: expected neither a tree nor a stop_rule beside it, found one")
+        vocabularies.refuse(vocabulary, "suffix")
         return _with_store(name, target, store)
     together, with_suffix = str(name).removeprefix("suffix+"), str(name).startswith("suffix+")
-    loaded = _load_drafter(together if with_suffix else name, target, replicate, tree)
+    loaded = _load_drafter(together if with_suffix else name, target, replicate, tree, vocabulary)
     loaded = _with_suffix(str(name), loaded) if with_suffix else loaded
     return loaded if stop_rule is None else with_stop_rule(loaded, target, stop_rule)
 
 
-def as_drafter(draft: Model, target: Model, tree=None) -> LoadedDrafter:
-    """Returns a loaded model as a drafter for a target; raises InputError if they do not fit."""
-    _check_pair(target, draft)
+def as_drafter(
+    draft: Model, target: Model, tree=None, vocabulary: str | None = None
+) -> LoadedDrafter:
+    """Returns a loaded model as a drafter for a target; raises InputError if they do not fit.
+
+    `vocabulary` is that of `load_drafter`; with None, both must have one tokenizer.
+    """
+    if vocabulary is not None:
+        vocabularies.check(vocabulary)
+        return _as_foreign(draft, target, vocabulary, tree)
+    vocabularies.check_pair(draft, target)
     drafter = draft_model.Drafter(draft.config, vocab_size=target.config.vocab_size, tree=tree)
     context = draft.config.max_positions
     return LoadedDrafter(draft.name, drafter, draft.params, context, draft.tokenizer)
+
+
+def _as_foreign(draft: Model, target: Model, vocabulary: str | None, tree) -> LoadedDrafter:
+    """Returns a model whose tokenizer is not the target's as a drafter; None: by a chosen method.
+
+    It has no limit of positions: a text that is longer than the draft's context is not drafted.
+    """
+    vocabularies.check_mesh(draft, target)
+    drafter, params = vocabularies.drafter_of(draft, target, vocabulary, tree)
+    return LoadedDrafter(draft.name, drafter, params, None, target.tokenizer)
 
 
 def save_drafter(
@@ -166,19 +192,26 @@ def with_stop_rule(
     return dataclasses.replace(loaded, drafter=drafter, params=params)
 
 
-def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
+def _load_drafter(name, target, replicate, tree, vocabulary=None) -> LoadedDrafter:
     """Returns a drafter as `load_drafter` does, without a rule that ends chains."""
     if not isinstance(tree, shapes.Shape):
         raise InputError(f"tree: expected a Tree or a DynamicTree, found {short_repr(tree)}")
     method, _, rest = str(name).partition(":")
     methods = drafters.methods_with("from_name")
     if method in methods and (rest or isinstance(name, str)):  # a path may have such a name
+        vocabularies.refuse(vocabulary, method)
         return _of_name(method, rest, target, tree)
+    if method in vocabularies.methods() and rest:
+        vocabularies.refuse(vocabulary, method)
+        loaded = _load_drafter(rest, target, replicate, tree, method)
+        return dataclasses.replace(loaded, name=str(name))
     if method == "window":
+        vocabularies.refuse(vocabulary, method)
         return _with_window(str(name), rest, target, replicate, tree)
     dtype = target.params["norm"]["scale"].dtype
     heads = heads_in_target()
     if method in heads and isinstance(name, str):
+        vocabularies.refuse(vocabulary, method)
         folder = path_of(rest or target.name, weights=True)
         return _load_head(name, heads[method], folder, target, dtype, tree, replicate)
     known = (*methods, *heads)
@@ -192,11 +225,21 @@ def _load_drafter(name, target, replicate, tree) -> LoadedDrafter:
         if replicate and not rest:
             copies = jax.device_put(draft.params, sharding.replicated(target.mesh))
             draft = dataclasses.replace(draft, params=copies)
-        return dataclasses.replace(as_drafter(draft, target, tree), name=str(name))
+        return dataclasses.replace(of_model(draft, target, tree, vocabulary), name=str(name))
     folder = path_of(name, weights=True)
     if module := method_of(folder):
+        vocabularies.refuse(vocabulary, f"{name}, a drafter of the target's features")
         return _load_head(str(name), module, folder, target, dtype, tree, replicate)
-    return as_drafter(load(name, target.mesh, default, bool(replicate)), target, tree)
+    return of_model(load(name, target.mesh, default, bool(replicate)), target, tree, vocabulary)
+
+
+def of_model(
+    draft: Model, target: Model, tree=None, vocabulary: str | None = None
+) -> LoadedDrafter:
+    """Returns a model as a drafter, by a chosen method if its tokenizer is not the target's."""
+    if vocabulary is None and vocabularies.are_foreign(draft, target):
+        return _as_foreign(draft, target, None, tree)
+    return as_drafter(draft, target, tree, vocabulary)
 
 
 def _of_name(method: str, text: str, target: Model, tree: shapes.Shape) -> LoadedDrafter:
@@ -281,22 +324,3 @@ def _with_suffix(name: str, loaded: LoadedDrafter) -> LoadedDrafter:
         raise InputError(f"{name}: expected a drafter with weights, of chains, found another")
     drafter = hybrid.Drafter(drafter, suffix.Drafter())
     return dataclasses.replace(loaded, name=str(name), drafter=drafter)
-
-
-def _check_pair(target: Model, draft: Model) -> None:
-    name = f"drafter {draft.name}"
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        if mismatch := difference(target.tokenizer, draft.tokenizer):
-            raise InputError(
-                f"{name}: expected the target's texts of all ids that both have, found {mismatch}"
-            )
-    elif (
-        draft.config.vocab_size != target.config.vocab_size
-        and draft.config.vocab_rows != target.config.vocab_rows
-    ):  # without tokenizers, only their sizes can say that the vocabularies are the same
-        raise InputError(
-            f"{name}: expected the target's vocabulary of {target.config.vocab_size}, "
-            f"found {draft.config.vocab_size}"
-        )
-    if target.mesh != draft.mesh:
-        raise InputError(f"{name}: expected the target's mesh, found another one")

@@ -121,6 +121,14 @@ class HuggingFace(base.Tokenizer):
         token = self._model.get_added_tokens_decoder().get(id)  # not all of them are special
         return None if token is None else token.content
 
+    def added_texts(self) -> dict[int, str]:
+        """Returns the texts of the tokens that were added to the vocabulary, control ids too."""
+        return {id: token.content for id, token in self._model.get_added_tokens_decoder().items()}
+
+    def decoder_json(self) -> dict | None:
+        """Returns the decoder as `tokenizer.json` has it; None: there is none."""
+        return json.loads(self._model.to_str())["decoder"]
+
     def _text_of(self, id):
         return self._model.id_to_token(id)
 

@@ -67,6 +67,16 @@ class SentencePiece(base.Tokenizer):
         ids = [id for id in range(self.vocab_size) if model.is_control(id)]
         return {model.id_to_piece(id): id for id in ids if model.id_to_piece(id)}
 
+    @functools.cached_property
+    def _names_of_controls(self) -> re.Pattern[str]:
+        """Pattern of control pieces. Gemma has thousands of them."""
+        names = sorted(map(re.escape, self._controls), key=len, reverse=True)
+        return re.compile(f"({'|'.join(names)})")
+
+    def is_byte(self, id: int) -> bool:
+        """Returns whether an id is a piece of byte fallback."""
+        return self._model.is_byte(id)
+
     def _text_of(self, id):
         return self._model.id_to_piece(id)
 
@@ -79,8 +89,7 @@ class SentencePiece(base.Tokenizer):
         # control ids. So the text is split at them. Longer names come first, because a name may be
         # a prefix of another.
         controls = self._controls
-        names = sorted(map(re.escape, controls), key=len, reverse=True)
-        segments = re.split(f"({'|'.join(names)})", text) if names else [text]
+        segments = self._names_of_controls.split(text) if controls else [text]
         encode = self._model.encode
         return [
             id

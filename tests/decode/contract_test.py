@@ -195,7 +195,7 @@ def test_second_call_compiles_nothing(target, draft, name):
 
 
 @pytest.mark.slow
-@drafters("windowed", "eagle", "early_exit", "successors")
+@drafters("windowed", "eagle", "early_exit", "successors", "tli")
 def test_eight_devices_give_the_tokens_of_one(target, draft, name):
     """A split draft, a split target's features, its first layers and its own logits."""
     on_mesh = functools.partial(build_model, mesh=sharding.mesh(2, 4))

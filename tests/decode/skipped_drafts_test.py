@@ -21,7 +21,7 @@ K = 3
 
 # Those that read later what they missed, one that keeps what it drafted, and one that takes over
 # what the target made of a round. `hybrid_test` has the hybrid; others have such states or none.
-KINDS = "draft_model", "eagle3", "falcon", "lookahead", "sparse_self", "windowed"
+KINDS = "draft_model", "eagle3", "falcon", "lookahead", "sparse_self", "tli", "windowed"
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ class ByHistory(enumeration.Loop):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize("name", ["draft_model", "dspark", "eagle", "early_exit"])
+@pytest.mark.parametrize("name", ["draft_model", "dspark", "eagle", "early_exit", "tli"])
 def test_depths_that_vary_with_the_text_are_lossless(name):
     """A drafter reads later what it missed, at once or before it drafts, or needs nothing."""
     studied = loop(name, 2, 3)

@@ -160,7 +160,7 @@ def weights(proposal, n, paths):
 
 
 SAMPLED = (
-    *("draft_model", "early_exit", "sparse_self", "windowed", "tapped", "hybrid"),
+    *("draft_model", "early_exit", "sparse_self", "windowed", "tapped", "hybrid", "tli"),
     *drafting.HEADS,
 )
 CHOSEN = sorted({*drafting.NAMES} - {*SAMPLED})  # whose tokens are point masses

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import toy_drafters
+from helpers import foreign, toy_drafters
 from helpers.import_graph import PLUG_INS
 from helpers.models import spread_model
 from jax.sharding import NamedSharding, PartitionSpec
@@ -81,6 +81,8 @@ def build(name: str, draft: loading.Model, K: int) -> LoadedDrafter:
     if name == "hybrid":
         drafter = hybrid.Drafter(draft_model.Drafter(draft.config, K), suffix.Drafter(K))
         return LoadedDrafter(name, drafter, draft.params)
+    if name in foreign.NAMES:
+        return foreign.build(name, draft, K)
     if name == "lookahead":  # its default window is for accelerators
         return LoadedDrafter(name, lookahead.Drafter(K, window=3, num_guesses=3, pool=32), {})
     if name == "sparse_self":

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import drafting, table_model, toy_drafters
+from helpers import drafting, foreign, table_model, toy_drafters
 
 from spsjax.drafters import base, draft_model, hybrid, ngram, none, sparse_self, successors, suffix
 from spsjax.drafters.contrib import copy, early_exit, lookahead
@@ -45,6 +45,8 @@ def build(name: str, K: int) -> LoadedDrafter:
     config = table_model.config(VOCAB)
     if name in drafting.HEADS:
         return head(name, K)
+    if name in foreign.NAMES:
+        return foreign.of_table(name, K, foreign.pair_of(config), 1)
     if name == "tapped":
         heads = np.random.default_rng(5).normal(0, 1, (K, 2 * VOCAB, VOCAB))
         drafter = toy_drafters.Tapped(VOCAB, VOCAB, K)
