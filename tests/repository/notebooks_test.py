@@ -40,3 +40,24 @@ def test_notebook_runs_from_top_to_bottom(name, capsys, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     notebooks.run(name, capsys, monkeypatch)
+
+
+def test_address_is_written_once_into_every_notebook(tmp_path, monkeypatch):
+    """A second address replaces the first one, and nothing else changes."""
+    spec = importlib.util.spec_from_file_location("address", ROOT / "notebooks" / "address.py")
+    address = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(address)
+    monkeypatch.setattr(address, "FOLDER", tmp_path)
+    for path in notebooks.NOTEBOOKS.values():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert address.main(["https://github.com/a/b"]) == ""
+    assert address.main(["https://github.com/owner/name"]) == ""
+    for path in notebooks.NOTEBOOKS.values():
+        written = (tmp_path / path.name).read_text("utf-8")
+        badge = f".com/github/owner/name/blob/main/notebooks/{path.name})"
+        assert written.count(badge) == 1 and "a/b" not in written
+        assert written.count('REPOSITORY = \\"https://github.com/owner/name\\"') == 1
+        lines = written.replace("https://github.com/owner/name", "").splitlines()
+        lines = [line for line in lines if "colab-badge" not in line]
+        assert lines == path.read_text("utf-8").splitlines()
+    assert address.main(["owner/name"]).startswith("error: expected an address such as")
