@@ -61,9 +61,12 @@ class Pair:
 
     @functools.cached_property
     def ends(self) -> tuple[int, int] | None:
-        """End-of-sequence ids of target and draft; None: one of them has none."""
+        """End-of-sequence ids of target and draft; None: one of the models has none."""
         target, draft = self.tokenizer_of_target.eos_id, self.tokenizer_of_draft.eos_id
-        return None if target is None or draft is None else (target, draft)
+        if target is None or draft is None:
+            return None
+        inside = target < self.vocab_size and draft < self.config.vocab_size
+        return (target, draft) if inside else None
 
     @functools.cached_property
     def of_target(self) -> Strings:
@@ -79,10 +82,17 @@ class Pair:
     def shared(self) -> dict[int, int]:
         """Id of the draft for each id of the target with the same string, in ascending order.
 
-        Of several ids with one string, one is used. The ends of a sequence count as equal.
+        Of several ids with one string, one is used. Control tokens of one text are equal, and so
+        are the ends of a sequence.
         """
         own = self.of_draft.ids
         shared = {id: own[text] for text, id in self.of_target.ids.items() if text in own}
+        controls = _controls(self.tokenizer_of_draft, self.of_draft, self.config.vocab_size)
+        theirs = _controls(self.tokenizer_of_target, self.of_target, self.vocab_size)
+        shared |= {id: controls[text] for text, id in theirs.items() if text in controls}
+        start = self.tokenizer_of_target.bos_id
+        if start in self.tokenizer_of_target.encode(""):
+            shared.pop(start, None)  # `begin` has its place
         if self.ends is not None:
             shared[self.ends[0]] = self.ends[1]
         return dict(sorted(shared.items()))
@@ -98,7 +108,7 @@ class Pair:
         """The draft's ids of the text of each target token [V, L] int32, then -1.
 
         A token that both have is one id. Another text is what the draft's tokenizer makes of it
-        alone. The target's beginning of a sequence has no text, because `begin` has its place.
+        alone. The target's beginning of a sequence has no text, unless it is shared.
         """
         pieces = [self._ids(id)[:MOST_IDS] for id in range(self.vocab_size)]
         table = np.full((len(pieces), max(map(len, pieces), default=1) or 1), -1, np.int32)
@@ -118,6 +128,12 @@ class Pair:
         if text in self.of_draft.ids:  # the target has two ids of this string
             return [self.of_draft.ids[text]]
         return strings.pieces_of(self.tokenizer_of_draft, self.of_draft, text)
+
+
+def _controls(tokenizer: Tokenizer, known: Strings, size: int) -> dict[str, int]:
+    """Returns the ids below `size` of tokens that are no strings of bytes, by their texts."""
+    others = (id for id in range(size) if id not in known.of)
+    return {text: id for id in others if (text := tokenizer.control_text(id))}
 
 
 def _tokenizer(name: str, model: base.Target) -> Tokenizer:

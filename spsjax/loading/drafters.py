@@ -202,7 +202,8 @@ def _load_drafter(name, target, replicate, tree, vocabulary=None) -> LoadedDraft
         vocabularies.refuse(vocabulary, method)
         return _of_name(method, rest, target, tree)
     if method in vocabularies.methods() and rest:
-        vocabularies.refuse(vocabulary, method)
+        if vocabulary is not None:
+            raise InputError(f"{name}: expected one method for its vocabulary, found two")
         loaded = _load_drafter(rest, target, replicate, tree, method)
         return dataclasses.replace(loaded, name=str(name))
     if method == "window":
@@ -261,7 +262,10 @@ def _with_window(name: str, rest: str, target: Model, replicate, tree) -> Loaded
             f'{name}: expected "window:", a number of slots, a colon and a draft model (behind '
             '"suffix+" if both are wanted), found another form'
         )
-    loaded = _load_drafter(folder, target, replicate, tree)
+    with warnings.catch_warnings(action="ignore"):  # about a draft that is refused below
+        loaded = _load_drafter(folder, target, replicate, tree)
+    if type(loaded.drafter).__module__ in {one.__name__ for one in vocabularies.methods().values()}:
+        raise InputError(f"{name}: expected a draft with the target's tokenizer, found another one")
     drafter = draft_model.checked(name, loaded.drafter)
     slots = sparse_self.num_slots(name, number, drafter.config)
     config = sparse_self.windowed(drafter.config, slots)

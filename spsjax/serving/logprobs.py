@@ -91,7 +91,8 @@ class Entries:
         """`top` is the number of most probable tokens per position; None: no entries at all."""
         self._texts, self._request, self._top = texts, request, top
         self._count = 0  # tokens that have an entry
-        self._offset, self._begin = 0, 0  # of the next token; tokens before this offset
+        self._offset = 0  # of the next token
+        self._begin, self._base = 0, 0  # the last token that began a character; its offset
 
     def until(self, length: int | None) -> list[Entry]:
         """Returns the entries of further tokens.
@@ -120,8 +121,11 @@ class Entries:
     def _advance(self, tokens: Sequence[int]) -> None:
         """Moves the offset to the next token, or to the character that this token continues."""
         text = self._texts.decode(tokens[self._begin : self._count])
-        if not text.endswith(_PART) or _PART not in self._texts.decode([tokens[self._count]]):
-            self._offset, self._begin = self._offset + len(text), self._count
+        if text.endswith(_PART) and _PART in self._texts.decode([tokens[self._count]]):
+            self._offset = self._base + len(text.rstrip(_PART))
+        else:
+            self._offset = self._base = self._base + len(text)
+            self._begin = self._count
 
 
 def of_completion(entries: Sequence[Entry]) -> dict:

