@@ -4,10 +4,10 @@ python scripts/grpo.py --workdir=runs/grpo
 
 Each step samples a group of texts per prompt from the target (`spsjax.rollout`), moves the target
 towards the texts with more reward than their group (Shao et al. 2024, arXiv 2402.03300, equation 3
-without the KL term), and gives the engine the new weights (`Engine.set_weights`), which compiles
-nothing. It does so without a draft, with a frozen one, and with one that learns from the same texts
-(`training.online.OnlineTrainer`). Needs the extra `train`. Every key of the config is a flag:
-configs/experiments/grpo.py lists them.
+without the KL term), and gives the engine the new weights (`Engine.set_weights`). The engine's
+programs stay as they are. It does so without a draft, with a frozen one, and with one that learns
+from the same texts (`training.online.OnlineTrainer`). Needs the extra `train`. Every key of the
+config is a flag: configs/experiments/grpo.py lists them.
 """
 
 import functools

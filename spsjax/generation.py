@@ -10,7 +10,7 @@ import numpy as np
 from spsjax.decode import DecodeState, Program, step
 from spsjax.decode.logprobs import LogProbs
 from spsjax.decode.schedule import Schedule
-from spsjax.decode.state import OUTCOME
+from spsjax.decode.state import outcome
 from spsjax.drafters import base
 from spsjax.errors import InputError, NonFiniteError
 from spsjax.loading import LoadedDrafter, Model
@@ -222,7 +222,7 @@ def _run(setup: Setup, loop: Loop, batch: Batch) -> Generation:
     jax.block_until_ready(state)
     prompt_seconds = time.perf_counter() - start - (loop.compile_seconds - before)
     state = loop.run(state, costs=known)
-    result = multihost.to_host(_small(state))
+    result = multihost.to_host(outcome(state))
     seconds = time.perf_counter() - start - (loop.compile_seconds - before)
     _check_finite(result)
     count = len(batch.prompts)
@@ -257,10 +257,10 @@ def _rounds(setup: Setup, loop: Loop, batch: Batch) -> Iterator[Round]:
     """Yields the rounds of a batch of one prompt: the same loop, one round at a time."""
     known = costs.of(loop, batch)
     state = loop.read(batch, known)
-    before = multihost.to_host(_small(state))
+    before = multihost.to_host(outcome(state))
     while not before["done"].all():
         state = loop.run(state, 1, known)
-        after = multihost.to_host(_small(state))
+        after = multihost.to_host(outcome(state))
         _check_finite(after)
         proposed = int(after["proposed"][0] - before["proposed"][0])
         yield Round(
@@ -271,11 +271,6 @@ def _rounds(setup: Setup, loop: Loop, batch: Batch) -> Iterator[Round]:
         )
         before = after
     low_acceptance.count(setup, int(before["proposed"][0]), before["accepted"][0])
-
-
-def _small(state: DecodeState) -> dict[str, jax.Array]:
-    """Returns what the host reads of a state: everything but caches and keys."""
-    return {field: getattr(state, field) for field in OUTCOME}
 
 
 def _check_finite(result: dict[str, np.ndarray]) -> None:

@@ -13,10 +13,9 @@ from spsjax.types import Array, Verdict, pytree_dataclass
 
 @pytree_dataclass
 class LogProbs:
-    """Natural logarithms of probabilities, at the positions [...] of tokens.
+    """The target's log-probabilities (natural logarithms) of tokens at the positions [...].
 
-    The target's, whoever proposed the token: an accepted draft token has the log-probability that
-    autoregressive sampling gives it.
+    An accepted draft token has the log-probability that autoregressive sampling gives it.
     """
 
     raw: Array  # [...] float32: of the target at temperature 1, without filters

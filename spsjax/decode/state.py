@@ -11,9 +11,6 @@ from spsjax.sampling import RowParams
 from spsjax.types import Array, PyTree, pytree_dataclass
 from spsjax.verifiers.base import Verifier
 
-# What the host reads of a state: everything but caches, keys and what is fixed.
-OUTCOME = "tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted", "logprobs"
-
 PREFILL_TOKENS = 1024  # the most tokens of a prompt in one pass
 
 
@@ -67,3 +64,9 @@ class DecodeState:
     proposed: Array  # [B] int32, draft tokens offered
     accepted: Array  # [B, K+1] int32, rounds per number of accepted draft tokens
     logprobs: LogProbs | None = None  # [B, S] of emitted tokens, if the program keeps them
+
+
+def outcome(state: DecodeState) -> dict[str, PyTree]:
+    """Returns what the host reads of a state: everything but caches, keys and what is fixed."""
+    names = "tokens", "lengths", "done", "failed", "rounds", "proposed", "accepted", "logprobs"
+    return {name: getattr(state, name) for name in names}

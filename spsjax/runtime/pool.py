@@ -9,7 +9,7 @@ import numpy as np
 
 from spsjax.decode import DecodeState, prompt, sizes
 from spsjax.decode.schedule import Costs
-from spsjax.decode.state import OUTCOME
+from spsjax.decode.state import outcome
 from spsjax.errors import InputError
 from spsjax.parallel import multihost, sharding
 from spsjax.runtime import batch, costs
@@ -157,7 +157,7 @@ class Pool:
             self.state = self.loop.run(self.state, rounds, self.costs_of(rows))
         else:
             self.state = self.loop.rest(self.state, rounds)
-        return multihost.to_host({name: getattr(self.state, name) for name in OUTCOME})
+        return multihost.to_host(outcome(self.state))
 
     def is_compiled(self, rows: int) -> bool:
         """Returns whether loops of so many rows may run; see `compiled`."""

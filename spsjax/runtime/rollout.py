@@ -16,7 +16,7 @@ from spsjax.sampling import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One continuation of a prompt.
+    """A sampled continuation of a prompt, its log-probabilities and its counts.
 
     Attributes:
         tokens: [n] int32, new tokens, the one that ends the text included.
@@ -96,7 +96,7 @@ def rollout(
         _cancel(groups)
         raise InputError(re.sub(r"^prompt\b", f"prompts[{index}]", str(error))) from None
     finished = _finished(engine, groups)
-    next(finished)  # from now on, what is left is cancelled when nobody wants it any more
+    next(finished)  # runs it to its first yield: only then does closing it cancel what is left
     return finished
 
 

@@ -1,14 +1,12 @@
 """Log-probabilities of the tokens of answers, in the forms of OpenAI's endpoints."""
 
 import dataclasses
-import functools
-import re
 from collections.abc import Sequence
 
 from spsjax.runtime.engine import Request
 from spsjax.tokenization.base import Tokenizer, incremental_text
+from spsjax.tokenization.strings import BYTE_PIECE, byte_alphabet
 
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _PART = "\ufffd"  # what a part of a character is decoded to
 
 
@@ -65,19 +63,10 @@ class TokenTexts:
 
 def _bytes_of_part(piece: str) -> list[int] | None:
     """Returns the bytes of a piece of byte fallback or of byte-level BPE; None: it is neither."""
-    if match := _BYTE.fullmatch(piece):
+    if match := BYTE_PIECE.fullmatch(piece):
         return [int(match[1], 16)]
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     return [alphabet[char] for char in piece] if piece and alphabet.keys() >= {*piece} else None
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte of each character of byte-level BPE (Radford et al. 2019)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class Entries:

@@ -16,7 +16,7 @@ from spsjax.tokenization.huggingface import HuggingFace
 from spsjax.tokenization.sentencepiece import SentencePiece
 
 _SPACE = "\u2581"
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # of byte fallback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _of_huggingface(tokenizer: HuggingFace) -> tuple[dict[int, bytes], set[int]]
     plain = {id: text for id, text in tokenizer.pieces.items() if id not in added}
     texts = {id: text.encode() for id, text in added.items() if id in tokenizer.pieces}
     if "ByteLevel" in decoders:
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         return {
             id: bytes(alphabet[char] for char in text)
             for id, text in plain.items()
@@ -80,7 +80,7 @@ def _of_huggingface(tokenizer: HuggingFace) -> tuple[dict[int, bytes], set[int]]
         raise _unknown(tokenizer, " and ".join(sorted(decoders)) or "no decoder")
     fallback = set()
     if "ByteFallback" in decoders:
-        fallback = {id for id, text in plain.items() if _BYTE.fullmatch(text)}
+        fallback = {id for id, text in plain.items() if BYTE_PIECE.fullmatch(text)}
     return dict(_spelled(plain, fallback)) | texts, fallback
 
 
@@ -102,7 +102,8 @@ def _kinds(decoder: object) -> Iterator[str]:
 
 
 @functools.cache
-def _byte_alphabet() -> dict[str, int]:
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
     """Returns the byte of each character of byte-level BPE (Radford et al. 2019).
 
     Printable bytes are the characters of Latin-1; the other bytes have those from U+0100 on.

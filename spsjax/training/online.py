@@ -90,7 +90,7 @@ class OnlineTrainer:
         return self._state["params"]
 
     def add(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Adds a text: token ids of a prompt and of its continuation, on which is trained.
+        """Adds a text to train on: the token ids of a prompt and of its continuation.
 
         Raises InputError for an id that the target does not have.
         """
@@ -140,7 +140,7 @@ def _trainable(
 ) -> tuple[PyTree, PyTree | None, train_step.PerTokenMetrics]:
     """Returns the weights to train, the constants beside them, and the metrics function.
 
-    Constants are None for a draft model, whose metrics are frozen in the target's weights alone.
+    Constants are None for a draft model: its metrics function takes the target's weights alone.
     """
     drafter, precision = base.unwrapped(loaded.drafter), train_step.Precision()
     if any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(loaded.params)):
