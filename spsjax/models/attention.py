@@ -12,6 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spsjax.models.caches import Segment
+from spsjax.models.fused import attention as kernels
+from spsjax.models.fused import choice
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree, pytree_dataclass
 
@@ -105,6 +107,19 @@ def attend(
 
     A segment of fewer than B rows is shared: each of its rows serves B / rows rows of queries.
     """
+
+    def plain(query_BTHC, segments):
+        return _attend(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
+
+    is_special = sinks is not None or any(bias is not None for bias in biases_BTHS)
+    if is_special or not kernels.supports(query_BTHC, segments):
+        return plain(query_BTHC, segments)
+    by_kernels = functools.partial(kernels.attend, scale=scale, softcap=softcap)
+    return choice.chosen(by_kernels, plain)(query_BTHC, segments)
+
+
+def _attend(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> Array:
+    """Does what `attend` does, in plain XLA, and specifies the kernels."""
     if any(segment.split for segment in segments):
         mixed: Any = _attend_split(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
     else:

@@ -4,6 +4,7 @@ They are unrolled: a loop over stacked weights would copy the weights of each la
 backends. Equal layers are traced once.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +15,8 @@ from spsjax.models import pure
 from spsjax.models.caches import KVCache, Segment
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, KeysValues
+from spsjax.models.fused import choice
+from spsjax.models.fused import layer as kernels
 from spsjax.models.layers import DecoderBlock
 from spsjax.types import Array, Block, PyTree
 
@@ -98,12 +101,14 @@ def _block(
     if skips_B2 is not None:
         skips = skips_B2[:, 0], skips_B2[:, 1]
 
-    def apply(weights, x_BTD, cached, earlier, inputs_BTI):
+    def apply(weights, x_BTD, context, cached, earlier, inputs_BTI):
         module = pure.bind(DecoderBlock, config, weights, dtype)
         return module(x_BTD, context, cached, earlier, skips, inputs_BTI)
 
     apply = jax.checkpoint(apply) if remat else apply
-    return apply(weights, x_BTD, cached, earlier, inputs_BTI)
+    if skips == (False, False) and kernels.supports(config, weights, x_BTD):
+        apply = choice.chosen(functools.partial(kernels.apply, config, dtype), apply)
+    return apply(weights, x_BTD, context, cached, earlier, inputs_BTI)
 
 
 # Equal layers are traced once. The compiler sees one after another.

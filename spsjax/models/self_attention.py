@@ -45,6 +45,18 @@ def _unfused(*products: Array) -> tuple[Array, ...]:
     return jax.lax.platform_dependent(*products, default=barrier, cuda=identity, rocm=identity)
 
 
+def angles_of(config: Config, positions_BT: Array) -> tuple[Array, Array]:
+    """Returns cosine and sine [B, T, 1, C/2] of a layer's rotation; `config` is its own."""
+    local = config.window(0) and config.rope_theta_local
+    theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
+    return rope.angles(positions_BT, config.rotary_dim or config.head_dim, theta, scaling)
+
+
+def limits(config: Config) -> tuple[float, float]:
+    """Returns factor and soft cap of a layer's scores."""
+    return config.query_scale or config.head_dim**-0.5, config.attention_softcap
+
+
 def attend_in_chunks(
     config: Config, context: Context, query, segments, biases, scale, softcap, sinks
 ) -> Array:
@@ -135,12 +147,8 @@ class Attention(nnx.Module):
         return finite_values(key, value)
 
     def _rotated(self, x_BTHC, positions_BT) -> Array:
-        config = self.config
-        local = config.window(0) and config.rope_theta_local
-        theta, scaling = (local, ()) if local else (config.rope_theta, config.rope_scaling)
-        size = config.rotary_dim or config.head_dim
-        angles = rope.angles(positions_BT, size, theta, scaling)
-        return rope.rotate(x_BTHC, *angles, config.rope_interleaved)
+        angles = angles_of(self.config, positions_BT)
+        return rope.rotate(x_BTHC, *angles, self.config.rope_interleaved)
 
     def _attend_arguments(
         self,
@@ -160,13 +168,7 @@ class Attention(nnx.Module):
             # Transformer-XL's four terms: (q + u) k and (q + v) r, with r of the distance alone.
             biases = self._relative_biases(query + self.position_bias[...], context, segments)
             query = query + self.content_bias[...]
-        return (query, segments, biases, *self._limits, sinks), block, gate
-
-    @property
-    def _limits(self) -> tuple[float, float]:
-        """Factor and soft cap of the scores."""
-        config = self.config
-        return config.query_scale or config.head_dim**-0.5, config.attention_softcap
+        return (query, segments, biases, *limits(config), sinks), block, gate
 
     def _queries(self, query, context: Context) -> tuple[Array, Array | None, Sinks | None]:
         """Returns queries per head [B, T, H, C], normalised and rotated, gate, and sinks."""

@@ -10,7 +10,7 @@ from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
 from spsjax.models.linear import make_linear
 from spsjax.models.norm import Norm
-from spsjax.models.self_attention import Attention
+from spsjax.models.self_attention import Attention, limits
 from spsjax.types import Array
 
 
@@ -42,4 +42,4 @@ class SharedAttention(Attention):
         query, gate, sinks = self._queries(self.query(x_BTD), context)
         segments = context.segments(self.config, cached, *earlier)
         biases = [None] * len(segments)
-        return (query, segments, biases, *self._limits, sinks), (None, None), gate
+        return (query, segments, biases, *limits(self.config), sinks), (None, None), gate

@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from spsjax import tree
 from spsjax.models.caches.recurrent import State
 from spsjax.models.config import Config
+from spsjax.models.fused import choice
+from spsjax.models.fused import writes as kernels
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
@@ -123,23 +125,39 @@ class KVCache:
         # raise the upper bound on the first slot, which no valid write reaches.
         last = self.num_slots - nodes + jnp.isnan(after_BTD[:, 0, 0]).astype(jnp.int32)
         starts = jnp.minimum(self.lengths, last)
+
+        advance = lengths_B - self.lengths
+
+        def along_path(rows_BGPC):
+            return rows_BGPC if path_BP is None else tree.along(path_BP, rows_BGPC, axis=2)
+
+        written, buffers, new = [*self.keys, *self.values], {}, {}
+        for index, (entry, rows) in enumerate(zip(written, (*block.keys, *block.values))):
+            if isinstance(entry, State):
+                written[index] = entry.after(rows, path_BP, advance)
+            elif entry is not None:
+                buffers[index], new[index] = entry, along_path(rows)
+        for index, buffer in self._with_rows(buffers, new, starts).items():
+            written[index] = buffer
+        keys, values = tuple(written[: len(self.keys)]), tuple(written[len(self.keys) :])
+        return KVCache(keys, values, lengths_B, self.distances)
+
+    def _with_rows(
+        self, buffers: dict[int, Array], rows: dict[int, Array], starts_B: Array
+    ) -> dict[int, Array]:
+        """Returns buffers with new rows from slot `starts_B` on."""
         write = _write_split if self.split else _write_rows
 
-        def append(buffer_BGSC, rows_BGPC):
-            if isinstance(buffer_BGSC, State):
-                return buffer_BGSC.after(rows_BGPC, path_BP, lengths_B - self.lengths)
-            if path_BP is not None:
-                rows_BGPC = tree.along(path_BP, rows_BGPC, axis=2)
-            written = write(buffer_BGSC, rows_BGPC, starts)
-            return sharding.whole_heads(row_major(written), self.split)
+        def plain(buffers, rows, starts_B):
+            written = {at: write(buffer, rows[at], starts_B) for at, buffer in buffers.items()}
+            return {
+                at: sharding.whole_heads(row_major(buffer), self.split)
+                for at, buffer in written.items()
+            }
 
-        keys, values = jax.tree.map(
-            append,
-            (self.keys, self.values),
-            (block.keys, block.values),
-            is_leaf=lambda entry: isinstance(entry, State),
-        )
-        return KVCache(keys, values, lengths_B, self.distances)
+        if self.split or not kernels.supports(buffers, rows):
+            return plain(buffers, rows, starts_B)
+        return choice.chosen(kernels.write, plain)(buffers, rows, starts_B)
 
     def extend(self, output: ModelOutput, until_B: Array | None = None) -> "KVCache":
         """Returns the cache with the tokens of a pass appended, as for a prompt.

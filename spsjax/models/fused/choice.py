@@ -1,0 +1,56 @@
+"""Whether kernels are used.
+
+The environment variable `SPSJAX_KERNELS` says it: "off"; "on", for NVIDIA GPUs; or "interpret",
+which interprets the kernels on any device, slowly, to test their results.
+"""
+
+import os
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+from spsjax.errors import InputError, short_repr
+from spsjax.types import PyTree
+
+VARIABLE = "SPSJAX_KERNELS"
+_MODES = "off", "on", "interpret"
+
+# What is traced in `with KERNELS("on"):` overrides the variable. None: it does not.
+KERNELS = jax.make_user_context(None)
+
+
+def mode() -> str:
+    """Returns "off", "on" or "interpret"; raises InputError if the variable has another value."""
+    value = KERNELS.value or os.environ.get(VARIABLE, "off")
+    if value not in _MODES:
+        raise InputError(f"{VARIABLE}: expected {', '.join(_MODES)}, found {short_repr(value)}")
+    return value
+
+
+def chosen(kernels: Callable, plain: Callable) -> Callable:
+    """Returns the function of arrays that is used: `kernels` or `plain`.
+
+    Gradients are those of `plain`.
+
+    Args:
+        kernels: function of the arrays and of `interpret`, whether kernels are interpreted.
+        plain: function of the same arrays in plain XLA.
+    """
+    if mode() == "off":
+        return plain
+
+    @jax.custom_vjp
+    def run(*arrays: PyTree) -> PyTree:
+        if mode() == "interpret":
+            return kernels(*arrays, interpret=True)
+        return lax.platform_dependent(*arrays, cuda=kernels, default=plain)
+
+    def forward(*arrays):
+        return plain(*arrays), arrays
+
+    def backward(arrays, gradient):
+        return jax.vjp(plain, *arrays)[1](gradient)
+
+    run.defvjp(forward, backward)
+    return run

@@ -1,0 +1,196 @@
+"""Kernels of a decode step, interpreted, against the plain XLA code that specifies them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spsjax.errors import InputError
+from spsjax.models import attention, quantization, transformer
+from spsjax.models.caches import Segment
+from spsjax.models.fused import attention as kernels
+from spsjax.models.fused import choice, layer
+from spsjax.models.fused.choice import KERNELS
+from tests.helpers.models import tiny_config
+
+PLAIN = tiny_config(64, num_layers=1, d_model=48, num_heads=6, num_kv_heads=2, head_dim=16, d_ff=80)
+CHANGES = {
+    "llama": {},
+    "qwen2": {"biases": "qkv", "head_dim": 80},
+    "qwen3": {"qk_norm": True, "head_dim": 24},
+    "gemma": {
+        "ffn": "geglu",
+        "norm_offset": 1.0,
+        "attention_softcap": 5.0,
+        "windows": (8,),
+        "num_kv_heads": 1,
+    },
+    "gpt2": {
+        "positions": "learned",
+        "norm": "layer",
+        "ffn": "gelu",
+        "biases": "all",
+        "num_kv_heads": 6,
+    },
+}
+
+
+def random_segments(rng, queries, heads, slots, nodes, *, width=16, window=0, dtype=np.float32):
+    """Returns a cache of rows of random lengths, and a random tree."""
+    B, T = queries
+
+    def array(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    lengths = rng.integers(1, slots, B)[:, None, None]
+    slot = np.arange(slots)
+    cached = np.broadcast_to(slot < lengths, (B, 1, slots))
+    if window:
+        cached = cached & (slot > lengths + np.arange(T)[:, None] - window)
+    ancestors = rng.random((B, T, nodes)) < 0.5
+    ancestors[:, :, 0] = True
+    # Slots that nothing sees have stale keys.
+    keys = jnp.where((slot < lengths)[..., None], array(B, heads, slots, width), jnp.nan)
+    positions = jnp.zeros((B, slots), jnp.int32), jnp.zeros((B, nodes), jnp.int32)
+    return [
+        Segment(keys, array(B, heads, slots, width), jnp.asarray(cached), positions[0], None),
+        Segment(
+            array(B, heads, nodes, width),
+            array(B, heads, nodes, width),
+            jnp.asarray(ancestors),
+            positions[1],
+            None,
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    "queries, heads, slots, nodes, settings",
+    [
+        pytest.param((2, 1), (6, 2), 300, 1, {}, id="one token, shared slots"),
+        pytest.param((2, 5), (4, 1), 200, 7, {"width": 24, "softcap": 5.0}, id="tree, soft cap"),
+        pytest.param((1, 40), (8, 2), 130, 64, {"window": 50}, id="several tiles, window"),
+        pytest.param((3, 3), (2, 2), 10, 3, {"width": 8}, id="one share"),
+    ],
+)
+def test_attention_equals_its_specification(queries, heads, slots, nodes, settings):
+    rng, settings = np.random.default_rng(0), dict(settings)
+    softcap = settings.pop("softcap", 0.0)
+    segments = random_segments(rng, queries, heads[1], slots, nodes, **settings)
+    query = jnp.asarray(rng.normal(size=(*queries, heads[0], segments[0].keys.shape[3])), "float32")
+    expected = attention.attend(query, segments, [None, None], 0.3, softcap)
+    assert kernels.supports(query, segments)
+    found = kernels.attend(query, segments, 0.3, softcap, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_attention_to_nothing_is_zero():
+    rng = np.random.default_rng(1)
+    segments = random_segments(rng, (1, 2), 1, 20, 2)
+    segments = [
+        dataclasses.replace(segment, visible=jnp.zeros_like(segment.visible))
+        for segment in segments
+    ]
+    query = jnp.asarray(rng.normal(size=(1, 2, 2, 16)), "float32")
+    assert not np.any(kernels.attend(query, segments, 1.0, interpret=True))
+
+
+@functools.lru_cache
+def cached_pass(name: str, dtype, quantize=None):
+    """Returns a model, a cache with rows of two lengths, and the tokens that follow."""
+    config = dataclasses.replace(PLAIN, **CHANGES[name])
+    params = transformer.init(config, jax.random.key(0))
+    noise = np.random.default_rng(2)
+
+    def moved(leaf):  # scales and biases that are not ones and zeros
+        spread = 0.3 if leaf.ndim == 1 else 0.0
+        return (leaf + spread * noise.normal(size=leaf.shape)).astype(dtype)
+
+    params = jax.tree.map(moved, params)
+    if quantize:
+        params = quantization.quantize(params, quantize, config.tie_embeddings)
+    tokens = jnp.asarray(noise.integers(0, 64, (2, 34)))
+    cache = transformer.empty_cache(config, params, 2, 48)
+    output = transformer.apply(config, params, tokens[:, :29], cache)
+    return config, params, cache.extend(output, jnp.asarray([29, 22])), tokens[:, 29:]
+
+
+def both_passes(name: str, dtype=jnp.float32, quantize=None):
+    """Returns logits, block and written cache of a pass by plain code and by kernels."""
+    config, params, cache, tokens = cached_pass(name, dtype, quantize)
+
+    @jax.jit
+    def run(params, cache, tokens):
+        output = transformer.apply(config, params, tokens, cache)
+        path = jnp.asarray([[0, 2, -1], [0, -1, -1]])
+        after = cache.write(output.block, path, cache.lengths + 1, output.hidden)
+        return output.logits, output.block.keys, output.block.values, after.keys, after.values
+
+    plain = run(params, cache, tokens)
+    with KERNELS("interpret"):
+        traced = str(run.trace(params, cache, tokens).jaxpr)
+        for kernel in ("heads", "attend", "added", "activated", "write"):
+            assert f"name={kernel}\n" in traced, kernel
+        return plain, run(params, cache, tokens)
+
+
+@pytest.mark.parametrize(
+    "name, quantize", [*((name, None) for name in CHANGES), ("llama", "int8")], ids=str
+)
+def test_layer_equals_its_specification(name, quantize):
+    plain, fused = both_passes(name, quantize=quantize)
+    for expected, found in zip(jax.tree.leaves(plain), jax.tree.leaves(fused), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_kernels_round_bfloat16_no_worse_than_plain_code():
+    exact = both_passes("qwen3")[0][0]
+    errors = [
+        np.sqrt(np.mean((np.float32(logits) - exact) ** 2))
+        for logits, *_ in both_passes("qwen3", jnp.bfloat16)
+    ]
+    assert 0 < errors[1] < 1.2 * errors[0]
+
+
+def test_gradients_are_those_of_plain_code():
+    def square(x):
+        return jnp.sum(x * x)
+
+    def triple(x, interpret=False):
+        return 3 * jnp.sum(jax.lax.stop_gradient(x) ** 2)
+
+    with KERNELS("interpret"):
+        function = choice.chosen(triple, square)
+        assert function(jnp.ones(2)) == 6
+        np.testing.assert_array_equal(jax.grad(function)(jnp.ones(2)), [2, 2])
+    assert choice.chosen(triple, square) is square
+
+
+def test_unknown_mode_is_refused(monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "yes")
+    with pytest.raises(
+        InputError, match="SPSJAX_KERNELS: expected off, on, interpret, found 'yes'"
+    ):
+        choice.mode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"post_norms": True},
+        {"positions": "relative"},
+        {"rotary_dim": 8},
+        {"rope_interleaved": True},
+        {"num_experts": 2, "experts_per_token": 1},
+        {"d_ff": 2**18},
+    ],
+    ids=str,
+)
+def test_other_layers_stay_plain(changes):
+    config = dataclasses.replace(PLAIN, **changes)
+    assert layer.supports(PLAIN, {}, jnp.zeros((2, 32, 48)))
+    assert not layer.supports(PLAIN, {}, jnp.zeros((2, 33, 48)))
+    assert not layer.supports(config, {}, jnp.zeros((2, 1, 48)))
