@@ -88,7 +88,9 @@ setup(
             "zstandard",
         ],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
-        "tpu-compiler": ["libtpu"],  # for machines without a TPU, too
+        # For machines without a TPU or a GPU, too.
+        "tpu-compiler": ["libtpu"],
+        "gpu-compiler": ["jax[cuda13]", "jax-cuda13-plugin[with-cuda]"],
         # Unpinned, torch resolves to a build with gigabytes of GPU libraries on some machines.
         "parity": ["torch==2.13.0", "transformers"],
         # Apart from `parity`, because it takes an older `transformers`.

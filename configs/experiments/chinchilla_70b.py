@@ -1,6 +1,6 @@
 """Chinchilla 70B and its 4B draft on 16 chips, as in Chen et al. 2023 (arXiv 2302.01318).
 
-python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+python scripts/compile.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 
 Hardware: a CPU. The programs are compiled for the named TPU slice and are not run.
 Time: five minutes on two slow cores (libtpu 0.0.52).

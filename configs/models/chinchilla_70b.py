@@ -1,6 +1,6 @@
 """Chinchilla 70B: 70.1B parameters, the target of Chen et al. 2023 (arXiv 2302.01318), Table 2.
 
-python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+python scripts/compile.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
 
 Table 2 gives width, heads and layers. Relative positions and RMSNorm are those of Gopher (Rae et
 al. 2021, arXiv 2112.11446). No paper states the feed-forward width. It is 4 d_model, because that

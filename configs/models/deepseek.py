@@ -1,6 +1,6 @@
 r"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): `deepseek:v3`.
 
-python scripts/compile_tpu.py --topology=v5p:4x4x4 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5p:4x4x4 --config=configs/experiments/chinchilla_70b.py \
     --config.target=deepseek:v3 --config.draft=mixture:draft
 
 Sizes: v3, without the layer that predicts a further token.

@@ -1,6 +1,6 @@
 r"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118) and Gemma 3 (2025, arXiv 2503.19786): `gemma:2-9b`.
 
-python scripts/compile_tpu.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \
     --config.target=gemma:2-9b --config.draft=gemma:2-2b
 
 Sizes: 2-2b, 2-9b, 2-27b, 3-270m, 3-1b, 3-4b, 3-12b and 3-27b. Gemma 3 is multimodal from 4B on, and

@@ -1,6 +1,6 @@
 r"""Gemma 4 (Google 2026), the language models: `gemma4:31b`.
 
-python scripts/compile_tpu.py --topology=v5p:2x2x2 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5p:2x2x2 --config=configs/experiments/chinchilla_70b.py \
     --config.target=gemma4:31b --config.draft=gemma:3-1b
 
 Sizes: 31b and 26b-a4b. Every sixth layer has full attention, with fewer and wider heads whose keys

@@ -1,6 +1,6 @@
 r"""GLM-4.5, GLM-4.5-Air (GLM team 2025, arXiv 2508.06471) and GLM-4.7-Flash: `glm:4.5-air`.
 
-python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py \
     --config.target=glm:4.5-air --config.draft=mixture:draft
 
 Sizes: 4.5, 4.5-air and 4.7-flash, without the layer that predicts a further token.

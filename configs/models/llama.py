@@ -1,6 +1,6 @@
 r"""Llama 2 (Touvron et al. 2023, arXiv 2307.09288) and Llama 3 to 3.2: `llama:2-7b`.
 
-python scripts/compile_tpu.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \
     --config.target=llama:3.1-8b --config.draft=llama:3.2-1b
 
 Sizes: 2-7b, 2-13b, 2-70b, 3-8b, 3-70b, 3.1-8b, 3.1-70b, 3.1-405b, 3.2-1b and 3.2-3b. Llama 3 is

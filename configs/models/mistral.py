@@ -1,6 +1,6 @@
 r"""Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and Mixtral 8x7B (2024, arXiv 2401.04088).
 
-python scripts/compile_tpu.py --topology=v5e:4x4 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5e:4x4 --config=configs/experiments/chinchilla_70b.py \
     --config.target=mistral:8x7b --config.draft=mistral:7b
 
 Sizes: 7b, 7b-v0.3 and 8x7b. `mistral:7b` is the model of the paper, with windows of 4,096 tokens.

@@ -1,6 +1,6 @@
 r"""Qwen2.5 (Yang et al. 2024, arXiv 2412.15115) and Qwen3 (2025, arXiv 2505.09388): `qwen:2.5-7b`.
 
-python scripts/compile_tpu.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \
+python scripts/compile.py --topology=v5e:2x4 --config=configs/experiments/chinchilla_70b.py \
     --config.target=qwen:3-8b --config.draft=qwen:3-0.6b
 
 Sizes: 2.5-0.5b, -1.5b, -3b, -7b, -14b, -32b and -72b; 3-0.6b, -1.7b, -4b, -8b, -14b, -32b and

@@ -4,8 +4,8 @@ python docs/benchmarks/pages.py
 
 A folder beside this file is a machine. It has a copy of the `table.json` of each measurement of
 `measure.sh`, under the name of an entry of `MEASUREMENTS`. Its page is the Markdown file of the
-same name. The folder `tpu` has reports of `scripts/compile_tpu.py --json`, one per slice and
-target, and its page has one table of all.
+same name. The folders `tpu` and `gpu` have reports of `scripts/compile.py --json`, one per program,
+and their pages have one table of all.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from spsjax.benchmarks import report
 from spsjax.cli.measurements import drafters, load, rollouts, verifiers
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-COMPILED = "tpu"  # folder of reports of the TPU compiler
+COMPILED = "tpu", "gpu"  # folders of reports of compiled programs
+DRAFTING = "sync", "propose", "propose, sampling"  # phases of a round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,17 +128,70 @@ MEASUREMENTS = {
 
 
 def page(folder: pathlib.Path) -> str:
-    """Returns the page of a machine's folder, or of that of compiled programs, as Markdown."""
+    """Returns the page of a machine's folder, or of one of compiled programs, as Markdown."""
     contents = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")
     }
-    return "\n".join((_compiled if folder.name == COMPILED else _blocks)(contents))
+    blocks = {"tpu": _on_tpus, "gpu": _on_gpus}.get(folder.name, _blocks)
+    return "\n".join(blocks(contents))
 
 
-def _compiled(contents: Mapping[str, Mapping]) -> Iterator[str]:
-    """Yields the blocks of the page of compiled programs; shorter names come first."""
+def _reports(contents: Mapping[str, Mapping]) -> list[Mapping]:
+    """Returns the reports of compiled programs; shorter names come first."""
     names = sorted(contents, key=lambda name: [(len(part), part) for part in name.split("_")])
-    reports = [contents[name] for name in names]
+    return [contents[name] for name in names]
+
+
+def _on_gpus(contents: Mapping[str, Mapping]) -> Iterator[str]:
+    """Yields the blocks of the page of programs for GPUs."""
+    reports = _reports(contents)
+    versions, dates = _made(reports)
+    yield "# Kernels on a GPU, by XLA's compiler\n"
+    yield "<!-- Written by docs/benchmarks/pages.py. -->\n"
+    yield (
+        f"spsjax {versions}, {dates}. Nothing ran on a GPU: kernels are counted in compiled "
+        "programs, for one text, and times are lower bounds from published figures. Where a bound "
+        "is small, a step takes the time in which its kernels start. XLA's choice of products, "
+        "and with it the count, can differ on a GPU, where it measures them. *Fused*: with "
+        "`SPSJAX_KERNELS=on` ([one GPU](../guides/gpus.md)).\n"
+    )
+    yield gpu_table(reports)
+    commands = (
+        f"SPSJAX_KERNELS={content['settings']['kernels']} {content['made']['command']}"
+        for content in reports
+    )
+    yield "\n".join(["```bash", *commands, "```\n"])
+
+
+def gpu_table(reports: Collection[Mapping]) -> str:
+    """Returns the table of reports of `scripts/compile.py` for GPUs."""
+
+    def kernels(program, *phases):
+        def cell(content):
+            counts = content["programs"][program]["kernels"]
+            return sum(counts.get(phase, 0) for phase in phases or counts)
+
+        return cell
+
+    columns = {
+        "target": lambda content: content["settings"]["target"],
+        "drafter": lambda content: content["settings"]["drafter"],
+        "K": lambda content: content["settings"]["num_speculative_tokens"],
+        "GPU": lambda content: content["settings"]["topology"],
+        "fused": lambda content: "yes" if content["settings"]["kernels"] == "on" else "no",
+        "kernels of a plain step": kernels("ArS"),
+        "of a round": kernels("SpS"),
+        "its draft": kernels("SpS", *DRAFTING),
+        "its scoring": kernels("SpS", "score"),
+        "plain step, at least ms": report.figure("ars_ms"),
+        "round, at least ms": report.figure("round_ms"),
+    }
+    return report.table(reports, columns)
+
+
+def _on_tpus(contents: Mapping[str, Mapping]) -> Iterator[str]:
+    """Yields the blocks of the page of programs for TPU slices."""
+    reports = _reports(contents)
     versions, dates = _made(reports)
     acceptance = ", ".join(sorted({f"{content['acceptance']:.0%}" for content in reports}))
     yield "# TPU slices, by the TPU compiler\n"
@@ -149,12 +203,12 @@ def _compiled(contents: Mapping[str, Mapping]) -> Iterator[str]:
         "autoregressive sampling (ArS) if a round yields more tokens than *break-even*; its time "
         f"per token is for {acceptance} of draft tokens accepted. A tpu7x chip is two devices.\n"
     )
-    yield compiled_table(reports)
+    yield tpu_table(reports)
     yield "\n".join(["```bash", *(content["made"]["command"] for content in reports), "```\n"])
 
 
-def compiled_table(reports: Collection[Mapping]) -> str:
-    """Returns the table of reports of `scripts/compile_tpu.py`."""
+def tpu_table(reports: Collection[Mapping]) -> str:
+    """Returns the table of reports of `scripts/compile.py` for TPUs."""
 
     def milliseconds(content, drafts):
         passes = content["passes"]
@@ -162,10 +216,19 @@ def compiled_table(reports: Collection[Mapping]) -> str:
         return sum(1e3 * passes[name]["times"] * _bound(passes[name]) for name in names)
 
     def moved(content, drafts):
-        sps, phases = content["programs"]["SpS"], ("sync", "propose", "propose, sampling")
-        chosen = [phase for phase in sps["executed"] if (phase in phases) == drafts]
+        sps = content["programs"]["SpS"]
+        chosen = [phase for phase in sps["executed"] if (phase in DRAFTING) == drafts]
         count, size = (sum(sps[of][phase] for phase in chosen) for of in ("executed", "moved"))
         return f"{count}, {size / 1e6:.1f} MB"
+
+    def read(content):
+        accessed, least = content["programs"]["ArS"].get("accessed"), content["passes"]["target"]
+        if not accessed:
+            return "-"
+        return f"{sum(accessed.values()) / (least['weights'] + least['cache']):.3f}"
+
+    def cycles(content):
+        return sum(content["programs"]["ArS"]["cycles"].values())
 
     columns = {
         "target": lambda content: content["settings"]["target"],
@@ -173,6 +236,8 @@ def compiled_table(reports: Collection[Mapping]) -> str:
         "drafter": lambda content: content["settings"]["drafter"],
         "K": lambda content: content["settings"]["num_speculative_tokens"],
         "GB per device": lambda content: f"{_needed(content):.1f} of {content['memory'] / 1e9:.1f}",
+        "read, over the least": read,
+        "million cycles": lambda content: f"{cycles(content) / 1e6:.2f}",
         "collectives of a draft": lambda content: moved(content, True),
         "of scoring": lambda content: moved(content, False),
         "draft, ms": lambda content: f"{milliseconds(content, True):.2f}",

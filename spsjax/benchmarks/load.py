@@ -122,7 +122,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class Floors:
-    """Lower bounds of a pair's times, in milliseconds, as scripts/compile_tpu.py reports them."""
+    """Lower bounds of a pair's times, in milliseconds, as scripts/compile.py reports them."""
 
     target_pass: float  # time per pass of the target: its weights over the bandwidth
     target_row: float  # time per row of a pass, for its cache

@@ -111,7 +111,7 @@ class Drafter(parallel.StateDrafter):
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any], target: Config) -> Self:
-        """Returns an assistant to be planned (`scripts/compile_tpu.py`); it cannot be trained.
+        """Returns an assistant to be planned (`scripts/compile.py`); it cannot be trained.
 
         It has four layers, the last of which has full attention, and the target's sizes, unless
         `num_layers`, `d_model` and `d_ff` say otherwise.

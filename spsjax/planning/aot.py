@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for TPU slices that are not attached.
+"""Ahead-of-time compilation for TPU slices and GPUs that are not attached.
 
 The programs are those that `generate` compiles, for a mesh over a described topology. Nothing runs.
 Memory, operations and collectives are counted by the compiler. `compile_report` adds lower bounds
@@ -62,7 +62,7 @@ class PairPlan:
     ) -> dict[str, CompiledProgram]:
         """Compiles programs of PROGRAMS, and prefill, whose result is the state of the others.
 
-        `options` are options of the TPU compiler, as {"xla_tpu_...": False}.
+        `options` are options of the compiler, as {"xla_tpu_...": False}.
         """
         inputs = self._inputs()  # makes a key, which cannot be done on chips that are not there
         programs, state = {}, None

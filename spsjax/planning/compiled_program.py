@@ -1,4 +1,4 @@
-"""Programs compiled for a TPU that is not attached: memory, collectives and estimated cycles."""
+"""Programs compiled for chips that are not attached: memory, collectives, cycles and kernels."""
 
 import collections
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from spsjax.errors import InputError, one_line
-from spsjax.planning import hlo
+from spsjax.planning import hlo, hlo_memory
 from spsjax.types import PyTree
 from spsjax.utils import compilation
 
@@ -24,12 +24,13 @@ class CompiledProgram:
     seconds: float  # time to compile
     temporary: int  # bytes of temporaries
     aliased: int  # bytes of results that take over an argument's buffer
-    # The compiler's counts, with the body of a loop counted once.
-    flops: float
-    bytes_accessed: float
+    # The compiler's count, with the body of a loop counted once; None: it has none (GPUs).
+    flops: float | None
     collectives: list[hlo.Collective]  # collectives in the program's text
     # Cycles per phase of one round (`phase`); `hlo.estimated_cycles` says what is missing.
     cycles: dict[str, int]
+    accessed: dict[str, int]  # on TPUs: bytes of memory per phase of one round; empty on a GPU
+    kernels: dict[str, int]  # on a GPU: kernels per phase of one round; empty on TPUs
     executed: dict[str, int]  # number of collectives per phase of one round
     moved: dict[str, int]  # bytes of their results
 
@@ -68,7 +69,7 @@ def compile_program(
         raise InputError(
             f"{function.__name__}: expected a program that fits, found {one_line(error)}"
         ) from None
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # seen with JAX 0.10 and libtpu 0.0.52
@@ -76,14 +77,16 @@ def compile_program(
             f"{function.__name__}: expected a program whose text JAX can read, found "
             f"{one_line(error)}. Other sizes, or another version of libtpu, may do"
         ) from None
+    is_gpu = jax.sharding.get_abstract_mesh().abstract_device.platform == "gpu"
     program = CompiledProgram(
         seconds=time.perf_counter() - start,
         temporary=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
-        flops=cost["flops"],
-        bytes_accessed=cost["bytes accessed"],
+        flops=cost.get("flops"),
         collectives=hlo.collectives(text),
         cycles=_by_phase(hlo.estimated_cycles(text)),
+        accessed={} if is_gpu else _by_phase(hlo_memory.accessed(text)),
+        kernels=_by_phase(hlo.kernel_counts(text)) if is_gpu else {},
         executed=_by_phase(hlo.collective_counts(text)),
         moved=_by_phase(hlo.collective_bytes(text)),
     )
@@ -97,7 +100,7 @@ def compile_program(
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Keeps programs out of the persistent cache, because only a TPU could read them back."""
+    """Keeps programs out of the persistent cache, because only their chips could read them back."""
     name = "jax_persistent_cache_min_compile_time_secs"
     least = getattr(jax.config, name)
     jax.config.update(name, float("inf"))

@@ -61,6 +61,38 @@ CHIPS = {
     "H200": Chip("NVIDIA H200", 989e12, 141e9, 4800e9, 900e9),
 }
 
+# GPUs of one generation, for which programs can be compiled without one, and their
+# multiprocessors. The vendor's "Hopper tuning guide" and data sheets have the other figures.
+_MULTIPROCESSORS = {"H100": 132, "H200": 132}
+_GPU_TARGET = """
+platform_name: "CUDA"
+device_description_str: "{kind}"
+dnn_version_info {{ major: 9 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: {count}
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+"""
+
 
 def peak(device) -> float | None:
     """Returns the published dense bfloat16 operations per second of a JAX device, if known."""
@@ -81,17 +113,19 @@ def bandwidth(device) -> float:
 
 
 def topology(name: str) -> tuple[Chip, list]:
-    """Returns the figures of one device, and the devices of a TPU slice that is not attached.
+    """Returns the figures of one device, and the devices of chips that are not attached.
 
-    `name` is kind and shape of the slice, as "v5p:2x2x4". Raises InputError if it is not a TPU
-    topology, or if `libtpu` is missing, which describes it.
+    `name` is kind and shape of a TPU slice, as "v5p:2x2x4", or one GPU, "H100" or "H200". Raises
+    InputError if it is something else, or if the package is missing that compiles for it.
     """
+    if name in _MULTIPROCESSORS:
+        return CHIPS[name], _gpu(name)
     kind, _, shape = name.partition(":")
     tpus = {kind: chip for kind, chip in CHIPS.items() if chip.dimensions}
     if kind not in tpus or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         raise InputError(
-            f"topology: expected {', '.join(tpus)} and a shape, as v5p:2x2x4, "
-            f"found {short_repr(name)}"
+            f"topology: expected {', '.join(tpus)} and a shape, as v5p:2x2x4, or "
+            f"{', '.join(_MULTIPROCESSORS)}, found {short_repr(name)}"
         )
     chip = tpus[kind]
     if shape.count("x") + 1 != chip.dimensions:
@@ -127,6 +161,27 @@ def _describe(name: str, options: dict[str, str]) -> list:
     finally:
         for key in added:
             del os.environ[key]
+
+
+def _gpu(name: str) -> list:
+    """Returns one GPU as XLA's compiler sees it, without any GPU here."""
+    extras.require("gpu-compiler", "jax_cuda13_plugin")
+    chip = CHIPS[name]
+    target = _GPU_TARGET.format(
+        count=_MULTIPROCESSORS[name],
+        memory=int(chip.memory),
+        bandwidth=int(chip.bandwidth),
+        kind=chip.device_kind,
+    )
+    try:
+        description = topologies.get_topology_desc(
+            platform="cuda", target_config=target, topology="1x1x1"
+        )
+        return list(description.devices)
+    except Exception as error:  # the plugin raises errors of many types
+        raise InputError(
+            f"topology: expected one that the CUDA compiler knows, found {name}: {one_line(error)}"
+        ) from None
 
 
 def machine(model: Model) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Collectives and estimated cycles in the text of compiled programs (HLO)."""
+"""Collectives, kernels and estimated cycles in the text of compiled programs (HLO)."""
 
 import collections
 import dataclasses
@@ -12,13 +12,21 @@ _COLLECTIVE = re.compile(
 )
 _SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")  # bf16[1,5,512]
 _SCOPE = re.compile(r'op_name="([^"]*)"')
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _CALLS = re.compile(r" fusion\(.*? calls=%?([\w.\-]+)")
 _STARTS = re.compile(r"\s*%?async-collective-start")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _CONDITIONAL = re.compile(r" conditional\(.*branch_computations=\{([^}]*)\}")
+_OPERATION = re.compile(r"= (?:\(.*?\)|\S+) ([\w\-]+)\(")
 _BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+
+# Operations for which a GPU starts no kernel of their own.
+_WITHOUT_KERNEL = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
+    *("while", "conditional", "call", "after-all", "opt-barrier"),
+    *("fusion-done", "copy-done", "async-done", "async-update"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +56,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """
     lines, entry, name = collections.defaultdict(list), "", ""
     for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
+        if match := COMPUTATION.match(line):
             name = match["name"]
             entry = name if match["entry"] else entry
         else:
@@ -101,6 +109,16 @@ def collective_counts(text: str) -> dict[str, int]:
 def collective_bytes(text: str) -> dict[str, int]:
     """Returns the bytes of the results of executed collectives per scope, added up by `tally`."""
     return tally(text, lambda line: moved.num_bytes if (moved := _parsed(line)) else 0)
+
+
+def kernel_counts(text: str) -> dict[str, int]:
+    """Returns the number of kernels per scope that a GPU starts, added up by `tally`."""
+    return tally(text, _starts_kernel)
+
+
+def _starts_kernel(line: str) -> bool:
+    match = _OPERATION.search(line)
+    return match is not None and match[1] not in _WITHOUT_KERNEL
 
 
 def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:

@@ -150,7 +150,7 @@ def test_draft_that_fits_any_target_is_kept(names, capsys):
         ("plan.py", ["--config=plan_context", "--target=T"], "a draft model for T, found none"),
         ("train.py", ["--config=stop_rule", "--config.target=T"], "a drafter with weights for T"),
         (
-            "compile_tpu.py",
+            "compile.py",
             ["--config.target=llama:2-70b"],
             "a draft model for llama:2-70b, found n",
         ),

@@ -50,6 +50,7 @@ COUNTS = {
     # Of the default configs of transformers 5.19, without heads that predict further tokens.
     "qwen:next-80b-a3b": 79_674_391_296,
     "qwen:3.5-9b": 8_953_803_264, "qwen:3.5-35b-a3b": 34_660_610_688,
+    "smollm2:135m": 134_515_008, "smollm2:360m": 361_821_120, "smollm2:1.7b": 1_711_376_384,
     "wide_shallow:target": 13_015_864_320, "wide_shallow:draft": 959_481_600,  # as Llama 2
 }  # fmt: skip
 
@@ -84,7 +85,7 @@ def test_model_config_has_the_published_count_and_a_family(name):
     family = config_json.family_of(config)
     of_experts = "8x7b" in name or name in ("mixture:8", "mixture:64")
     stem = "mixtral" if of_experts else name.partition(":")[0].partition("_")[0]
-    stem = "llama" if name == "mixture:draft" or stem == "wide" else stem
+    stem = "llama" if name == "mixture:draft" or stem in ("wide", "smollm2") else stem
     assert family.startswith(stem) or (family, name) == ("llama", "mistral:7b-v0.3")
 
 

@@ -115,16 +115,22 @@ def cached_pass(name: str, dtype, quantize=None):
     tokens = jnp.asarray(noise.integers(0, 64, (2, 34)))
     cache = transformer.empty_cache(config, params, 2, 48)
     output = transformer.apply(config, params, tokens[:, :29], cache)
-    return config, params, cache.extend(output, jnp.asarray([29, 22])), tokens[:, 29:]
+    return config, params, cache.extend(output, jnp.asarray([29, 22])), tokens[:, 28:]
 
 
-def both_passes(name: str, dtype=jnp.float32, quantize=None):
-    """Returns logits, block and written cache of a pass by plain code and by kernels."""
+def both_passes(name: str, dtype=jnp.float32, quantize=None, steps=1):
+    """Returns logits, block and written cache by plain code and by kernels.
+
+    The tokens are read in one pass, or in several steps of a draft, which extend a block.
+    """
     config, params, cache, tokens = cached_pass(name, dtype, quantize)
 
     @jax.jit
     def run(params, cache, tokens):
-        output = transformer.apply(config, params, tokens, cache)
+        block = transformer.empty_block(config, params, 2, 7) if steps > 1 else None
+        for part in jnp.split(tokens, steps, axis=1):
+            output = transformer.apply(config, params, part, cache, block=block)
+            block = output.block if steps > 1 else None
         path = jnp.asarray([[0, 2, -1], [0, -1, -1]])
         after = cache.write(output.block, path, cache.lengths + 1, output.hidden)
         return output.logits, output.block.keys, output.block.values, after.keys, after.values
@@ -138,10 +144,12 @@ def both_passes(name: str, dtype=jnp.float32, quantize=None):
 
 
 @pytest.mark.parametrize(
-    "name, quantize", [*((name, None) for name in CHANGES), ("llama", "int8")], ids=str
+    "name, settings",
+    [*((name, {}) for name in CHANGES), ("llama", {"quantize": "int8"}), ("llama", {"steps": 2})],
+    ids=str,
 )
-def test_layer_equals_its_specification(name, quantize):
-    plain, fused = both_passes(name, quantize=quantize)
+def test_layer_equals_its_specification(name, settings):
+    plain, fused = both_passes(name, **settings)
     for expected, found in zip(jax.tree.leaves(plain), jax.tree.leaves(fused), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 

@@ -32,8 +32,8 @@ def test_memory_bandwidth_has_one_rate_per_number_of_threads():
     ("name", "expected"),
     [
         *(
-            (name, "v4, v5e, v5p, v6e, tpu7x and a shape")
-            for name in ("", "v5e:0x0", "v9x:2x2", "v5p:2x")
+            (name, "v4, v5e, v5p, v6e, tpu7x and a shape, as v5p:2x2x4, or H100, H200")
+            for name in ("", "v5e:0x0", "v9x:2x2", "v5p:2x", "A100", "H100:2")
         ),
         ("v5p:2x2", "3 sizes for v5p"),
         ("v5e:2x2x2", "2 sizes for v5e"),
@@ -56,7 +56,9 @@ def test_topology_has_the_devices_that_jax_sees():
         hardware.topology("v5e:7x9")
 
 
-def test_topology_without_libtpu_is_refused(monkeypatch):
+def test_topology_without_its_compiler_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with one_line("jax_cuda13_plugin: expected an installed", "spsjax[gpu-compiler]"):
+        hardware.topology("H100")
     with one_line("libtpu: expected an installed package", "spsjax[tpu-compiler]"):
         hardware.topology("v5p:2x2x4")

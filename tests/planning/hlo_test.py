@@ -97,6 +97,8 @@ def test_tally_counts_iterations_and_most_expensive_branch():
     assert hlo.estimated_cycles(PROGRAM) == expected
     assert hlo.collective_counts(PROGRAM) == {scope + "in/add": 7}
     assert hlo.collective_bytes(PROGRAM) == {scope + "in/add": 7 * 32}
+    kernels = {"": 1, scope + "on/mul": 7, scope + "in/add": 7, scope + "if/cond": 7}
+    assert hlo.kernel_counts(PROGRAM) == kernels
 
 
 @pytest.mark.parametrize(

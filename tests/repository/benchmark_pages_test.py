@@ -28,7 +28,7 @@ def test_page_of_a_machine_equals_its_json(folder):
         f"run python docs/benchmarks/pages.py to renew {folder.name}.md"
     )
     for path in folder.glob("*.json"):
-        assert folder.name == pages.COMPILED or path.stem in pages.MEASUREMENTS
+        assert folder.name in pages.COMPILED or path.stem in pages.MEASUREMENTS
         assert json.loads(path.read_text("utf-8"))["made"]["version"] == __version__, (
             f"{path} is of an earlier version: measure again, or move the page to the archive"
         )
@@ -49,7 +49,7 @@ def test_page_has_command_machine_and_figures(tmp_path):
     assert "| greedy | SpS | 4 | 2.50 | 1.62 (1.50 to 1.75) | - | - | - |" in page
 
 
-def test_page_of_compiled_programs_adds_up_passes_and_phases(tmp_path):
+def test_page_of_programs_for_tpus_adds_up_passes_and_phases(tmp_path):
     cost = {"compute_seconds": 0.001, "interconnect_seconds": 0.001}
     passes = {
         name: {**cost, "memory_seconds": seconds, "times": times}
@@ -66,7 +66,7 @@ def test_page_of_compiled_programs_adds_up_passes_and_phases(tmp_path):
         "programs": {"SpS": program}, "passes": passes,
         "acceptance": 0.8, "ars_ms": 4.0, "round_ms": 22.0, "sps_ms": 5.5,
     }  # fmt: skip
-    folder = tmp_path / pages.COMPILED
+    folder = tmp_path / "tpu"
     folder.mkdir()
     for name in ("a-1b_v5e", "a-13b_v5e"):
         (folder / f"{name}.json").write_text(json.dumps(content | {"device": name}))
@@ -75,3 +75,22 @@ def test_page_of_compiled_programs_adds_up_passes_and_phases(tmp_path):
     figures = "a:1b | {} | dflash2 | 7 | 6.0 of 16.0 | 6, 1.5 MB | 4, 2.0 MB | 17.00 | 5.00 | 4.00"
     rows = [f"| {figures.format(name)} | 5.50 | 5.50 |\n" for name in ("a-1b_v5e", "a-13b_v5e")]
     assert "".join(rows) in page
+
+
+def test_page_of_programs_for_gpus_adds_up_kernels(tmp_path):
+    programs = {
+        "ArS": {"kernels": {"score": 20, "other": 3}},
+        "SpS": {"kernels": {"sync": 1, "propose": 5, "propose, sampling": 2, "score": 21}},
+    }
+    content = {
+        "made": {"command": "python scripts/x.py", "version": "9.9", "date": "2026-01-02"},
+        "settings": {"target": "a:1b", "drafter": "eagle3", "num_speculative_tokens": 4},
+        "programs": programs, "ars_ms": 4.0, "round_ms": 5.0,
+    }  # fmt: skip
+    content["settings"] |= {"topology": "H100", "kernels": "on"}
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    (folder / "a-1b.json").write_text(json.dumps(content))
+    page = pages.page(folder)
+    assert "| a:1b | eagle3 | 4 | H100 | yes | 23 | 29 | 8 | 21 | 4.00 | 5.00 |" in page
+    assert "SPSJAX_KERNELS=on python scripts/x.py" in page

@@ -142,11 +142,11 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, config, flag, named):
     assert not (tmp_path / "x").exists()
 
 
-def test_missing_folder_and_flags_of_compile_tpu_are_refused():
+def test_missing_folder_and_flags_of_compile_are_refused():
     fails_with_one_line(run("plan.py", TREE), "--workdir: expected a folder")
     expected = "expected one of dflash, dflash2, dspark, eagle, eagle3, gemma4_assistant, mtp, "
-    fails_with_one_line(run("compile_tpu.py", "--drafter=nosuch"), expected)
-    fails_with_one_line(run("compile_tpu.py", "--config.batch=0"), "batch")
+    fails_with_one_line(run("compile.py", "--drafter=nosuch"), expected)
+    fails_with_one_line(run("compile.py", "--config.batch=0"), "batch")
 
 
 def test_small_cache_is_timed_full(tmp_path):

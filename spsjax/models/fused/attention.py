@@ -23,6 +23,7 @@ _MOST_ROWS = 64  # the most queries of a tile
 _LEAST = 16  # least size of a side of a product in a kernel
 _PROGRAMS = 128  # about as many programs as a GPU has multiprocessors
 _MOST_SHARES = 32
+_MOST_TOKENS = 64  # per text: a prompt's longer chunks do not wait for kernels to start
 _WIDEST = 256  # widest head
 
 
@@ -40,11 +41,12 @@ class _Tiling:
 
 def supports(query_BTHC: Array, segments: Sequence[Segment]) -> bool:
     """Returns whether the kernels can compute this attention."""
-    B, C = len(query_BTHC), query_BTHC.shape[3]
+    B, T, _, C = query_BTHC.shape
     widths = [C, *(segment.values.shape[3] for segment in segments)]
     types = {query_BTHC.dtype, *(segment.keys.dtype for segment in segments)}
     return (
-        max(widths) <= _WIDEST
+        T <= _MOST_TOKENS
+        and max(widths) <= _WIDEST
         and len(types) == 1
         and query_BTHC.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and all(len(segment.keys) == B and not segment.split for segment in segments)
@@ -175,7 +177,7 @@ def _segment(
         first = jnp.maximum(firsts[own] // length, first)
         end = jnp.minimum(pl.cdiv(ends[own], length), end)
     else:
-        end = jnp.minimum(end, 1)
+        end = jnp.minimum(end, pl.cdiv(slots, length))
     mask_row = b if visible.shape[0] > 1 else 0
     mask_token = token if visible.shape[1] > 1 else jnp.zeros_like(token)
 

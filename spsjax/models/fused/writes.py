@@ -11,14 +11,14 @@ from jax.experimental.pallas import triton
 from spsjax.types import Array
 
 _MOST_BUFFERS = 64  # per kernel
-_MOST_ROWS = 64  # a prompt's longer chunks do not wait for kernels to start
+_MOST_TOKENS = 64  # per text, as in attention
 
 
 def supports(buffers: Mapping[int, Array], rows: Mapping[int, Array]) -> bool:
     """Returns whether `write` can write these rows."""
     return (
         bool(buffers)
-        and all(new.shape[2] <= _MOST_ROWS for new in rows.values())
+        and all(new.shape[2] <= _MOST_TOKENS for new in rows.values())
         and all(buffer.dtype == rows[at].dtype for at, buffer in buffers.items())
         and jax.sharding.get_abstract_mesh().size <= 1
     )

@@ -1,12 +1,15 @@
-"""Compiles a pair for a TPU slice that is not attached, and reports memory and lower bounds.
+"""Compiles a pair for chips that are not attached, and reports memory and lower bounds.
 
-python scripts/compile_tpu.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
-python scripts/compile_tpu.py --config.target=llama:3.1-8b --config.draft=llama:3.2-1b --json=a.json
-python scripts/compile_tpu.py --drafter=eagle3 --config.target=llama:3-70b
-python scripts/compile_tpu.py --drafter=sparse_self:512 --config.target=llama:3.1-8b \
+python scripts/compile.py --topology=v5p:2x2x4 --config=configs/experiments/chinchilla_70b.py
+python scripts/compile.py --config.target=llama:3.1-8b --config.draft=llama:3.2-1b --json=a.json
+python scripts/compile.py --drafter=eagle3 --config.target=llama:3-70b
+python scripts/compile.py --drafter=sparse_self:512 --config.target=llama:3.1-8b \
     --config.batch=16 --config.prompt_tokens=32256
 
-Needs `pip install libtpu`. A pair that does not fit into the memory is refused.
+python scripts/compile.py --topology=H100 --config.target=llama:3.1-8b --config.draft=llama:3.2-1b
+
+TPUs need the extra `tpu-compiler`, GPUs `gpu-compiler`. A pair that does not fit into the memory is
+refused.
 """
 
 import collections
@@ -26,11 +29,12 @@ from spsjax.cli import configs, main, terminal
 from spsjax.drafters import base, draft_model, sparse_self
 from spsjax.errors import InputError
 from spsjax.models.config import Config
+from spsjax.models.fused import choice
 from spsjax.planning import aot, compile_report, compiled_program
 from spsjax.utils import atomic_files
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
-_TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "Kind and shape of the slice.")
+_TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "TPU slice, or H100 or H200.")
 _DRAFTER = flags.DEFINE_string(
     "drafter",
     None,
@@ -102,6 +106,7 @@ def _settings(drafter: base.Planned, config: Mapping) -> dict:
         "target": _CONFIG.value.target,
         "drafter": _DRAFTER.value or _CONFIG.value.draft,
         "num_speculative_tokens": drafter.num_speculative_tokens,
+        "kernels": choice.mode(),
         **config,
     }
 
@@ -151,24 +156,18 @@ def show_programs(report: compile_report.CompileReport) -> None:
             f"{program.seconds:.0f}",
             f"{program.temporary / 1e9:.3f}",
             f"{program.aliased / 1e9:.3f}",
-            f"{program.flops / 1e9:.1f}",
-            f"{program.bytes_accessed / 1e9:.2f}",
+            "-" if program.flops is None else f"{program.flops / 1e9:.1f}",
+            f"{sum(program.accessed.values()) / 1e9:.2f}" if program.accessed else "-",
         )
         for name, program in report.programs.items()
     ]
-    header = ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "accessed GB")
+    header = ("program", "compiled in s", "temporary GB", "aliased GB", "GFLOP", "memory GB")
     terminal.print_table(header, programs)
-    print("(the body of a loop, and of the loop of draft steps within it, is counted once)\n")
-    scopes = [
-        scope
-        for scope in compiled_program.PHASES
-        if any(scope in program.cycles for program in report.programs.values())
-    ]
-    cycles = (
-        (name, *(f"{program.cycles.get(scope, 0) / 1e6:.3f}" for scope in scopes))
-        for name, program in report.programs.items()
-    )
-    terminal.print_table(("million cycles per round", *scopes), cycles)
+    print("(operations count the body of a loop once; memory is read and written in one round)\n")
+    counts = {name: program.cycles for name, program in report.programs.items()}
+    _show_phases("million cycles per round", counts, 1e6)
+    counts = {name: program.kernels for name, program in report.programs.items()}
+    _show_phases("kernels per round", counts)
     collectives = (
         (name, kind, f"{size / 1e3:.1f}", where, count)
         for name, program in report.programs.items()
@@ -176,6 +175,21 @@ def show_programs(report: compile_report.CompileReport) -> None:
     )
     header = ("program", "collective", "kB", "in", "count")
     terminal.print_table(header, collectives, left=(0, 1, 3))
+
+
+def _show_phases(title: str, counts: Mapping[str, Mapping], unit: float | None = None) -> None:
+    """Prints counts of programs per phase of a round, if there are any; `unit` divides them."""
+    shown = [
+        phase for phase in compiled_program.PHASES if any(phase in own for own in counts.values())
+    ]
+    if not shown:
+        return
+
+    def cell(count):
+        return f"{count / unit:.3f}" if unit else count
+
+    rows = ((name, *(cell(own.get(phase, 0)) for phase in shown)) for name, own in counts.items())
+    terminal.print_table((title, *shown), rows)
 
 
 def show_passes(report: compile_report.CompileReport) -> None:
@@ -196,5 +210,5 @@ def _where(scope: str) -> str:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # only the TPU's compiler is needed, not a TPU
+    jax.config.update("jax_platforms", "cpu")  # only compilers are needed
     main.run(run, _environment.EXPERIMENTS / "chinchilla_70b.py")
