@@ -7,14 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import build_model, spread_params, tiny_config
 
+import spsjax
+from spsjax import SamplingParams
+from spsjax.drafters import draft_model
 from spsjax.errors import InputError
+from spsjax.loading import LoadedDrafter
 from spsjax.models import attention, quantization, transformer
 from spsjax.models.caches import Segment
 from spsjax.models.fused import attention as kernels
 from spsjax.models.fused import choice, layer
 from spsjax.models.fused.choice import KERNELS
-from tests.helpers.models import tiny_config
+from spsjax.utils import compilation
 
 PLAIN = tiny_config(64, num_layers=1, d_model=48, num_heads=6, num_kv_heads=2, head_dim=16, d_ff=80)
 CHANGES = {
@@ -161,6 +166,31 @@ def test_kernels_round_bfloat16_no_worse_than_plain_code():
         for logits, *_ in both_passes("qwen3", jnp.bfloat16)
     ]
     assert 0 < errors[1] < 1.2 * errors[0]
+
+
+@pytest.mark.slow
+def test_texts_of_loops_equal_those_of_plain_code(monkeypatch):
+    """Chains and trees, greedy and sampled rows. The shapes occur only here."""
+    changes = {"num_layers": 2, "d_model": 40, "head_dim": 10, "num_heads": 4, "d_ff": 48}
+    target, draft = (
+        build_model(config, spread_params(config, seed), None)
+        for seed, config in enumerate(tiny_config(61, **changes, num_kv_heads=kv) for kv in (2, 1))
+    )
+    prompts = [[3, 4, 5, 3, 4, 5, 3], [9], [1, 2, 1, 2, 1, 2]]
+    params = SamplingParams(temperature=[0.0, 1.0, 0.7], top_p=[1.0, 0.9, 1.0])
+    fields = {"num_speculative_tokens": 3}, {"tree": spsjax.Tree.branching(2, 2)}
+    methods = [
+        LoadedDrafter("draft", draft_model.Drafter(draft.config, **own), draft.params)
+        for own in fields
+    ]
+    texts = {}
+    for mode in ("off", "interpret"):
+        monkeypatch.setenv(choice.VARIABLE, mode)
+        compilation.clear()
+        outputs = [spsjax.generate(target, prompts, method, None, params, 24) for method in methods]
+        texts[mode] = [[row.tolist() for row in output.tokens] for output in outputs]
+    assert texts["off"] == texts["interpret"]
+    assert texts["off"][0] != texts["off"][1]  # sampled rows of a chain and of a tree
 
 
 def test_gradients_are_those_of_plain_code():
