@@ -3,6 +3,7 @@
 C=configs/experiments/shapes.py
 export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_COMPILATION_CACHE_DIR=runs/cache
 python scripts/benchmark.py --config=$C --workdir=runs/gpu
+python scripts/benchmark.py --config=$C --workdir=runs/fused --config.kernels="('off','on')"
 python scripts/benchmark.py --config=$C --workdir=runs/gpu --config.loop=False --peer=hf
 python scripts/benchmark.py --config=$C:tiny --workdir=runs/tiny   # all of it, in a minute on a CPU
 
@@ -41,6 +42,7 @@ def get_config(size: str = "full") -> ml_collections.ConfigDict:
             "benchmark": "shapes",
             # Names of configs/models, and changes to them.
             "pairs": {
+                "smollm2": {"target": "smollm2:135m", "draft": "smollm2:draft"},
                 "gpt2_xl": {"target": "gpt2:xl", "draft": "gpt2:small"},
                 "llama_8b": {"target": "llama:3.1-8b", "draft": "llama:3.2-1b"},
                 "wide_shallow": {"target": "wide_shallow:target", "draft": "wide_shallow:draft"},
@@ -50,6 +52,7 @@ def get_config(size: str = "full") -> ml_collections.ConfigDict:
             "batches": (1, 8, 32),
             "contexts": (128, 2048),
             "num_speculative_tokens": (4, 1, 2, 3, 5, 6, 7, 8),  # all but the first at batch 1 only
+            "kernels": ("off",),  # ("off", "on"): also with fused operations (docs/guides/gpus.md)
             "trees": ((4, 1, 1, 1), (4, 2, 1, 1, 1, 1, 1, 1)),  # 16 and 60 nodes
             "scored": (2, 9, 17, 61),  # tokens per scoring pass alone, in addition to 1 and K + 1
             "acceptance": 0.8,
@@ -80,7 +83,8 @@ def get_config(size: str = "full") -> ml_collections.ConfigDict:
     )
     if size == "tiny":
         config.update(_TINY_CHANGES)
-        del config.pairs["gpt2_xl"], config.pairs["llama_8b"], config.pairs["wide_shallow"]
+        for name in {*config.pairs} - {"tiny"}:
+            del config.pairs[name]
     elif size != "full":
         raise ValueError(f"size: expected full or tiny, found {size}")
     return config

@@ -21,6 +21,7 @@ from spsjax.benchmarks import forced_acceptance, microbenchmarks
 from spsjax.drafters import draft_model, none, shapes, sparse_self
 from spsjax.errors import one_line
 from spsjax.models import transformer
+from spsjax.models.fused.choice import KERNELS
 from spsjax.parallel import sharding
 from spsjax.planning import roofline, theory
 from spsjax.sampling import SamplingParams
@@ -61,6 +62,7 @@ class Cell:
     branching: tuple[int, ...] = ()  # children per node at each depth, of a tree; (): a chain
     # Slots of the cache with which the target drafts for itself; 0: the draft model drafts.
     slots: int = 0
+    kernels: str = "off"  # mode of `models.fused`
 
     @property
     def nodes(self) -> int:
@@ -85,6 +87,11 @@ class Cell:
     @property
     def name(self) -> str:
         """Name shown in reports."""
+        return self._name + ", fused" * (self.kernels != "off")
+
+    @property
+    def _name(self) -> str:
+        """Name without the mode of its kernels."""
         if self.kind == "score":
             return f"score {self.nodes + 1}"
         if self.kind == "draft":
@@ -149,6 +156,11 @@ class CompiledCell:
 
 def compile_cell(pair: ShapePair, cell: Cell) -> CompiledCell:
     """Compiles the programs of a cell for the default device, without any weights."""
+    with KERNELS(cell.kernels):
+        return _compile(pair, cell)
+
+
+def _compile(pair: ShapePair, cell: Cell) -> CompiledCell:
     begun = time.perf_counter()
     program, slots = program_of(pair, cell), slots_of(pair, cell)
     dtype = loading.compute_type(pair.dtype, pair.target)

@@ -51,6 +51,7 @@ COUNTS = {
     "qwen:next-80b-a3b": 79_674_391_296,
     "qwen:3.5-9b": 8_953_803_264, "qwen:3.5-35b-a3b": 34_660_610_688,
     "smollm2:135m": 134_515_008, "smollm2:360m": 361_821_120, "smollm2:1.7b": 1_711_376_384,
+    "smollm2:draft": 42_472_512,
     "wide_shallow:target": 13_015_864_320, "wide_shallow:draft": 959_481_600,  # as Llama 2
 }  # fmt: skip
 

@@ -21,8 +21,9 @@ from spsjax.benchmarks.shapes import Cell, ShapePair
 from spsjax.cli import configs, terminal
 from spsjax.cli.measurements import plot
 from spsjax.data.documents import Sources
-from spsjax.errors import InputError, check_flag, check_integer, check_number
+from spsjax.errors import InputError, check_flag, check_integer, check_number, short_repr
 from spsjax.models import transformer
+from spsjax.models.fused import choice
 from spsjax.planning import hardware
 from spsjax.sampling import SamplingParams
 from spsjax.utils import from_config
@@ -110,7 +111,14 @@ def cells_of(config: ConfigDict) -> list[Cell]:
     cells += [Cell("rounds", 1, first, count) for count in others]
     cells += [Cell("rounds", 1, first, branching=tuple(tree)) for tree in config.trees]
     cells += [Cell("score", 1, first, count - 1) for count in config.scored]
-    return list(dict.fromkeys(cells))
+    if not config.kernels or {*config.kernels} - {*choice.MODES}:
+        expected = f"kernels: expected some of {', '.join(choice.MODES)}"
+        raise InputError(f"{expected}, found {short_repr(tuple(config.kernels))}")
+    return [
+        dataclasses.replace(cell, kernels=mode)
+        for cell in dict.fromkeys(cells)
+        for mode in config.kernels
+    ]
 
 
 def time_loops(config, pairs, cells, journal: Journal, workdir: pathlib.Path) -> None:

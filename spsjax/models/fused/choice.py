@@ -14,7 +14,7 @@ from spsjax.errors import InputError, short_repr
 from spsjax.types import PyTree
 
 VARIABLE = "SPSJAX_KERNELS"
-_MODES = "off", "on", "interpret"
+MODES = "off", "on", "interpret"
 
 # What is traced in `with KERNELS("on"):` overrides the variable. None: it does not.
 KERNELS = jax.make_user_context(None)
@@ -23,8 +23,8 @@ KERNELS = jax.make_user_context(None)
 def mode() -> str:
     """Returns "off", "on" or "interpret"; raises InputError if the variable has another value."""
     value = KERNELS.value or os.environ.get(VARIABLE, "off")
-    if value not in _MODES:
-        raise InputError(f"{VARIABLE}: expected {', '.join(_MODES)}, found {short_repr(value)}")
+    if value not in MODES:
+        raise InputError(f"{VARIABLE}: expected {', '.join(MODES)}, found {short_repr(value)}")
     return value
 
 
