@@ -28,6 +28,7 @@ CHANGES = {
     "qwen3": {"qk_norm": True, "head_dim": 24},
     "gemma": {
         "ffn": "geglu",
+        "d_ff": 2100,  # columns of one program: 32
         "norm_offset": 1.0,
         "attention_softcap": 5.0,
         "windows": (8,),
@@ -37,6 +38,7 @@ CHANGES = {
         "positions": "learned",
         "norm": "layer",
         "ffn": "gelu",
+        "d_ff": 4100,  # columns of one program: 64, with a rest
         "biases": "all",
         "num_kv_heads": 6,
     },
@@ -223,7 +225,7 @@ def test_unknown_mode_is_refused(monkeypatch):
         {"rotary_dim": 8},
         {"rope_interleaved": True},
         {"num_experts": 2, "experts_per_token": 1},
-        {"d_ff": 2**18},
+        {"d_ff": 2**19},
     ],
     ids=str,
 )

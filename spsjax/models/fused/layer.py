@@ -22,7 +22,7 @@ from spsjax.models.quantization import Quantized
 from spsjax.types import Array, PyTree
 
 # Plain XLA code reads larger matrices at the memory's speed.
-_MOST_WEIGHTS = 2**23
+_MOST_WEIGHTS = 2**24
 
 
 def supports(config: Config, weights: PyTree, x_BTD: Array) -> bool:

@@ -20,7 +20,8 @@ from spsjax.types import Array, pytree_dataclass
 MOST_ROWS = 64
 _LEAST = 16  # least size of a side of a product in a kernel
 _DEPTH = 128  # inputs that a program reads at a time
-_COLUMNS = 16  # columns of a program, of each matrix that it reads
+_WIDEST = 64  # the most columns of a program, of each matrix that it reads
+_PROGRAMS = 64  # a program has fewer columns rather than that there are fewer programs
 
 
 @pytree_dataclass
@@ -112,7 +113,7 @@ def heads(
     # A program has columns of one head: some of its first half, and those of its second half that
     # are rotated against them. The norm of a head needs all columns.
     half, is_whole = head_dim // 2, head_norms[0] is not None
-    width = _power(half) if is_whole else _COLUMNS
+    width = _power(half) if is_whole else min(_width(half * sum(counts[:2])), _power(half))
     parts = pl.cdiv(half, width)
 
     def kernel(x_ref, norm, matrices, head_norms, angles, query_ref, key_ref, value_ref):
@@ -166,7 +167,7 @@ def _call(name, kernel, shapes, x_RD, interpret, programs=None) -> Callable:
     return pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(shape, x_RD.dtype) for shape in shapes],
-        grid=(programs or pl.cdiv(shapes[0][1], _COLUMNS),),
+        grid=(programs or pl.cdiv(shapes[0][1], _width(shapes[0][1])),),
         name=name,
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=4),
@@ -176,6 +177,14 @@ def _call(name, kernel, shapes, x_RD, interpret, programs=None) -> Callable:
 def _power(count: int) -> int:
     """Returns the least power of two that is not below `count` and not below `_LEAST`."""
     return max(_LEAST, 1 << (count - 1).bit_length())
+
+
+def _width(count: int) -> int:
+    """Returns the number of columns of a program, if there are `count` in all."""
+    width = _WIDEST
+    while width > _LEAST and pl.cdiv(count, width) < _PROGRAMS:
+        width //= 2
+    return width
 
 
 @dataclasses.dataclass
@@ -188,7 +197,8 @@ class _Columns:
     @classmethod
     def of(cls, count: int) -> "_Columns":
         """Returns the columns of this program in a result of `count` columns."""
-        index = pl.program_id(0) * _COLUMNS + jnp.arange(_COLUMNS)
+        width = _width(count)
+        index = pl.program_id(0) * width + jnp.arange(width)
         return cls(index, index < count)
 
 
