@@ -91,6 +91,7 @@ def write(
         "machine": machine,
         "config": config.to_dict(),
         "tasks": figures,
+        "tables": list(map(dataclasses.asdict, tables)),
     }
     atomic_files.write(workdir / "report.json", json.dumps(record, indent=2) + "\n")
     pictures = []

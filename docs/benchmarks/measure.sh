@@ -43,16 +43,26 @@ load() {
     --config.requests=24
 }
 
+table1() {
+  python scripts/reproduce.py --experiment=table1 --workdir="$1" --config.table1.tasks="('stdlib',)"
+}
+
+figure1() {
+  python scripts/reproduce.py --experiment=figure1 --workdir="$1" --config.figure1.tasks="('stdlib',)"
+}
+
 rollouts() {
   python scripts/grpo.py --workdir="$1"
 }
 
-for measurement in "${@:-speed smollm2 drafters verifiers load rollouts}"; do
+for measurement in "${@:-speed smollm2 drafters verifiers load table1 figure1 rollouts}"; do
   for name in $measurement; do
     echo "== $name"
     "$name" "$RUNS/$name"
     mkdir -p "docs/benchmarks/$MACHINE"
-    cp "$RUNS/$name/table.json" "docs/benchmarks/$MACHINE/$name.json"
+    for file in table.json report.json figure1.png; do
+      [ ! -f "$RUNS/$name/$file" ] || cp "$RUNS/$name/$file" "docs/benchmarks/$MACHINE/$name.${file#*.}"
+    done
   done
 done
 python docs/benchmarks/pages.py

@@ -17,7 +17,6 @@ from spsjax.benchmarks import report
 from spsjax.cli.measurements import drafters, load, rollouts, verifiers
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-COMPILED = "tpu", "gpu"  # folders of reports of compiled programs
 DRAFTING = "sync", "propose", "propose, sampling"  # phases of a round
 
 
@@ -91,6 +90,18 @@ def drafters_table(content: Mapping) -> str:
     return report.table(rows, columns)
 
 
+def tables_of(content: Mapping) -> str:
+    """Returns the tables of a report of `scripts/reproduce.py` on time, quality and theory."""
+    blocks = []
+    for table in content["tables"]:
+        title = table["title"].partition(": ")[2]
+        if any(word in title for word in ("time", "quality", "theory")):
+            blocks.append(
+                f"**{title.capitalize()}**\n\n{report.markdown(table['header'], table['rows'])}"
+            )
+    return "\n".join(blocks)
+
+
 MEASUREMENTS = {
     "speed": Measurement(
         "Speed over K",
@@ -118,6 +129,18 @@ MEASUREMENTS = {
         "Clients that each wait for an answer before they ask again, at an engine of eight rows.",
         lambda content: load.table(content["rows"]),
     ),
+    "table1": Measurement(
+        "Table 1 of the paper",
+        "The shipped pair completes functions of held-out files (Chen et al. 2023, Table 1): time, "
+        "the task's scores, and tests that both samplers have one distribution "
+        "([how to read it](../reproductions/paper.md#how-to-read-a-report)).",
+        tables_of,
+    ),
+    "figure1": Measurement(
+        "Figure 1 of the paper",
+        "The same over K (Chen et al. 2023, Figure 1), with the speed-up that theory expects.",
+        tables_of,
+    ),
     "rollouts": Measurement(
         "Rollouts",
         "Reinforcement learning of the shipped target on a toy reward: without a draft, with a "
@@ -132,8 +155,10 @@ def page(folder: pathlib.Path) -> str:
     contents = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")
     }
-    blocks = {"tpu": _on_tpus, "gpu": _on_gpus}.get(folder.name, _blocks)
-    return "\n".join(blocks(contents))
+    if folder.name in COMPILED:
+        return "\n".join(COMPILED[folder.name](contents))
+    pictures = {path.stem: f"{folder.name}/{path.name}" for path in folder.glob("*.png")}
+    return "\n".join(_blocks(contents, pictures))
 
 
 def _reports(contents: Mapping[str, Mapping]) -> list[Mapping]:
@@ -201,7 +226,10 @@ def _on_tpus(contents: Mapping[str, Mapping]) -> Iterator[str]:
         "compiler's, and times are lower bounds from published figures, without the time of "
         "sampling and of starting a collective. Speculative sampling (SpS) is faster than "
         "autoregressive sampling (ArS) if a round yields more tokens than *break-even*; its time "
-        f"per token is for {acceptance} of draft tokens accepted. A tpu7x chip is two devices.\n"
+        f"per token is for {acceptance} of draft tokens accepted. *Traffic*: bytes that a plain "
+        "step moves to and from memory, over those of its weights and caches. *Cycles*: the "
+        "compiler's estimate for that step in millions, without transfers. A tpu7x chip is two "
+        "devices.\n"
     )
     yield tpu_table(reports)
     yield "\n".join(["```bash", *(content["made"]["command"] for content in reports), "```\n"])
@@ -221,7 +249,7 @@ def tpu_table(reports: Collection[Mapping]) -> str:
         count, size = (sum(sps[of][phase] for phase in chosen) for of in ("executed", "moved"))
         return f"{count}, {size / 1e6:.1f} MB"
 
-    def read(content):
+    def traffic(content):
         accessed, least = content["programs"]["ArS"].get("accessed"), content["passes"]["target"]
         if not accessed:
             return "-"
@@ -236,8 +264,8 @@ def tpu_table(reports: Collection[Mapping]) -> str:
         "drafter": lambda content: content["settings"]["drafter"],
         "K": lambda content: content["settings"]["num_speculative_tokens"],
         "GB per device": lambda content: f"{_needed(content):.1f} of {content['memory'] / 1e9:.1f}",
-        "read, over the least": read,
-        "million cycles": lambda content: f"{cycles(content) / 1e6:.2f}",
+        "traffic": traffic,
+        "cycles": lambda content: f"{cycles(content) / 1e6:.2f}",
         "collectives of a draft": lambda content: moved(content, True),
         "of scoring": lambda content: moved(content, False),
         "draft, ms": lambda content: f"{milliseconds(content, True):.2f}",
@@ -260,6 +288,10 @@ def _needed(content: Mapping) -> float:
     return (content["weights"] + content["caches"] + most) / 1e9
 
 
+# Functions that yield the blocks of pages of compiled programs, by folder.
+COMPILED: Mapping[str, Callable[[Mapping], Iterator[str]]] = {"tpu": _on_tpus, "gpu": _on_gpus}
+
+
 def _made(contents: Collection[Mapping]) -> tuple[str, str]:
     """Returns the versions and the days of files of figures, as texts."""
     versions = sorted({content["made"]["version"] for content in contents})
@@ -267,7 +299,8 @@ def _made(contents: Collection[Mapping]) -> tuple[str, str]:
     return ", ".join(versions), " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
-def _blocks(contents: Mapping[str, Mapping]) -> Iterator[str]:
+def _blocks(contents: Mapping[str, Mapping], pictures: Mapping[str, str]) -> Iterator[str]:
+    """Yields the blocks of a machine's page, with the pictures of its folder."""
     machine = next(iter(contents.values()))["machine"]
     versions, dates = _made(contents.values())
     yield f"# {machine['device']}, {machine['cores']} cores\n"
@@ -284,6 +317,8 @@ def _blocks(contents: Mapping[str, Mapping]) -> Iterator[str]:
         yield f"{measurement.meaning} Compute type: {content['machine']['dtype']}.\n"
         yield f"```bash\n{content['made']['command']}\n```\n"
         yield measurement.table(content)
+        if name in pictures:
+            yield f"![{measurement.title}]({pictures[name]})\n"
         if sentence := bound(content):
             yield sentence
 

@@ -59,11 +59,13 @@ def test_page_of_programs_for_tpus_adds_up_passes_and_phases(tmp_path):
     }  # fmt: skip
     program = {"temporary": 2e9, "executed": {"sync": 1, "propose": 5, "score": 4}}
     program["moved"] = {"sync": 1e6, "propose": 5e5, "score": 2e6}
+    passes["target"] |= {"weights": 9e8, "cache": 1e8}
+    plain = {"temporary": 0, "cycles": {"score": 2e6, "verify": 5e5}, "accessed": {"score": 1.2e9}}
     content = {
         "made": {"command": "python scripts/x.py", "version": "9.9", "date": "2026-01-02"},
         "settings": {"target": "a:1b", "drafter": "dflash2", "num_speculative_tokens": 7},
         "device": "4 x TPU", "memory": 16e9, "weights": 3e9, "caches": 1e9,
-        "programs": {"SpS": program}, "passes": passes,
+        "programs": {"ArS": plain, "SpS": program}, "passes": passes,
         "acceptance": 0.8, "ars_ms": 4.0, "round_ms": 22.0, "sps_ms": 5.5,
     }  # fmt: skip
     folder = tmp_path / "tpu"
@@ -72,8 +74,11 @@ def test_page_of_programs_for_tpus_adds_up_passes_and_phases(tmp_path):
         (folder / f"{name}.json").write_text(json.dumps(content | {"device": name}))
     page = pages.page(folder)
     # Drafting takes 2 + 1 ms once, and 1 + 1 ms seven times.
-    figures = "a:1b | {} | dflash2 | 7 | 6.0 of 16.0 | 6, 1.5 MB | 4, 2.0 MB | 17.00 | 5.00 | 4.00"
-    rows = [f"| {figures.format(name)} | 5.50 | 5.50 |\n" for name in ("a-1b_v5e", "a-13b_v5e")]
+    figures = "a:1b | {} | dflash2 | 7 | 6.0 of 16.0 | 1.200 | 2.50 | 6, 1.5 MB | 4, 2.0 MB"
+    rows = [
+        f"| {figures.format(name)} | 17.00 | 5.00 | 4.00 | 5.50 | 5.50 |\n"
+        for name in ("a-1b_v5e", "a-13b_v5e")
+    ]
     assert "".join(rows) in page
 
 
