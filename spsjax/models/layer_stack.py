@@ -106,7 +106,7 @@ def _block(
         return module(x_BTD, context, cached, earlier, skips, inputs_BTI)
 
     apply = jax.checkpoint(apply) if remat else apply
-    if skips == (False, False) and kernels.supports(config, weights, x_BTD):
+    if skips_B2 is None and not any(skips) and kernels.supports(config, weights, x_BTD):
         apply = choice.chosen(functools.partial(kernels.apply, config, dtype), apply)
     return apply(weights, x_BTD, context, cached, earlier, inputs_BTI)
 

@@ -14,17 +14,19 @@ from spsjax.models.attention import (
     QUERY_CHUNK,
     Sinks,
     attend,
-    distance_scores,
     in_chunks,
-    relative_positions,
-    scores_of_distances,
-    scores_of_slots,
     weights_of,
 )
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues, finite_values
 from spsjax.models.linear import make_linear
 from spsjax.models.norm import Norm, divided
+from spsjax.models.relative import (
+    distance_scores,
+    relative_positions,
+    scores_of_distances,
+    scores_of_slots,
+)
 from spsjax.types import Array
 
 

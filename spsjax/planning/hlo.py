@@ -17,7 +17,12 @@ _CALLS = re.compile(r" fusion\(.*? calls=%?([\w.\-]+)")
 _STARTS = re.compile(r"\s*%?async-collective-start")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
-_CONDITIONAL = re.compile(r" conditional\(.*branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)")
+_CONDITIONAL = re.compile(
+    r" conditional\(.*(?:branch_computations=\{([^}]*)\}|"
+    r"true_computation=(%?[\w.\-]+), false_computation=(%?[\w.\-]+))"
+)
 _OPERATION = re.compile(r"= (?:\(.*?\)|\S+) ([\w\-]+)\(")
 _BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 
@@ -124,13 +129,15 @@ def _starts_kernel(line: str) -> bool:
 def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
     """Returns the sum of `measure(line)` over the executed instructions, per scope.
 
-    A loop that counts from 0 up to a constant is multiplied by its number of iterations. Other
-    loops count once. A conditional counts as its most expensive branch. An instruction without a
-    scope gets the scope of the loop or conditional around it.
+    A loop is multiplied by its number of iterations, if the compiler knows it or if it counts from
+    0 up to a constant. Other loops count once. A conditional counts as its most expensive branch.
+    An instruction without a scope gets the scope of the loop or conditional around it.
     """
     lines, entry = _computations(text)
 
-    def num_iterations(condition: str) -> int:
+    def num_iterations(line: str, condition: str) -> int:
+        if known := _TRIPS.search(line):
+            return int(known[1])
         bounds = [int(bound) for line in lines[condition] for bound in _BOUND.findall(line)]
         counts_up = any("direction=LT" in line for line in lines[condition])
         return bounds[0] if len(bounds) == 1 and counts_up else 1
@@ -142,11 +149,15 @@ def tally(text: str, measure: Callable[[str], int]) -> dict[str, int]:
             scope = scope[1] if scope and "/" in scope[1] else outer
             counts[scope] += measure(line)
             if match := _WHILE.search(line):
-                times = num_iterations(match[1])
-                for inner, value in total(match[2], scope).items():
-                    counts[inner] += times * value
+                times = num_iterations(line, match[1])
+                for inside in match.groups():
+                    for inner, value in total(inside, scope).items():
+                        counts[inner] += times * value
+            elif match := _CALL.search(line):
+                counts += total(match[1], scope)
             elif match := _CONDITIONAL.search(line):
-                branches = [total(name.strip(" %"), scope) for name in match[1].split(",")]
+                names = match[1].split(",") if match[1] else match.groups()[1:]
+                branches = [total(name.strip(" %"), scope) for name in names]
                 longest = max(branches, key=lambda branch: branch.total())
                 counts += longest
         return +counts  # unary plus drops scopes whose count is 0

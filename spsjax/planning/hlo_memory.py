@@ -7,7 +7,8 @@ A layout names it: `bf16[8,128]{1,0:S(1)}`.
 import functools
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
 
 from spsjax.planning import hlo
 
@@ -17,12 +18,14 @@ _LINE = re.compile(
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r" calls=%?([\w.\-]+)")
-# Operations that move nothing, or whose starts and bodies are counted.
+# Operations that move nothing, or whose starts and bodies are counted. So are those on "-done" and
+# "-update".
 _NO_MOVE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
-    *("call", "after-all", "opt-barrier", "copy-done", "slice-done", "async-done", "async-update"),
-    *("partition-id", "replica-id"),
+    *("call", "after-all", "opt-barrier", "partition-id", "replica-id"),
 }
+# Collectives whose start has its operand among its results.
+_WITH_OPERAND = {"all-gather-start", "collective-permute-start"}
 _PARTS = {"dynamic-slice", "slice", "gather"}  # operations that read a part of their first operand
 
 
@@ -54,7 +57,7 @@ def _computations(text: str) -> dict[str, list[re.Match]]:
 def _moved(types: dict[str, str], computations: dict[str, list[re.Match]], line: str) -> int:
     """Returns the bytes that one instruction moves."""
     match = _LINE.match(line)
-    if match is None or match["op"] in _NO_MOVE:
+    if match is None or match["op"] in _NO_MOVE or match["op"].endswith(("-done", "-update")):
         return 0
     operation, result = match["op"], match["type"]
     if operation in ("copy-start", "slice-start"):
@@ -62,17 +65,19 @@ def _moved(types: dict[str, str], computations: dict[str, list[re.Match]], line:
         size = min(_size(*side[:2]) for side in sides)
         return size * sum("S(" not in side[2] for side in sides)
     operands = _operands(match["rest"])
-    reads: list[Callable[[int], int]] = [lambda size: size] * len(operands)
-    written = _in_memory(result)
+    sizes = [_in_memory(types.get(name, "")) for name in operands]
     if operation == "fusion" and (calls := _CALLS.search(line)):
-        reads, updated = _parts_of(computations[calls[1]])
-        written = written if updated is None else min(written, updated)
-    elif operation in _PARTS:
-        reads[0] = functools.partial(min, _in_any_memory(result))
+        fusion = _Fusion(computations[calls[1]])
+        read = sum(min(size, fusion.read(index)) for index, size in enumerate(sizes))
+        return read + fusion.written(_ARRAY.findall(result))
+    written = _in_memory(result)
+    if operation in _PARTS:
+        sizes[0] = min(sizes[0], _in_any_memory(result))
     elif operation == "dynamic-update-slice":
-        reads[0], written = (lambda _: 0), min(written, _in_any_memory(types[operands[1]]))
-    read = [part(_in_memory(types.get(name, ""))) for name, part in zip(operands, reads)]
-    return sum(read) + written
+        sizes[0], written = 0, min(written, _in_any_memory(types[operands[1]]))
+    elif operation in _WITH_OPERAND:
+        written -= sum(sizes)
+    return sum(sizes) + written
 
 
 def _operands(rest: str) -> list[str]:
@@ -80,43 +85,53 @@ def _operands(rest: str) -> list[str]:
     return _NAME.findall(rest.partition(")")[0])
 
 
-def _parts_of(instructions: list[re.Match]) -> tuple[list[Callable[[int], int]], int | None]:
-    """Returns how much of each operand a fusion reads, and how much it updates in place.
+class _Fusion:
+    """Instructions of a fusion: what they read of each operand, and write of each result."""
 
-    The former are functions of the operand's size. The latter is None if it writes its whole
-    result.
-    """
-    types = {match["name"]: match["type"] for match in instructions}
-    readers: dict[str, list[re.Match]] = {match["name"]: [] for match in instructions}
-    for match in instructions:
-        for name in _operands(match["rest"]):
-            readers.setdefault(name, []).append(match)
-    updates = [match for match in instructions if match["op"] == "dynamic-update-slice"]
-    in_place = {_source(instructions, _operands(match["rest"])[0]) for match in updates}
-    reads: dict[int, Callable[[int], int]] = {}
-    for match in instructions:
-        if match["op"] != "parameter":
-            continue
-        users = readers[match["name"]]
-        if match["name"] in in_place:
-            part = 0
-        elif users and all(
-            user["op"] in _PARTS and _operands(user["rest"])[0] == match["name"] for user in users
-        ):
-            part = sum(_in_any_memory(user["type"]) for user in users)
-        else:
-            part = math.inf
-        reads[int(match["rest"].partition(")")[0])] = functools.partial(min, part)
-    written = sum(_in_any_memory(types[_operands(match["rest"])[1]]) for match in updates)
-    return [reads[index] for index in sorted(reads)], written if updates else None
+    def __init__(self, instructions: list[re.Match]):
+        self.by_name = {match["name"]: match for match in instructions}
+        self.root = instructions[-1]
 
+    def read(self, index: int) -> int:
+        """Returns the bytes that are read of an operand, or a huge number for all of it."""
+        (name,) = (
+            match["name"]
+            for match in self.by_name.values()
+            if match["op"] == "parameter" and int(match["rest"].partition(")")[0]) == index
+        )
+        total = 0
+        for user, is_first in self._users(name):
+            if is_first and user["op"] in _PARTS:
+                total += _in_any_memory(user["type"])
+            elif not (is_first and user["op"] == "dynamic-update-slice"):
+                return sys.maxsize
+        return total
 
-def _source(instructions: list[re.Match], name: str) -> str:
-    """Returns the instruction from which a name comes by bitcasts alone."""
-    by_name = {match["name"]: match for match in instructions}
-    while name in by_name and by_name[name]["op"] == "bitcast":
-        name = _operands(by_name[name]["rest"])[0]
-    return name
+    def written(self, results: list[tuple[str, str, str]]) -> int:
+        """Returns the bytes that are written to results in memory; updates are in place."""
+        root = self.root
+        names = _operands(root["rest"]) if root["op"] == "tuple" else [root["name"]]
+        total = 0
+        for name, (bits, sizes, layout) in zip(names, results):
+            source = self.by_name[name]
+            while source["op"] == "bitcast":
+                source = self.by_name[_operands(source["rest"])[0]]
+            size = _size(bits, sizes)
+            if source["op"] == "dynamic-update-slice":
+                update = self.by_name[_operands(source["rest"])[1]]
+                size = min(size, _in_any_memory(update["type"]))
+            total += size * ("S(" not in layout)
+        return total
+
+    def _users(self, name: str) -> Iterator[tuple[re.Match, bool]]:
+        """Yields what reads a name, through bitcasts, and whether it is the first operand."""
+        for user in self.by_name.values():
+            if user["op"] == "parameter" or name not in (operands := _operands(user["rest"])):
+                continue
+            if user["op"] == "bitcast":
+                yield from self._users(user["name"])
+            else:
+                yield user, operands[0] == name
 
 
 def _size(bits: str, sizes: str) -> int:

@@ -17,7 +17,7 @@ from spsjax.loading import LoadedDrafter
 from spsjax.models import attention, quantization, transformer
 from spsjax.models.caches import Segment
 from spsjax.models.fused import attention as kernels
-from spsjax.models.fused import choice, layer
+from spsjax.models.fused import choice, layer, writes
 from spsjax.models.fused.choice import KERNELS
 from spsjax.utils import compilation
 
@@ -94,7 +94,7 @@ def test_attention_equals_its_specification(queries, heads, slots, nodes, settin
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
-def test_attention_to_nothing_is_zero():
+def test_attention_to_nothing_is_not_a_number_as_specified():
     rng = np.random.default_rng(1)
     segments = random_segments(rng, (1, 2), 1, 20, 2)
     segments = [
@@ -102,7 +102,9 @@ def test_attention_to_nothing_is_zero():
         for segment in segments
     ]
     query = jnp.asarray(rng.normal(size=(1, 2, 2, 16)), "float32")
-    assert not np.any(kernels.attend(query, segments, 1.0, interpret=True))
+    expected = attention.attend(query, segments, [None, None], 1.0)
+    np.testing.assert_array_equal(kernels.attend(query, segments, 1.0, interpret=True), expected)
+    assert np.all(np.isnan(expected))
 
 
 @functools.lru_cache
@@ -207,6 +209,27 @@ def test_gradients_are_those_of_plain_code():
         assert function(jnp.ones(2)) == 6
         np.testing.assert_array_equal(jax.grad(function)(jnp.ones(2)), [2, 2])
     assert choice.chosen(triple, square) is square
+
+
+@pytest.mark.parametrize("mode", ["off", "interpret"])
+def test_rows_may_skip_sub_layers(mode):
+    """They run the plain code: a row that skips nothing has the output of a pass without skips."""
+    config, params, cache, tokens = cached_pass("llama", jnp.float32)
+    skipped = jnp.asarray([[[False, False]], [[True, False]]])
+    with KERNELS(mode):
+        logits = transformer.apply(config, params, tokens, cache, skipped=skipped).logits
+    whole = transformer.apply(config, params, tokens, cache).logits
+    np.testing.assert_allclose(logits[0], whole[0], atol=1e-5)
+    assert np.any(abs(logits[1] - whole[1]) > 1e-3)
+
+
+def test_write_beyond_the_last_slot_harms_its_own_row_only():
+    """A NaN in the hidden state raises the bound of the first slot (`KVCache.write`)."""
+    buffers = {0: jnp.zeros((2, 2, 6, 1))}
+    rows, starts = {0: jnp.ones((2, 2, 2, 1))}, jnp.asarray([4, 5])
+    found = writes.write(buffers, rows, starts, interpret=True)[0]
+    np.testing.assert_array_equal(found[:, :, :, 0], np.broadcast_to([0, 0, 0, 0, 1, 1], (2, 2, 6)))
+    assert not writes.supports({0: jnp.zeros((2, 2, 1, 1))}, rows)
 
 
 def test_unknown_mode_is_refused(monkeypatch):

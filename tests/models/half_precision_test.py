@@ -16,7 +16,7 @@ from helpers.numpy_models import numpy_params
 
 import spsjax
 from spsjax import SamplingParams, sampling
-from spsjax.models import attention, rope, transformer
+from spsjax.models import attention, relative, rope, transformer
 from spsjax.models.caches import Segment
 from spsjax.verifiers import inputs
 
@@ -140,7 +140,7 @@ def products(query, keys):
     rows = query, query.swapaxes(2, 3), query[:, :, :1]
     scores = [attention._score(row, keys) for row in rows]
     mixed = [attention._weighted_sum(jnp.ones(score.shape, jnp.float32), keys) for score in scores]
-    return scores, mixed, attention.distance_scores(query[:, 0], keys[0])
+    return scores, mixed, relative.distance_scores(query[:, 0], keys[0])
 
 
 def test_attention_products_are_float32():

@@ -1,5 +1,7 @@
 """Tests of the bytes that a compiled program moves to and from memory."""
 
+import pytest
+
 from spsjax.planning import hlo_memory
 
 # A loop of three rounds. `S(1)` is the scratch memory. Layouts have tiles, as in TPU programs.
@@ -67,6 +69,7 @@ def test_accessed_counts_what_instructions_touch_outside_of_scratch():
         "write/update": 64 + 4,  # the new rows of a cache that is updated in place
     }
     expected = {f"f/while/body/{name}": 3 * count for name, count in per_round.items()}
+    expected["f/while"] = 3 * (4 + 4 + 1)  # the condition
     assert hlo_memory.accessed(PROGRAM) == expected
 
 
@@ -76,3 +79,32 @@ def test_accessed_counts_whole_operands_that_others_read_too():
     )
     counts = hlo_memory.accessed(program)
     assert counts["f/while/body/embed/slice"] == 3 * (3200 + 4)
+
+
+def test_accessed_slices_and_updates_through_bitcasts_and_in_tuples():
+    """One result of the fusion is the updated cache, the other is read from all of the cache."""
+    root = "ROOT %c = f32[64,8]{1,0:T(8,128)} dynamic-update-slice(%b, %p.3, %p.4)"
+    update = root.replace("ROOT ", "")
+    negated = "%d.1 = f32[64,8]{1,0:T(8,128)} negate(%p.2)"
+    both = f"{update}\n  {negated}\n  ROOT %e = (f32[64,8], f32[64,8]) tuple(%c, %d.1)"
+    result = "%u = f32[64,8]{1,0:T(8,128)} fusion("
+    pair = "%u = (f32[64,8]{1,0:T(8,128)}, f32[64,8]{1,0:T(8,128)}) fusion("
+    counts = hlo_memory.accessed(PROGRAM.replace(root, both).replace(result, pair))
+    assert counts["f/while/body/write/update"] == 3 * (2048 + 64 + 4 + 2048)
+    cut, view = "ROOT %a = f32[1,8]{1,0:T(1,128)} dynamic-slice(", "%v = f32[100,8] bitcast(%p.0)"
+    program = PROGRAM.replace(f"{cut}%p.0", f"{view}\n  {cut}%v")
+    assert hlo_memory.accessed(program)["f/while/body/embed/slice"] == 3 * (32 + 4)
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "collective-permute"])
+def test_accessed_asynchronous_collective_counts_as_the_plain_one(kind):
+    array = "f32[100,8]{1,0:T(8,128)}"
+    result = array if kind == "all-reduce" else f"({array}, {array}, u32[]{{:S(2)}})"
+    plain = f"  %o = {array} {kind}(%table)\n"
+    parts = f"  %s = {result} {kind}-start(%table)\n  %o = {array} {kind}-done(%s)\n"
+    first = "  %row ="
+    counts = [
+        sum(hlo_memory.accessed(PROGRAM.replace(first, lines + first)).values())
+        for lines in (plain, parts)
+    ]
+    assert counts[0] == counts[1]

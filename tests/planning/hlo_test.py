@@ -98,7 +98,29 @@ def test_tally_counts_iterations_and_most_expensive_branch():
     assert hlo.collective_counts(PROGRAM) == {scope + "in/add": 7}
     assert hlo.collective_bytes(PROGRAM) == {scope + "in/add": 7 * 32}
     kernels = {"": 1, scope + "on/mul": 7, scope + "in/add": 7, scope + "if/cond": 7}
+    kernels["jit(f)/while"] = 7  # of the condition
     assert hlo.kernel_counts(PROGRAM) == kernels
+
+
+def test_tally_takes_the_trip_count_that_the_compiler_knows():
+    """The condition is a fusion then, in which nothing is looked for."""
+    known = PROGRAM.replace("compare(%i, %f), direction=LT", "fusion(%i), calls=%fused")
+    known = known.replace(
+        "body=%body,", 'body=%body, backend_config={"known_trip_count":{"n":"5"}},'
+    )
+    assert hlo.collective_counts(known) == {"jit(f)/while/body/in/add": 5}
+
+
+def test_tally_follows_calls_and_branches_of_either_form():
+    called = PROGRAM.replace(
+        "f32[8] copy(%x), metadata", "f32[8] call(%x), to_apply=%large.1, metadata"
+    )
+    assert sum(hlo.collective_counts(called).values()) == 8
+    forms = (
+        "branch_computations={%small.1, %large.1}",
+        "true_computation=%small.1, false_computation=%large.1",
+    )
+    assert hlo.kernel_counts(PROGRAM) == hlo.kernel_counts(PROGRAM.replace(*forms))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from jax.experimental.pallas import triton
 from spsjax.models.caches import Segment
 from spsjax.types import Array
 
-_CHUNK = 64  # slots that a program reads at a time
-_MOST_ROWS = 64  # the most queries of a tile
+_MOST = 64  # the most slots that a program reads at a time, and queries of a tile
+_TILE_BYTES = 2**14  # the most of keys that it reads at a time, and of queries; memory is shared
 _LEAST = 16  # least size of a side of a product in a kernel
 _PROGRAMS = 128  # about as many programs as a GPU has multiprocessors
 _MOST_SHARES = 32
@@ -35,6 +35,7 @@ class _Tiling:
     rows: int  # queries of a tile, a power of two; they are tokens times query heads
     tiles: int  # number of tiles per key-value head
     shares: int  # number of programs that share the slots of a tile
+    chunk: int  # the most slots that a program reads at a time
     width: int  # width of a head's keys, rounded up to a power of two
     value_width: int  # the same of its values
 
@@ -63,8 +64,7 @@ def attend(
 ) -> Array:
     """Attends to several segments under one softmax: [B, T, H, V].
 
-    It computes what `models.attention.attend` does without biases and sinks. A query that sees no
-    slot gets zeros.
+    It computes what `models.attention.attend` does without biases and sinks.
 
     Args:
         query_BTHC: queries.
@@ -103,13 +103,15 @@ def attend(
 
 def _tiling(query_BTHC: Array, segments: Sequence[Segment]) -> _Tiling:
     B, T, H, C = query_BTHC.shape
-    G = segments[0].keys.shape[1]
-    rows = min(max(_power(T * H // G), _LEAST), _MOST_ROWS)
+    G, values = segments[0].keys.shape[1], segments[0].values.shape[3]
+    width, value_width = (max(_power(size), _LEAST) for size in (C, values))
+    most = _TILE_BYTES // (max(width, value_width) * query_BTHC.dtype.itemsize)
+    most = max(min(most, _MOST), _LEAST)
+    rows = min(max(_power(T * H // G), _LEAST), most)
     tiles = pl.cdiv(T * H // G, rows)
-    chunks = max(pl.cdiv(segment.keys.shape[2], _CHUNK) for segment in segments)
+    chunks = max(pl.cdiv(segment.keys.shape[2], most) for segment in segments)
     shares = min(chunks, _MOST_SHARES, max(1, pl.cdiv(_PROGRAMS, B * G * tiles)))
-    values = segments[0].values.shape[3]
-    return _Tiling(H // G, rows, tiles, shares, max(_power(C), _LEAST), max(_power(values), _LEAST))
+    return _Tiling(H // G, rows, tiles, shares, most, width, value_width)
 
 
 def _power(count: int) -> int:
@@ -154,7 +156,7 @@ def _attend(query_ref, *refs, tiling: _Tiling, scale: float, softcap: float):
     columns = jnp.arange(tiling.value_width)
     is_entry = is_row[:, None] & (columns < outs[0].shape[-1])[None]
     if tiling.shares == 1:
-        mixed = mixed / jnp.where(total == 0, 1, total)[:, None]
+        mixed = mixed / total[:, None]
         at = outs[0].at[b, token[:, None], head[:, None], columns[None]]
         triton.store(at, mixed.astype(outs[0].dtype), mask=is_entry)
         return
@@ -169,7 +171,7 @@ def _segment(
 ):
     """Returns greatest score, sum of weights, and weighted values after a share of a segment."""
     slots, precision = keys.shape[2], lax.Precision.HIGHEST
-    length = max(_LEAST, min(_CHUNK, _power(slots)))  # of a chunk
+    length = max(_LEAST, min(tiling.chunk, _power(slots)))  # of a chunk
     per_share = pl.cdiv(pl.cdiv(slots, length), tiling.shares)
     first, end = share * per_share, (share + 1) * per_share
     if slots > length:  # reads no slots that nothing sees
@@ -235,5 +237,5 @@ def _merge(mixed_ref, top_ref, total_ref, out_ref, *, tiling: _Tiling):
     greatest = jnp.max(top)
     share = jnp.exp(top - jnp.where(greatest == -jnp.inf, 0, greatest))
     total = jnp.sum(total * share)
-    merged = jnp.sum(mixed * share[:, None], axis=0) / jnp.where(total == 0, 1, total)
+    merged = jnp.sum(mixed * share[:, None], axis=0) / total
     triton.store(out_ref.at[b, t, h, columns], merged.astype(out_ref.dtype), mask=is_column)

@@ -22,7 +22,7 @@ KERNELS = jax.make_user_context(None)
 
 def mode() -> str:
     """Returns "off", "on" or "interpret"; raises InputError if the variable has another value."""
-    value = KERNELS.value or os.environ.get(VARIABLE, "off")
+    value = KERNELS.value or os.environ.get(VARIABLE) or "off"
     if value not in MODES:
         raise InputError(f"{VARIABLE}: expected {', '.join(MODES)}, found {short_repr(value)}")
     return value

@@ -15,8 +15,8 @@ from spsjax.models import attention, self_attention
 from spsjax.models.caches import Segment
 from spsjax.models.config import Config
 from spsjax.models.context import Context, KeysValues
-from spsjax.models.fused import products
-from spsjax.models.fused.products import Matrix, Scale
+from spsjax.models.fused import heads, products, rows
+from spsjax.models.fused.rows import Matrix, Scale
 from spsjax.models.linear import ACTIVATIONS
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, PyTree
@@ -44,7 +44,8 @@ def supports(config: Config, weights: PyTree, x_BTD: Array) -> bool:
         and (is_rotated or config.positions == "learned")
         and not (config.qk_norm and config.norm == "layer")
         and config.head_dim % 2 == 0
-        and math.prod(x_BTD.shape[:2]) <= products.MOST_ROWS
+        and config.head_dim <= heads.WIDEST
+        and math.prod(x_BTD.shape[:2]) <= rows.MOST_ROWS
         and x_BTD.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and config.d_model * max(config.d_ff, config.num_heads * config.head_dim) <= _MOST_WEIGHTS
         and not _rounds_rows(weights)
@@ -74,7 +75,7 @@ def apply(
         shape = B, T, config.head_dim // 2
         cos, sin = (jnp.broadcast_to(side[:, :, 0], shape) for side in (cos, sin))
         angles = cos.reshape(B * T, -1), sin.reshape(B * T, -1)
-    query, *rows = products.heads(
+    query, *block = heads.heads(
         x_RD,
         norm(weights["attention_norm"]),
         [_linear(own[name]) for name in ("query", "key", "value")],
@@ -84,8 +85,8 @@ def apply(
         T,
         interpret,
     )
-    rows = context.appended(earlier, tuple(rows))
-    segments = context.segments(config, cached, *rows)
+    block = context.appended(earlier, tuple(block))
+    segments = context.segments(config, cached, *block)
     query = query.reshape(B, T, *query.shape[1:])
     biases = [None] * len(segments)
     mixed = attention.attend(query, segments, biases, *self_attention.limits(config))
@@ -98,7 +99,7 @@ def apply(
         interpret,
     )
     x_RD = products.added(hidden, _linear(ffn["down"]), x_RD, interpret)
-    return x_RD.reshape(B, T, D), rows
+    return x_RD.reshape(B, T, D), block
 
 
 def _rounds_rows(weights: PyTree) -> bool:

@@ -20,6 +20,7 @@ def supports(buffers: Mapping[int, Array], rows: Mapping[int, Array]) -> bool:
         bool(buffers)
         and all(new.shape[2] <= _MOST_TOKENS for new in rows.values())
         and all(buffer.dtype == rows[at].dtype for at, buffer in buffers.items())
+        and all(rows[at].shape[2] <= buffer.shape[2] for at, buffer in buffers.items())
         and jax.sharding.get_abstract_mesh().size <= 1
     )
 
@@ -32,7 +33,7 @@ def write(
 ) -> dict[int, Array]:
     """Returns buffers [B, G, S, C] with new rows [B, G, P, C] from the slots `starts_B` on.
 
-    All P slots must exist.
+    Rows that would go beyond the last slot go into the last slots.
     """
     names, written = list(buffers), []
     for first in range(0, len(names), _MOST_BUFFERS):
@@ -73,5 +74,5 @@ def _write_head(starts_ref, rows_ref, out_ref, head) -> None:
     row, column = (jnp.arange(max(1, 1 << (size - 1).bit_length())) for size in (P, C))
     mask = (row < P)[:, None] & (column < C)[None]
     new = triton.load(rows_ref.at[text, head, row[:, None], column[None]], mask=mask, other=0.0)
-    slot = starts_ref[text] + row
+    slot = jnp.minimum(starts_ref[text], out_ref.shape[2] - P) + row
     triton.store(out_ref.at[text, head, slot[:, None], column[None]], new, mask=mask)
