@@ -230,6 +230,7 @@ def test_write_beyond_the_last_slot_harms_its_own_row_only():
     found = writes.write(buffers, rows, starts, interpret=True)[0]
     np.testing.assert_array_equal(found[:, :, :, 0], np.broadcast_to([0, 0, 0, 0, 1, 1], (2, 2, 6)))
     assert not writes.supports({0: jnp.zeros((2, 2, 1, 1))}, rows)
+    assert not writes.supports({0: jnp.zeros((2, 2, 6, 0))}, {0: jnp.zeros((2, 2, 2, 0))})
 
 
 def test_unknown_mode_is_refused(monkeypatch):

@@ -17,7 +17,7 @@ _MOST_TOKENS = 64  # per text, as in attention
 def supports(buffers: Mapping[int, Array], rows: Mapping[int, Array]) -> bool:
     """Returns whether `write` can write these rows."""
     return (
-        bool(buffers)
+        all(buffer.size for buffer in buffers.values())  # compressed caches have empty values
         and all(new.shape[2] <= _MOST_TOKENS for new in rows.values())
         and all(buffer.dtype == rows[at].dtype for at, buffer in buffers.items())
         and all(rows[at].shape[2] <= buffer.shape[2] for at, buffer in buffers.items())
