@@ -2,6 +2,7 @@
 
 import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +56,22 @@ def logits_of(kind: str, vocab: int) -> np.ndarray:
     return spread.astype(np.float32)
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
+@jax.jit
+def to_probs_of_gpus(logits, rows):
+    """Returns what `to_probs` returns, with the search for thresholds that GPUs get."""
+    search = {"_BITS": sampling._GPU_BITS, "_sum_after_sum": sampling._all_sums}
+    with mock.patch.multiple(sampling, **search):
+        return sampling.to_probs(logits, rows)
+
+
+@pytest.mark.parametrize(
+    ("function", "vocab"),
+    [*((to_probs, vocab) for vocab in VOCABS), (to_probs_of_gpus, 3), (to_probs_of_gpus, 5000)],
+)
 @pytest.mark.parametrize("kind", ("spread", "ties", "flat"))
-def test_to_probs_equals_sorted_reference(kind, vocab):
+def test_to_probs_equals_sorted_reference(kind, function, vocab):
     logits = logits_of(kind, vocab)
-    probs = np.asarray(to_probs(logits, row_params()))
+    probs = np.asarray(function(logits, row_params()))
     assert probs.dtype == np.float32
     for row, values in enumerate(ROWS):
         expected = reference.to_probs(logits[row], **dict(zip(FIELDS, values)))
