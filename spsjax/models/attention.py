@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spsjax.models.caches import Segment
-from spsjax.models.fused import attention as kernels
 from spsjax.models.fused import choice
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree, pytree_dataclass
@@ -58,8 +57,9 @@ def attend(
     def plain(query_BTHC, segments):
         return _attend(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
 
+    kernels = choice.kernels_of("attention")
     is_special = sinks is not None or any(bias is not None for bias in biases_BTHS)
-    if is_special or not kernels.supports(query_BTHC, segments):
+    if kernels is None or is_special or not kernels.supports(query_BTHC, segments):
         return plain(query_BTHC, segments)
     by_kernels = functools.partial(kernels.attend, scale=scale, softcap=softcap)
     return choice.chosen(by_kernels, plain)(query_BTHC, segments)

@@ -16,7 +16,6 @@ from spsjax.models.caches import KVCache, Segment
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, KeysValues
 from spsjax.models.fused import choice
-from spsjax.models.fused import layer as kernels
 from spsjax.models.layers import DecoderBlock
 from spsjax.types import Array, Block, PyTree
 
@@ -106,7 +105,8 @@ def _block(
         return module(x_BTD, context, cached, earlier, skips, inputs_BTI)
 
     apply = jax.checkpoint(apply) if remat else apply
-    if skips_B2 is None and not any(skips) and kernels.supports(config, weights, x_BTD):
+    kernels = choice.kernels_of("layer") if skips_B2 is None and not any(skips) else None
+    if kernels is not None and kernels.supports(config, weights, x_BTD):
         apply = choice.chosen(functools.partial(kernels.apply, config, dtype), apply)
     return apply(weights, x_BTD, context, cached, earlier, inputs_BTI)
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.bad_input import one_line
 from helpers.models import build_model, spread_params, tiny_config
 
 import spsjax
@@ -231,6 +233,13 @@ def test_write_beyond_the_last_slot_harms_its_own_row_only():
     np.testing.assert_array_equal(found[:, :, :, 0], np.broadcast_to([0, 0, 0, 0, 1, 1], (2, 2, 6)))
     assert not writes.supports({0: jnp.zeros((2, 2, 1, 1))}, rows)
     assert not writes.supports({0: jnp.zeros((2, 2, 6, 0))}, {0: jnp.zeros((2, 2, 2, 0))})
+
+
+def test_jax_without_pallas_for_triton_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(choice.importlib, "import_module", mock.Mock(side_effect=ImportError("no")))
+    assert choice.kernels_of("attention") is None  # kernels are off
+    with KERNELS("on"), one_line("SPSJAX_KERNELS: expected a JAX with Pallas for Triton", "no"):
+        choice.kernels_of("attention")
 
 
 def test_unknown_mode_is_refused(monkeypatch):

@@ -21,7 +21,6 @@ from spsjax import tree
 from spsjax.models.caches.recurrent import State
 from spsjax.models.config import Config
 from spsjax.models.fused import choice
-from spsjax.models.fused import writes as kernels
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
 
@@ -155,7 +154,8 @@ class KVCache:
                 for at, buffer in written.items()
             }
 
-        if self.split or not kernels.supports(buffers, rows):
+        kernels = choice.kernels_of("writes")
+        if kernels is None or self.split or not kernels.supports(buffers, rows):
             return plain(buffers, rows, starts_B)
         return choice.chosen(kernels.write, plain)(buffers, rows, starts_B)
 

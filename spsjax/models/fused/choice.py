@@ -4,13 +4,15 @@ The environment variable `SPSJAX_KERNELS` says it: "off"; "on", for NVIDIA GPUs;
 which interprets the kernels on any device, slowly, to test their results.
 """
 
+import importlib
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 from jax import lax
 
-from spsjax.errors import InputError, short_repr
+from spsjax.errors import InputError, one_line, short_repr
 from spsjax.types import PyTree
 
 VARIABLE = "SPSJAX_KERNELS"
@@ -26,6 +28,19 @@ def mode() -> str:
     if value not in MODES:
         raise InputError(f"{VARIABLE}: expected {', '.join(MODES)}, found {short_repr(value)}")
     return value
+
+
+def kernels_of(name: str) -> ModuleType | None:
+    """Returns a module of this folder, or None if kernels are off: importing it takes a while."""
+    if mode() == "off":
+        return None
+    try:
+        return importlib.import_module(f"spsjax.models.fused.{name}")
+    except ImportError as error:  # JAX says that it will remove Pallas for Triton
+        raise InputError(
+            f"{VARIABLE}: expected a JAX with Pallas for Triton, found {jax.__version__}: "
+            f"{one_line(error)}"
+        ) from None
 
 
 def chosen(kernels: Callable, plain: Callable) -> Callable:

@@ -21,7 +21,7 @@ from spsjax.models.linear import ACTIVATIONS
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, PyTree
 
-# Plain XLA code reads larger matrices at the memory's speed.
+# Larger matrices take longer to read than kernels take to start.
 _MOST_WEIGHTS = 2**24
 
 
