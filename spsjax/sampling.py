@@ -33,7 +33,7 @@ GENERATOR = "threefry2x32"
 # times. Logits are gathered before sampling: sums over logits that stay split by vocabulary take as
 # many cycles, but 313 collectives per round instead of 20.
 # A GPU computes all sums of a step in one reduction, because starting a kernel takes longer than
-# further sums. A filter is then 39 kernels instead of 177, as XLA compiles it for an H100 (V =
+# further sums. A filter is then 37 kernels instead of 175, as XLA compiles it for an H100 (V =
 # 49,152, one row).
 _BITS = 2
 _GPU_BITS = 4
