@@ -16,11 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from spsjax.models.caches import Segment
+from spsjax.models.fused.rows import LEAST, power
 from spsjax.types import Array
 
 _MOST = 64  # the most slots that a program reads at a time, and queries of a tile
 _TILE_BYTES = 2**14  # the most of keys that it reads at a time, and of queries; memory is shared
-_LEAST = 16  # least size of a side of a product in a kernel
 _PROGRAMS = 128  # about as many programs as a GPU has multiprocessors
 _MOST_SHARES = 32
 _MOST_TOKENS = 64  # per text: a prompt's longer chunks do not wait for kernels to start
@@ -29,7 +29,7 @@ _WIDEST = 256  # widest head
 
 @dataclasses.dataclass(frozen=True)
 class _Tiling:
-    """How the work is divided over programs."""
+    """Division of the work over programs."""
 
     group: int  # query heads per key-value head
     rows: int  # queries of a tile, a power of two; they are tokens times query heads
@@ -104,19 +104,14 @@ def attend(
 def _tiling(query_BTHC: Array, segments: Sequence[Segment]) -> _Tiling:
     B, T, H, C = query_BTHC.shape
     G, values = segments[0].keys.shape[1], segments[0].values.shape[3]
-    width, value_width = (max(_power(size), _LEAST) for size in (C, values))
+    width, value_width = map(power, (C, values))
     most = _TILE_BYTES // (max(width, value_width) * query_BTHC.dtype.itemsize)
-    most = max(min(most, _MOST), _LEAST)
-    rows = min(max(_power(T * H // G), _LEAST), most)
+    most = max(min(most, _MOST), LEAST)
+    rows = min(power(T * H // G), most)
     tiles = pl.cdiv(T * H // G, rows)
     chunks = max(pl.cdiv(segment.keys.shape[2], most) for segment in segments)
     shares = min(chunks, _MOST_SHARES, max(1, pl.cdiv(_PROGRAMS, B * G * tiles)))
     return _Tiling(H // G, rows, tiles, shares, most, width, value_width)
-
-
-def _power(count: int) -> int:
-    """Returns the least power of two that is not below `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 def _arrays(segment: Segment) -> tuple[Array, ...]:
@@ -171,7 +166,7 @@ def _segment(
 ):
     """Returns greatest score, sum of weights, and weighted values after a share of a segment."""
     slots, precision = keys.shape[2], lax.Precision.HIGHEST
-    length = max(_LEAST, min(tiling.chunk, _power(slots)))  # of a chunk
+    length = min(tiling.chunk, power(slots))  # of a chunk
     per_share = pl.cdiv(pl.cdiv(slots, length), tiling.shares)
     first, end = share * per_share, (share + 1) * per_share
     if slots > length:  # reads no slots that nothing sees
@@ -223,7 +218,7 @@ def _segment(
 def _merge(mixed_ref, top_ref, total_ref, out_ref, *, tiling: _Tiling):
     """Merges the shares of one query: the sums of all shares at the greatest of their scores."""
     b, t, h = (pl.program_id(axis) for axis in range(3))
-    shares = jnp.arange(_power(tiling.shares))
+    shares = jnp.arange(power(tiling.shares))
     is_share = shares < tiling.shares
     top = triton.load(top_ref.at[shares, b, t, h], mask=is_share, other=-jnp.inf)
     total = triton.load(total_ref.at[shares, b, t, h], mask=is_share, other=0.0)

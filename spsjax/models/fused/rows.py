@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, pytree_dataclass
 
-MOST_ROWS = 64
-_LEAST = 16  # least size of a side of a product in a kernel
+MOST_ROWS = 64  # texts times tokens
+LEAST = 16  # least size of a side of a product in a kernel
 _DEPTH = 128  # the most inputs that a program reads at a time
 _TILE_BYTES = 2**15  # the most of weights that it reads at a time, because memory is shared
 _WIDEST = 64  # the most columns of a program, of each matrix that it reads
@@ -64,14 +64,14 @@ def call(name, kernel, shapes, x_RD, interpret, programs=None) -> Callable:
 
 
 def power(count: int) -> int:
-    """Returns the least power of two that is not below `count` and not below `_LEAST`."""
-    return max(_LEAST, 1 << (count - 1).bit_length())
+    """Returns the least power of two that is not below `count` and not below `LEAST`."""
+    return max(LEAST, 1 << (count - 1).bit_length())
 
 
 def columns_of(count: int) -> int:
     """Returns the number of columns of a program, if there are `count` in all."""
     width = _WIDEST
-    while width > _LEAST and pl.cdiv(count, width) < _PROGRAMS:
+    while width > LEAST and pl.cdiv(count, width) < _PROGRAMS:
         width //= 2
     return width
 
@@ -157,7 +157,7 @@ class Rows:
         """Returns the products [M, N] of the rows with some columns of each matrix."""
         dtype = self.x_ref.dtype
         most = _TILE_BYTES // (sum(len(own.index) for own in columns) * dtype.itemsize)
-        depth = min(max(1 << (most.bit_length() - 1), _LEAST), _DEPTH)
+        depth = min(max(1 << (most.bit_length() - 1), LEAST), _DEPTH)
 
         def body(step, sums):
             x, inputs = self._inputs(step * depth, depth)

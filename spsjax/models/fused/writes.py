@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from spsjax.models.fused.rows import power
 from spsjax.types import Array
 
 _MOST_BUFFERS = 64  # per kernel
@@ -71,7 +72,7 @@ def _write_head(starts_ref, rows_ref, out_ref, head) -> None:
     """Writes the new rows of one head of one text; heads are counted over all texts."""
     _, G, P, C = rows_ref.shape
     text, head = head // G, head % G
-    row, column = (jnp.arange(max(1, 1 << (size - 1).bit_length())) for size in (P, C))
+    row, column = (jnp.arange(power(size)) for size in (P, C))
     mask = (row < P)[:, None] & (column < C)[None]
     new = triton.load(rows_ref.at[text, head, row[:, None], column[None]], mask=mask, other=0.0)
     slot = jnp.minimum(starts_ref[text], out_ref.shape[2] - P) + row
