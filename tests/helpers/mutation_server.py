@@ -56,16 +56,10 @@ class Replaced(importlib.machinery.SourceFileLoader):
 
 
 class Watch:
-    """Plugin of pytest that notes which tests are there, and which fail with what."""
+    """Plugin of pytest that notes which tests fail, and with what."""
 
     def __init__(self):
-        self.collected, self.deselected, self.failed = [], [], []
-
-    def pytest_collection_finish(self, session):
-        self.collected = [item.nodeid for item in session.items]
-
-    def pytest_deselected(self, items):
-        self.deselected += [item.nodeid for item in items]
+        self.failed = []
 
     def pytest_exception_interact(self, node, call, report):
         if report.failed:

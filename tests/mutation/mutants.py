@@ -42,7 +42,7 @@ sampling.py
 - one token of equal ones too few
     jnp.cumsum(ties, axis=-1) <= num_ties
     jnp.cumsum(ties, axis=-1) < num_ties
-    sampling_test.py::test_to_probs_equals_sorted_reference[ties-129]
+    sampling_test.py::test_to_probs_equals_sorted_reference[ties-to_probs-129]
 - logits that are not finite give a distribution
     jnp.where(finite, probs, jnp.nan)
     probs
