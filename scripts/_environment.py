@@ -7,7 +7,9 @@ import pathlib
 import sys
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-EXPERIMENTS, MODELS = _ROOT / "configs" / "experiments", _ROOT / "configs" / "models"
+DRAFTERS, EXPERIMENTS, MODELS = (
+    _ROOT / "configs" / name for name in ("drafters", "experiments", "models")
+)
 
 
 def explain(kind, error, traceback) -> None:

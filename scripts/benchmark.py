@@ -1,4 +1,4 @@
-r"""Measures the speed of a pair on text or at given shapes, or the latency of requests over time.
+r"""Measures the speed of a pair or of shapes, the latency of requests, or the cost of trainings.
 
 python scripts/benchmark.py --workdir=runs/benchmark
 python scripts/benchmark.py --config.run_settings=greedy --config.num_speculative_tokens=4   # quick
@@ -7,6 +7,7 @@ python scripts/benchmark.py --size=90M
 python scripts/benchmark.py --config=configs/experiments/gpt2_xl.py --random
 python scripts/benchmark.py --config=configs/experiments/shapes.py --workdir=runs/gpu --peer=hf
 python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/load
+python scripts/benchmark.py --config=configs/experiments/training_cost.py --workdir=runs/cost
 
 `benchmark` in the config says what is measured:
 
@@ -15,6 +16,7 @@ python scripts/benchmark.py --config=configs/experiments/load.py --workdir=runs/
 - "shapes": the loop, drafts and scoring passes at given batches and contexts with random weights,
   against the memory's bandwidth, and greedy texts that only rounding changes.
 - "load": how long requests wait that arrive over time, for several K.
+- "training": what a training token costs, by drafter.
 
 The folder receives a table in `table.md`, its figures in `table.json`, a plot in `table.png` and
 the config in `experiment.json`. Every key of the config is a flag.
@@ -44,6 +46,7 @@ FLAGS = {
     "pair": ("target", "draft", "size", "random", "peer"),
     "shapes": ("peer",),
     "load": ("target", "draft"),
+    "training": ("target",),
 }
 
 
@@ -65,6 +68,11 @@ def run():
         if kind == "load":
             configs.choose_pair(config, _TARGET.value, _DRAFT.value)
             text = load.run(config, workdir)
+        elif kind == "training":
+            from spsjax.cli.measurements import training  # needs the extra "train"
+
+            config.target = _TARGET.value or config.target
+            text = training.run(config, workdir, _environment.DRAFTERS)
         else:
             text = shapes.run(config, workdir, _environment.MODELS, _PEER.value)
         print(f"\n{text}")
@@ -74,5 +82,6 @@ def run():
 
 if __name__ == "__main__":
     folder = _environment.EXPERIMENTS
-    others = {f"benchmark={kind}": folder / f"{kind}.py" for kind in ("shapes", "load")}
+    files = {"shapes": "shapes", "load": "load", "training": "training_cost"}
+    others = {f"benchmark={kind}": folder / f"{name}.py" for kind, name in files.items()}
     main.run(run, folder / "benchmark.py", free=("pairs", "changes"), others=others)

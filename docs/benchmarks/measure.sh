@@ -55,7 +55,11 @@ rollouts() {
   python scripts/grpo.py --workdir="$1"
 }
 
-for measurement in "${@:-speed smollm2 drafters verifiers load table1 figure1 rollouts}"; do
+training() {
+  python scripts/benchmark.py --workdir="$1" --config=$E/training_cost.py
+}
+
+for measurement in "${@:-speed smollm2 drafters verifiers load table1 figure1 rollouts training}"; do
   for name in $measurement; do
     echo "== $name"
     "$name" "$RUNS/$name"

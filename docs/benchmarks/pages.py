@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from spsjax.benchmarks import report
-from spsjax.cli.measurements import drafters, load, rollouts, verifiers
+from spsjax.cli.measurements import drafters, load, rollouts, training, verifiers
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 DRAFTING = "sync", "propose", "propose, sampling"  # phases of a round
@@ -147,6 +147,12 @@ MEASUREMENTS = {
         "Reinforcement learning of the shipped target on a toy reward: without a draft, with a "
         "frozen one, and with one that learns from the samples.",
         lambda content: rollouts.table(content["arms"]),
+    ),
+    "training": Measurement(
+        "Cost of training",
+        "A few steps of each drafter for the shipped target, in turn: time per training token, "
+        "also over that of the first, with the extremes of all turns.",
+        lambda content: training.table(content["rows"]),
     ),
 }
 

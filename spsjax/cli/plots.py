@@ -205,3 +205,16 @@ def arms(rows: Sequence[Mapping], path) -> None:
                     axis.plot(steps, values, label=arm)
             axis.set(xlabel="step", ylabel=title, ylim=(0, None))
         axes[0, 0].legend()
+
+
+def trainings(rows: Sequence[Mapping], path) -> None:
+    """Draws the time per training token of each drafter over that of the first."""
+    with panels(path, 1, 1, figsize=(7, 0.4 * len(rows) + 1.2)) as axes:
+        axis = axes[0, 0]
+        for row in rows:
+            low, high = row["ratio_range"]
+            sides = [[row["ratio"] - low], [high - row["ratio"]]]
+            axis.barh(row["name"], row["ratio"], xerr=sides, color="C0", ecolor="grey")
+        axis.axvline(1, color="grey", lw=0.8)
+        axis.invert_yaxis()
+        axis.set(xlabel=f"time per training token over that of {rows[0]['name']}", xlim=(0, None))

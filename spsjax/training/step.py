@@ -90,7 +90,7 @@ def text_key(tokens_BT: Array, role: int) -> Array:
     return jax.random.fold_in(jax.random.key(number), role)
 
 
-def make_step(metrics_of: PerTokenMetrics, optimizer: OptimizerConfig) -> Callable:
+def make_step(metrics_of: PerTokenMetrics, optimizer: OptimizerConfig) -> jax.stages.Wrapped:
     """Returns the jitted `(state, frozen, batch) -> (state, metrics)`, which consumes the state.
 
     Its metrics are means over the positions of `loss_mask`, and the gradient's norm before it is
