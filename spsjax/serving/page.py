@@ -25,16 +25,18 @@ from spsjax.serving.protocol import ApiError
 
 PLAIN = "none"
 _MOST_DRAFTED = 16
+_RULES = tuple(drafting.SCHEDULES)
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 )
 
 
 def _draft_length(value) -> int | str:
-    if value == drafting.AUTO or (type(value) is int and 1 <= value <= _MOST_DRAFTED):
+    if (type(value) is int and 1 <= value <= _MOST_DRAFTED) or value in _RULES:
         return value
+    rules = " or ".join(f'"{rule}"' for rule in _RULES)
     raise ValueError(
-        f'expected an integer in [1, {_MOST_DRAFTED}] or "auto", found {short_repr(value)}'
+        f"expected an integer in [1, {_MOST_DRAFTED}], {rules}, found {short_repr(value)}"
     )
 
 
@@ -43,7 +45,7 @@ class _Ask(BaseModel):
 
     prompt: str
     drafter: str
-    num_speculative_tokens: Annotated[int | str, BeforeValidator(_draft_length)] = "auto"
+    num_speculative_tokens: Annotated[int | str, BeforeValidator(_draft_length)] = drafting.AUTO
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 128
@@ -91,7 +93,7 @@ class Page:
             {
                 "model": self._model.name,
                 "drafters": list(self._drafters),
-                "num_speculative_tokens": [drafting.AUTO, *range(1, _MOST_DRAFTED + 1)],
+                "num_speculative_tokens": [*_RULES, *range(1, _MOST_DRAFTED + 1)],
                 "most_tokens": self._most_tokens,
             }
         )

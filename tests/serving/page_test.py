@@ -86,7 +86,7 @@ def test_every_choice_of_draft_length_reaches_rounds(client, monkeypatch):
     choices = client.get("/page/choices").json()
     assert choices["drafters"] == ["draft", "ngram", "none"] and choices["most_tokens"] == 100
     choices = choices["num_speculative_tokens"]
-    assert choices[:2] == ["auto", 1]
+    assert choices[:3] == ["auto", "confidence", 1]
     for count in choices:
         ask = ASK | {"num_speculative_tokens": count}
         assert lines(client.post("/page/rounds", json=ask))[-1]["state"] == "done"
@@ -98,7 +98,7 @@ def test_every_choice_of_draft_length_reaches_rounds(client, monkeypatch):
     [
         ({"drafter": "medusa"}, "drafter: expected one of draft, ngram, none, found 'medusa'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: expected an integer in [1, 16]"),
-        ({"num_speculative_tokens": "fast"}, "or \"auto\", found 'fast'"),
+        ({"num_speculative_tokens": "fast"}, "\"auto\" or \"confidence\", found 'fast'"),
         ({"temperature": -1}, "temperature"),
         ({"other": 3}, "other"),
     ],
