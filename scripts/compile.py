@@ -29,9 +29,8 @@ from spsjax.cli import configs, main, terminal
 from spsjax.drafters import base, draft_model, sparse_self
 from spsjax.errors import InputError
 from spsjax.models.config import Config
-from spsjax.models.fused import choice
 from spsjax.planning import aot, compile_report, compiled_program
-from spsjax.utils import atomic_files
+from spsjax.utils import atomic_files, kernel_choice
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to compile.", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x4", "TPU slice, or H100 or H200.")
@@ -106,7 +105,7 @@ def _settings(drafter: base.Planned, config: Mapping) -> dict:
         "target": _CONFIG.value.target,
         "drafter": _DRAFTER.value or _CONFIG.value.draft,
         "num_speculative_tokens": drafter.num_speculative_tokens,
-        "kernels": choice.mode(),
+        "kernels": kernel_choice.mode(),
         **config,
     }
 

@@ -12,6 +12,7 @@ from helpers import reference
 from helpers.environment import FAST
 
 from spsjax import SamplingParams, sampling
+from spsjax.sampling import probs as probs_module
 
 VOCABS = (1, 2, 3, 129, 4096, 5000)
 # Parameters per row of one batch: (temperature, top_k, top_p, min_p). The masses of top-p are not
@@ -59,8 +60,8 @@ def logits_of(kind: str, vocab: int) -> np.ndarray:
 @jax.jit
 def to_probs_of_gpus(logits, rows):
     """Returns what `to_probs` returns, with the search for thresholds that GPUs get."""
-    search = {"_BITS": sampling._GPU_BITS, "_sum_after_sum": sampling._all_sums}
-    with mock.patch.multiple(sampling, **search):
+    search = {"_BITS": probs_module._GPU_BITS, "_sum_after_sum": probs_module._all_sums}
+    with mock.patch.multiple(probs_module, **search):
         return sampling.to_probs(logits, rows)
 
 

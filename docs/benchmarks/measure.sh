@@ -3,7 +3,8 @@
 #   source .venv/bin/activate
 #   SPEC_BENCH=question.jsonl bash docs/benchmarks/measure.sh epyc_zen4 [speed drafters ...]
 # The first argument names the machine's page. Further ones are measurements; without them all are
-# made. Nothing else should run. SPEC_BENCH is the file of questions of github.com/hemingkx/Spec-Bench.
+# made. Nothing else should run. SPEC_BENCH is the file of questions of github.com/hemingkx/Spec-Bench,
+# GEMMA a GGUF file of google/gemma-3-270m.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 MACHINE=${1:?expected the name of a page, such as epyc_zen4}
@@ -14,21 +15,31 @@ speed() {
   python scripts/benchmark.py --workdir="$1" --config.num_speculative_tokens="(2,4,6,8)"
 }
 
-smollm2() {
+chat() { # folder, drafters, settings: SmolLM2 answers questions
   mkdir -p "$RUNS"
   cp "$SPEC_BENCH" "$RUNS/question.jsonl" # the page shows the command, and with it this path
-  python scripts/compare.py --workdir="$1" --target=smollm2 \
-    --drafters=suffix=suffix,n-gram=ngram \
+  python scripts/compare.py --workdir="$1" --target=smollm2 --drafters="$2" \
     --config.run_tasks="('spec_bench',)" --config.tasks.spec_bench.path="$RUNS/question.jsonl" \
-    --config.run_settings="('greedy','nucleus')" --config.stop_at_eos=True \
+    --config.run_settings="$3" --config.stop_at_eos=True \
     --config.chains="(4,)" --config.auto=False --config.branching="()" --config.dynamic="()" \
     --config.prompts=2 --config.max_new_tokens=64
+}
+
+smollm2() {
+  chat "$1" suffix=suffix,n-gram=ngram "('greedy','nucleus')"
+}
+
+foreign() {
+  local draft=$RUNS/gemma-3-270m.gguf
+  mkdir -p "$RUNS"
+  cp "$GEMMA" "$draft"
+  chat "$1" "TLI=tli:$draft,SLEM=slem:$draft" "('greedy','sampled')"
 }
 
 drafters() {
   python scripts/compare.py --workdir="$1" \
     --drafters=draft-model=pystdlib/draft,EAGLE-3=pystdlib/eagle3,suffix=suffix,n-gram=ngram \
-    --config.run_settings="('greedy','nucleus')" --config.chains="(2,4,6)" --config.auto=True \
+    --config.run_settings="('greedy','nucleus')" --config.chains="(4,)" --config.auto=True \
     --config.branching="((4,2,1,1),)" --config.dynamic="((16,5,4),)"
 }
 
@@ -59,7 +70,7 @@ training() {
   python scripts/benchmark.py --workdir="$1" --config=$E/training_cost.py
 }
 
-for measurement in "${@:-speed smollm2 drafters verifiers load table1 figure1 rollouts training}"; do
+for measurement in "${@:-speed smollm2 foreign drafters verifiers load table1 figure1 rollouts training}"; do
   for name in $measurement; do
     echo "== $name"
     "$name" "$RUNS/$name"

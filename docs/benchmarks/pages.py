@@ -114,6 +114,12 @@ MEASUREMENTS = {
         "SmolLM2-135M-Instruct on questions of Spec-Bench: the fastest draft of every drafter.",
         drafters_table,
     ),
+    "foreign": Measurement(
+        "Drafts with another tokenizer",
+        "SmolLM2-135M-Instruct, drafted by Gemma 3 270M, which is larger: the pair shows what is "
+        "accepted, not speed.",
+        drafters_table,
+    ),
     "drafters": Measurement(
         "Drafters of one target",
         "The shipped target on the same prompts: the fastest draft of every drafter.",
@@ -121,7 +127,10 @@ MEASUREMENTS = {
     ),
     "verifiers": Measurement(
         "Rules of verification",
-        "The same drafts by every rule: the gain is over the first rule of each draft.",
+        "The same drafts by every rule: the gain is over the first rule of each draft. *Texts* is "
+        "the standard score of their surprise for the target: by a lossless rule, 1 row of 370 is "
+        "beyond 3. Rounding moves the edge of the nucleus, so that a token may count as "
+        "impossible.",
         lambda content: verifiers.table(content["rows"]),
     ),
     "load": Measurement(
@@ -183,9 +192,10 @@ def _on_gpus(contents: Mapping[str, Mapping]) -> Iterator[str]:
     yield (
         f"spsjax {versions}, {dates}. Nothing ran on a GPU: kernels are counted in compiled "
         "programs, for one text, and times are lower bounds from published figures. Where a bound "
-        "is small, a step takes the time in which its kernels start. Sampling is left out "
-        "([one GPU](../guides/gpus.md)). XLA's choice of products, and with it the count, can "
-        "differ on a GPU, where it measures them. *Fused*: with `SPSJAX_KERNELS=on`.\n"
+        "is small, a step takes the time in which its kernels start. Sampling is counted as with "
+        "top-k, top-p and min-p. XLA's choice of products, and with it the count, can differ on a "
+        "GPU, where it measures them. *Fused*: with `SPSJAX_KERNELS=on` "
+        "([one GPU](../guides/gpus.md)).\n"
     )
     yield gpu_table(reports)
     commands = (
@@ -211,8 +221,12 @@ def gpu_table(reports: Collection[Mapping]) -> str:
         "K": lambda content: content["settings"]["num_speculative_tokens"],
         "GPU": lambda content: content["settings"]["topology"],
         "fused": lambda content: "yes" if content["settings"]["kernels"] == "on" else "no",
-        "plain step: pass + commit": kernels("ArS", "score", "commit"),
-        "round: draft + scoring + commit": kernels("SpS", "propose", "score", "commit"),
+        "plain step: pass + sampling + commit": kernels("ArS", "score", "verify", "commit"),
+        "round: draft": kernels("SpS", "propose"),
+        "sampling of drafts": kernels("SpS", "propose, sampling"),
+        "scoring": kernels("SpS", "score"),
+        "verification": kernels("SpS", "verify"),
+        "commit": kernels("SpS", "commit"),
         "plain step, at least ms": report.figure("ars_ms"),
         "round, at least ms": report.figure("round_ms"),
     }

@@ -21,12 +21,12 @@ from spsjax.benchmarks import forced_acceptance, microbenchmarks
 from spsjax.drafters import draft_model, none, shapes, sparse_self
 from spsjax.errors import one_line
 from spsjax.models import transformer
-from spsjax.models.fused.choice import KERNELS
 from spsjax.parallel import sharding
 from spsjax.planning import roofline, theory
 from spsjax.sampling import SamplingParams
 from spsjax.types import Array
 from spsjax.utils import atomic_files
+from spsjax.utils.kernel_choice import KERNELS
 from spsjax.verifiers import recursive, rejection
 
 _REPEATS = 8  # consecutive passes of a cell that times one pass

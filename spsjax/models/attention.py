@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spsjax.models.caches import Segment
-from spsjax.models.fused import choice
 from spsjax.parallel import sharding
 from spsjax.types import Array, PyTree, pytree_dataclass
+from spsjax.utils import kernel_choice
 
 QUERY_CHUNK = 1024  # queries per chunk when a long text attends to itself without a cache
 
@@ -57,12 +57,12 @@ def attend(
     def plain(query_BTHC, segments):
         return _attend(query_BTHC, segments, biases_BTHS, scale, softcap, sinks)
 
-    kernels = choice.kernels_of("attention")
+    kernels = kernel_choice.kernels_of("models.fused.attention")
     is_special = sinks is not None or any(bias is not None for bias in biases_BTHS)
     if kernels is None or is_special or not kernels.supports(query_BTHC, segments):
         return plain(query_BTHC, segments)
     by_kernels = functools.partial(kernels.attend, scale=scale, softcap=softcap)
-    return choice.chosen(by_kernels, plain)(query_BTHC, segments)
+    return kernel_choice.chosen(by_kernels, plain)(query_BTHC, segments)
 
 
 def _attend(query_BTHC, segments, biases_BTHS, scale, softcap, sinks) -> Array:

@@ -15,9 +15,9 @@ from spsjax.models import pure
 from spsjax.models.caches import KVCache, Segment
 from spsjax.models.config import Config, Skipped
 from spsjax.models.context import Context, KeysValues
-from spsjax.models.fused import choice
 from spsjax.models.layers import DecoderBlock
 from spsjax.types import Array, Block, PyTree
+from spsjax.utils import kernel_choice
 
 # A barrier after every `_BARRIER_LAYERS` layers of a pass of `_BARRIER_TOKENS` or more. Without it,
 # a compiler may keep the outputs of layers separately and add them up where the sum is needed. In a
@@ -105,9 +105,10 @@ def _block(
         return module(x_BTD, context, cached, earlier, skips, inputs_BTI)
 
     apply = jax.checkpoint(apply) if remat else apply
-    kernels = choice.kernels_of("layer") if skips_B2 is None and not any(skips) else None
+    is_whole = skips_B2 is None and not any(skips)
+    kernels = kernel_choice.kernels_of("models.fused.layer") if is_whole else None
     if kernels is not None and kernels.supports(config, weights, x_BTD):
-        apply = choice.chosen(functools.partial(kernels.apply, config, dtype), apply)
+        apply = kernel_choice.chosen(functools.partial(kernels.apply, config, dtype), apply)
     return apply(weights, x_BTD, context, cached, earlier, inputs_BTI)
 
 

@@ -19,9 +19,9 @@ from spsjax.loading import LoadedDrafter
 from spsjax.models import attention, quantization, transformer
 from spsjax.models.caches import Segment
 from spsjax.models.fused import attention as kernels
-from spsjax.models.fused import choice, layer, writes
-from spsjax.models.fused.choice import KERNELS
-from spsjax.utils import compilation
+from spsjax.models.fused import layer, writes
+from spsjax.utils import compilation, kernel_choice
+from spsjax.utils.kernel_choice import KERNELS
 
 PLAIN = tiny_config(64, num_layers=1, d_model=48, num_heads=6, num_kv_heads=2, head_dim=16, d_ff=80)
 CHANGES = {
@@ -191,7 +191,7 @@ def test_texts_of_loops_equal_those_of_plain_code(monkeypatch):
     ]
     texts = {}
     for mode in ("off", "interpret"):
-        monkeypatch.setenv(choice.VARIABLE, mode)
+        monkeypatch.setenv(kernel_choice.VARIABLE, mode)
         compilation.clear()
         outputs = [spsjax.generate(target, prompts, method, None, params, 24) for method in methods]
         texts[mode] = [[row.tolist() for row in output.tokens] for output in outputs]
@@ -207,10 +207,10 @@ def test_gradients_are_those_of_plain_code():
         return 3 * jnp.sum(jax.lax.stop_gradient(x) ** 2)
 
     with KERNELS("interpret"):
-        function = choice.chosen(triple, square)
+        function = kernel_choice.chosen(triple, square)
         assert function(jnp.ones(2)) == 6
         np.testing.assert_array_equal(jax.grad(function)(jnp.ones(2)), [2, 2])
-    assert choice.chosen(triple, square) is square
+    assert kernel_choice.chosen(triple, square) is square
 
 
 @pytest.mark.parametrize("mode", ["off", "interpret"])
@@ -236,18 +236,20 @@ def test_write_beyond_the_last_slot_harms_its_own_row_only():
 
 
 def test_jax_without_pallas_for_triton_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(choice.importlib, "import_module", mock.Mock(side_effect=ImportError("no")))
-    assert choice.kernels_of("attention") is None  # kernels are off
+    monkeypatch.setattr(
+        kernel_choice.importlib, "import_module", mock.Mock(side_effect=ImportError("no"))
+    )
+    assert kernel_choice.kernels_of("attention") is None  # kernels are off
     with KERNELS("on"), one_line("SPSJAX_KERNELS: expected a JAX with Pallas for Triton", "no"):
-        choice.kernels_of("attention")
+        kernel_choice.kernels_of("attention")
 
 
 def test_unknown_mode_is_refused(monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "yes")
+    monkeypatch.setenv(kernel_choice.VARIABLE, "yes")
     with pytest.raises(
         InputError, match="SPSJAX_KERNELS: expected off, on, interpret, found 'yes'"
     ):
-        choice.mode()
+        kernel_choice.mode()
 
 
 @pytest.mark.parametrize(

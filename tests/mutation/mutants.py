@@ -7,7 +7,7 @@ and in the loop. One fault stands for one property that the tests claim to prove
 from helpers.mutants import read
 
 KEYS = read(r"""
-sampling.py
+sampling/randomness.py
 - acceptance and residual share a role
     DRAFT, ACCEPT, NEXT = range(3)
     DRAFT, ACCEPT, NEXT = 0, 1, 1
@@ -38,7 +38,7 @@ verifiers/block.py
 """)
 
 DRAWING = read(r"""
-sampling.py
+sampling/probs.py
 - one token of equal ones too few
     jnp.cumsum(ties, axis=-1) <= num_ties
     jnp.cumsum(ties, axis=-1) < num_ties
@@ -47,6 +47,7 @@ sampling.py
     jnp.where(finite, probs, jnp.nan)
     probs
     sampling_test.py::test_to_probs_of_non_finite_logit_is_all_nan[1.0-nan]
+sampling/drawing.py
 - tokens of no weight are drawn
     jnp.sum(ends <= level, axis=-1)
     jnp.sum(ends < level, axis=-1)

@@ -98,7 +98,7 @@ def test_every_choice_of_draft_length_reaches_rounds(client, monkeypatch):
     [
         ({"drafter": "medusa"}, "drafter: expected one of draft, ngram, none, found 'medusa'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: expected an integer in [1, 16]"),
-        ({"num_speculative_tokens": "fast"}, "\"auto\" or \"confidence\", found 'fast'"),
+        ({"num_speculative_tokens": "fast"}, '"auto" or "confidence", found \'fast\''),
         ({"temperature": -1}, "temperature"),
         ({"other": 3}, "other"),
     ],

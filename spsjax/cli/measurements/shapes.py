@@ -23,10 +23,9 @@ from spsjax.cli.measurements import plot
 from spsjax.data.documents import Sources
 from spsjax.errors import InputError, check_flag, check_integer, check_number, short_repr
 from spsjax.models import transformer
-from spsjax.models.fused import choice
 from spsjax.planning import hardware
 from spsjax.sampling import SamplingParams
-from spsjax.utils import from_config
+from spsjax.utils import from_config, kernel_choice
 
 KEY = "pair", "program", "batch", "context"
 # Keys of the config on which no record depends.
@@ -111,8 +110,8 @@ def cells_of(config: ConfigDict) -> list[Cell]:
     cells += [Cell("rounds", 1, first, count) for count in others]
     cells += [Cell("rounds", 1, first, branching=tuple(tree)) for tree in config.trees]
     cells += [Cell("score", 1, first, count - 1) for count in config.scored]
-    if not config.kernels or {*config.kernels} - {*choice.MODES}:
-        expected = f"kernels: expected some of {', '.join(choice.MODES)}"
+    if not config.kernels or {*config.kernels} - {*kernel_choice.MODES}:
+        expected = f"kernels: expected some of {', '.join(kernel_choice.MODES)}"
         raise InputError(f"{expected}, found {short_repr(tuple(config.kernels))}")
     return [
         dataclasses.replace(cell, kernels=mode)

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from spsjax import tree
 from spsjax.models.caches.recurrent import State
 from spsjax.models.config import Config
-from spsjax.models.fused import choice
 from spsjax.parallel import sharding
 from spsjax.types import Array, Block, ModelOutput, pytree_dataclass
+from spsjax.utils import kernel_choice
 
 # Of the keys and of the values of a layer; None: it has none.
 Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -154,10 +154,10 @@ class KVCache:
                 for at, buffer in written.items()
             }
 
-        kernels = choice.kernels_of("writes")
+        kernels = kernel_choice.kernels_of("models.fused.writes")
         if kernels is None or self.split or not kernels.supports(buffers, rows):
             return plain(buffers, rows, starts_B)
-        return choice.chosen(kernels.write, plain)(buffers, rows, starts_B)
+        return kernel_choice.chosen(kernels.write, plain)(buffers, rows, starts_B)
 
     def extend(self, output: ModelOutput, until_B: Array | None = None) -> "KVCache":
         """Returns the cache with the tokens of a pass appended, as for a prompt.

@@ -16,14 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from spsjax.models.caches import Segment
-from spsjax.models.fused.rows import LEAST, power
+from spsjax.models.fused.rows import LEAST, MOST_TOKENS, power
 from spsjax.types import Array
 
 _MOST = 64  # the most slots that a program reads at a time, and queries of a tile
 _TILE_BYTES = 2**14  # the most of keys that it reads at a time, and of queries; memory is shared
 _PROGRAMS = 128  # about as many programs as a GPU has multiprocessors
 _MOST_SHARES = 32
-_MOST_TOKENS = 64  # per text: a prompt's longer chunks do not wait for kernels to start
 _WIDEST = 256  # widest head
 
 
@@ -46,12 +45,11 @@ def supports(query_BTHC: Array, segments: Sequence[Segment]) -> bool:
     widths = [C, *(segment.values.shape[3] for segment in segments)]
     types = {query_BTHC.dtype, *(segment.keys.dtype for segment in segments)}
     return (
-        T <= _MOST_TOKENS
+        T <= MOST_TOKENS
         and max(widths) <= _WIDEST
         and len(types) == 1
         and query_BTHC.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and all(len(segment.keys) == B and not segment.split for segment in segments)
-        and jax.sharding.get_abstract_mesh().size <= 1
     )
 
 

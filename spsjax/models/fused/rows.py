@@ -18,6 +18,7 @@ from spsjax.models.quantization import Quantized
 from spsjax.types import Array, pytree_dataclass
 
 MOST_ROWS = 64  # texts times tokens
+MOST_TOKENS = 64  # per text: a prompt's longer chunks do not wait for kernels to start
 LEAST = 16  # least size of a side of a product in a kernel
 _DEPTH = 128  # the most inputs that a program reads at a time
 _TILE_BYTES = 2**15  # the most of weights that it reads at a time, because memory is shared

@@ -8,21 +8,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from spsjax.models.fused.rows import power
+from spsjax.models.fused.rows import MOST_TOKENS, power
 from spsjax.types import Array
 
 _MOST_BUFFERS = 64  # per kernel
-_MOST_TOKENS = 64  # per text, as in attention
 
 
 def supports(buffers: Mapping[int, Array], rows: Mapping[int, Array]) -> bool:
     """Returns whether `write` can write these rows."""
     return (
         all(buffer.size for buffer in buffers.values())  # compressed caches have empty values
-        and all(new.shape[2] <= _MOST_TOKENS for new in rows.values())
+        and all(new.shape[2] <= MOST_TOKENS for new in rows.values())
         and all(buffer.dtype == rows[at].dtype for at, buffer in buffers.items())
         and all(rows[at].shape[2] <= buffer.shape[2] for at, buffer in buffers.items())
-        and jax.sharding.get_abstract_mesh().size <= 1
     )
 
 

@@ -31,11 +31,15 @@ def mode() -> str:
 
 
 def kernels_of(name: str) -> ModuleType | None:
-    """Returns a module of this folder, or None if kernels are off: importing it takes a while."""
-    if mode() == "off":
+    """Returns the module `spsjax.<name>` of kernels, or None if they are off.
+
+    They are off on meshes of several devices, whose arrays they cannot read. The module is imported
+    here only, because that takes a while.
+    """
+    if mode() == "off" or jax.sharding.get_abstract_mesh().size > 1:
         return None
     try:
-        return importlib.import_module(f"spsjax.models.fused.{name}")
+        return importlib.import_module(f"spsjax.{name}")
     except ImportError as error:  # JAX says that it will remove Pallas for Triton
         raise InputError(
             f"{VARIABLE}: expected a JAX with Pallas for Triton, found {jax.__version__}: "

@@ -1,0 +1,159 @@
+"""Kernels of `sampling.to_probs`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from spsjax.sampling import ordered
+from spsjax.sampling.fused import shares
+from spsjax.sampling.fused.search import Goal, search
+from spsjax.sampling.fused.shares import Kernels, Peaks, Share
+from spsjax.sampling.params import RowParams
+from spsjax.types import Array, pytree_dataclass
+
+supports = shares.supports
+
+
+@pytree_dataclass
+class Kept:
+    """Tokens that filters have left, those of the highest logits."""
+
+    threshold: Array  # [R] uint32: tokens above it are kept (`ordered.integers`)
+    ties: Array  # [R] float32: number of kept tokens that equal it, those of the lowest ids
+
+
+@pytree_dataclass
+class Totals:
+    """Sums of each share over kept tokens, and what decides over them."""
+
+    kept: Kept
+    min_p: Array  # [R] float32: lowest weight to keep
+    above: Array  # [R, P] float32: sum of the weights above the threshold
+    ties: Array  # [R, P] float32: number of tokens that equal it
+
+
+def to_probs(logits: Array, rows: RowParams, interpret: bool = False) -> Array:
+    """Does what `probs.to_probs` does."""
+    x_RV = logits.reshape(-1, logits.shape[-1])
+    each = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(x_RV) // len(leaf)), rows)
+    keeps_all = each.top_k >= x_RV.shape[1]
+    each = dataclasses.replace(each, top_k=jnp.where(keeps_all, 0, each.top_k))
+    greedy = each.temperature == 0
+    heat = jnp.where(greedy, 1, each.temperature)
+    run = Kernels(x_RV, heat, interpret)
+    shape = len(x_RV), pl.cdiv(x_RV.shape[1], shares.SIZE)
+    numbers: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    counts: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    peaks = run(_peaks, Peaks(numbers, counts, numbers, counts))
+
+    def probs_of(totals: Totals | None) -> Array:
+        result = jax.ShapeDtypeStruct(x_RV.shape, jnp.float32)
+        return run(_probs, result, peaks, greedy, totals)
+
+    def filtered() -> Array:
+        def totals_of(kept: Kept, min_p: Array) -> Totals:
+            return Totals(kept, min_p, *run(_totals, [numbers, numbers], peaks, kept, min_p))
+
+        kept = _filter(run, peaks, each, totals_of)
+        return probs_of(totals_of(kept, each.min_p))
+
+    used = ~greedy & ((each.top_k > 0) | (each.top_p < 1) | (each.min_p > 0))
+    return lax.cond(jnp.any(used), filtered, lambda: probs_of(None)).reshape(logits.shape)
+
+
+def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) -> Kept:
+    """Returns what top-k and then top-p leave."""
+    best = jnp.max(peaks.best, axis=1)
+    everything = Kept(jnp.zeros(best.shape, jnp.uint32), jnp.zeros_like(best))
+    is_sampled = each.temperature > 0
+    has_top_k = is_sampled & (each.top_k > 0)
+    has_top_p = is_sampled & (each.top_p < 1)
+
+    def narrowed(counts: bool, used: Array, goal: Goal, before: Kept) -> Kept:
+        threshold, above = search(run, peaks, counts, goal)
+        weight = jnp.ones_like(best)
+        if not counts:
+            weight = jnp.exp((ordered.floats(threshold) - best) / run.heat)
+        tiny = jnp.finfo(jnp.float32).tiny
+        ties = jnp.maximum(jnp.ceil((goal.needed - above) / jnp.maximum(weight, tiny)), 1)
+        ties = jnp.where(threshold == before.threshold, jnp.minimum(ties, before.ties), ties)
+        found = Kept(threshold, ties)
+        return jax.tree.map(lambda new, old: jnp.where(used, new, old), found, before)
+
+    def by_count() -> Kept:
+        needed = each.top_k.astype(jnp.float32)
+        goal = Goal(needed, everything.threshold, jnp.zeros_like(best))
+        return narrowed(True, has_top_k, goal, everything)
+
+    def by_mass(kept: Kept) -> Kept:
+        totals = totals_of(kept, jnp.zeros_like(best))
+        weight = jnp.exp((ordered.floats(kept.threshold) - best) / run.heat)
+        ties = jnp.minimum(kept.ties, jnp.sum(totals.ties, axis=1))
+        mass = jnp.sum(totals.above, axis=1) + jnp.where(ties > 0, ties * weight, 0)
+        needed = jnp.maximum(each.top_p * mass, jnp.finfo(jnp.float32).tiny)
+        return narrowed(False, has_top_p, Goal(needed, kept.threshold, mass), kept)
+
+    kept = lax.cond(jnp.any(has_top_k), by_count, lambda: everything)
+    return lax.cond(jnp.any(has_top_p), by_mass, lambda kept: kept, kept)
+
+
+def _peaks(x_ref, heat_ref, peaks: Peaks) -> None:
+    share = Share.of(x_ref)
+    at, best = (share.row, share.number), jnp.max(share.x)
+    peaks.best[at] = best
+    peaks.index[at] = jnp.min(jnp.where(share.x == best, share.index, shares.LAST))
+    peaks.total[at] = jnp.sum(share.weights(best, heat_ref[share.row]))
+    is_finite = jnp.where(share.exists, jnp.abs(share.x) < jnp.inf, True)
+    peaks.finite[at] = jnp.min(is_finite.astype(jnp.int32))
+
+
+def _totals(x_ref, heat_ref, peaks, kept, min_p_ref, above_ref, ties_ref) -> None:
+    share = Share.of(x_ref)
+    row = share.row
+    order, threshold = ordered.integers(share.x), kept.threshold[row]
+    weights = share.weights(share.best_of_row(peaks), heat_ref[row])
+    counts = (order > threshold) & (weights >= min_p_ref[row])
+    above_ref[row, share.number] = jnp.sum(jnp.where(counts, weights, 0))
+    ties = share.exists & (order == threshold)
+    ties_ref[row, share.number] = jnp.sum(ties.astype(jnp.float32))
+
+
+def _probs(x_ref, heat_ref, peaks, greedy_ref, totals, probs_ref) -> None:
+    share = Share.of(x_ref)
+    row, heat = share.row, heat_ref[share.row]
+    bests = share.of_all(peaks.best, -jnp.inf)
+    best = jnp.max(bests)
+    weights = share.weights(best, heat)
+    if totals is None:
+        total = jnp.sum(share.of_all(peaks.total, 0.0) * jnp.exp((bests - best) / heat))
+    else:
+        weights, total = _kept(share, weights, best, heat, totals)
+    first = jnp.min(jnp.where(bests == best, share.of_all(peaks.index, shares.LAST), shares.LAST))
+    one_hot = (share.index == first).astype(jnp.float32)
+    probs = jnp.where(greedy_ref[row], one_hot, weights / total)
+    is_finite = jnp.min(share.of_all(peaks.finite, 1)) > 0
+    probs = jnp.where(is_finite, probs, jnp.nan)
+    triton.store(probs_ref.at[row, share.index], probs, mask=share.exists)
+
+
+def _kept(share: Share, weights, best, heat, totals: Totals) -> tuple[Array, Array]:
+    """Returns the weights of kept tokens, 0 for others, and their sum over the row."""
+    row = share.row
+    threshold, most, min_p = totals.kept.threshold[row], totals.kept.ties[row], totals.min_p[row]
+    ties = share.of_all(totals.ties, 0.0)
+    before = jnp.sum(jnp.where(jnp.arange(len(ties)) < share.number, ties, 0))
+    order = ordered.integers(share.x)
+    is_tie = share.exists & (order == threshold)
+    rank = before + jnp.cumsum(is_tie.astype(jnp.float32))
+    keep = (order > threshold) | (is_tie & (rank <= most))
+    weights = jnp.where(keep & (weights >= min_p), weights, 0)
+    tied = jnp.exp((ordered.floats(threshold) - best) / heat)
+    count = jnp.where(tied >= min_p, jnp.minimum(most, jnp.sum(ties)), 0)
+    total = jnp.sum(share.of_all(totals.above, 0.0)) + jnp.where(count > 0, count * tied, 0)
+    return weights, total

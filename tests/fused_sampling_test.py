@@ -1,0 +1,90 @@
+"""Kernels of sampling, interpreted, against a sort in NumPy and against plain XLA code."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from helpers import reference
+from sampling_test import FIELDS, ROWS, UNIFORM_MAX, logits_of, row_params
+
+from spsjax import sampling
+from spsjax.parallel import sharding
+from spsjax.sampling.fused import drawing, probs
+from spsjax.utils.kernel_choice import KERNELS
+
+VOCAB = 1500  # a whole share, and a part of one
+
+to_probs = jax.jit(functools.partial(probs.to_probs, interpret=True))
+draw = jax.jit(functools.partial(drawing.draw, interpret=True))
+
+
+@pytest.mark.parametrize("kind", ("spread", "ties", "flat"))
+def test_to_probs_equals_sorted_reference(kind):
+    """At two nodes per row. Of one row, a node has a logit that is not finite."""
+    first = logits_of(kind, VOCAB)
+    logits = np.stack([first, np.roll(first, 700, axis=-1)], axis=1)
+    logits[5, 1, 1400] = np.inf
+    found = np.asarray(to_probs(logits, row_params()))
+    assert np.isnan(found[5, 1]).all()
+    for row, node in np.ndindex(found.shape[:2]):
+        if (row, node) != (5, 1):
+            expected = reference.to_probs(logits[row, node], **dict(zip(FIELDS, ROWS[row])))
+            np.testing.assert_array_equal(found[row, node] > 0, expected > 1e-45, err_msg=str(row))
+            np.testing.assert_allclose(found[row, node], expected, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("index", (0, 1, 3, 5, 7, 9), ids=lambda index: str(ROWS[index]))
+def test_filter_that_no_row_uses_is_left_out(index):
+    """All rows have the parameters of one."""
+    logits = np.repeat(logits_of("ties", VOCAB)[:, None], 2, axis=1)
+    rows = row_params([ROWS[index]] * len(ROWS))
+    found, expected = to_probs(logits, rows), jax.jit(sampling.to_probs)(logits, rows)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("vocab", (129, VOCAB))
+def test_draw_equals_plain_code(vocab):
+    """Sums of whole numbers are exact, so draws are equal. Rows without weight draw token 0."""
+    rng = np.random.default_rng(vocab)
+    weights = rng.integers(0, 4, (3, 40, vocab)).astype(np.float32)
+    weights[0, :3, rng.integers(vocab)] += 1
+    weights[1, 0], weights[1, 1] = 0, np.nan
+    weights[1, 2, :-1] = 0
+    uniforms = np.floor(rng.random((3, 40, 2)) * 2**23).astype(np.float32) / 2**23
+    uniforms[0, :2], uniforms[0, 2] = UNIFORM_MAX, 0
+    drawn = draw(weights, uniforms)
+    assert drawn.dtype == np.int32
+    np.testing.assert_array_equal(drawn, jax.jit(sampling.draw)(weights, uniforms))
+
+
+def test_draw_near_boundaries_skips_zero_weights():
+    """Between blocks and between tokens, where rounding decides."""
+    rng = np.random.default_rng(0)
+    weights = rng.random((3, 40, VOCAB)).astype(np.float32)
+    weights[..., :200] = weights[..., 640:768] = weights[..., ::7] = 0
+    blocks = np.add.reduceat(weights.astype(np.float64), range(0, VOCAB, 128), axis=-1)
+    ends = np.cumsum(blocks, axis=-1) / blocks.sum(axis=-1, keepdims=True)
+    for boundary in range(ends.shape[-1]):
+        level = np.clip(np.round(ends[..., boundary] * 2**23), 0, 2**23 - 1) / 2**23
+        for inside in (0, 0.5, UNIFORM_MAX):
+            uniforms = np.stack([level, np.full_like(level, inside)], -1).astype(np.float32)
+            drawn = np.asarray(draw(weights, uniforms))[..., None]
+            assert (np.take_along_axis(weights, drawn, axis=-1) > 0).all()
+
+
+def test_mode_chooses_the_kernels():
+    logits, uniforms = logits_of("spread", 3), np.full((len(ROWS), 2), 0.3, np.float32)
+
+    def kernels_in(function, *arguments):
+        return str(jax.make_jaxpr(function)(*arguments)).count("pallas_call")
+
+    for function, arguments in (
+        (sampling.to_probs, (logits, row_params())),
+        (sampling.draw, (np.exp(logits), uniforms)),
+    ):
+        assert not kernels_in(function, *arguments)
+        with KERNELS("interpret"):
+            assert kernels_in(function, *arguments)
+            with sharding.use_mesh(sharding.mesh(1, 2)):  # kernels cannot read split arrays
+                assert not kernels_in(function, *arguments)
