@@ -8,7 +8,7 @@ import pytest
 from helpers import reference
 from sampling_test import FIELDS, ROWS, UNIFORM_MAX, logits_of, row_params
 
-from spsjax import sampling
+from spsjax import SamplingParams, sampling
 from spsjax.parallel import sharding
 from spsjax.sampling.fused import drawing, probs
 from spsjax.utils.kernel_choice import KERNELS
@@ -21,17 +21,30 @@ draw = jax.jit(functools.partial(drawing.draw, interpret=True))
 
 @pytest.mark.parametrize("kind", ("spread", "ties", "flat"))
 def test_to_probs_equals_sorted_reference(kind):
-    """At two nodes per row. Of one row, a node has a logit that is not finite."""
+    """At two nodes per row. Of two rows, one of them greedy, a node has a logit of infinity."""
     first = logits_of(kind, VOCAB)
     logits = np.stack([first, np.roll(first, 700, axis=-1)], axis=1)
-    logits[5, 1, 1400] = np.inf
+    logits[[1, 5], 1, 1400] = np.inf
     found = np.asarray(to_probs(logits, row_params()))
-    assert np.isnan(found[5, 1]).all()
+    assert np.isnan(found[[1, 5], 1]).all()
     for row, node in np.ndindex(found.shape[:2]):
-        if (row, node) != (5, 1):
+        if (row, node) not in {(1, 1), (5, 1)}:
             expected = reference.to_probs(logits[row, node], **dict(zip(FIELDS, ROWS[row])))
             np.testing.assert_array_equal(found[row, node] > 0, expected > 1e-45, err_msg=str(row))
             np.testing.assert_allclose(found[row, node], expected, rtol=2e-5, atol=1e-9)
+
+
+def test_top_p_of_almost_one_keeps_nothing_that_top_k_dropped():
+    """Rounding may make the mass of all that top-k has left too small for top-p."""
+    rng, size = np.random.default_rng(2), (len(ROWS), 2)
+    for _ in range(12):
+        logits = np.full((*size, VOCAB), -1e4, np.float32)
+        logits[..., :64] = np.round(rng.normal(0, 5, (*size, 64)))
+        logits = rng.permuted(logits, axis=-1)
+        heat, counts = rng.uniform(1, 2, len(ROWS)), rng.integers(20, 50, len(ROWS))
+        rows = SamplingParams(list(heat), list(counts), 1 - 2**-24).rows(len(ROWS))
+        kept = np.count_nonzero(np.asarray(to_probs(logits, rows)), axis=-1)
+        assert (kept <= counts[:, None]).all()
 
 
 @pytest.mark.parametrize("index", (0, 1, 3, 5, 7, 9), ids=lambda index: str(ROWS[index]))

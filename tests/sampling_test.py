@@ -36,6 +36,9 @@ ROWS = (
     (1e-30, 0, 1.0, 0.0),
     (1.0, 0, 1e-38, 0.0),
     (0.7, 4, 1e-300, 0.0),
+    (1.0, 1203, 1.0, 0.0502),
+    (1.0, 1203, 0.9999, 0.0),
+    (0.3, 40, 1 - 2**-24, 0.0),
 )
 FIELDS = ("temperature", "top_k", "top_p", "min_p")
 SORTS = re.compile(r"\b(stablehlo\.sort|chlo\.top_k|top_k\()")

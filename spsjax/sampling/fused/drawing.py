@@ -43,6 +43,7 @@ def _pick(weights_ref, sums_ref, uniforms_ref, token_ref) -> None:
 def _inverse_cdf(weights: Array, index: Array, uniform: Array) -> Array:
     """Returns the first index of positive weight whose prefix sum exceeds `uniform` x total."""
     level = uniform * jnp.sum(weights)
+    # Prefix sums that are made in parallel may decrease, so that weights of 0 are left out.
     is_later = (jnp.cumsum(weights) > level) & (weights > 0)
     # A prefix sum may be less than the total by rounding. Then it is the last of positive weight.
     last = jnp.max(jnp.where(weights > 0, index, 0))

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton
 
 from spsjax.sampling import ordered
 from spsjax.sampling.fused import shares
-from spsjax.sampling.fused.search import Goal, search
+from spsjax.sampling.fused.search import search
 from spsjax.sampling.fused.shares import Kernels, Peaks, Share
 from spsjax.sampling.params import RowParams
 from spsjax.types import Array, pytree_dataclass
@@ -75,21 +75,22 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
     has_top_k = is_sampled & (each.top_k > 0)
     has_top_p = is_sampled & (each.top_p < 1)
 
-    def narrowed(counts: bool, used: Array, goal: Goal, before: Kept) -> Kept:
-        threshold, above = search(run, peaks, counts, goal)
+    def narrowed(counts: bool, used: Array, needed: Array, before: Kept) -> Kept:
+        threshold, above = search(run, peaks, counts, needed)
         weight = jnp.ones_like(best)
         if not counts:
             weight = jnp.exp((ordered.floats(threshold) - best) / run.heat)
         tiny = jnp.finfo(jnp.float32).tiny
-        ties = jnp.maximum(jnp.ceil((goal.needed - above) / jnp.maximum(weight, tiny)), 1)
-        ties = jnp.where(threshold == before.threshold, jnp.minimum(ties, before.ties), ties)
+        ties = jnp.maximum(jnp.ceil((needed - above) / jnp.maximum(weight, tiny)), 1)
+        # If all but a rounding error is needed, the search may pass what top-k has left.
+        is_less = (threshold > before.threshold) | (
+            (threshold == before.threshold) & (ties < before.ties)
+        )
         found = Kept(threshold, ties)
-        return jax.tree.map(lambda new, old: jnp.where(used, new, old), found, before)
+        return jax.tree.map(lambda new, old: jnp.where(used & is_less, new, old), found, before)
 
     def by_count() -> Kept:
-        needed = each.top_k.astype(jnp.float32)
-        goal = Goal(needed, everything.threshold, jnp.zeros_like(best))
-        return narrowed(True, has_top_k, goal, everything)
+        return narrowed(True, has_top_k, each.top_k.astype(jnp.float32), everything)
 
     def by_mass(kept: Kept) -> Kept:
         totals = totals_of(kept, jnp.zeros_like(best))
@@ -97,7 +98,7 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
         ties = jnp.minimum(kept.ties, jnp.sum(totals.ties, axis=1))
         mass = jnp.sum(totals.above, axis=1) + jnp.where(ties > 0, ties * weight, 0)
         needed = jnp.maximum(each.top_p * mass, jnp.finfo(jnp.float32).tiny)
-        return narrowed(False, has_top_p, Goal(needed, kept.threshold, mass), kept)
+        return narrowed(False, has_top_p, needed, kept)
 
     kept = lax.cond(jnp.any(has_top_k), by_count, lambda: everything)
     return lax.cond(jnp.any(has_top_p), by_mass, lambda kept: kept, kept)

@@ -26,20 +26,13 @@ class Search:
     sums: Array  # [R, P, N] float32
 
 
-@pytree_dataclass
-class Goal:
-    """What the sum of kept weights must reach."""
+def search(run: Kernels, peaks: Peaks, counts: bool, needed: Array) -> tuple[Array, Array]:
+    """Returns the greatest threshold [R] from which on there is enough, and the sum [R] above it.
 
-    needed: Array  # [R] float32
-    # Tokens up to this threshold have no weight of their own: all sums from there on are `mass`.
-    bound: Array  # [R] uint32
-    mass: Array  # [R] float32
-
-
-def search(run: Kernels, peaks: Peaks, counts: bool, goal: Goal) -> tuple[Array, Array]:
-    """Returns the greatest threshold [R] whose sum is enough, and the sum [R] above it.
-
-    The sum is that of the weights, or of the number of tokens if `counts`.
+    Args:
+        run, peaks: the rows.
+        counts: whether tokens are counted, and not their weights summed.
+        needed: the least sum [R] from the threshold on.
     """
     nothing = jnp.zeros(peaks.best.shape[:1], jnp.float32)
     sums = jnp.zeros((*peaks.best.shape, _NUMBERS), jnp.float32)
@@ -50,15 +43,15 @@ def search(run: Kernels, peaks: Peaks, counts: bool, goal: Goal) -> tuple[Array,
 
     def step(number: Array, state: Search) -> Search:
         both = lax.dynamic_slice_in_dim(units, number, 2)
-        return run(functools.partial(_step, counts), shapes, peaks, goal, both, state)
+        return run(functools.partial(_step, counts), shapes, peaks, needed, both, state)
 
     found = lax.fori_loop(0, 32 // _BITS, step, start, unroll=not run.interpret)
     narrow = jax.vmap(functools.partial(_narrowed, units[-1]))
-    return narrow(jnp.sum(found.sums, axis=1), found.threshold, found.above, goal)
+    return narrow(jnp.sum(found.sums, axis=1), found.threshold, found.above, needed)
 
 
 def _narrowed(
-    unit: Array, sums: Array, threshold: Array, above: Array, goal: Goal
+    unit: Array, sums: Array, threshold: Array, above: Array, needed: Array
 ) -> tuple[Array, Array]:
     """Returns the threshold with the bits of a step, and the sum above all that have them.
 
@@ -66,19 +59,17 @@ def _narrowed(
         unit: unit of these bits.
         sums: sums [N] from threshold + n units on.
         threshold, above: state of the search before the step.
-        goal: what is needed.
+        needed: the least sum from the threshold on.
     """
     number = jnp.arange(_NUMBERS)
-    limits = threshold + number.astype(jnp.uint32) * unit
-    sums = jnp.where(limits > goal.bound, sums, goal.mass)
     # Sums never increase with the number, so this counts the multiples up to the wanted one.
-    multiple = jnp.sum(((number > 0) & (sums >= goal.needed)).astype(jnp.int32))
+    multiple = jnp.sum(((number > 0) & (sums >= needed)).astype(jnp.int32))
     following = jnp.sum(jnp.where(number == multiple + 1, sums, 0))
     above = jnp.where(multiple == _NUMBERS - 1, above, following)
     return threshold + multiple.astype(jnp.uint32) * unit, above
 
 
-def _step(counts: bool, x_ref, heat_ref, peaks, goal, units_ref, before, after) -> None:
+def _step(counts: bool, x_ref, heat_ref, peaks, needed_ref, units_ref, before, after) -> None:
     """Finds the sums of a step, after the bits of the step before it."""
     share = Share.of(x_ref)
     row, number = share.row, jnp.arange(_NUMBERS)
@@ -86,9 +77,8 @@ def _step(counts: bool, x_ref, heat_ref, peaks, goal, units_ref, before, after) 
     at = before.sums.at[row, shares, number[None]]
     mask = (shares < before.sums.shape[1]) & (number >= 0)[None]
     sums = jnp.sum(triton.load(at, mask=mask, other=0.0), axis=0)
-    of_row = jax.tree.map(lambda ref: ref[row], goal)
-    threshold, above = before.threshold[row], before.above[row]
-    threshold, above = _narrowed(units_ref[0], sums, threshold, above, of_row)
+    state = before.threshold[row], before.above[row], needed_ref[row]
+    threshold, above = _narrowed(units_ref[0], sums, *state)
     if counts:
         counted = jnp.where(share.exists, 1.0, 0.0)
     else:

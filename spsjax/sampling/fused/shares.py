@@ -74,8 +74,8 @@ class Share:
         return cls(row, number, index, exists, x.astype(jnp.float32))
 
     def weights(self, best: Array, heat: Array) -> Array:
-        """Returns weights [W] relative to the best logit."""
-        return jnp.where(self.exists, jnp.exp((self.x - best) / heat), 0)
+        """Returns weights [W] relative to the best logit, 0 after the last token."""
+        return jnp.exp((self.x - best) / heat)
 
     def of_all(self, ref, other) -> Array:
         """Returns the numbers of all shares of the row, padded with `other`."""
