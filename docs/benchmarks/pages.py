@@ -90,6 +90,23 @@ def drafters_table(content: Mapping) -> str:
     return report.table(rows, columns)
 
 
+def accepted_table(content: Mapping) -> str:
+    """Returns the table of what every draft yields per call of the target."""
+
+    def rates(row):
+        return ", ".join(map(report.number, row["acceptance_by_depth"]))
+
+    columns = {
+        "task": "task",
+        "sampling": "setting",
+        "drafter": "drafter",
+        "drafts": "shape",
+        "accepted, by depth": rates,
+        "tokens per call": report.figure("tokens_per_call"),
+    }
+    return report.table(content["rows"], columns)
+
+
 def tables_of(content: Mapping, *subjects: str) -> str:
     """Returns the tables of a report of `scripts/reproduce.py` whose titles have these words."""
     blocks = []
@@ -117,8 +134,8 @@ MEASUREMENTS = {
     "foreign": Measurement(
         "Drafts with another tokenizer",
         "SmolLM2-135M-Instruct, drafted by Gemma 3 270M, which is larger: the pair shows what is "
-        "accepted, not speed.",
-        drafters_table,
+        "accepted, not speed ([methods](../methods/foreign_vocabularies.md)).",
+        accepted_table,
     ),
     "drafters": Measurement(
         "Drafters of one target",
