@@ -82,7 +82,7 @@ def test_page_of_programs_for_tpus_adds_up_passes_and_phases(tmp_path):
     assert "".join(rows) in page
 
 
-def test_page_of_programs_for_gpus_adds_up_kernels(tmp_path):
+def test_page_of_programs_for_gpus_counts_kernels(tmp_path):
     programs = {
         "ArS": {"kernels": {"score": 20, "verify": 9, "other": 3}},
         "SpS": {"kernels": {"sync": 1, "propose": 5, "propose, sampling": 2, "score": 21}},
@@ -97,5 +97,5 @@ def test_page_of_programs_for_gpus_adds_up_kernels(tmp_path):
     folder.mkdir()
     (folder / "a-1b.json").write_text(json.dumps(content))
     page = pages.page(folder)
-    assert "| a:1b | eagle3 | 4 | H100 | yes | 20 + 0 | 5 + 21 + 0 | 4.00 | 5.00 |" in page
+    assert "| a:1b | eagle3 | 4 | H100 | yes | 20 + 9 + 0 | 5 | 2 | 21 | 0 | 0 | 4.00 | 5.00 |" in page
     assert "SPSJAX_KERNELS=on python scripts/x.py" in page
