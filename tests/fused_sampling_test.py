@@ -10,12 +10,13 @@ from sampling_test import FIELDS, ROWS, UNIFORM_MAX, logits_of, row_params
 
 from spsjax import SamplingParams, sampling
 from spsjax.parallel import sharding
-from spsjax.sampling.fused import drawing, probs
+from spsjax.sampling.fused import drawing
+from spsjax.sampling.fused import probs as probs_kernels
 from spsjax.utils.kernel_choice import KERNELS
 
 VOCAB = 1500  # a whole share, and a part of one
 
-to_probs = jax.jit(functools.partial(probs.to_probs, interpret=True))
+to_probs = jax.jit(functools.partial(probs_kernels.to_probs, interpret=True))
 draw = jax.jit(functools.partial(drawing.draw, interpret=True))
 
 
@@ -45,6 +46,30 @@ def test_top_p_of_almost_one_keeps_nothing_that_top_k_dropped():
         rows = SamplingParams(list(heat), list(counts), 1 - 2**-24).rows(len(ROWS))
         kept = np.count_nonzero(np.asarray(to_probs(logits, rows)), axis=-1)
         assert (kept <= counts[:, None]).all()
+
+
+def test_probabilities_sum_to_one_where_rounding_decides_over_min_p():
+    """The weight of 500 tokens is min-p, up to rounding: all of them are kept, or none."""
+    rng, count = np.random.default_rng(0), len(ROWS)
+    heat, depth = rng.uniform(0.3, 3, count), rng.uniform(0.1, 3, (count, 1, 1))
+    logits = np.full((count, 2, VOCAB), -50, np.float32)
+    logits[..., :500] = -depth
+    logits[..., 700] = 0
+    min_p = np.exp(logits[:, 0, 0] / heat.astype(np.float32))
+    rows = SamplingParams(list(heat), min_p=list(map(float, min_p))).rows(count)
+    probs = np.asarray(to_probs(rng.permuted(logits, axis=-1), rows))
+    np.testing.assert_allclose(probs.sum(axis=-1), 1, rtol=1e-5)
+    assert set(np.count_nonzero(probs, axis=-1).ravel()) <= {1, 501}
+
+
+def test_kernels_read_float32_beside_float64():
+    with jax.enable_x64(True):
+        rows = SamplingParams(top_k=[2], top_p=[0.9], min_p=[0.1]).rows(1)
+        logits = np.asarray([[1.0, 0.0, 2.0]], np.float32)
+        probs = jax.jit(functools.partial(probs_kernels.to_probs, interpret=True))(logits, rows)
+        token = jax.jit(functools.partial(drawing.draw, interpret=True))(probs, np.zeros((1, 2)))
+    np.testing.assert_allclose(probs, [[0.268941, 0, 0.731059]], rtol=1e-5)
+    assert (probs.dtype, token.dtype, token[0]) == (np.float32, np.int32, 0)
 
 
 @pytest.mark.parametrize("index", (0, 1, 3, 5, 7, 9), ids=lambda index: str(ROWS[index]))

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measures what the page of a machine shows, and writes the page; half an hour on two cores:
 #   source .venv/bin/activate
-#   SPEC_BENCH=question.jsonl bash docs/benchmarks/measure.sh epyc_zen4 [speed drafters ...]
+#   export SPEC_BENCH=question.jsonl GEMMA=gemma-3-270m.gguf
+#   bash docs/benchmarks/measure.sh epyc_zen4 [speed drafters ...]
 # The first argument names the machine's page. Further ones are measurements; without them all are
 # made. Nothing else should run. SPEC_BENCH is the file of questions of github.com/hemingkx/Spec-Bench,
 # GEMMA a GGUF file of google/gemma-3-270m.
@@ -70,14 +71,17 @@ training() {
   python scripts/benchmark.py --workdir="$1" --config=$E/training_cost.py
 }
 
-for measurement in "${@:-speed smollm2 foreign drafters verifiers load table1 figure1 rollouts training}"; do
-  for name in $measurement; do
-    echo "== $name"
-    "$name" "$RUNS/$name"
-    mkdir -p "docs/benchmarks/$MACHINE"
-    for file in table.json report.json figure1.png; do
-      [ ! -f "$RUNS/$name/$file" ] || cp "$RUNS/$name/$file" "docs/benchmarks/$MACHINE/$name.${file#*.}"
-    done
+[ $# -gt 0 ] || set -- speed smollm2 foreign drafters verifiers load table1 figure1 rollouts training
+for name in "$@"; do # what is missing is said before anything is measured
+  case $name in smollm2 | foreign) : "${SPEC_BENCH:?expected the file of questions}" ;; esac
+  case $name in foreign) : "${GEMMA:?expected a GGUF file of gemma-3-270m}" ;; esac
+done
+for name in "$@"; do
+  echo "== $name"
+  "$name" "$RUNS/$name"
+  mkdir -p "docs/benchmarks/$MACHINE"
+  for file in table.json report.json figure1.png; do
+    [ ! -f "$RUNS/$name/$file" ] || cp "$RUNS/$name/$file" "docs/benchmarks/$MACHINE/$name.${file#*.}"
   done
 done
 python docs/benchmarks/pages.py

@@ -30,7 +30,7 @@ class CompiledTraining:
         tokens: tokens per step.
         parameters: number of trained parameters.
         operations: floating-point operations per token, without those of the vocabulary.
-        compile_seconds: seconds until the step was compiled.
+        compile_seconds: seconds until the step was compiled, or read from the cache of programs.
     """
 
     def __init__(self, task: Task, config: TrainingConfig, folder: Folder):

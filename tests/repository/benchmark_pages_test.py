@@ -97,5 +97,7 @@ def test_page_of_programs_for_gpus_counts_kernels(tmp_path):
     folder.mkdir()
     (folder / "a-1b.json").write_text(json.dumps(content))
     page = pages.page(folder)
-    assert "| a:1b | eagle3 | 4 | H100 | yes | 20 + 9 + 0 | 5 | 2 | 21 | 0 | 0 | 4.00 | 5.00 |" in page
+    assert (
+        "| a:1b | eagle3 | 4 | H100 | yes | 20 + 9 + 0 | 5 | 2 | 21 | 0 | 0 | 4.00 | 5.00 |" in page
+    )
     assert "SPSJAX_KERNELS=on python scripts/x.py" in page

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.command_line import ROOT, launch, succeeds
+from ml_collections import ConfigDict
 
 from spsjax import InputError
 from spsjax.cli import configs
@@ -38,6 +39,23 @@ def test_ratio_is_that_of_a_turn_and_the_first_turn_does_not_count():
 def test_unknown_drafter_is_one_line(name):
     with pytest.raises(InputError, match=r"^drafters: expected some of .*eagle3.*, found "):
         training.config_of(name, configs.of_file(str(CONFIG)), DRAFTERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"changes": {"batch": 2.5}}, "^changes: expected values of the types in medusa.py, found"),
+        ({"changes": {"target_cache": 3}}, "^changes: expected values of the types"),
+        ({"changes": {"target": "x"}}, "^changes.target: expected none"),
+        ({"drafters": ("medusa", "medusa")}, "^drafters: expected different ones, found medusa"),
+        ({"drafters": ()}, "^drafters: expected at least one"),
+    ],
+)
+def test_mistake_is_one_line(tmp_path, change, message):
+    config = configs.of_file(str(CONFIG)).to_dict() | {"drafters": ("medusa",)} | change
+    with pytest.raises(InputError, match=message) as caught:
+        training.run(ConfigDict(config), tmp_path / "cost", DRAFTERS)
+    assert "\n" not in str(caught.value) and not (tmp_path / "cost").exists()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from spsjax.benchmarks import report
 from spsjax.cli import configs, terminal
 from spsjax.cli.measurements import plot
-from spsjax.errors import InputError, check_integer, did_you_mean, short_repr
+from spsjax.errors import InputError, check_integer, did_you_mean, one_line, short_repr
 from spsjax.planning import hardware
 from spsjax.training import cost, fit
 from spsjax.training.tasks.drafter import DrafterTask
@@ -31,10 +31,14 @@ def run(config: ConfigDict, workdir: pathlib.Path, folder: pathlib.Path) -> str:
         check_integer(field, config[field], 1)
     if not config.drafters:
         raise InputError("drafters: expected at least one, found none")
-    prepared = {}
+    prepared, target = {}, None
     for name in config.drafters:
+        if name in prepared:
+            raise InputError(f"drafters: expected different ones, found {name} twice")
         values = config_of(name, config, folder)
         prepared[name] = fit.prepare(values, workdir / name, configs.mesh(values.mesh))
+        task = cast(DrafterTask, prepared[name][0])
+        target = task.target = target or task.target  # one copy of its weights serves all
     configs.begin(f"Training steps of drafters for {config.target}", config, workdir)
     trainings = {
         name: cost.CompiledTraining(*prepared[name])
@@ -42,8 +46,7 @@ def run(config: ConfigDict, workdir: pathlib.Path, folder: pathlib.Path) -> str:
     }
     turns = terminal.progress("turns")
     records = cost.time_in_turns(trainings, config.repetitions, config.steps, turns)
-    task, options, _ = next(iter(prepared.values()))
-    target = cast(DrafterTask, task).target
+    _, options, _ = prepared[config.drafters[0]]
     machine = hardware.machine(target) | {"dtype": jnp.dtype(options.compute.dtype).name}
     figures = {"machine": machine, "rows": records}
     return report.write(workdir, figures, table(records), plot("plots.trainings", records))
@@ -58,7 +61,14 @@ def config_of(name: str, config: ConfigDict, folder: pathlib.Path) -> ConfigDict
             f"{did_you_mean(str(name), known)}"
         )
     values = configs.of_file(str(folder / f"{name}.py"))
-    values.update(config.changes)
+    if "target" in config.changes:
+        raise InputError("changes.target: expected none beside the key target, found one")
+    try:
+        values.update(config.changes)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"changes: expected values of the types in {name}.py, found others: {one_line(error)}"
+        ) from None
     values.target = config.target
     return values
 

@@ -20,19 +20,20 @@ def draw(weights: Array, uniforms: Array, interpret: bool = False) -> Array:
     shape = jax.ShapeDtypeStruct((R, P * (shares.SIZE // _BLOCK)), jnp.float32)
     sums = shares.call(_blocks, shape, (R, P), interpret)(weights_RV)
     pick = shares.call(_pick, jax.ShapeDtypeStruct((R,), jnp.int32), (R,), interpret)
-    return pick(weights_RV, sums, uniforms.reshape(R, 2)).reshape(weights.shape[:-1])
+    uniforms = jnp.broadcast_to(uniforms, (*weights.shape[:-1], 2)).reshape(R, 2)
+    return pick(weights_RV, sums, uniforms).reshape(weights.shape[:-1])
 
 
 def _blocks(weights_ref, sums_ref) -> None:
     share, count = Share.of(weights_ref), shares.SIZE // _BLOCK
     weights = jnp.where(share.exists, share.x, 0).reshape(count, _BLOCK)
-    blocks = share.number * count + jnp.arange(count)
+    blocks = share.number * count + jnp.arange(count, dtype=jnp.int32)
     triton.store(sums_ref.at[share.row, blocks], jnp.sum(weights, axis=1))
 
 
 def _pick(weights_ref, sums_ref, uniforms_ref, token_ref) -> None:
     row, (N, V) = pl.program_id(0), (sums_ref.shape[1], weights_ref.shape[1])
-    blocks, inside = jnp.arange(shares.power(N)), jnp.arange(_BLOCK)
+    blocks, inside = (jnp.arange(size, dtype=jnp.int32) for size in (shares.power(N), _BLOCK))
     sums = triton.load(sums_ref.at[row, blocks], mask=blocks < N, other=0.0)
     block = _inverse_cdf(sums, blocks, uniforms_ref[row, 0])
     index = block * _BLOCK + inside

@@ -22,20 +22,23 @@ supports = shares.supports
 
 @pytree_dataclass
 class Kept:
-    """Tokens that filters have left, those of the highest logits."""
+    """Tokens that filters have left, those of the highest logits.
+
+    All kernels compare integers, and so agree on them. Weights may differ by rounding.
+    """
 
     threshold: Array  # [R] uint32: tokens above it are kept (`ordered.integers`)
-    ties: Array  # [R] float32: number of kept tokens that equal it, those of the lowest ids
+    # [R] float32: at most as many of the tokens that equal it are kept, those of the lowest ids.
+    ties: Array
 
 
 @pytree_dataclass
 class Totals:
-    """Sums of each share over kept tokens, and what decides over them."""
+    """Sums of each share that depend on what is kept."""
 
     kept: Kept
-    min_p: Array  # [R] float32: lowest weight to keep
     above: Array  # [R, P] float32: sum of the weights above the threshold
-    ties: Array  # [R, P] float32: number of tokens that equal it
+    ties: Array  # [R, P] float32: number of tokens that equal it, kept or not
 
 
 def to_probs(logits: Array, rows: RowParams, interpret: bool = False) -> Array:
@@ -57,18 +60,17 @@ def to_probs(logits: Array, rows: RowParams, interpret: bool = False) -> Array:
         return run(_probs, result, peaks, greedy, totals)
 
     def filtered() -> Array:
-        def totals_of(kept: Kept, min_p: Array) -> Totals:
-            return Totals(kept, min_p, *run(_totals, [numbers, numbers], peaks, kept, min_p))
+        def totals_of(kept: Kept) -> Totals:
+            return Totals(kept, *run(_totals, [numbers, numbers], peaks, kept))
 
-        kept = _filter(run, peaks, each, totals_of)
-        return probs_of(totals_of(kept, each.min_p))
+        return probs_of(totals_of(_filter(run, peaks, each, totals_of)))
 
     used = ~greedy & ((each.top_k > 0) | (each.top_p < 1) | (each.min_p > 0))
     return lax.cond(jnp.any(used), filtered, lambda: probs_of(None)).reshape(logits.shape)
 
 
 def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) -> Kept:
-    """Returns what top-k and then top-p leave."""
+    """Returns what top-k, then top-p and then min-p leave."""
     best = jnp.max(peaks.best, axis=1)
     everything = Kept(jnp.zeros(best.shape, jnp.uint32), jnp.zeros_like(best))
     is_sampled = each.temperature > 0
@@ -93,7 +95,7 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
         return narrowed(True, has_top_k, each.top_k.astype(jnp.float32), everything)
 
     def by_mass(kept: Kept) -> Kept:
-        totals = totals_of(kept, jnp.zeros_like(best))
+        totals = totals_of(kept)
         weight = jnp.exp((ordered.floats(kept.threshold) - best) / run.heat)
         ties = jnp.minimum(kept.ties, jnp.sum(totals.ties, axis=1))
         mass = jnp.sum(totals.above, axis=1) + jnp.where(ties > 0, ties * weight, 0)
@@ -101,7 +103,11 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
         return narrowed(False, has_top_p, needed, kept)
 
     kept = lax.cond(jnp.any(has_top_k), by_count, lambda: everything)
-    return lax.cond(jnp.any(has_top_p), by_mass, lambda kept: kept, kept)
+    kept = lax.cond(jnp.any(has_top_p), by_mass, lambda kept: kept, kept)
+    # The lowest logit whose weight is min-p. It is at most the best one.
+    lowest = ordered.integers(best + run.heat * jnp.log(each.min_p)) - 1
+    is_less = (each.min_p > 0) & (lowest >= kept.threshold)
+    return Kept(jnp.where(is_less, lowest, kept.threshold), jnp.where(is_less, 0, kept.ties))
 
 
 def _peaks(x_ref, heat_ref, peaks: Peaks) -> None:
@@ -114,13 +120,12 @@ def _peaks(x_ref, heat_ref, peaks: Peaks) -> None:
     peaks.finite[at] = jnp.min(is_finite.astype(jnp.int32))
 
 
-def _totals(x_ref, heat_ref, peaks, kept, min_p_ref, above_ref, ties_ref) -> None:
+def _totals(x_ref, heat_ref, peaks, kept, above_ref, ties_ref) -> None:
     share = Share.of(x_ref)
     row = share.row
     order, threshold = ordered.integers(share.x), kept.threshold[row]
     weights = share.weights(share.best_of_row(peaks), heat_ref[row])
-    counts = (order > threshold) & (weights >= min_p_ref[row])
-    above_ref[row, share.number] = jnp.sum(jnp.where(counts, weights, 0))
+    above_ref[row, share.number] = jnp.sum(jnp.where(order > threshold, weights, 0))
     ties = share.exists & (order == threshold)
     ties_ref[row, share.number] = jnp.sum(ties.astype(jnp.float32))
 
@@ -146,15 +151,15 @@ def _probs(x_ref, heat_ref, peaks, greedy_ref, totals, probs_ref) -> None:
 def _kept(share: Share, weights, best, heat, totals: Totals) -> tuple[Array, Array]:
     """Returns the weights of kept tokens, 0 for others, and their sum over the row."""
     row = share.row
-    threshold, most, min_p = totals.kept.threshold[row], totals.kept.ties[row], totals.min_p[row]
+    threshold, most = totals.kept.threshold[row], totals.kept.ties[row]
     ties = share.of_all(totals.ties, 0.0)
     before = jnp.sum(jnp.where(jnp.arange(len(ties)) < share.number, ties, 0))
     order = ordered.integers(share.x)
     is_tie = share.exists & (order == threshold)
     rank = before + jnp.cumsum(is_tie.astype(jnp.float32))
     keep = (order > threshold) | (is_tie & (rank <= most))
-    weights = jnp.where(keep & (weights >= min_p), weights, 0)
+    weights = jnp.where(keep, weights, 0)
     tied = jnp.exp((ordered.floats(threshold) - best) / heat)
-    count = jnp.where(tied >= min_p, jnp.minimum(most, jnp.sum(ties)), 0)
+    count = jnp.minimum(most, jnp.sum(ties))
     total = jnp.sum(share.of_all(totals.above, 0.0)) + jnp.where(count > 0, count * tied, 0)
     return weights, total

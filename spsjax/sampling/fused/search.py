@@ -61,9 +61,9 @@ def _narrowed(
         threshold, above: state of the search before the step.
         needed: the least sum from the threshold on.
     """
-    number = jnp.arange(_NUMBERS)
+    number = jnp.arange(_NUMBERS, dtype=jnp.int32)
     # Sums never increase with the number, so this counts the multiples up to the wanted one.
-    multiple = jnp.sum(((number > 0) & (sums >= needed)).astype(jnp.int32))
+    multiple = jnp.sum((number > 0) & (sums >= needed), dtype=jnp.int32)
     following = jnp.sum(jnp.where(number == multiple + 1, sums, 0))
     above = jnp.where(multiple == _NUMBERS - 1, above, following)
     return threshold + multiple.astype(jnp.uint32) * unit, above
@@ -72,7 +72,7 @@ def _narrowed(
 def _step(counts: bool, x_ref, heat_ref, peaks, needed_ref, units_ref, before, after) -> None:
     """Finds the sums of a step, after the bits of the step before it."""
     share = Share.of(x_ref)
-    row, number = share.row, jnp.arange(_NUMBERS)
+    row, number = share.row, jnp.arange(_NUMBERS, dtype=jnp.int32)
     shares = jnp.arange(power(before.sums.shape[1]))[:, None]
     at = before.sums.at[row, shares, number[None]]
     mask = (shares < before.sums.shape[1]) & (number >= 0)[None]
@@ -80,7 +80,7 @@ def _step(counts: bool, x_ref, heat_ref, peaks, needed_ref, units_ref, before, a
     state = before.threshold[row], before.above[row], needed_ref[row]
     threshold, above = _narrowed(units_ref[0], sums, *state)
     if counts:
-        counted = jnp.where(share.exists, 1.0, 0.0)
+        counted = share.exists.astype(jnp.float32)
     else:
         counted = share.weights(share.best_of_row(peaks), heat_ref[row])
     order, sums = ordered.integers(share.x), jnp.zeros(_NUMBERS, jnp.float32)

@@ -57,7 +57,7 @@ class Kernels:
 
 @dataclasses.dataclass
 class Share:
-    """Tokens of a program."""
+    """The W tokens of a program."""
 
     row: Array
     number: Array
@@ -68,7 +68,7 @@ class Share:
     @classmethod
     def of(cls, x_ref) -> "Share":
         row, number = pl.program_id(0), pl.program_id(1)
-        index = number * SIZE + jnp.arange(SIZE)
+        index = number * SIZE + jnp.arange(SIZE, dtype=jnp.int32)
         exists = index < x_ref.shape[1]
         x = triton.load(x_ref.at[row, index], mask=exists, other=-jnp.inf)
         return cls(row, number, index, exists, x.astype(jnp.float32))
@@ -79,7 +79,7 @@ class Share:
 
     def of_all(self, ref, other) -> Array:
         """Returns the numbers of all shares of the row, padded with `other`."""
-        shares = jnp.arange(power(ref.shape[1]))
+        shares = jnp.arange(power(ref.shape[1]), dtype=jnp.int32)
         return triton.load(ref.at[self.row, shares], mask=shares < ref.shape[1], other=other)
 
     def best_of_row(self, peaks: Peaks) -> Array:
