@@ -366,7 +366,10 @@ def test_generate_answers_a_mistake_with_one_line(pair, tmp_path, flags, piece):
         ),
         (["--config.prompts=100000"], "prompts: expected"),
         (["--workdir=file"], "file: expected a folder or nothing, found a file"),
-        (["--config.benchmark=odd"], "benchmark: expected one of pair, shapes, load, training, found 'odd'"),
+        (
+            ["--config.benchmark=odd"],
+            "benchmark: expected one of pair, shapes, load, training, found 'odd'",
+        ),
         (["--size=9999999999999B"], "size: expected at most 39,229,734,912 parameters, found"),
         (["--target=gpt2:xl"], "--random"),
         (["--size=1M", "--random"], "--size, --random: expected"),
