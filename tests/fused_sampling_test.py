@@ -42,8 +42,8 @@ def test_top_p_of_almost_one_keeps_nothing_that_top_k_dropped():
         logits = np.full((*size, VOCAB), -1e4, np.float32)
         logits[..., :64] = np.round(rng.normal(0, 5, (*size, 64)))
         logits = rng.permuted(logits, axis=-1)
-        heat, counts = rng.uniform(1, 2, len(ROWS)), rng.integers(20, 50, len(ROWS))
-        rows = SamplingParams(list(heat), list(counts), 1 - 2**-24).rows(len(ROWS))
+        temperatures, counts = rng.uniform(1, 2, len(ROWS)), rng.integers(20, 50, len(ROWS))
+        rows = SamplingParams(list(temperatures), list(counts), 1 - 2**-24).rows(len(ROWS))
         kept = np.count_nonzero(np.asarray(to_probs(logits, rows)), axis=-1)
         assert (kept <= counts[:, None]).all()
 
@@ -51,12 +51,12 @@ def test_top_p_of_almost_one_keeps_nothing_that_top_k_dropped():
 def test_probabilities_sum_to_one_where_rounding_decides_over_min_p():
     """The weight of 500 tokens is min-p, up to rounding: all of them are kept, or none."""
     rng, count = np.random.default_rng(0), len(ROWS)
-    heat, depth = rng.uniform(0.3, 3, count), rng.uniform(0.1, 3, (count, 1, 1))
+    temperatures, depth = rng.uniform(0.3, 3, count), rng.uniform(0.1, 3, (count, 1, 1))
     logits = np.full((count, 2, VOCAB), -50, np.float32)
     logits[..., :500] = -depth
     logits[..., 700] = 0
-    min_p = np.exp(logits[:, 0, 0] / heat.astype(np.float32))
-    rows = SamplingParams(list(heat), min_p=list(map(float, min_p))).rows(count)
+    min_p = np.exp(logits[:, 0, 0] / temperatures.astype(np.float32))
+    rows = SamplingParams(list(temperatures), min_p=list(map(float, min_p))).rows(count)
     probs = np.asarray(to_probs(rng.permuted(logits, axis=-1), rows))
     np.testing.assert_allclose(probs.sum(axis=-1), 1, rtol=1e-5)
     assert set(np.count_nonzero(probs, axis=-1).ravel()) <= {1, 501}
@@ -73,8 +73,8 @@ def test_kernels_read_float32_beside_float64():
 
 
 @pytest.mark.parametrize("index", (0, 1, 3, 5, 7, 9), ids=lambda index: str(ROWS[index]))
-def test_filter_that_no_row_uses_is_left_out(index):
-    """All rows have the parameters of one."""
+def test_batches_of_equal_rows_equal_plain_code(index):
+    """What no row uses is a branch of its own in the program."""
     logits = np.repeat(logits_of("ties", VOCAB)[:, None], 2, axis=1)
     rows = row_params([ROWS[index]] * len(ROWS))
     found, expected = to_probs(logits, rows), jax.jit(sampling.to_probs)(logits, rows)

@@ -6,7 +6,7 @@ python scripts/benchmark.py --config=configs/experiments/training_cost.py --work
 
 Each drafter is trained as its file in configs/drafters says, with `changes`, for a few steps on one
 batch. Trainings take turns.
-Hardware: an accelerator, or a CPU with time: 5 minutes on two cores.
+Hardware: an accelerator, or a CPU with time: 6 minutes on two cores.
 """
 
 from spsjax.cli import sections

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what the page of a machine shows, and writes the page; half an hour on two cores:
+# Measures what the page of a machine shows, and writes the page; hours on two cores:
 #   source .venv/bin/activate
 #   export SPEC_BENCH=question.jsonl GEMMA=gemma-3-270m.gguf
 #   bash docs/benchmarks/measure.sh epyc_zen4 [speed drafters ...]

@@ -17,7 +17,6 @@ from spsjax.training.config import TrainingConfig
 from spsjax.training.run import Run
 from spsjax.training.run_folder import Folder
 from spsjax.training.tasks.base import Task
-from spsjax.types import PyTree
 
 
 class CompiledTraining:
@@ -90,7 +89,7 @@ def time_in_turns(
     ]
 
 
-def _ratio(own: Sequence[float], first: Sequence[float]) -> PyTree:
+def _ratio(own: Sequence[float], first: Sequence[float]) -> dict[str, object]:
     """Returns the median of the ratios of each turn, and the extremes."""
     ratios = [value / base for value, base in zip(own, first)]
     return {"ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]}

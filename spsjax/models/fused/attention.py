@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from spsjax.models.caches import Segment
-from spsjax.models.fused.rows import LEAST, MOST_TOKENS, power
+from spsjax.models.fused.rows import MOST_TOKENS
 from spsjax.types import Array
+from spsjax.utils.powers import LEAST, power
 
 _MOST = 64  # the most slots that a program reads at a time, and queries of a tile
 _TILE_BYTES = 2**14  # the most of keys that it reads at a time, and of queries; memory is shared

@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from spsjax.models.fused.rows import Columns, Matrix, Rows, Scale, call, columns_of, power, vector
+from spsjax.models.fused.rows import Columns, Matrix, Rows, Scale, call, columns_of, vector
 from spsjax.types import Array
+from spsjax.utils.powers import power
 
 WIDEST = 256  # widest head
 

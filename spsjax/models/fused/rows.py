@@ -16,10 +16,10 @@ from jax.experimental.pallas import triton
 
 from spsjax.models.quantization import Quantized
 from spsjax.types import Array, pytree_dataclass
+from spsjax.utils.powers import LEAST, power
 
 MOST_ROWS = 64  # texts times tokens
 MOST_TOKENS = 64  # per text: a prompt's longer chunks do not wait for kernels to start
-LEAST = 16  # least size of a side of a product in a kernel
 _DEPTH = 128  # the most inputs that a program reads at a time
 _TILE_BYTES = 2**15  # the most of weights that it reads at a time, because memory is shared
 _WIDEST = 64  # the most columns of a program, of each matrix that it reads
@@ -62,11 +62,6 @@ def call(name, kernel, shapes, x_RD, interpret, programs=None) -> Callable:
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=4),
     )
-
-
-def power(count: int) -> int:
-    """Returns the least power of two that is not below `count` and not below `LEAST`."""
-    return max(LEAST, 1 << (count - 1).bit_length())
 
 
 def columns_of(count: int) -> int:

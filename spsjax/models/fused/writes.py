@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from spsjax.models.fused.rows import MOST_TOKENS, power
+from spsjax.models.fused.rows import MOST_TOKENS
 from spsjax.types import Array
+from spsjax.utils.powers import power
 
 _MOST_BUFFERS = 64  # per kernel
 

@@ -8,6 +8,7 @@ from jax.experimental.pallas import triton
 from spsjax.sampling.fused import shares
 from spsjax.sampling.fused.shares import Share
 from spsjax.types import Array
+from spsjax.utils.powers import power
 
 supports = shares.supports
 _BLOCK = 128  # tokens of a block, from which one is drawn
@@ -33,7 +34,7 @@ def _blocks(weights_ref, sums_ref) -> None:
 
 def _pick(weights_ref, sums_ref, uniforms_ref, token_ref) -> None:
     row, (N, V) = pl.program_id(0), (sums_ref.shape[1], weights_ref.shape[1])
-    blocks, inside = (jnp.arange(size, dtype=jnp.int32) for size in (shares.power(N), _BLOCK))
+    blocks, inside = (jnp.arange(size, dtype=jnp.int32) for size in (power(N), _BLOCK))
     sums = triton.load(sums_ref.at[row, blocks], mask=blocks < N, other=0.0)
     block = _inverse_cdf(sums, blocks, uniforms_ref[row, 0])
     index = block * _BLOCK + inside

@@ -48,8 +48,8 @@ def to_probs(logits: Array, rows: RowParams, interpret: bool = False) -> Array:
     keeps_all = each.top_k >= x_RV.shape[1]
     each = dataclasses.replace(each, top_k=jnp.where(keeps_all, 0, each.top_k))
     greedy = each.temperature == 0
-    heat = jnp.where(greedy, 1, each.temperature)
-    run = Kernels(x_RV, heat, interpret)
+    temperature = jnp.where(greedy, 1, each.temperature)
+    run = Kernels(x_RV, temperature, interpret)
     shape = len(x_RV), pl.cdiv(x_RV.shape[1], shares.SIZE)
     numbers: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     counts: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -81,7 +81,7 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
         threshold, above = search(run, peaks, counts, needed)
         weight = jnp.ones_like(best)
         if not counts:
-            weight = jnp.exp((ordered.floats(threshold) - best) / run.heat)
+            weight = jnp.exp((ordered.floats(threshold) - best) / run.temperature)
         tiny = jnp.finfo(jnp.float32).tiny
         ties = jnp.maximum(jnp.ceil((needed - above) / jnp.maximum(weight, tiny)), 1)
         # If all but a rounding error is needed, the search may pass what top-k has left.
@@ -96,7 +96,7 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
 
     def by_mass(kept: Kept) -> Kept:
         totals = totals_of(kept)
-        weight = jnp.exp((ordered.floats(kept.threshold) - best) / run.heat)
+        weight = jnp.exp((ordered.floats(kept.threshold) - best) / run.temperature)
         ties = jnp.minimum(kept.ties, jnp.sum(totals.ties, axis=1))
         mass = jnp.sum(totals.above, axis=1) + jnp.where(ties > 0, ties * weight, 0)
         needed = jnp.maximum(each.top_p * mass, jnp.finfo(jnp.float32).tiny)
@@ -105,41 +105,41 @@ def _filter(run: Kernels, peaks: Peaks, each: RowParams, totals_of: Callable) ->
     kept = lax.cond(jnp.any(has_top_k), by_count, lambda: everything)
     kept = lax.cond(jnp.any(has_top_p), by_mass, lambda kept: kept, kept)
     # The lowest logit whose weight is min-p. It is at most the best one.
-    lowest = ordered.integers(best + run.heat * jnp.log(each.min_p)) - 1
+    lowest = ordered.integers(best + run.temperature * jnp.log(each.min_p)) - 1
     is_less = (each.min_p > 0) & (lowest >= kept.threshold)
     return Kept(jnp.where(is_less, lowest, kept.threshold), jnp.where(is_less, 0, kept.ties))
 
 
-def _peaks(x_ref, heat_ref, peaks: Peaks) -> None:
+def _peaks(x_ref, temperature_ref, peaks: Peaks) -> None:
     share = Share.of(x_ref)
     at, best = (share.row, share.number), jnp.max(share.x)
     peaks.best[at] = best
     peaks.index[at] = jnp.min(jnp.where(share.x == best, share.index, shares.LAST))
-    peaks.total[at] = jnp.sum(share.weights(best, heat_ref[share.row]))
+    peaks.total[at] = jnp.sum(share.weights(best, temperature_ref[share.row]))
     is_finite = jnp.where(share.exists, jnp.abs(share.x) < jnp.inf, True)
     peaks.finite[at] = jnp.min(is_finite.astype(jnp.int32))
 
 
-def _totals(x_ref, heat_ref, peaks, kept, above_ref, ties_ref) -> None:
+def _totals(x_ref, temperature_ref, peaks, kept, above_ref, ties_ref) -> None:
     share = Share.of(x_ref)
     row = share.row
     order, threshold = ordered.integers(share.x), kept.threshold[row]
-    weights = share.weights(share.best_of_row(peaks), heat_ref[row])
+    weights = share.weights(share.best_of_row(peaks), temperature_ref[row])
     above_ref[row, share.number] = jnp.sum(jnp.where(order > threshold, weights, 0))
     ties = share.exists & (order == threshold)
     ties_ref[row, share.number] = jnp.sum(ties.astype(jnp.float32))
 
 
-def _probs(x_ref, heat_ref, peaks, greedy_ref, totals, probs_ref) -> None:
+def _probs(x_ref, temperature_ref, peaks, greedy_ref, totals, probs_ref) -> None:
     share = Share.of(x_ref)
-    row, heat = share.row, heat_ref[share.row]
+    row, temperature = share.row, temperature_ref[share.row]
     bests = share.of_all(peaks.best, -jnp.inf)
     best = jnp.max(bests)
-    weights = share.weights(best, heat)
+    weights = share.weights(best, temperature)
     if totals is None:
-        total = jnp.sum(share.of_all(peaks.total, 0.0) * jnp.exp((bests - best) / heat))
+        total = jnp.sum(share.of_all(peaks.total, 0.0) * jnp.exp((bests - best) / temperature))
     else:
-        weights, total = _kept(share, weights, best, heat, totals)
+        weights, total = _kept(share, weights, best, temperature, totals)
     first = jnp.min(jnp.where(bests == best, share.of_all(peaks.index, shares.LAST), shares.LAST))
     one_hot = (share.index == first).astype(jnp.float32)
     probs = jnp.where(greedy_ref[row], one_hot, weights / total)
@@ -148,7 +148,7 @@ def _probs(x_ref, heat_ref, peaks, greedy_ref, totals, probs_ref) -> None:
     triton.store(probs_ref.at[row, share.index], probs, mask=share.exists)
 
 
-def _kept(share: Share, weights, best, heat, totals: Totals) -> tuple[Array, Array]:
+def _kept(share: Share, weights, best, temperature, totals: Totals) -> tuple[Array, Array]:
     """Returns the weights of kept tokens, 0 for others, and their sum over the row."""
     row = share.row
     threshold, most = totals.kept.threshold[row], totals.kept.ties[row]
@@ -159,7 +159,7 @@ def _kept(share: Share, weights, best, heat, totals: Totals) -> tuple[Array, Arr
     rank = before + jnp.cumsum(is_tie.astype(jnp.float32))
     keep = (order > threshold) | (is_tie & (rank <= most))
     weights = jnp.where(keep, weights, 0)
-    tied = jnp.exp((ordered.floats(threshold) - best) / heat)
+    tied = jnp.exp((ordered.floats(threshold) - best) / temperature)
     count = jnp.minimum(most, jnp.sum(ties))
     total = jnp.sum(share.of_all(totals.above, 0.0)) + jnp.where(count > 0, count * tied, 0)
     return weights, total

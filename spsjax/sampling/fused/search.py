@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from spsjax.sampling import ordered
-from spsjax.sampling.fused.shares import Kernels, Peaks, Share, power
+from spsjax.sampling.fused.shares import Kernels, Peaks, Share
 from spsjax.types import Array, pytree_dataclass
+from spsjax.utils.powers import power
 
 _BITS = 4  # bits of a threshold per step
 _NUMBERS = 2**_BITS
@@ -69,7 +70,9 @@ def _narrowed(
     return threshold + multiple.astype(jnp.uint32) * unit, above
 
 
-def _step(counts: bool, x_ref, heat_ref, peaks, needed_ref, units_ref, before, after) -> None:
+def _step(
+    counts: bool, x_ref, temperature_ref, peaks, needed_ref, units_ref, before, after
+) -> None:
     """Finds the sums of a step, after the bits of the step before it."""
     share = Share.of(x_ref)
     row, number = share.row, jnp.arange(_NUMBERS, dtype=jnp.int32)
@@ -82,7 +85,7 @@ def _step(counts: bool, x_ref, heat_ref, peaks, needed_ref, units_ref, before, a
     if counts:
         counted = share.exists.astype(jnp.float32)
     else:
-        counted = share.weights(share.best_of_row(peaks), heat_ref[row])
+        counted = share.weights(share.best_of_row(peaks), temperature_ref[row])
     order, sums = ordered.integers(share.x), jnp.zeros(_NUMBERS, jnp.float32)
     for multiple in range(1, _NUMBERS):
         limit = threshold + jnp.uint32(multiple) * units_ref[1]

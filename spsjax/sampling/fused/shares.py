@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from spsjax.types import Array, PyTree, pytree_dataclass
+from spsjax.utils.powers import power
 
 SIZE = 1024  # tokens of a program
 LAST = 2**31 - 1  # no token
@@ -20,7 +21,7 @@ def supports(array: Array) -> bool:
 
 @pytree_dataclass
 class Peaks:
-    """What each share knows of itself."""
+    """Greatest logit and sum of weights of each share."""
 
     best: Array  # [R, P] float32: greatest logit
     index: Array  # [R, P] int32: the first token that has it
@@ -46,13 +47,13 @@ class Kernels:
     """Calls of kernels for all shares of some logits."""
 
     logits: Array  # [R, V]
-    heat: Array  # [R] float32: temperatures, 1 in greedy rows
+    temperature: Array  # [R] float32: temperatures, 1 in greedy rows
     interpret: bool
 
     def __call__(self, kernel: Callable, shapes: PyTree, *arguments: PyTree) -> PyTree:
         """Returns the results of a kernel."""
         grid = len(self.logits), pl.cdiv(self.logits.shape[1], SIZE)
-        return call(kernel, shapes, grid, self.interpret)(self.logits, self.heat, *arguments)
+        return call(kernel, shapes, grid, self.interpret)(self.logits, self.temperature, *arguments)
 
 
 @dataclasses.dataclass
@@ -73,9 +74,9 @@ class Share:
         x = triton.load(x_ref.at[row, index], mask=exists, other=-jnp.inf)
         return cls(row, number, index, exists, x.astype(jnp.float32))
 
-    def weights(self, best: Array, heat: Array) -> Array:
+    def weights(self, best: Array, temperature: Array) -> Array:
         """Returns weights [W] relative to the best logit, 0 after the last token."""
-        return jnp.exp((self.x - best) / heat)
+        return jnp.exp((self.x - best) / temperature)
 
     def of_all(self, ref, other) -> Array:
         """Returns the numbers of all shares of the row, padded with `other`."""
@@ -84,8 +85,3 @@ class Share:
 
     def best_of_row(self, peaks: Peaks) -> Array:
         return jnp.max(self.of_all(peaks.best, -jnp.inf))
-
-
-def power(count: int) -> int:
-    """Returns the least power of two that is not below `count`, and at least 16."""
-    return max(16, pl.next_power_of_2(count))
